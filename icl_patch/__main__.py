@@ -1,0 +1,8 @@
+"""``python -m icl_patch`` is the command ``icl-patch``."""
+
+import sys
+
+from icl_patch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

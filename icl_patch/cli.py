@@ -1,0 +1,304 @@
+"""The command line: ``icl-patch demo | verify | generate | extract | inspect``.
+
+Every command prints a table for people, or with ``--json`` one JSON object on stdout and nothing else. Progress goes to stderr, and
+only to a terminal. Exit status: 0 fine, 1 the check failed, 2 bad usage.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+import icl_patch
+from icl_patch import demo, embedded, report
+from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
+from icl_patch.patch import UPDATES, ContextPatch
+from icl_patch.patcher import ContextPatcher
+from icl_patch.verify import MARS_PROMPT, encode_contexts, load_model, verify
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    transformers_logging.disable_progress_bar()
+    try:
+        return int(options.run(options))
+    except (FingerprintMismatch, PatchFormatError, ControllabilityError) as error:
+        print(f"icl-patch {options.command}: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, TypeError, OSError) as error:
+        print(f"icl-patch {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="icl-patch", description="A context as a change of weights: W + u vᵀ, one per token.")
+    parser.add_argument("--version", action="version", version=f"icl-patch {icl_patch.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = _command(commands, "demo", _demo, "show the main job on the embedded model, and verify it")
+    command.add_argument("--prompts", type=_positive, default=20, help="held-out prompts to verify (default 20)")
+    command.add_argument("--max-new-tokens", type=_positive, default=26, help="tokens to verify per prompt (default 26)")
+    command.add_argument("--prompts-per-kind", type=_positive, default=25, help="prompts of each kind to answer (default 25)")
+    command.add_argument("--report", type=Path, default=Path("icl-patch-report"), metavar="DIR", help="folder to write the report to")
+
+    command = _command(commands, "verify", _verify, "compare the patched model without context with the model with it, token by token")
+    _add_model(command)
+    _add_context(command, "the paper's Mars prompt; for the embedded model its first held-out prompt")
+    _add_update(command)
+    command.add_argument("--max-new-tokens", type=_positive, default=50, metavar="N", help="steps (default 50)")
+    command.add_argument("--keep-last", type=int, default=0, metavar="N", help="tokens before the current one to keep as context")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)")
+
+    command = _command(commands, "generate", _generate, "generate with freshly patched weights at every token")
+    _add_model(command)
+    _add_context(command, "as for verify")
+    _add_update(command)
+    command.add_argument("--max-new-tokens", type=_positive, default=50, metavar="N", help="at most so many tokens (default 50)")
+
+    command = _command(commands, "extract", _extract, "write the patch of a context to a file")
+    _add_model(command)
+    _add_context(command, "required", required=True)
+    _add_update(command)
+    command.add_argument("--kept", required=True, metavar="TEXT", help="the tokens that are to run without the context")
+    command.add_argument("--prefix", metavar="TEXT", help="tokens before the context that stay")
+    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write (.safetensors)")
+
+    command = _command(commands, "inspect", _inspect, "read a patch file; with --model, check it and replay it")
+    command.add_argument("file", type=Path, metavar="FILE")
+    command.add_argument("--model", metavar="MODEL", help="folder, hub id, or 'embedded': check that the patch fits it, and replay it")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], description: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description.capitalize() + ".")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", nargs="?", metavar="MODEL", help="local folder or hub id (default: the embedded model)")
+    command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    command.add_argument("--dtype", type=_dtype, metavar="DTYPE", help="fp32, bf16 or fp16 (default: as saved; embedded: fp32)")
+    command.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cpu)")
+    command.add_argument("--seed", type=int, default=0, help="of the random number generators (default 0)")
+
+
+def _add_context(command: argparse.ArgumentParser, default: str, required: bool = False) -> None:
+    given = command.add_mutually_exclusive_group(required=required)
+    given.add_argument("--context", metavar="TEXT", help=f"the context (default: {default})" if not required else "the context")
+    given.add_argument("--context-file", type=Path, metavar="FILE", help="read the context from a UTF-8 file")
+    command.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template to the context")
+
+
+def _add_update(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--update", choices=UPDATES, default="exact", help="default: exact")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number ≥ 1, got {text}")
+    return number
+
+
+def _dtype(text: str) -> torch.dtype:
+    if text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
+    return _DTYPES[text]
+
+
+def _load(options: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    torch.manual_seed(options.seed)
+    return load_model(options.model, None, options.dtype, options.device, options.revision)
+
+
+def _context(options: argparse.Namespace) -> str | None:
+    if options.context_file is not None:
+        return str(options.context_file.read_text(encoding="utf-8"))
+    context: str | None = options.context
+    return context
+
+
+def _context_or_default(options: argparse.Namespace) -> str:
+    context = _context(options)
+    if context is not None:
+        return context
+    if options.model is not None:
+        return MARS_PROMPT
+    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
+    return prompt.context + prompt.question
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, if that is a terminal: call what it yields with (done, total)."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print(options: argparse.Namespace, value: dict[str, Any], *renderables: Any) -> None:
+    if options.json:
+        print(json.dumps(value))
+        return
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = 160  # a file has no width to fit
+    for renderable in renderables:
+        console.print(renderable, markup=False)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    model, tokenizer = _load(options)
+    with _progress("verifying") as progress:
+        result = verify(
+            model,
+            tokenizer,
+            context=_context_or_default(options),
+            max_new_tokens=options.max_new_tokens,
+            update=options.update,
+            keep_last=options.keep_last,
+            chat=options.chat,
+            progress=progress,
+            name="embedded" if options.model is None else options.model,
+        )
+    tokens = [tokenizer.decode([step.token_id]) for step in result.steps]
+    if options.plot is not None:
+        report.plot(result, tokens, options.plot)
+    text = "".join(tokens)
+    _print(options, result.to_dict(), f"{result.model}, {result.family}, generated: {text!r}", report.verify_table([result]))
+    return 0 if result.passed else 1
+
+
+def _demo(options: argparse.Namespace) -> int:
+    model, tokenizer = embedded.load()
+    rows = demo.three_answers(model, tokenizer, options.prompts_per_kind)
+    with _progress("verifying") as progress:
+        reports = demo.verify_grid(options.prompts, options.max_new_tokens, progress)
+    shown = [
+        [row.prompt.kind, row.prompt.context.strip().replace("\n", " / "), row.prompt.question, row.with_context, row.without, row.patched]
+        for kind in embedded.KINDS
+        for row in [row for row in rows if row.prompt.kind == kind][:3]
+    ]
+    columns = ["task", "context (absorbed)", "question", "with context", "without", "without, but patched"]
+    tables = [
+        report.table("Answers on held-out prompts", columns, shown),
+        _shares(rows),
+        report.verify_table(reports),
+    ]
+    options.report.mkdir(parents=True, exist_ok=True)
+    page, data, figure = (options.report / name for name in ("report.md", "report.json", "exactness.png"))
+    result = {
+        "answers": [{**vars(row.prompt), **{k: v for k, v in vars(row).items() if k != "prompt"}} for row in rows],
+        "verify": [entry.to_dict() for entry in reports],
+        "passed": all(entry.passed for entry in reports) and all(row.patched == row.with_context for row in rows),
+        "report": [str(page), str(data), str(figure)],
+    }
+    page.write_text("# icl-patch demo\n\n" + report.to_markdown(tables) + f"\n![L∞ and TVD per token]({figure.name})\n")
+    report.write_json(data, result)
+    stable = next(entry for entry in reports if (entry.update, entry.dtype) == ("stable", "bfloat16"))
+    report.plot(stable, [tokenizer.decode([step.token_id]) for step in stable.steps[: options.max_new_tokens]], figure)
+    _print(options, result, *tables, f"report: {page}, {data}, {figure}")
+    return 0 if result["passed"] else 1
+
+
+def _shares(rows: list[demo.Answers]) -> Any:
+    def share(kind: str, name: str) -> str:
+        chosen = [row for row in rows if row.prompt.kind == kind]
+        return report.percent(sum(getattr(row, name) == row.prompt.answer for row in chosen) / len(chosen))
+
+    names = ("with_context", "without", "patched")
+    body = [[kind, *(share(kind, name) for name in names), report.percent(embedded.CHANCE[kind])] for kind in embedded.KINDS]
+    count = len(rows) // len(embedded.KINDS)
+    return report.table(
+        f"Whole answer right, {count} prompts a task", ["task", "with context", "without", "without, but patched", "chance"], body
+    )
+
+
+def _generate(options: argparse.Namespace) -> int:
+    model, tokenizer = _load(options)
+    ids, mask = encode_contexts(tokenizer, [_context_or_default(options)], chat=options.chat)
+    ends = model.generation_config.eos_token_id
+    stop = set(ends if isinstance(ends, list) else [ends])
+    token_ids: list[int] = []
+    with ContextPatcher(model, options.update, tokenizer=tokenizer) as patcher, _progress("generating") as progress:
+        steps = patcher.generate(ids.to(model.device), context_mask=mask.to(model.device), max_new_tokens=options.max_new_tokens)
+        for step in steps:
+            token_ids.append(int(step.token_ids[0]))
+            progress(len(token_ids), options.max_new_tokens)
+            if token_ids[-1] in stop:
+                break
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    _print(options, {"model": options.model or "embedded", "update": options.update, "token_ids": token_ids, "text": text}, text)
+    return 0
+
+
+def _extract(options: argparse.Namespace) -> int:
+    model, tokenizer = _load(options)
+    context = _context(options)
+    assert context is not None
+    prefix = {}
+    if options.prefix is not None:
+        prefix["prefix_ids"] = encode_contexts(tokenizer, [options.prefix])[0].to(model.device)
+    ids, _ = encode_contexts(tokenizer, [context], chat=options.chat)
+    if prefix and tokenizer.bos_token_id is not None and ids[0, 0] == tokenizer.bos_token_id:
+        ids = ids[:, 1:]  # one sequence has one beginning, and it is in the prefix
+    kept = torch.tensor([tokenizer(options.kept, add_special_tokens=False)["input_ids"]], device=model.device, dtype=torch.int64)
+    with ContextPatcher(model, options.update, tokenizer=tokenizer) as patcher:
+        patch = patcher.compute(ids.to(model.device), kept, **prefix)
+    patch.save(options.out)
+    summary = {"file": str(options.out), **vars(patch.info), "context_tokens": ids.shape[1], "kept_tokens": kept.shape[1]}
+    summary |= {"bytes": patch.nbytes, "layers": len(patch.layers)}
+    _print(options, summary, f"{options.out}: {patch!r}")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    patch = ContextPatch.load(options.file)
+    norms = {name: size.double().flatten(1).mean(1).tolist() for name, size in patch.norms().items()}
+    summary: dict[str, Any] = {"file": str(options.file), **vars(patch.info), "layers": len(patch.layers), "bytes": patch.nbytes}
+    summary |= {"kept_ids": patch.kept_ids.tolist(), "prefix_ids": patch.prefix_ids.tolist(), "norms": norms}
+    facts = report.table(str(options.file), ["entry", "value"], [[name, value] for name, value in summary.items() if name != "norms"])
+    rows = [[layer, *(norms[name][layer] for name in norms)] for layer in range(len(patch.layers))]
+    sizes = report.table("Size of the change, mean over tokens: ‖ΔW‖, ‖Δm‖", ["layer", *norms], rows)
+    lines: list[Any] = [facts, sizes]
+    if options.model is not None:
+        summary["next_tokens"] = _replay(options, patch)
+        lines.append(f"replayed, next token of each row: {summary['next_tokens']}")
+    _print(options, summary, *lines)
+    return 0
+
+
+def _replay(options: argparse.Namespace, patch: ContextPatch) -> list[str]:
+    dtype = getattr(torch, patch.info.dtype.removeprefix("torch."))
+    model, tokenizer = load_model(None if options.model == "embedded" else options.model, dtype=dtype)
+    patch = ContextPatch.load(options.file, model, tokenizer)
+    with ContextPatcher(model, patch.info.update, tokenizer=tokenizer) as patcher:
+        logits = patcher.forward(patch.kept_ids, patch)
+    last = patch.kept_mask.sum(1) - 1
+    chosen = logits[torch.arange(len(last)), last].argmax(-1)
+    return [tokenizer.decode([token_id]) for token_id in chosen.tolist()]

@@ -1,0 +1,21 @@
+"""A small Gemma 3 that ships with the package, and the tasks it was trained on.
+
+Its tasks cannot be done without the context, so that what a patch carries can be seen in its answers. ``train.py`` made it.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch.embedded.tasks import CHANCE, KINDS, Prompt, held_out_prompts
+
+__all__ = ["CHANCE", "KINDS", "MODEL_DIR", "Prompt", "held_out_prompts", "load"]
+
+MODEL_DIR = Path(__file__).parent / "model"
+
+
+def load(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The embedded model, in eval mode, and its tokenizer (one token a byte)."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(MODEL_DIR)

@@ -1,0 +1,66 @@
+"""Score a model on the held-out prompts: is the whole answer right, with the context and without it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch.embedded.tasks import ANSWER_END, CHANCE, KINDS, Prompt, held_out_prompts
+
+LONGEST_ANSWER = 26  # bytes, line end included: "quattro quattro quattro" is the longest held-out answer
+
+
+@dataclass(frozen=True)
+class KindScore:
+    """Shares of whole answers right for one kind of task."""
+
+    prompts: int
+    with_context: float
+    without_context: float
+    chance: float
+
+
+def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, bos: bool = True) -> tuple[Tensor, Tensor]:
+    """Texts as left-padded ids and mask, (B, T) int64 and bool."""
+    encoded = tokenizer(list(texts), return_tensors="pt", padding=True, add_special_tokens=bos, padding_side="left")
+    return encoded["input_ids"], encoded["attention_mask"].bool()
+
+
+def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
+    """The model's greedy continuation of each text, up to the end of its line."""
+    ids, mask = encode_batch(tokenizer, texts)
+    with torch.inference_mode():
+        out = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device).long(),
+            max_new_tokens=LONGEST_ANSWER,
+            do_sample=False,
+            stop_strings=None,
+        )
+    return [first_line(text) for text in tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)]
+
+
+def first_line(text: str) -> str:
+    """The text before the first line end: the answer."""
+    return text.split(ANSWER_END, 1)[0]
+
+
+def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int = 200) -> dict[str, KindScore]:
+    """Whole answers right on held-out prompts, with and without the context, by kind."""
+
+    def share(prompts: list[Prompt], texts: list[str]) -> float:
+        given = answers(model, tokenizer, texts)
+        return sum(got == prompt.answer for got, prompt in zip(given, prompts, strict=True)) / len(prompts)
+
+    scores = {}
+    for kind in KINDS:
+        prompts = held_out_prompts(kind, prompts_per_kind)
+        scores[kind] = KindScore(
+            prompts=len(prompts),
+            with_context=share(prompts, [prompt.context + prompt.question for prompt in prompts]),
+            without_context=share(prompts, [prompt.question for prompt in prompts]),
+            chance=CHANCE[kind],
+        )
+    return scores

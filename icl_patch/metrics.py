@@ -1,0 +1,33 @@
+"""How far two sets of logits are apart: the papers' measures."""
+
+import torch
+from torch import Tensor
+
+
+def linf(logits: Tensor, reference: Tensor) -> Tensor:
+    """``max |logits - reference| / max |reference|`` over the vocabulary: (..., V) -> (...) fp64.
+
+    NaN or infinity on one side only gives infinity.
+    """
+    difference = (logits.double() - reference.double()).abs()
+    difference = torch.where(logits == reference, 0.0, difference).nan_to_num(nan=torch.inf)
+    size = reference.double().abs().amax(-1)
+    return difference.amax(-1) / torch.where(size > 0, size, 1.0)
+
+
+def total_variation(logits: Tensor, reference: Tensor) -> Tensor:
+    """``½ ‖softmax(logits) - softmax(reference)‖₁``: (..., V) -> (...) fp64, from 0 to 1.
+
+    Source: Goldwaser et al. (2025), section 4.2.
+    """
+    return 0.5 * (logits.double().softmax(-1) - reference.double().softmax(-1)).abs().sum(-1)
+
+
+def same_argmax(logits: Tensor, reference: Tensor) -> Tensor:
+    """Whether greedy decoding chooses the same token: (..., V) -> (...) bool."""
+    return logits.argmax(-1) == reference.argmax(-1)
+
+
+def bit_identical(x: Tensor, reference: Tensor) -> Tensor:
+    """Whether all elements of the last dimension are equal: (..., V) -> (...) bool."""
+    return (x == reference).all(-1)

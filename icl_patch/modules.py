@@ -1,0 +1,206 @@
+"""Patched modules: the module that was there, a mode, and the factors of a change of its weights.
+
+A patched module takes the base module's place in the model. It shares the base's parameters, buffers and children under their own
+names, so the model's state dict, its parameters and ``model.to(...)`` do not notice it.
+
+Three modes: ``off`` (the base module, bit for bit), ``record`` (a recorder computes the factors from what passes through and applies
+them) and ``replay`` (the given factors are applied).
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from icl_patch import ops
+
+
+class Mode(Enum):
+    """What a patched module does with its input."""
+
+    OFF = "off"
+    RECORD = "record"
+    REPLAY = "replay"
+
+
+class PatchedModule(nn.Module):
+    """What the patched modules have in common: the base module, the mode and the recorder."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        if isinstance(base_layer, PatchedModule):
+            raise TypeError(f"expected a module that is not patched yet, got {type(base_layer).__name__}")
+        # The base's own dictionaries: names stay as they were, and whatever moves or replaces a parameter does it for both.
+        self._parameters, self._buffers, self._modules = base_layer._parameters, base_layer._buffers, base_layer._modules
+        self._non_persistent_buffers_set = base_layer._non_persistent_buffers_set
+        object.__setattr__(self, "base_layer", base_layer)
+        self.training = base_layer.training
+        self.mode = Mode.OFF
+        self.recorder: Callable[..., Tensor] | None = None
+
+    base_layer: nn.Module
+
+    def train(self, mode: bool = True) -> "PatchedModule":
+        self.base_layer.train(mode)
+        return super().train(mode)
+
+    def record(self, recorder: Callable[..., Tensor]) -> None:
+        """Hand every input to ``recorder(module, x)``, which sets the factors and returns the output."""
+        self.recorder, self.mode = recorder, Mode.RECORD
+
+    def off(self) -> None:
+        """Be the base module again, bit for bit; the factors are dropped."""
+        self.recorder, self.mode = None, Mode.OFF
+
+    def extra_repr(self) -> str:
+        return f"{type(self.base_layer).__name__}({self.base_layer.extra_repr()}), mode={self.mode.value}"
+
+
+class PatchedLinear(PatchedModule):
+    """A linear module with a low-rank change of its weight per token: ``y = base_layer(z) + Σ_r (z·v_r) u_r``.
+
+    A drop-in for ``nn.Linear``, Conv1D and any other module that maps (..., K) to (..., N) by a matrix. With no patch set it is the
+    base module, bit for bit::
+
+        layer = PatchedLinear(model.lm_head)
+        layer.set_patch(u, v)      # u (1, R, N), v (1, R, K): the same change for every row; u (M, N), v (M, K): one a row
+        layer.clear_patch()
+
+    Source: Goldwaser et al. (2025), Lemmas 6 and 9.
+    """
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        self.u: Tensor | None = None
+        self.v: Tensor | None = None
+        self.out_dtype: torch.dtype | None = None
+
+    def set_patch(self, u: Tensor, v: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
+        """Apply ``W + u vᵀ`` from now on.
+
+        Args:
+            u: per row (..., N), as many rows as the input has; shared (1, R, N). fp32, fp64 or the model's dtype.
+            v: the same with K for N.
+            out_dtype: of the output; the base module's by default.
+
+        Raises:
+            ValueError: u and v do not agree in their leading dimensions.
+        """
+        if u.dim() < 2 or u.shape[:-1] != v.shape[:-1]:
+            raise ValueError(f"expected u (..., N) and v (..., K) with the same leading dimensions, got {tuple(u.shape)}, {tuple(v.shape)}")
+        self.u, self.v, self.out_dtype = u, v, out_dtype
+        self.recorder, self.mode = None, Mode.REPLAY
+
+    def clear_patch(self) -> None:
+        """Drop the patch; the same as :meth:`off`."""
+        self.off()
+
+    def off(self) -> None:
+        super().off()
+        self.u = self.v = self.out_dtype = None
+
+    def forward(self, z: Tensor) -> Tensor:
+        if self.mode is Mode.OFF:
+            return self.base_layer(z)
+        if self.mode is Mode.RECORD:
+            assert self.recorder is not None
+            return self.recorder(self, z)
+        return self._replay(z)
+
+    def _replay(self, z: Tensor) -> Tensor:
+        assert self.u is not None and self.v is not None
+        rows = z.reshape(-1, z.shape[-1])
+        shared = self.u.dim() == 3 and self.u.shape[0] == 1 and self.u.shape[:-1] != z.shape[:-1]
+        u, v = (self.u, self.v) if shared else (factor.reshape(-1, factor.shape[-1]) for factor in (self.u, self.v))
+        base = self.base_layer
+        if type(base) is nn.Linear:
+            y = ops.patched_linear(rows, base.weight, u, v, base.bias, out_dtype=self.out_dtype)
+        else:
+            plain = base(z)
+            y = ops.add_low_rank(plain.reshape(-1, plain.shape[-1]), rows, u, v, out_dtype=self.out_dtype)
+        return y.reshape(*z.shape[:-1], -1)
+
+
+class PatchedRMSNorm(PatchedModule):
+    """An RMSNorm whose scale differs per token: ``y = m' ⊙ x / sqrt(mean(x²) + eps)``.
+
+    Args:
+        base_layer: an RMSNorm with a ``weight`` (n,) and its eps as ``eps`` or ``variance_epsilon``.
+        scale_offset: the scale is ``offset + weight`` (1 for Gemma, 0 for Llama).
+        cast_first: whether the normalised input is rounded to the model's dtype before it is scaled (Llama) or after (Gemma).
+
+    Source: Goldwaser et al. (2025), Lemma 10.
+    """
+
+    def __init__(self, base_layer: nn.Module, *, scale_offset: float = 0.0, cast_first: bool = True) -> None:
+        super().__init__(base_layer)
+        eps = getattr(base_layer, "eps", getattr(base_layer, "variance_epsilon", None))
+        if eps is None or not isinstance(getattr(base_layer, "weight", None), Tensor):
+            raise TypeError(f"expected an RMSNorm with a weight and an eps, got {type(base_layer).__name__}")
+        self.eps = float(eps)
+        self.scale_offset, self.cast_first = scale_offset, cast_first
+        self.new_scale: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor:
+        """m, the base module's effective scale: (n,) fp32 (fp64 for fp64)."""
+        weight = self.base_layer.weight
+        assert isinstance(weight, Tensor)
+        return self.scale_offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """``Norm(x)`` before the scale, rounded where the base module rounds; fp32 (fp64 for fp64)."""
+        normalized = ops.rms_normalize(x, self.eps)
+        return normalized.to(x.dtype).to(normalized.dtype) if self.cast_first else normalized
+
+    def set_patch(self, new_scale: Tensor) -> None:
+        """Use the scale m', (..., n) per row or (n,), from now on; an fp64 scale makes the output fp64."""
+        if new_scale.shape[-1] != self.scale.shape[0]:
+            raise ValueError(f"expected new_scale (..., {self.scale.shape[0]}), got {tuple(new_scale.shape)}")
+        self.new_scale = new_scale
+        self.recorder, self.mode = None, Mode.REPLAY
+
+    def clear_patch(self) -> None:
+        """Drop the patch; the same as :meth:`off`."""
+        self.off()
+
+    def off(self) -> None:
+        super().off()
+        self.new_scale = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode is Mode.OFF:
+            return self.base_layer(x)
+        if self.mode is Mode.RECORD:
+            assert self.recorder is not None
+            return self.recorder(self, x)
+        assert self.new_scale is not None
+        return self.apply_scale(x, self.new_scale)
+
+    def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:
+        """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``."""
+        y = self.normalize(x).to(new_scale.dtype) * new_scale
+        return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
+
+
+_Module = TypeVar("_Module", bound=PatchedModule)
+
+
+def swap(model: nn.Module, path: str, wrap: Callable[[nn.Module], _Module]) -> _Module:
+    """Put ``wrap(module)`` in the place of the module at ``path`` and return it."""
+    parent, _, name = path.rpartition(".")
+    holder = model.get_submodule(parent)
+    patched = wrap(getattr(holder, name))
+    setattr(holder, name, patched)
+    return patched
+
+
+def restore(model: nn.Module, path: str) -> None:
+    """Put the base module back in the place of the patched one at ``path``."""
+    parent, _, name = path.rpartition(".")
+    holder = model.get_submodule(parent)
+    patched = getattr(holder, name)
+    assert isinstance(patched, PatchedModule)
+    setattr(holder, name, patched.base_layer)

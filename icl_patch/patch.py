@@ -1,0 +1,350 @@
+"""A recorded patch: the factors of every block for every kept token, what they are valid for, and their file format.
+
+A patch file is a safetensors file. Its tensors are ``layers.{i}.{name}``, each (B, T, width), row by row the factors of the kept tokens:
+
+====================================== =====================================================================================
+name                                   meaning
+====================================== =====================================================================================
+``{reader}.u``, ``readers.v``          ``W_reader + u vᵀ``; all readers of a block share v
+``{down}.u``, ``{down}.v``             ``W_down + u vᵀ`` (absent in a direct patch of a scale writer)
+``{norm}.new_scale``, ``{norm}.scale`` m' in place of m; the latter is (width,), the norm's own, so that Δm = m' - m is at hand
+====================================== =====================================================================================
+
+Its metadata entry ``icl_patch`` is a JSON object: the fields of :class:`PatchInfo`, and ids, masks, positions and slots as lists.
+"""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch.errors import FingerprintMismatch, PatchFormatError
+from icl_patch.families import FAMILIES, Family, Writer, blocks_of
+
+FORMAT = 1
+UPDATES = ("direct", "stable", "exact")
+_TOKEN_TENSORS = ("kept_ids", "kept_mask", "position_ids", "kept_slots", "prefix_ids", "prefix_mask", "prefix_positions", "prefix_slots")
+_DTYPES = {"torch.float64": torch.float64, "torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class PatchInfo:
+    """What a patch belongs to.
+
+    model, revision: the name or path and the commit the model was loaded from, as far as it knows; fingerprint: SHA-256 of the weights
+    that are patched; tokenizer: SHA-256 of the tokenizer, None if none was given; family, update, dtype (of the model); passes: forward
+    passes over the kept tokens that the patch took; replayable: False once tokens or layers were cut out that a replay needs.
+    """
+
+    model: str
+    revision: str | None
+    fingerprint: str
+    tokenizer: str | None
+    family: str
+    update: str
+    dtype: str
+    passes: int
+    replayable: bool = True
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What recording observed, per layer, row and kept token, (L, B, T).
+
+    reader_error: largest ``|(W + u vᵀ) z - W z_ctx|`` over the readers, relative to ``max |W z_ctx|``; status: of the RMSNorm inversion
+    (:class:`icl_patch.ops.InversionStatus`; 0 where none was needed); misses: elements of the block's output that the exact update could
+    not hit; correction: size of the exact update's correction on top of the direct or stable one, relative to the block's output.
+    """
+
+    reader_error: Tensor
+    status: Tensor
+    misses: Tensor
+    correction: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPatch:
+    """The change of weights that stands for a context, for ``B`` rows of ``T`` kept tokens.
+
+    A token's patch is for that token, its history and its position only. All of it is recorded here:
+
+    Attributes:
+        info: what the patch belongs to.
+        layers: the factors of every block, by name (see the module's table), each (B, T, width).
+        kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded. The slot is the column in the whole
+            sequence, which sliding windows are counted in.
+        prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first absorbed one; left-padded.
+        logits: (B, T, V) of the model with its context, or None (they are not saved).
+        report: what recording observed, or None for a loaded patch.
+    """
+
+    info: PatchInfo
+    layers: tuple[dict[str, Tensor], ...]
+    kept_ids: Tensor
+    kept_mask: Tensor
+    position_ids: Tensor
+    kept_slots: Tensor
+    prefix_ids: Tensor
+    prefix_mask: Tensor
+    prefix_positions: Tensor
+    prefix_slots: Tensor
+    logits: Tensor | None = field(default=None, repr=False)
+    report: PatchReport | None = field(default=None, repr=False)
+
+    @property
+    def passes(self) -> int:
+        """Forward passes over the kept tokens that the patch took."""
+        return self.info.passes
+
+    @property
+    def family(self) -> Family:
+        """The family of the model it belongs to."""
+        return next(family for family in FAMILIES if family.name == self.info.family)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
+
+    def __repr__(self) -> str:
+        rows, tokens = self.kept_ids.shape
+        return f"ContextPatch({self.info.update}, {len(self.layers)} layers, {rows} x {tokens} tokens, {self.nbytes} bytes)"
+
+    def to(self, device: torch.device | str) -> "ContextPatch":
+        """The patch with every tensor on ``device``."""
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in _TOKEN_TENSORS}
+        layers = tuple({name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers)
+        logits = None if self.logits is None else self.logits.to(device)
+        report = None if self.report is None else PatchReport(**{k: v.to(device) for k, v in vars(self.report).items()})
+        return replace(self, layers=layers, logits=logits, report=report, **moved)
+
+    def select(self, rows: slice = slice(None), tokens: slice = slice(None), layers: slice = slice(None)) -> "ContextPatch":
+        """A part of the patch: rows of the batch, kept tokens, layers.
+
+        Any part can be measured and saved. It can be replayed if all layers are there and the tokens start at the first: each kept
+        token attends to the ones before it.
+
+        Raises:
+            ValueError: nothing would be left.
+        """
+        names = ("kept_ids", "kept_mask", "position_ids", "kept_slots")
+        cut: dict[str, Any] = {name: getattr(self, name)[rows, tokens] for name in names}
+        cut |= {name: getattr(self, name)[rows] for name in _TOKEN_TENSORS if name not in names}
+        chosen = self.layers[layers]
+        if 0 in cut["kept_ids"].shape or not chosen:
+            raise ValueError(f"expected rows, tokens and layers that leave something, got {rows}, {tokens}, {layers} of {self!r}")
+        kept = range(self.kept_ids.shape[1])[tokens]
+        whole = len(chosen) == len(self.layers) and layers.step in (None, 1) and kept == range(len(kept))
+        report = self.report
+        if report is not None:
+            report = PatchReport(**{name: tensor[layers][:, rows][:, :, tokens] for name, tensor in vars(report).items()})
+        return replace(
+            self,
+            info=replace(self.info, replayable=self.info.replayable and whole),
+            layers=tuple({k: v if v.dim() == 1 else v[rows, tokens] for k, v in layer.items()} for layer in chosen),
+            logits=None if self.logits is None else self.logits[rows, tokens],
+            report=report,
+            **cut,
+        )
+
+    def norms(self) -> dict[str, Tensor]:
+        """Size of the change of every patched parameter: ``‖ΔW‖_F = ‖u‖ ‖v‖`` and ``‖Δm‖``, each (L, B, T), by the module's name."""
+        sizes: dict[str, list[Tensor]] = {}
+        for layer in self.layers:
+            for name, u, v in self._rank_ones(layer):
+                sizes.setdefault(name, []).append(u.norm(dim=-1) * v.norm(dim=-1))
+            norm = self.family.post_norm
+            if norm is not None:
+                sizes.setdefault(norm, []).append((layer[f"{norm}.new_scale"] - layer[f"{norm}.scale"]).norm(dim=-1))
+        return {name: torch.stack(size) for name, size in sizes.items()}
+
+    def _rank_ones(self, layer: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for reader in self.family.readers:
+            yield reader, layer[f"{reader}.u"], layer["readers.v"]
+        down = self.family.down
+        if f"{down}.u" in layer:
+            yield down, layer[f"{down}.u"], layer[f"{down}.v"]
+
+    def weight_changes(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
+        """The materialised change of every patched parameter for one token: its name in the model's state dict, and ``u vᵀ`` or ``Δm``.
+
+        One at a time: this is the only place where a matrix of a weight's size is built.
+        """
+        for index, layer in enumerate(self.layers):
+            path = f"{self.family.layers}.{index}"
+            for name, u, v in self._rank_ones(layer):
+                yield f"{path}.{name}.weight", torch.outer(u[row, token], v[row, token].to(u.dtype))
+            norm = self.family.post_norm
+            if norm is not None:
+                yield f"{path}.{norm}.weight", layer[f"{norm}.new_scale"][row, token] - layer[f"{norm}.scale"]
+
+    # -- files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the patch to a safetensors file; the file appears whole or not at all.
+
+        Raises:
+            PatchFormatError: a factor is not finite.
+        """
+        path = Path(path)
+        tensors = {f"layers.{i}.{name}": x.contiguous().cpu() for i, layer in enumerate(self.layers) for name, x in layer.items()}
+        _check_finite(tensors)
+        header = {"format": FORMAT, **asdict(self.info), "layers": len(self.layers)}
+        header |= {name: getattr(self, name).tolist() for name in _TOKEN_TENSORS}
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata={"icl_patch": json.dumps(header)})
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> "ContextPatch":
+        """Read a patch file, checked whole before anything is returned; tensors go to the model's device.
+
+        Raises:
+            PatchFormatError: the file is not a patch file, or its tensors are missing, extra, of the wrong shape or not finite.
+            FingerprintMismatch: the patch was computed on another model or tokenizer than the given one.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                header = _parse_header((file.metadata() or {}).get("icl_patch"), path)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise PatchFormatError(f"expected a safetensors file (pickle files are refused), got {path}: {error}") from error
+        info = PatchInfo(**{entry.name: header[entry.name] for entry in fields(PatchInfo)})
+        token_tensors = _token_tensors(header)
+        layers = _layers(tensors, info, header["layers"], token_tensors["kept_ids"].shape)
+        patch = cls(info=info, layers=layers, **token_tensors)
+        if tokenizer is not None and info.tokenizer not in (None, tokenizer_fingerprint(tokenizer)):
+            raise FingerprintMismatch(f"expected a patch for the given tokenizer, {path} was computed with another one")
+        if model is not None:
+            patch.check_model(model)
+            patch = patch.to(model.device)
+        return patch
+
+    def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:
+        """Raises FingerprintMismatch unless the patch was computed on this model's weights."""
+        got = fingerprint or weight_fingerprint(model)
+        if got != self.info.fingerprint:
+            raise FingerprintMismatch(
+                f"expected a patch of {model.config._name_or_path or type(model).__name__} (weights {got[:12]}…), "
+                f"got one of {self.info.model} (weights {self.info.fingerprint[:12]}…)"
+            )
+        if _DTYPES[self.info.dtype] != model.dtype:
+            raise FingerprintMismatch(f"expected a patch of a {model.dtype} model, got one of a {self.info.dtype} model")
+
+
+def weight_fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 over the weights that a patch changes: names, shapes, dtypes and bytes, in order."""
+    digest = hashlib.sha256()
+    for block in blocks_of(model):
+        for part in block.family.patched:
+            for name, parameter in block.module.get_submodule(part).named_parameters():
+                weight = parameter.detach().contiguous().cpu()
+                digest.update(f"{block.path}.{part}.{name} {tuple(weight.shape)} {weight.dtype}".encode())
+                digest.update(memoryview(weight.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over a tokenizer's vocabulary and special tokens."""
+    description = {"vocabulary": sorted(tokenizer.get_vocab().items()), "special": sorted(map(str, tokenizer.all_special_tokens))}
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _check_finite(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            where = "" if tensor.dim() == 1 else f" at row, token {(~tensor.isfinite().all(-1)).nonzero()[0].tolist()}"
+            raise PatchFormatError(f"expected finite factors, got NaN or infinity in {name}{where}")
+
+
+def _parse_header(text: str | None, path: Any) -> dict[str, Any]:
+    try:
+        header = json.loads(text or "")
+    except json.JSONDecodeError as error:
+        raise PatchFormatError(f"expected a JSON object under 'icl_patch' in the metadata of {path}, got none") from error
+    expected: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
+    expected |= {"format": int, "layers": int} | dict.fromkeys(_TOKEN_TENSORS, list)
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise PatchFormatError(f"expected patch format {FORMAT}, got {header.get('format') if isinstance(header, dict) else header!r}")
+    for name, kind in expected.items():
+        if name not in header or not isinstance(header[name], kind) or (kind is int and isinstance(header[name], bool)):
+            raise PatchFormatError(f"expected header entry {name!r} of {kind}, got {header.get(name)!r}")
+    for name, allowed in (("update", UPDATES), ("dtype", _DTYPES), ("family", [family.name for family in FAMILIES])):
+        if header[name] not in allowed:
+            raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {header[name]!r}")
+    return header
+
+
+def _token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
+    read: dict[str, Tensor] = {}
+    for name in _TOKEN_TENSORS:
+        dtype = torch.bool if name.endswith("mask") else torch.int64
+        try:
+            tensor = torch.tensor(header[name], dtype=dtype)
+        except (TypeError, ValueError) as error:
+            raise PatchFormatError(f"expected {name} as rows of equal length, got {header[name]!r:.80}") from error
+        read[name] = tensor.reshape(len(header[name]), -1) if tensor.numel() == 0 else tensor
+    for group in ("kept_ids", "prefix_ids"):
+        names = _TOKEN_TENSORS[:4] if group == "kept_ids" else _TOKEN_TENSORS[4:]
+        for name in names:
+            if read[name].dim() != 2 or read[name].shape != read[group].shape or len(read[name]) != len(read["kept_ids"]):
+                raise PatchFormatError(f"expected {name} {tuple(read[group].shape)}, got {tuple(read[name].shape)}")
+    return read
+
+
+def factor_names(family: Family, update: str) -> Iterable[str]:
+    """The names of a block's factors."""
+    yield from (f"{reader}.u" for reader in family.readers)
+    yield "readers.v"
+    if family.writer is not Writer.SCALE or update != "direct":
+        yield from (f"{family.down}.u", f"{family.down}.v")
+    if family.post_norm is not None:
+        yield from (f"{family.post_norm}.new_scale", f"{family.post_norm}.scale")
+
+
+def _layers(tensors: dict[str, Tensor], info: PatchInfo, count: int, tokens: tuple[int, ...]) -> tuple[dict[str, Tensor], ...]:
+    family = next(family for family in FAMILIES if family.name == info.family)
+    names = list(factor_names(family, info.update))
+    expected = {f"layers.{index}.{name}" for index in range(count) for name in names}
+    if expected != tensors.keys():
+        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+        raise PatchFormatError(f"expected {len(expected)} tensors; missing: {missing or 'none'}, extra: {extra or 'none'}")
+    layers = tuple({name: tensors[f"layers.{index}.{name}"] for name in names} for index in range(count))
+    inner = layers[0][f"{family.readers[0]}.u"].shape[-1]
+    outer = layers[0]["readers.v"].shape[-1]
+    for index, layer in enumerate(layers):
+        for name, tensor in layer.items():
+            wide = (name.endswith(".u") and name != f"{family.down}.u") or name == f"{family.down}.v"
+            shape = (inner if wide else outer,) if name.endswith(".scale") else (*tokens, inner if wide else outer)
+            if tuple(tensor.shape) != shape:
+                raise PatchFormatError(f"expected layers.{index}.{name} {shape}, got {tuple(tensor.shape)}")
+            if tensor.dtype not in (torch.float32, torch.float64):
+                raise PatchFormatError(f"expected layers.{index}.{name} in fp32 or fp64, got {tensor.dtype}")
+    _check_finite(tensors)
+    assert math.prod(tokens) > 0
+    return layers

@@ -1,0 +1,443 @@
+"""ContextPatcher: attach to a model, compute a context's patch, replay it, generate with it, detach."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch import patch as patch_format
+from icl_patch import streams
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.families import Writer, blocks_of, family_of
+from icl_patch.modules import PatchedModule
+from icl_patch.patch import UPDATES, ContextPatch, PatchInfo, PatchReport
+from icl_patch.recording import AttachedBlock, BlockRecorder, BlockTape, observe, recording, replaying
+from icl_patch.streams import Sequences, Visibility
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationStep:
+    """One generated token of every row: ``token_ids`` (B,), the ``logits`` (B, V) it was chosen from, and the ``patch`` it took."""
+
+    token_ids: Tensor
+    logits: Tensor
+    patch: ContextPatch
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """A computed patch, the reduced stream's logits (B, T, V), and what the blocks did with the context (one tape a block)."""
+
+    patch: ContextPatch
+    reduced_logits: Tensor
+    tapes: list[BlockTape]
+
+
+class ContextPatcher:
+    """Turns contexts into changes of a model's weights.
+
+    Attaching swaps the readers and writers of every block for patched modules, in place; ``detach`` (or leaving the ``with`` block)
+    puts the originals back, and the model is bit-identical to what came in::
+
+        with ContextPatcher(model) as patcher:
+            patch = patcher.compute(context_ids, kept_ids)
+            logits = patcher.forward(kept_ids, patch)      # no context anywhere
+
+    Args:
+        model: a Hugging Face causal language model of a known family.
+        update: ``"direct"`` (Theorem 1: closed form), ``"stable"`` (Appendix B: RMSNorm inversion) or ``"exact"`` (closed on the
+            rounded block output: bit-identical).
+        tokenizer: recorded in patches, so that files are not applied to ids of another vocabulary.
+
+    Raises:
+        UnsupportedModelError: the model has blocks of an unknown form, or does not behave as its family says.
+        ValueError: ``update`` is unknown, or the model is attached already, or it is training with dropout.
+
+    Source: Goldwaser et al. (2025), Theorem 2 and Algorithm 1.
+    """
+
+    def __init__(self, model: PreTrainedModel, update: str = "exact", *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        if update not in UPDATES:
+            raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
+        self.model, self.update, self.tokenizer = model, update, tokenizer
+        self.family = family_of(model)
+        streams.check_attention(model)
+        if any(isinstance(module, PatchedModule) for module in model.modules()):
+            raise ValueError(f"expected a model without patched modules, {type(model).__name__} has some: detach the other patcher first")
+        if model.training and getattr(model.config, "attention_dropout", 0):
+            raise ValueError("expected a model in eval mode, got one that is training with attention dropout")
+        self.blocks: list[AttachedBlock] = []
+        self._fingerprint: str | None = None
+        try:
+            probe = _Probe(model)
+            for block in blocks_of(model):
+                self.blocks.append(AttachedBlock(model, block))
+            probe.check(self)
+        except BaseException:
+            self.detach()
+            raise
+
+    def __enter__(self) -> "ContextPatcher":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.detach()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model's modules are swapped."""
+        return bool(self.blocks)
+
+    def detach(self) -> None:
+        """Put the model's own modules back. The model is bit-identical to what came in; detaching twice is fine."""
+        while self.blocks:
+            self.blocks.pop().detach()
+
+    # -- compute
+
+    @torch.no_grad()
+    def compute(
+        self,
+        context_ids: Tensor,
+        kept_ids: Tensor,
+        *,
+        prefix_ids: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        kept_mask: Tensor | None = None,
+        prefix_mask: Tensor | None = None,
+        absorbed: list[tuple[int, int]] | None = None,
+        **model_inputs: Any,
+    ) -> ContextPatch:
+        """The change of weights that makes the model on ``[prefix, kept]`` do what it does on ``[prefix, context, kept]``.
+
+        Args:
+            context_ids: (B, C) int64, left-padded.
+            kept_ids: (B, T) int64, right-padded: the tokens that run without the context; each gets its own patch.
+            prefix_ids: (B, P) int64: tokens before the context that stay.
+            context_mask, kept_mask, prefix_mask: bool, True = token.
+            absorbed: [(start, stop)] columns of ``context_ids`` to absorb, by default all. Tokens before the first absorbed one join
+                the prefix; those after it that are not absorbed are kept tokens, before ``kept_ids``.
+            model_inputs: further inputs of the model for the pass over ``[prefix, context]``.
+
+        Returns:
+            The patch of all kept tokens; ``patch.logits`` are the logits with the context.
+
+        Raises:
+            ControllabilityError: no change of the weights can have the effect, for the layer and token named.
+            ValueError: a shape, a mask or a span does not fit.
+        """
+        self._require_attached()
+        sequences = streams.assemble(
+            context_ids,
+            kept_ids,
+            prefix_ids=prefix_ids,
+            context_mask=context_mask,
+            kept_mask=kept_mask,
+            prefix_mask=prefix_mask,
+            absorbed=absorbed,
+        )
+        return self.compute_sequences(sequences, **model_inputs).patch
+
+    @torch.no_grad()
+    def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
+        """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
+        cache = self._prefill(sequences, **model_inputs)
+        return self._compute_from(cache, sequences)
+
+    @property
+    def _closes(self) -> bool:
+        """Whether the factors are computed in a pass of their own, in the shapes of the replay, after one of the untouched model.
+
+        The exact update must: its loop closes on rounding, which depends on the shapes. So does the direct update of a scale writer: it
+        divides by activations and so magnifies any difference in rounding between its recording and its replay.
+        """
+        return self.update == "exact" or (self.update == "direct" and self.family.writer is Writer.SCALE)
+
+    def _prefill(self, sequences: Sequences, **model_inputs: Any) -> DynamicCache:
+        """A cache of the head, as the untouched model makes it, with the rows that the pass over the tail needs."""
+        cache = streams.new_cache(self.model)
+        if sequences.head_ids.shape[1]:
+            width = sequences.head_ids.shape[1]
+            self._run(sequences.head_ids, sequences.head_mask, sequences.positions[:, :width], cache, logits_to_keep=1, **model_inputs)
+            if not self._closes:
+                streams.stack_cache(cache, len(sequences.head_ids))
+        return cache
+
+    def _compute_from(self, cache: DynamicCache, sequences: Sequences) -> Computation:
+        """The patch of the tail's kept tokens; ``cache`` holds the head and has the tail in it afterwards."""
+        if self._closes:
+            return self._compute_closing(cache, sequences)
+        return self._compute_two_stream(cache, sequences)
+
+    def _compute_two_stream(self, cache: DynamicCache, sequences: Sequences) -> Computation:
+        """Both streams in one pass of 2B rows."""
+        batch, columns = len(sequences.tail_ids), sequences.kept_columns
+        valid = sequences.tail_mask & ~sequences.tail_absorbed
+        recorders = [BlockRecorder(block, self.update, valid, None) for block in self.blocks]
+        width = sequences.head_ids.shape[1]
+        ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, sequences.positions[:, width:]))
+        with recording(recorders):
+            logits = self._run(ids, mask, positions, cache, sequences.two_stream_visibility())
+            layers = self._factors(columns)
+        for recorder in recorders:
+            recorder.check()
+        patch = self._patch(sequences, layers, _report(recorders, columns), logits[:batch, columns], passes=1)
+        tapes = [recorder.seen for recorder in recorders if recorder.seen is not None]
+        return Computation(patch, logits[batch:, columns], tapes)
+
+    def _compute_closing(self, cache: DynamicCache, sequences: Sequences) -> Computation:
+        """A pass of the untouched model over the tail, then one over the kept tokens alone that chooses the factors."""
+        columns, width = sequences.kept_columns, sequences.head_ids.shape[1]
+        with observe(self.blocks, columns) as tapes:
+            logits = self._run(sequences.tail_ids, sequences.mask, sequences.positions[:, width:], cache)
+        patch = self._patch(sequences, (), None, logits[:, columns], passes=2)
+        recorders = [BlockRecorder(block, self.update, patch.kept_mask, tape) for block, tape in zip(self.blocks, tapes, strict=True)]
+        reduced = self._prefix_cache(patch)
+        with recording(recorders):
+            reduced_logits = self._run_kept(patch, reduced)
+            layers = self._factors(slice(None))
+        for recorder in recorders:
+            recorder.check()
+        report = _report(recorders, slice(None))
+        patch = self._patch(sequences, layers, report, logits[:, columns], passes=2)
+        return Computation(patch, reduced_logits, tapes)
+
+    def _factors(self, columns: Tensor | slice) -> tuple[dict[str, Tensor], ...]:
+        layers = []
+        for block in self.blocks:
+            layer = {name: factor[:, columns] for name, factor in block.factors().items()}
+            if block.post_norm is not None:
+                layer[f"{self.family.post_norm}.scale"] = block.post_norm.scale
+            layers.append(layer)
+        return tuple(layers)
+
+    def _patch(
+        self, sequences: Sequences, layers: tuple[dict[str, Tensor], ...], report: PatchReport | None, logits: Tensor, passes: int
+    ) -> ContextPatch:
+        positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
+        prefix = sequences.head_mask & ~sequences.head_absorbed
+        # a stable sort moves the prefix to the right end, in order
+        order = prefix.long().sort(dim=1, stable=True).indices[:, prefix.shape[1] - int(prefix.sum(1).max()) :] if prefix.any() else None
+        prefix_slots = torch.empty_like(prefix[:, :0], dtype=torch.int64) if order is None else order
+        return ContextPatch(
+            info=self._info(passes),
+            layers=layers,
+            kept_ids=sequences.tail_ids[:, sequences.kept_columns],
+            kept_mask=mask[:, slots],
+            position_ids=positions[:, slots],
+            kept_slots=slots.expand(len(mask), -1),
+            prefix_ids=sequences.head_ids.gather(1, prefix_slots),
+            prefix_mask=prefix.gather(1, prefix_slots),
+            prefix_positions=positions.gather(1, prefix_slots),
+            prefix_slots=prefix_slots,
+            logits=logits,
+            report=report,
+        )
+
+    def _info(self, passes: int) -> PatchInfo:
+        config = self.model.config
+        return PatchInfo(
+            model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
+            revision=getattr(config, "_commit_hash", None),
+            fingerprint=self.fingerprint,
+            tokenizer=None if self.tokenizer is None else patch_format.tokenizer_fingerprint(self.tokenizer),
+            family=self.family.name,
+            update=self.update,
+            dtype=str(self.model.dtype),
+            passes=passes,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the weights that are patched, taken once, when it is first needed."""
+        if self._fingerprint is None:
+            self._fingerprint = patch_format.weight_fingerprint(self.model)
+        return self._fingerprint
+
+    # -- replay
+
+    @torch.no_grad()
+    def forward(self, kept_ids: Tensor, patch: ContextPatch, *, kept_mask: Tensor | None = None) -> Tensor:
+        """Replay: run the kept tokens with the patch's weights and no context anywhere.
+
+        Positions and prefix come from the patch. No second stream, no cache but the prefix's own.
+
+        Args:
+            kept_ids: (B, T), the patch's kept tokens.
+            patch: from :meth:`compute` or :meth:`ContextPatch.load`, on this model.
+            kept_mask: (B, T) bool; the patch's by default.
+
+        Returns:
+            Logits (B, T, V) in the model's dtype.
+
+        Raises:
+            FingerprintMismatch: the patch is of another model.
+            ValueError: the tokens are not those the patch is for, or the patch is a part that cannot be replayed.
+        """
+        self._require_attached()
+        patch.check_model(self.model, self.fingerprint)
+        if not patch.info.replayable or len(patch.layers) != len(self.blocks):
+            raise ValueError("expected a patch with all its layers and its first tokens, got a part of one")
+        if kept_mask is not None and not torch.equal(kept_mask.bool(), patch.kept_mask):
+            raise ValueError("expected the kept_mask that the patch was computed for, got another one")
+        same_shape = kept_ids.shape == patch.kept_ids.shape
+        if not same_shape or not torch.equal(kept_ids.where(patch.kept_mask, 0), patch.kept_ids.where(patch.kept_mask, 0)):
+            raise ValueError(
+                f"expected the kept tokens that the patch was computed for, {tuple(patch.kept_ids.shape)}, got others, {tuple(kept_ids.shape)}"
+            )
+        cache = self._prefix_cache(patch)
+        with replaying(self.blocks, patch.layers, self.model.dtype):
+            return self._run_kept(patch, cache)
+
+    def _prefix_cache(self, patch: ContextPatch) -> DynamicCache:
+        """A cache of the prefix alone, as the untouched model makes it."""
+        cache = streams.new_cache(self.model)
+        if patch.prefix_ids.shape[1]:
+            self._run(patch.prefix_ids, patch.prefix_mask, patch.prefix_positions, cache, logits_to_keep=1)
+        return cache
+
+    def _run_kept(self, patch: ContextPatch, cache: DynamicCache) -> Tensor:
+        mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
+        slots = torch.cat([patch.prefix_slots, patch.kept_slots], 1)
+        return self._run(patch.kept_ids, mask, patch.position_ids, cache, Visibility(torch.ones_like(mask), slots))
+
+    def _run(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: DynamicCache,
+        visibility: Visibility | None = None,
+        **model_inputs: Any,
+    ) -> Tensor:
+        """One forward of the model as it stands; the cache grows by ``ids``."""
+        with nullcontext() if visibility is None else streams.restricted_attention(self.model, visibility):
+            return streams.run(self.model, ids, mask, positions, cache, **model_inputs)
+
+    # -- generation
+
+    def generate(self, context_ids: Tensor, *, context_mask: Tensor | None = None, max_new_tokens: int = 64) -> Iterator[GenerationStep]:
+        """Greedy generation in which every token is produced by freshly patched weights on that token alone.
+
+        At each step everything before the current token is absorbed into the weights; the choice is made from the reduced stream's
+        logits. The first current token is the context's last.
+
+        Args:
+            context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool. max_new_tokens: number of steps.
+
+        Yields:
+            :class:`GenerationStep` for every new token.
+
+        Raises:
+            ValueError, ControllabilityError: as :meth:`compute`.
+        """
+        self._require_attached()
+        history = History(self, context_ids, context_mask)
+        for _ in range(max_new_tokens):
+            computation = history.step()
+            logits = computation.reduced_logits[:, -1]
+            token_ids = logits.argmax(-1)
+            yield GenerationStep(token_ids, logits, computation.patch)
+            history.append(token_ids)
+
+    def _require_attached(self) -> None:
+        if not self.attached:
+            raise ValueError("expected an attached patcher, this one has been detached")
+
+
+class History:
+    """A growing context with its cache: at each step, everything before the current token is absorbed."""
+
+    def __init__(self, patcher: ContextPatcher, context_ids: Tensor, context_mask: Tensor | None) -> None:
+        ids, mask = streams.check_context(context_ids, context_mask)
+        self._patcher = patcher
+        self._sequences = streams.absorb_all_but_last(ids, mask)
+        with torch.no_grad():
+            self._cache = patcher._prefill(self._sequences)
+
+    @torch.no_grad()
+    def step(self) -> Computation:
+        """The patch for the current token."""
+        patcher = self._patcher
+        patcher._require_attached()
+        return patcher._compute_from(self._cache, self._sequences)
+
+    def append(self, token_ids: Tensor) -> None:
+        """Make ``token_ids`` (B,) the current token; the one before joins the context."""
+        self._sequences = self._sequences.advanced(token_ids)
+
+
+class _Probe:
+    """A small forward on random tokens, before and after attaching, that checks that the model is what its family says.
+
+    The context rows must match the untouched model, the absorbed tokens must not reach the reduced rows, and every block's output must
+    be its residual stream plus its writer's output.
+    """
+
+    _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(0, vocabulary, (2, 7), generator=generator).to(model.device)
+        self.sequences = streams.assemble(ids[:, :5], ids[:, 5:])
+        self.other = streams.assemble(ids[:, :5].flip(1), ids[:, 5:])
+        with torch.no_grad():
+            self.expected = self._logits(model)
+
+    def _logits(self, model: PreTrainedModel) -> Tensor:
+        cache, sequences = streams.new_cache(model), self.sequences
+        width = sequences.head_ids.shape[1]
+        streams.run(model, sequences.head_ids, sequences.head_mask, sequences.positions[:, :width], cache)
+        return streams.run(model, sequences.tail_ids, sequences.mask, sequences.positions[:, width:], cache)
+
+    @torch.no_grad()
+    def check(self, patcher: ContextPatcher) -> None:
+        model, name = patcher.model, type(patcher.model).__name__
+        if not torch.equal(self._logits(model), self.expected):
+            raise UnsupportedModelError(f"{name} does not compute the same with its modules swapped and off")
+        first, second = (self._two_stream(patcher, sequences) for sequences in (self.sequences, self.other))
+        batch = len(self.expected)
+        size = self.expected.abs().max()
+        if not (first[:batch] - self.expected).abs().max() <= self._TOLERANCE[model.dtype] * size:
+            raise UnsupportedModelError(f"the context rows of {name} do not match the untouched model")
+        if not torch.equal(first[batch:], second[batch:]):
+            raise UnsupportedModelError(f"{name} lets the reduced rows see absorbed tokens: its attention does not take the mask")
+        self._check_blocks(patcher)
+
+    def _two_stream(self, patcher: ContextPatcher, sequences: Sequences) -> Tensor:
+        """Logits of both streams with the modules off: what they attend to, without any patch."""
+        width = sequences.head_ids.shape[1]
+        cache = streams.new_cache(patcher.model)
+        patcher._run(sequences.head_ids, sequences.head_mask, sequences.positions[:, :width], cache, logits_to_keep=1)
+        streams.stack_cache(cache, len(sequences.head_ids))
+        ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, sequences.positions[:, width:]))
+        return patcher._run(ids, mask, positions, cache, sequences.two_stream_visibility())
+
+    def _check_blocks(self, patcher: ContextPatcher) -> None:
+        written: list[Tensor] = []
+        writers = [block.post_norm or block.down for block in patcher.blocks]
+        handles = [writer.register_forward_hook(lambda _module, _args, out: written.append(out)) for writer in writers]
+        try:
+            with observe(patcher.blocks) as tapes:
+                self._logits(patcher.model)
+        finally:
+            for handle in handles:
+                handle.remove()
+        blocks = itertools.cycle(patcher.blocks)
+        for block, tape, out in zip(blocks, tapes, written, strict=False):
+            if len(tapes) != len(written) or tape.output is None or not torch.equal(tape.hidden + out, tape.output):
+                raise UnsupportedModelError(f"{block.block.path} is not its residual stream plus {block.family.writer.value} writer")
+
+
+def _report(recorders: list[BlockRecorder], columns: Tensor | slice) -> PatchReport:
+    def stack(name: str) -> Tensor:
+        return torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders])
+
+    return PatchReport(stack("reader_error"), stack("status"), stack("misses"), stack("correction"))

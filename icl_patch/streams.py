@@ -1,0 +1,296 @@
+"""Two-stream batches: what the model is fed, and what the reduced rows may see.
+
+Rows ``[:B]`` are the context stream, rows ``[B:]`` the reduced stream. Both get the same tokens and positions; the reduced rows'
+attention hides the absorbed tokens. Hiding is done by an attention implementation registered under a name of our own, which delegates
+to the one the model already has and ands one condition onto the model's own mask rule.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from icl_patch.errors import UnsupportedModelError
+
+_DELEGATES = {"sdpa": "icl_patch_sdpa", "eager": "icl_patch_eager"}
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What rows may attend to in one pass, on top of the model's own rule and padding.
+
+    Attributes:
+        visible: (rows, S) bool over all key slots of the cache after the pass.
+        slots: (rows, S) int64, the slot each key would have if nothing had been left out: sliding windows and chunks are counted in
+            these. None where nothing was.
+    """
+
+    visible: Tensor
+    slots: Tensor | None = None
+
+    def restrict(self, rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The model's mask rule with the condition anded on; a token always sees itself."""
+
+        def restricted(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            allowed = self.visible[batch, key] | (query == key)
+            if self.slots is None:
+                return rule(batch, head, query, key) & allowed
+            return rule(batch, head, self.slots[batch, query], self.slots[batch, key]) & allowed
+
+        return restricted
+
+
+_visibility: ContextVar[Visibility | None] = ContextVar("icl_patch_visibility", default=None)
+
+
+def _register(implementation: str, name: str) -> None:
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # "eager" has no global entry: it is the function of that name beside the model's class
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)(module, *args, **kwargs)
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        current = _visibility.get()
+        if current is not None:
+            kwargs |= {"mask_function": current.restrict(kwargs["mask_function"]), "allow_is_causal_skip": False}
+        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](*args, **kwargs)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+for _implementation, _name in _DELEGATES.items():
+    _register(_implementation, _name)
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    unique = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return list(unique.values())
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError if the model's attention implementation takes no mask."""
+    implementation = model.config._attn_implementation
+    if implementation not in _DELEGATES:
+        raise UnsupportedModelError(
+            f"expected attention implementation {' or '.join(map(repr, _DELEGATES))}, which take a mask; "
+            f"{type(model).__name__} has {implementation!r}"
+        )
+
+
+@contextmanager
+def restricted_attention(model: PreTrainedModel, visibility: Visibility) -> Iterator[None]:
+    """Within this context the model's attention is its own, restricted to what ``visibility`` allows."""
+    check_attention(model)
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    token = _visibility.set(visibility)
+    try:
+        for config, implementation in before:
+            if implementation in _DELEGATES:
+                config._attn_implementation = _DELEGATES[implementation]
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+        _visibility.reset(token)
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache as the model would make it itself."""
+    return DynamicCache(config=model.config)
+
+
+def stack_cache(cache: DynamicCache, batch: int) -> None:
+    """Repeat a cache of B rows as both streams of a cache of 2B, in place."""
+    cache.batch_select_indices(torch.arange(2 * batch) % batch)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """``C = [P, Y, X]`` of a batch, split where the model is run: first ``head = [P, Y]``, then ``tail``, which holds the kept tokens.
+
+    ids int64, masks bool; ``absorbed`` marks the tokens hidden from the reduced stream. The head is left-padded, the tail right-padded,
+    with no padding in between: differences of slots are differences of positions.
+
+    Attributes:
+        head_ids, head_mask, head_absorbed: (B, H).
+        tail_ids, tail_mask: (B, S).
+        tail_absorbed: (S,) absorbed spans after the first, between kept tokens.
+    """
+
+    head_ids: Tensor
+    head_mask: Tensor
+    head_absorbed: Tensor
+    tail_ids: Tensor
+    tail_mask: Tensor
+    tail_absorbed: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, H + S)."""
+        return torch.cat([self.head_mask, self.tail_mask], 1)
+
+    @property
+    def absorbed(self) -> Tensor:
+        """(B, H + S)."""
+        return torch.cat([self.head_absorbed, self.tail_absorbed.expand_as(self.tail_mask)], 1)
+
+    @property
+    def positions(self) -> Tensor:
+        """(B, H + S) int64; padding has the position of the token before it, or 0."""
+        return (self.mask.long().cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def kept_columns(self) -> Tensor:
+        """The tail's columns of kept tokens."""
+        return (~self.tail_absorbed).nonzero().squeeze(1)
+
+    @property
+    def kept_slots(self) -> Tensor:
+        """(T,) the kept tokens' slots in the whole sequence."""
+        return self.head_ids.shape[1] + self.kept_columns
+
+    def advanced(self, token_ids: Tensor) -> "Sequences":
+        """The sequences one token later: the tail, one token, joins the absorbed head, and ``token_ids`` (B,) are the new tail."""
+        assert self.tail_ids.shape[1] == 1
+        everything = torch.ones_like(self.tail_mask)
+        return Sequences(
+            head_ids=torch.cat([self.head_ids, self.tail_ids], 1),
+            head_mask=torch.cat([self.head_mask, everything], 1),
+            head_absorbed=torch.cat([self.head_absorbed, everything], 1),
+            tail_ids=token_ids.unsqueeze(1),
+            tail_mask=everything,
+            tail_absorbed=self.tail_absorbed,
+        )
+
+    def two_stream_visibility(self) -> Visibility:
+        """The context rows see everything, the reduced rows everything but the absorbed tokens."""
+        everything = torch.ones_like(self.absorbed)
+        return Visibility(torch.cat([everything, ~self.absorbed]))
+
+
+def _as_batch(name: str, ids: Tensor, mask: Tensor | None, batch: int | None) -> tuple[Tensor, Tensor]:
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"expected {name}_ids (B, T) of integers, got {tuple(ids.shape)} {ids.dtype}")
+    if batch is not None and ids.shape[0] != batch:
+        raise ValueError(f"expected {name}_ids with {batch} rows, got {ids.shape[0]}")
+    if mask is None:
+        return ids.long(), torch.ones_like(ids, dtype=torch.bool)
+    if mask.shape != ids.shape:
+        raise ValueError(f"expected {name}_mask {tuple(ids.shape)}, got {tuple(mask.shape)}")
+    if mask.device != ids.device:
+        raise ValueError(f"expected {name}_mask on {ids.device}, got {mask.device}")
+    if not torch.equal(mask, mask.bool().to(mask.dtype)):
+        raise ValueError(f"expected {name}_mask of True and False, got other values")
+    return ids.long(), mask.bool()
+
+
+def _check_padding(name: str, mask: Tensor, side: str) -> None:
+    contiguous = mask.long().cummax(1).values if side == "left" else mask.long().flip(1).cummax(1).values.flip(1)
+    if not torch.equal(contiguous.bool(), mask):
+        raise ValueError(f"expected {name}_mask with padding on the {side} only")
+    if not mask.any(1).all():
+        raise ValueError(f"expected at least one token in every row of {name}_ids, row {int((~mask.any(1)).nonzero()[0])} has none")
+
+
+def _spans(absorbed: list[tuple[int, int]] | None, width: int) -> list[tuple[int, int]]:
+    if absorbed is None:
+        return [(0, width)]
+    spans = sorted((int(start), int(stop)) for start, stop in absorbed)
+    previous = 0
+    for start, stop in spans:
+        if not previous <= start < stop <= width:
+            raise ValueError(f"expected absorbed spans (start, stop) within {width} columns, not empty and apart, got {absorbed}")
+        previous = stop
+    if not spans:
+        raise ValueError("expected at least one absorbed span, got none")
+    return spans
+
+
+def check_context(context_ids: Tensor, context_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A left-padded context as int64 ids and bool mask; raises ValueError if it is not one."""
+    ids, mask = _as_batch("context", context_ids, context_mask, None)
+    if 0 in ids.shape:
+        raise ValueError(f"expected at least one row and one token in context_ids, got {tuple(ids.shape)}")
+    _check_padding("context", mask, "left")
+    return ids, mask
+
+
+def absorb_all_but_last(ids: Tensor, mask: Tensor) -> Sequences:
+    """A checked context as sequences whose last token is the kept one; a context of one token has nothing to absorb."""
+    return Sequences(
+        head_ids=ids[:, :-1],
+        head_mask=mask[:, :-1],
+        head_absorbed=mask[:, :-1],
+        tail_ids=ids[:, -1:],
+        tail_mask=mask[:, -1:],
+        tail_absorbed=torch.zeros_like(mask[0, -1:]),
+    )
+
+
+def run(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **model_inputs: Any) -> Tensor:
+    """One forward of the model: ids (B, T), mask over all slots of the cache (B, S), positions (B, T) -> logits (B, T, V).
+
+    The cache grows by T tokens.
+    """
+    return model(
+        input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, use_cache=True, **model_inputs
+    ).logits
+
+
+def assemble(
+    context_ids: Tensor,
+    kept_ids: Tensor,
+    *,
+    prefix_ids: Tensor | None = None,
+    context_mask: Tensor | None = None,
+    kept_mask: Tensor | None = None,
+    prefix_mask: Tensor | None = None,
+    absorbed: list[tuple[int, int]] | None = None,
+) -> Sequences:
+    """Lay out prefix, context and kept tokens; arguments as in :meth:`icl_patch.ContextPatcher.compute`.
+
+    Raises:
+        ValueError: a shape, a mask or a span does not fit.
+    """
+    context_ids, context_mask = check_context(context_ids, context_mask)
+    kept_ids, kept_mask = _as_batch("kept", kept_ids, kept_mask, context_ids.shape[0])
+    if kept_ids.device != context_ids.device:
+        raise ValueError(f"expected kept_ids on {context_ids.device}, got {kept_ids.device}")
+    if kept_ids.shape[1] == 0:
+        raise ValueError(f"expected at least one kept token, got kept_ids {tuple(kept_ids.shape)}")
+    _check_padding("kept", kept_mask, "right")
+    spans = _spans(absorbed, context_ids.shape[1])
+    split = spans[0][1]
+    hidden = torch.zeros(context_ids.shape[1], dtype=torch.bool, device=context_ids.device)
+    for start, stop in spans:
+        hidden[start:stop] = True
+    empty = ~context_mask[:, spans[0][0] : split].any(1)
+    if empty.any():
+        raise ValueError(f"expected a token in the first absorbed span of every row, row {int(empty.nonzero()[0])} has only padding there")
+    head = [(context_ids[:, :split], context_mask[:, :split], hidden[:split].expand(context_ids.shape[0], -1))]
+    if prefix_ids is not None:
+        prefix_ids, prefix_mask = _as_batch("prefix", prefix_ids, prefix_mask, context_ids.shape[0])
+        head.insert(0, (prefix_ids, prefix_mask, torch.zeros_like(prefix_mask)))
+    elif prefix_mask is not None:
+        raise ValueError("expected prefix_ids with prefix_mask, got prefix_mask alone")
+    head_ids, head_mask, head_absorbed = (torch.cat(parts, 1) for parts in zip(*head, strict=True))
+    # a stable sort of the mask moves the padding to the left and keeps the tokens in order
+    order = head_mask.long().sort(dim=1, stable=True).indices
+    head_ids, head_mask, head_absorbed = (part.gather(1, order) for part in (head_ids, head_mask, head_absorbed))
+    return Sequences(
+        head_ids=head_ids,
+        head_mask=head_mask,
+        head_absorbed=head_absorbed & head_mask,
+        tail_ids=torch.cat([context_ids[:, split:], kept_ids], 1),
+        tail_mask=torch.cat([context_mask[:, split:], kept_mask], 1),
+        tail_absorbed=torch.cat([hidden[split:], torch.zeros_like(kept_mask[0])]),
+    )

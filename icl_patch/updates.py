@@ -1,0 +1,129 @@
+"""The updates as pure functions of tensors: what changes in a block's parameters for one token.
+
+Shapes: ``M`` rows (one a token), ``d`` residual width, ``I`` inner width. ``delta = hidden_ctx - hidden`` is the change of the residual
+stream before the MLP that the context makes; a reader is a linear map of the MLP's input, the writer is what ends the MLP.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from icl_patch import ops
+
+# A scale below this share of the row's RMS counts as zero: dividing by it costs more digits than fp32 has left.
+_SCALE_IS_ZERO = 2.0**-12
+_SCALE_FLOOR = 0.25
+# A sum below this share of the residual is the rounding error of an exact zero.
+_SUM_IS_ZERO = 2.0**-40
+
+
+def reader_update(y_ctx: Tensor, y: Tensor) -> Tensor:
+    """``u = W z_ctx - W z`` as the difference of the module's own two outputs; with ``v = z/‖z‖²``, ``(W + u vᵀ) z = W z_ctx``.
+
+    y_ctx, y: (..., I), the model's dtype. Returns (..., I) in the accumulation dtype.
+    Source: Goldwaser et al. (2025), Lemmas 6 and 7.
+    """
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    return y_ctx.to(dtype) - y.to(dtype)
+
+
+def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
+    """``m' = m + delta ⊘ Norm(h_down)``: the direct update of a scale writer.
+
+    delta, normalized (M, d), scale (d,). Returns m' (M, d). Where both delta and Norm(h_down) are 0 the scale stays; where only the
+    latter is, the result is infinite (no scale can do it).
+    Source: Goldwaser et al. (2025), Theorem 1 and Lemma 10.
+    """
+    return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
+
+
+@dataclass(frozen=True)
+class StableScale:
+    """The stable update of a scale writer: ``u`` (M, d) for the output matrix, ``new_scale`` (M, d) fp64, solver ``status`` (M,)."""
+
+    u: Tensor
+    new_scale: Tensor
+    status: Tensor
+
+
+def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
+    """The scale that the inversion is given, (M, d): coordinates that are zero get ``0.25 max(rms m, rms g)``.
+
+    Through ``m_k = 0`` nothing can reach ``g_k``. The update is free to choose any ``m'``, so it inverts for a floored scale instead;
+    ``m'_k y_k = g_k`` then holds for every k, and coordinates that were not zero are inverted for as they are.
+    """
+    m = scale.double().expand(target.shape[0], -1)
+    rms_m = m.square().mean(1, keepdim=True).sqrt()
+    rms_g = target.double().square().mean(1, keepdim=True).sqrt()
+    return torch.where(m.abs() <= _SCALE_IS_ZERO * rms_m, _SCALE_FLOOR * torch.maximum(rms_m, rms_g), m)
+
+
+def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) -> StableScale:
+    """Invert RMSNorm for ``g = delta + m ⊙ Norm(h_down)`` at the RMS of ``h_down``; the output matrix takes ``h_target - h_down``.
+
+    The scale takes the rest, ``m' = m - μ ⊘ m``: no activation is divided by.
+
+    Args:
+        delta: (M, d). hidden_down: (M, d), the output matrix's output. scale: (d,), the norm's. eps: the norm's.
+
+    Source: Goldwaser et al. (2025), Appendix B, with ``Δm = r ⊘ h_norm`` in closed form.
+    """
+    h = hidden_down.to(torch.promote_types(hidden_down.dtype, torch.float32))
+    target = delta + scale * ops.rms_normalize(h, eps)
+    rms = h.double().square().mean(-1).sqrt()
+    rms = torch.where(rms > 0, rms, 1.0)  # h_down = 0 has no RMS to keep; the norm of h_target is free
+    inverse = ops.invert_rmsnorm(target, floor_scale(scale, target), rms, eps, fallback=h)
+    return StableScale(inverse.hidden - h, inverse.new_scale, inverse.status)
+
+
+def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
+    """``u`` moved by 2⁻¹⁶ of the RMS of ``h_down`` where the patched output came out as exactly 0, through which no scale can reach.
+
+    u, patched, hidden_down: (..., d). The inversion wanted a number below the rounding of ``h_down`` there, so any small one will do.
+    """
+    rms = hidden_down.to(u.dtype).square().mean(-1, keepdim=True).sqrt()
+    return torch.where(patched == 0, u + 2.0**-16 * rms, u)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """An exact writer's factor (fp64), its output, and per row: elements that miss the target, size of the correction."""
+
+    factor: Tensor  # (M, d): u of a weight or bias writer, m' of a scale writer
+    misses: Tensor  # (M,) int64
+    correction: Tensor  # (M,) ‖change of the output by closing‖ / ‖target‖
+
+
+def round_sum(total: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """The block's output: the fp64 ``residual + writer`` rounded to the model's dtype, once.
+
+    A sum below 2⁻⁴⁰ of the residual is an exact zero that fp64 could not cancel to the last bit, and becomes 0.
+    """
+    negligible = total.abs() < _SUM_IS_ZERO * residual.double().abs()
+    return torch.where(negligible, 0.0, total).to(dtype)
+
+
+def close(target: Tensor, residual: Tensor, base: Tensor, gain: Tensor, started_from: Tensor) -> Closed:
+    """The factor ``f`` for which ``round(residual + base + gain f)`` is the target, element by element.
+
+    Args:
+        target: T (M, d), the block's output in the model's dtype.
+        residual: (M, d), what the block adds its writer's output to.
+        base: (M, d), the writer's output without the factor (0 for a scale writer).
+        gain: (M, d) or (M, 1), what the factor is multiplied by: ``κ = v·h ≈ 1`` or ``Norm(h)``.
+        started_from: (M, d), the factor of the direct or stable update.
+
+    Misses are nudged by their own error and what is left is counted.
+    """
+    residual64, base64, gain64 = residual.double(), base.double(), gain.double()
+    want = target.double() - residual64 - base64
+    safe = torch.where(gain64 != 0, gain64, 1.0)
+    for _ in range(3):
+        factor = torch.where(gain64 != 0, want / safe, started_from.double())
+        got = round_sum(residual64 + (base64 + factor * gain64), residual, target.dtype)
+        missed = (got != target) & (gain64 != 0)
+        want = torch.where(missed, want + (target.double() - got.double()), want)
+    change = ((factor - started_from) * gain64).norm(dim=-1)
+    size = target.double().norm(dim=-1)
+    return Closed(factor, (got != target).sum(-1), change / torch.where(size > 0, size, 1.0))

@@ -1,0 +1,365 @@
+"""The papers' protocol: is the patched model without a context the model with it, token by token?
+
+1. The untouched model generates greedily with its context; its logits at every step are the baseline.
+2. At every step the patch is recomputed from the prompt and everything generated, and the current token is *replayed* with it: no
+   context, no cache, no second stream.
+3. The two are compared; where the replay would choose another token, generation goes on along the baseline's.
+
+Source: Goldwaser et al. (2025), section 4.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch import embedded, metrics, streams
+from icl_patch.patcher import Computation, ContextPatcher, History
+from icl_patch.recording import BlockTape, observe
+from icl_patch.streams import Sequences
+
+MARS_PROMPT = "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed robot:"
+"""The prompt of the paper's Figure 3."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token: the baseline's choice, and how the replay compares. Errors are relative to max |logit|."""
+
+    token_id: int
+    match: bool
+    bit_identical: bool
+    linf: float
+    tvd: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify` measured.
+
+    ``steps`` runs over the prompts one after the other, ``max_new_tokens`` steps each. ``null_floor`` is the untouched model against
+    itself: the largest difference that batching differently (B against 2B rows) or one pass against cached token by token makes.
+    ``reader_error_max`` compares the readers' outputs in the replay with those in the context run, relative to their largest element;
+    ``blocks_bit_identical`` is the share of (step, block) pairs whose whole output is equal to the last bit; ``correction_max`` is the
+    largest correction of the exact update on top of the stable or direct one, relative to the block's output; ``misses`` counts
+    elements of block outputs that the exact update could not hit.
+    """
+
+    model: str
+    family: str
+    update: str
+    dtype: str
+    device: str
+    prompts: int
+    passes: int
+    keep_last: int
+    null_floor: dict[str, float]
+    reader_error_max: float
+    blocks_bit_identical: float
+    correction_max: float
+    misses: int
+    experts_identical: float | None
+    steps: list[Step] = field(repr=False)
+
+    def _share(self, name: str) -> float:
+        return sum(getattr(step, name) for step in self.steps) / len(self.steps)
+
+    def _errors(self, name: str) -> Tensor:
+        return torch.tensor([getattr(step, name) for step in self.steps], dtype=torch.float64)
+
+    @property
+    def token_match(self) -> float:
+        """Share of steps at which the replay chooses the baseline's token."""
+        return self._share("match")
+
+    @property
+    def bit_identical(self) -> float:
+        """Share of steps at which all logits are equal to the last bit."""
+        return self._share("bit_identical")
+
+    @property
+    def limit(self) -> float:
+        """The error allowed in fp32: ``max(10 x null floor, 1e-4)``."""
+        return max(10 * self.null_floor["linf_max"], 1e-4)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the update keeps its promise: exact is bit-identical, fp32 matches within the limit; elsewhere nothing is promised."""
+        if self.update == "exact":
+            return self.bit_identical == 1.0 and self.token_match == 1.0
+        if self.dtype == "float32":
+            return self.token_match == 1.0 and float(self._errors("linf").max()) <= self.limit
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON types."""
+        linf, tvd = self._errors("linf"), self._errors("tvd")
+        return {
+            "model": self.model,
+            "family": self.family,
+            "update": self.update,
+            "dtype": self.dtype,
+            "device": self.device,
+            "prompts": self.prompts,
+            "tokens": len(self.steps),
+            "passes": self.passes,
+            "keep_last": self.keep_last,
+            "token_match": self.token_match,
+            "bit_identical": self.bit_identical,
+            "blocks_bit_identical": self.blocks_bit_identical,
+            "linf_max": float(linf.max()),
+            "linf_median": float(linf.median()),
+            "tvd_max": float(tvd.max()),
+            "tvd_median": float(tvd.median()),
+            "null_floor": self.null_floor,
+            "limit": self.limit,
+            "passed": self.passed,
+            "reader_error_max": self.reader_error_max,
+            "experts_identical": self.experts_identical,
+            "correction_max": self.correction_max,
+            "misses": self.misses,
+            "steps": [vars(step) for step in self.steps],
+        }
+
+
+def verify(
+    model: PreTrainedModel | str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    context: str | Sequence[str] | None = None,
+    max_new_tokens: int = 50,
+    update: str = "exact",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    keep_last: int = 0,
+    chat: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    name: str | None = None,
+) -> VerifyReport:
+    """Run the papers' protocol on a model and report how well the patched model without its context matches it.
+
+    Args:
+        model: a model, a local folder or a hub id; by default the embedded model.
+        tokenizer: by default the one at ``model``, when that is a path or an id.
+        context: a prompt or several; by default the paper's Mars prompt (the embedded model: its first held-out prompt).
+        max_new_tokens: steps; end-of-sequence is ignored, there are exactly as many.
+        update: ``"direct"``, ``"stable"`` or ``"exact"``.
+        dtype, device: where and in what the model runs; by default as it is, or as its files say. A model that is passed in and has to
+            be changed for it is copied.
+        keep_last: tokens before the current one that stay in the reduced context.
+        chat: apply the tokenizer's chat template to the context.
+        progress: called with (steps done, steps in all).
+        name: of the model in the report; by default where it was loaded from.
+
+    Raises:
+        UnsupportedModelError, ControllabilityError: as :class:`icl_patch.ContextPatcher`.
+        ValueError: an argument does not fit.
+    """
+    if max_new_tokens < 1 or keep_last < 0:
+        raise ValueError(f"expected max_new_tokens ≥ 1 and keep_last ≥ 0, got {max_new_tokens} and {keep_last}")
+    is_embedded = model is None
+    model, tokenizer = load_model(model, tokenizer, dtype, device)
+    if context is None:
+        context = _first_held_out() if is_embedded else MARS_PROMPT
+    ids, mask = encode_contexts(tokenizer, [context] if isinstance(context, str) else list(context), chat=chat)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
+        raise ValueError(f"expected contexts of more than {keep_last + 1} tokens, got one of {int(mask.sum(1).min())}")
+
+    baseline, tokens = _baseline(model, ids, mask, max_new_tokens, keep_last)
+    floor = _null_floor(model, ids, mask, tokens, baseline, keep_last)
+    comparison = _Comparison()
+    with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
+        steps = _computations(patcher, ids, mask, tokens, keep_last)
+        for number, (reference, computation) in enumerate(zip(baseline.unbind(1), steps, strict=True), 1):
+            with observe(patcher.blocks) as replayed:
+                logits = patcher.forward(computation.patch.kept_ids, computation.patch)[:, -1]
+            comparison.add(reference, logits, computation, replayed)
+            if progress is not None:
+                progress(number, max_new_tokens)
+    return VerifyReport(
+        model=name or ("embedded" if is_embedded else getattr(model.config, "_name_or_path", "") or type(model).__name__),
+        family=patcher.family.name,
+        update=update,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        prompts=len(ids),
+        passes=comparison.passes,
+        keep_last=keep_last,
+        null_floor=floor,
+        reader_error_max=comparison.reader_error,
+        blocks_bit_identical=comparison.identical_blocks / comparison.blocks,
+        correction_max=comparison.correction,
+        misses=comparison.misses,
+        experts_identical=None,
+        steps=comparison.steps(tokens),
+    )
+
+
+def load_model(
+    model: PreTrainedModel | str | Path | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    revision: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in eval mode and its tokenizer, from an object, a local folder, a hub id, or (None) the embedded one.
+
+    Raises:
+        ValueError: a model object without a tokenizer.
+        OSError: nothing can be loaded from the path or id.
+    """
+    if model is None:
+        loaded, own = embedded.load(dtype or torch.float32, device or "cpu")
+        return loaded, tokenizer or own
+    if isinstance(model, (str, Path)):
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", revision=revision or "main")
+        if device is not None:
+            loaded = loaded.to(device)
+        return loaded.eval(), tokenizer or AutoTokenizer.from_pretrained(model, revision=revision or "main")
+    if tokenizer is None:
+        raise ValueError("expected a tokenizer together with a model object, got none")
+    wanted_dtype, wanted_device = dtype or model.dtype, torch.device(device or model.device)
+    if (wanted_dtype, wanted_device) != (model.dtype, model.device):
+        model = copy.deepcopy(model).to(device=wanted_device, dtype=wanted_dtype)
+    return model, tokenizer
+
+
+def encode_contexts(tokenizer: PreTrainedTokenizerBase, contexts: Sequence[str], *, chat: bool = False) -> tuple[Tensor, Tensor]:
+    """Texts as left-padded ids and mask, (B, T) int64 and bool.
+
+    Raises:
+        ValueError: a text has no tokens, or the tokenizer has no chat template.
+    """
+    if chat and not tokenizer.chat_template:
+        raise ValueError(f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none")
+    rows = []
+    for text in contexts:
+        if chat:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        rows.append(torch.tensor(tokenizer(text, add_special_tokens=not chat)["input_ids"], dtype=torch.int64))
+    if any(len(row) == 0 for row in rows) or not rows:
+        raise ValueError("expected contexts of at least one token, got an empty one")
+    width = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=tokenizer.pad_token_id or 0) for row in rows])
+    mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
+    return ids, mask
+
+
+def _first_held_out() -> str:
+    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
+    return prompt.context + prompt.question
+
+
+@torch.no_grad()
+def _baseline(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, steps: int, keep_last: int, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The model with its context, greedy or along ``forced`` tokens: logits (B, steps, V) and tokens (B, steps).
+
+    Cached, context first; then the kept tokens in one call, or token by token if only the current one is kept.
+    """
+    logits: list[Tensor] = []
+    tokens: list[Tensor] = []
+    cache = streams.new_cache(model)
+    for step in range(steps):
+        sequences = _sequences(ids, mask, keep_last)
+        if keep_last or not step:
+            cache = streams.new_cache(model)
+            _run_part(model, sequences, cache, head=True)
+        logits.append(_run_part(model, sequences, cache, head=False)[:, -1])
+        tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
+        ids, mask = _extend(ids, mask, tokens[-1])
+    return torch.stack(logits, 1), torch.stack(tokens, 1)
+
+
+def _run_part(model: PreTrainedModel, sequences: Sequences, cache: Any, *, head: bool) -> Tensor:
+    width = sequences.head_ids.shape[1]
+    if head:
+        positions = sequences.positions[:, :width]
+        return streams.run(model, sequences.head_ids, sequences.head_mask, positions, cache, logits_to_keep=1)
+    return streams.run(model, sequences.tail_ids, sequences.mask, sequences.positions[:, width:], cache)
+
+
+def _sequences(ids: Tensor, mask: Tensor, keep_last: int) -> Sequences:
+    cut = ids.shape[1] - keep_last - 1
+    return streams.assemble(ids[:, :cut], ids[:, cut:], context_mask=mask[:, :cut], kept_mask=mask[:, cut:])
+
+
+def _extend(ids: Tensor, mask: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([ids, token_ids.unsqueeze(1)], 1), torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+
+
+@torch.no_grad()
+def _null_floor(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: Tensor, baseline: Tensor, keep_last: int) -> dict[str, float]:
+    """The untouched model against itself: 2B rows instead of B, and one pass instead of token by token."""
+    steps, batch = tokens.shape[1], len(ids)
+    doubled, _ = _baseline(model, ids.repeat(2, 1), mask.repeat(2, 1), steps, keep_last, tokens.repeat(2, 1))
+    whole, whole_mask = ids, mask
+    for token_ids in tokens[:, :-1].unbind(1):
+        whole, whole_mask = _extend(whole, whole_mask, token_ids)
+    positions = (whole_mask.long().cumsum(1) - 1).clamp(min=0)
+    at_once = streams.run(model, whole, whole_mask, positions, streams.new_cache(model), logits_to_keep=steps)
+    others = (doubled[:batch], at_once)
+    return {
+        "linf_max": max(float(metrics.linf(other, baseline).max()) for other in others),
+        "tvd_max": max(float(metrics.total_variation(other, baseline).max()) for other in others),
+    }
+
+
+def _computations(patcher: ContextPatcher, ids: Tensor, mask: Tensor, tokens: Tensor, keep_last: int) -> Iterator[Computation]:
+    """The patch of every step, along the baseline's tokens."""
+    if keep_last == 0:
+        history = History(patcher, ids, mask)
+        for token_ids in tokens.unbind(1):
+            yield history.step()
+            history.append(token_ids)
+        return
+    for token_ids in tokens.unbind(1):
+        yield patcher.compute_sequences(_sequences(ids, mask, keep_last))
+        ids, mask = _extend(ids, mask, token_ids)
+
+
+class _Comparison:
+    """Gathers what the steps show."""
+
+    def __init__(self) -> None:
+        self._columns: list[dict[str, Tensor]] = []
+        self.reader_error = self.correction = 0.0
+        self.identical_blocks = self.blocks = self.misses = self.passes = 0
+
+    def add(self, reference: Tensor, logits: Tensor, computation: Computation, replayed: list[BlockTape]) -> None:
+        self._columns.append(
+            {
+                "match": metrics.same_argmax(logits, reference),
+                "bit_identical": metrics.bit_identical(logits, reference),
+                "linf": metrics.linf(logits, reference),
+                "tvd": metrics.total_variation(logits, reference),
+            }
+        )
+        for tape, other in zip(computation.tapes, replayed, strict=True):
+            assert tape.output is not None and other.output is not None
+            same = metrics.bit_identical(other.output[:, -1], tape.output[:, -1])
+            self.identical_blocks += int(same.sum())
+            self.blocks += same.numel()
+            for name, y_ctx in tape.readers.items():
+                self.reader_error = max(self.reader_error, float(metrics.linf(other.readers[name][:, -1], y_ctx[:, -1]).max()))
+        report = computation.patch.report
+        assert report is not None
+        self.correction = max(self.correction, float(report.correction.max()))
+        self.misses += int(report.misses.sum())
+        self.passes = computation.patch.passes
+
+    def steps(self, tokens: Tensor) -> list[Step]:
+        """Prompt by prompt."""
+        columns = {name: torch.stack([step[name] for step in self._columns], 1).tolist() for name in self._columns[0]}
+        return [
+            Step(token_id, **{name: columns[name][row][step] for name in columns})
+            for row, ids in enumerate(tokens.tolist())
+            for step, token_id in enumerate(ids)
+        ]

@@ -1,0 +1,193 @@
+"""The main claim, on random models: a replay without the context gives what the model gives with it."""
+
+import weakref
+
+import pytest
+import torch
+from models import CASES, FAMILIES, build, case
+from torch import Tensor
+from transformers import DynamicCache
+
+from icl_patch import ContextPatch, ContextPatcher, metrics, streams
+from icl_patch.recording import BlockTape, observe
+
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The spacing of the dtype's numbers at 1: errors of rounding are small multiples of it.
+EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def untouched_logits(model: torch.nn.Module, arguments: dict) -> Tensor:
+    """The model with its context: the context first, then the rest in one call; logits of the kept tokens."""
+    sequences = streams.assemble(**arguments)
+    width = sequences.head_ids.shape[1]
+    cache = DynamicCache(config=model.config)
+    common = {"past_key_values": cache, "use_cache": True}
+    with torch.no_grad():
+        head, tail = sequences.positions[:, :width], sequences.positions[:, width:]
+        model(input_ids=sequences.head_ids, attention_mask=sequences.head_mask.long(), position_ids=head, **common)
+        logits = model(input_ids=sequences.tail_ids, attention_mask=sequences.mask.long(), position_ids=tail, **common).logits
+    return logits[:, sequences.kept_columns]
+
+
+def null_floor(model: torch.nn.Module, arguments: dict, reference: Tensor) -> float:
+    """The model against itself at twice the batch."""
+    twice = {name: value.repeat(2, 1) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    return float(metrics.linf(untouched_logits(model, twice)[: len(reference)], reference).max())
+
+
+def observed_replay(patcher: ContextPatcher, patch: ContextPatch) -> tuple[Tensor, list[BlockTape]]:
+    """A replay's logits, and what the blocks did in it (the pass over the prefix is left out)."""
+    with observe(patcher.blocks) as tapes:
+        logits = patcher.forward(patch.kept_ids, patch)
+    return logits, tapes[-len(patcher.blocks) :]
+
+
+def replayed(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
+    return patcher.forward(patch.kept_ids, patch)
+
+
+@pytest.mark.parametrize("arguments", CASES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("update", ["direct", "stable"])
+def test_fp32_replay_matches(update: str, family: str, seed: int, arguments: str) -> None:
+    model, inputs = build(family, seed), case(arguments, seed)
+    reference = untouched_logits(model, inputs)
+    limit = max(10 * null_floor(model, inputs, reference), 1e-4)
+    with ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(**inputs)
+        logits = replayed(patcher, patch)
+    mask = patch.kept_mask
+    assert metrics.linf(logits, reference)[mask].max() <= limit
+    assert metrics.linf(patch.logits, reference)[mask].max() <= limit
+    assert metrics.same_argmax(logits, reference)[mask].all()
+
+
+@pytest.mark.parametrize("arguments", CASES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_replay_is_bit_identical(family: str, dtype: torch.dtype, attention: str, arguments: str) -> None:
+    for seed in range(2):
+        model, inputs = build(family, seed, dtype, attention=attention), case(arguments, seed)
+        reference = untouched_logits(model, inputs)
+        with ContextPatcher(model, "exact") as patcher:
+            patch = patcher.compute(**inputs)
+            computed = patcher.compute_sequences(streams.assemble(**inputs))
+            logits, tapes = observed_replay(patcher, patch)
+        mask = patch.kept_mask
+        assert torch.equal(patch.logits[mask], reference[mask])
+        assert torch.equal(logits[mask], reference[mask])
+        for tape, wanted in zip(tapes, computed.tapes, strict=True):
+            assert torch.equal(tape.output[mask], wanted.output[mask])
+        assert patch.report.misses.sum() == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_corrects_rounding_only(family: str, dtype: torch.dtype) -> None:
+    """Bit identity alone would not notice unpatched readers: the readers must be right and the correction small."""
+    model, inputs = build(family, 3, dtype), case("span", 3)
+    with ContextPatcher(model, "exact") as patcher:
+        computed = patcher.compute_sequences(streams.assemble(**inputs))
+        patch = computed.patch
+        _, tapes = observed_replay(patcher, patch)
+    mask = patch.kept_mask
+    for tape, wanted in zip(tapes, computed.tapes, strict=True):
+        for name, y_ctx in wanted.readers.items():
+            assert metrics.linf(tape.readers[name], y_ctx)[mask].max() <= 4 * EPSILON[dtype]
+    assert patch.report.reader_error.max() <= 4 * EPSILON[dtype]
+    assert patch.report.correction.max() <= 8 * EPSILON[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatched_readers_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no reader patched the writer absorbs everything and the logits are still right; the report must say so."""
+    monkeypatch.setattr("icl_patch.updates.reader_update", lambda y_ctx, y: torch.zeros_like(y, dtype=torch.float32))
+    model, inputs = build(family, 3, torch.bfloat16), case("span", 3)
+    reference = untouched_logits(model, inputs)
+    with ContextPatcher(model, "exact") as patcher:
+        patch = patcher.compute(**inputs)
+        logits = replayed(patcher, patch)
+    mask = patch.kept_mask
+    assert torch.equal(logits[mask], reference[mask])
+    assert patch.report.reader_error.max() > 30 * EPSILON[torch.bfloat16]
+    assert patch.report.correction.max() > 30 * EPSILON[torch.bfloat16]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_reduced_stream_equals_replay(update: str, family: str) -> None:
+    model, inputs = build(family, 1), case("prefix", 1)
+    with ContextPatcher(model, update) as patcher:
+        computed = patcher.compute_sequences(streams.assemble(**inputs))
+        logits = replayed(patcher, computed.patch)
+    mask = computed.patch.kept_mask
+    assert metrics.linf(computed.reduced_logits, logits)[mask].max() <= 1e-4
+    if patcher._closes:
+        assert torch.equal(computed.reduced_logits[mask], logits[mask])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_context_matters(family: str) -> None:
+    """The claim would be empty if the kept tokens gave the same logits without any patch."""
+    model, inputs = build(family, 1), case("span", 1)
+    reference = untouched_logits(model, inputs)
+    with torch.no_grad():
+        alone = model(inputs["kept_ids"]).logits
+    assert metrics.linf(alone, reference)[inputs["kept_mask"]].median() > 0.1
+
+
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_has_no_access_to_the_context(family: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cache that computing made is overwritten with NaN, or gone, before the replay; the bits are the same."""
+    made: list[weakref.ref] = []
+    new_cache = streams.new_cache
+
+    def tracked(model: torch.nn.Module) -> DynamicCache:
+        cache = new_cache(model)
+        made.append(weakref.ref(cache))
+        return cache
+
+    model, inputs = build(family, 4, torch.bfloat16), case("span", 4)
+    with ContextPatcher(model, update) as patcher:
+        monkeypatch.setattr(streams, "new_cache", tracked)
+        patch = patcher.compute(**inputs)
+        before = replayed(patcher, patch)
+        assert made
+        for cache in filter(None, (reference() for reference in made)):
+            for layer in cache.layers:
+                layer.keys.fill_(torch.nan)
+                layer.values.fill_(torch.nan)
+        assert torch.equal(replayed(patcher, patch), before)
+
+
+def test_a_long_window_context_is_masked_by_position() -> None:
+    """The replay's cache lacks the context: a window counted in its slots would reach prefix tokens too far away."""
+    model = build("gemma3", 5, sliding_window=4)
+    inputs = case("prefix", 5)
+    reference = untouched_logits(model, inputs)
+    with ContextPatcher(model, "exact") as patcher:
+        patch = patcher.compute(**inputs)
+        logits = replayed(patcher, patch)
+        assert torch.equal(logits[patch.kept_mask], reference[patch.kept_mask])
+        by_slot = ContextPatch(
+            **{**vars(patch), "kept_slots": torch.arange(5, 12).expand(3, -1), "prefix_slots": torch.arange(5).expand(3, -1)}
+        )
+        wrong = patcher.forward(patch.kept_ids, by_slot)
+    assert not torch.equal(wrong[patch.kept_mask], reference[patch.kept_mask])
+
+
+def test_rows_do_not_see_each_other() -> None:
+    """A row's patch is the same whatever stands in the other rows."""
+    model, inputs = build("gemma3", 6), case("span", 6)
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(**inputs)
+        inputs["context_ids"] = inputs["context_ids"].clone()
+        inputs["context_ids"][0] = inputs["context_ids"][0].flip(0)
+        other = patcher.compute(**inputs)
+    for layer, changed in zip(patch.layers, other.layers, strict=True):
+        for name, factor in layer.items():
+            if factor.dim() > 1:
+                assert torch.equal(factor[1:], changed[name][1:])
