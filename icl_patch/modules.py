@@ -43,6 +43,7 @@ class PatchedModule(nn.Module):
     base_layer: nn.Module
 
     def train(self, mode: bool = True) -> "PatchedModule":
+        """Set the mode of this module and its base."""
         self.base_layer.train(mode)
         return super().train(mode)
 
@@ -55,6 +56,7 @@ class PatchedModule(nn.Module):
         self.recorder, self.mode = None, Mode.OFF
 
     def extra_repr(self) -> str:
+        """The base module and the mode."""
         return f"{type(self.base_layer).__name__}({self.base_layer.extra_repr()}), mode={self.mode.value}"
 
 
@@ -94,14 +96,16 @@ class PatchedLinear(PatchedModule):
         self.recorder, self.mode = None, Mode.REPLAY
 
     def clear_patch(self) -> None:
-        """Drop the patch; the same as :meth:`off`."""
+        """Drop the patch and be the base module again."""
         self.off()
 
     def off(self) -> None:
+        """Be the base module again, bit for bit; the factors are dropped."""
         super().off()
         self.u = self.v = self.out_dtype = None
 
     def forward(self, z: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
         if self.mode is Mode.OFF:
             return self.base_layer(z)
         if self.mode is Mode.RECORD:
@@ -115,7 +119,7 @@ class PatchedLinear(PatchedModule):
         shared = self.u.dim() == 3 and self.u.shape[0] == 1 and self.u.shape[:-1] != z.shape[:-1]
         u, v = (self.u, self.v) if shared else (factor.reshape(-1, factor.shape[-1]) for factor in (self.u, self.v))
         base = self.base_layer
-        if type(base) is nn.Linear:
+        if type(base) is nn.Linear and not (base._forward_hooks or base._forward_pre_hooks):
             y = ops.patched_linear(rows, base.weight, u, v, base.bias, out_dtype=self.out_dtype)
         else:
             plain = base(z)
@@ -163,14 +167,16 @@ class PatchedRMSNorm(PatchedModule):
         self.recorder, self.mode = None, Mode.REPLAY
 
     def clear_patch(self) -> None:
-        """Drop the patch; the same as :meth:`off`."""
+        """Drop the patch and be the base module again."""
         self.off()
 
     def off(self) -> None:
+        """Be the base module again, bit for bit; the factors are dropped."""
         super().off()
         self.new_scale = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., n) -> (..., n)."""
         if self.mode is Mode.OFF:
             return self.base_layer(x)
         if self.mode is Mode.RECORD:

@@ -202,14 +202,15 @@ class ContextPatch:
         _check_finite(tensors)
         header = {"format": FORMAT, **asdict(self.info), "layers": len(self.layers)}
         header |= {name: getattr(self, name).tolist() for name in _TOKEN_TENSORS}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
+        temporary = Path(name)
         try:
             save_file(tensors, temporary, metadata={"icl_patch": json.dumps(header)})
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink()
             raise
 
     @classmethod

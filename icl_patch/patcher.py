@@ -21,6 +21,10 @@ from icl_patch.recording import AttachedBlock, BlockRecorder, BlockTape, observe
 from icl_patch.streams import Sequences, Visibility
 
 
+# Of the context rows against the untouched model, relative to max |logit|: a wrong mask is off by far more than rounding.
+_PROBE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
 @dataclass(frozen=True, eq=False)
 class GenerationStep:
     """One generated token of every row: ``token_ids`` (B,), the ``logits`` (B, V) it was chosen from, and the ``patch`` it took."""
@@ -286,10 +290,10 @@ class ContextPatcher:
             raise ValueError("expected a patch with all its layers and its first tokens, got a part of one")
         if kept_mask is not None and not torch.equal(kept_mask.bool(), patch.kept_mask):
             raise ValueError("expected the kept_mask that the patch was computed for, got another one")
-        same_shape = kept_ids.shape == patch.kept_ids.shape
-        if not same_shape or not torch.equal(kept_ids.where(patch.kept_mask, 0), patch.kept_ids.where(patch.kept_mask, 0)):
+        if kept_ids.shape != patch.kept_ids.shape or ((kept_ids != patch.kept_ids) & patch.kept_mask).any():
             raise ValueError(
-                f"expected the kept tokens that the patch was computed for, {tuple(patch.kept_ids.shape)}, got others, {tuple(kept_ids.shape)}"
+                f"expected the kept tokens that the patch was computed for, {tuple(patch.kept_ids.shape)}, "
+                f"got others, {tuple(kept_ids.shape)}"
             )
         cache = self._prefix_cache(patch)
         with replaying(self.blocks, patch.layers, self.model.dtype):
@@ -380,8 +384,6 @@ class _Probe:
     be its residual stream plus its writer's output.
     """
 
-    _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-
     def __init__(self, model: PreTrainedModel) -> None:
         generator = torch.Generator().manual_seed(0)
         vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -405,7 +407,7 @@ class _Probe:
         first, second = (self._two_stream(patcher, sequences) for sequences in (self.sequences, self.other))
         batch = len(self.expected)
         size = self.expected.abs().max()
-        if not (first[:batch] - self.expected).abs().max() <= self._TOLERANCE[model.dtype] * size:
+        if not (first[:batch] - self.expected).abs().max() <= _PROBE_TOLERANCE[model.dtype] * size:
             raise UnsupportedModelError(f"the context rows of {name} do not match the untouched model")
         if not torch.equal(first[batch:], second[batch:]):
             raise UnsupportedModelError(f"{name} lets the reduced rows see absorbed tokens: its attention does not take the mask")

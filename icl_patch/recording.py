@@ -249,10 +249,7 @@ class BlockRecorder:
             return self._join(y_ctx, y)
         exact_writer = self.block.family.writer is Writer.WEIGHT and self.update == "exact"
         v, norm2 = ops.read_direction(h, torch.float64 if exact_writer else None)
-        if self.block.family.writer is Writer.SCALE:
-            u = self._invert_norm(y)
-        else:
-            u = self.delta
+        u = self._invert_norm(y) if self.block.family.writer is Writer.SCALE else self.delta
         if exact_writer:
             gain = (h.double() * v).sum(-1, keepdim=True)
             u = self._close(y, gain, u)

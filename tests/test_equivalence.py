@@ -1,5 +1,6 @@
 """The main claim, on random models: a replay without the context gives what the model gives with it."""
 
+import dataclasses
 import weakref
 
 import pytest
@@ -172,9 +173,8 @@ def test_a_long_window_context_is_masked_by_position() -> None:
         patch = patcher.compute(**inputs)
         logits = replayed(patcher, patch)
         assert torch.equal(logits[patch.kept_mask], reference[patch.kept_mask])
-        by_slot = ContextPatch(
-            **{**vars(patch), "kept_slots": torch.arange(5, 12).expand(3, -1), "prefix_slots": torch.arange(5).expand(3, -1)}
-        )
+        slots = torch.arange(12).expand(3, -1)
+        by_slot = dataclasses.replace(patch, prefix_slots=slots[:, :5], kept_slots=slots[:, 5:])
         wrong = patcher.forward(patch.kept_ids, by_slot)
     assert not torch.equal(wrong[patch.kept_mask], reference[patch.kept_mask])
 
