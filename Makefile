@@ -1,6 +1,6 @@
 # make help lists the targets. PYTHON is the interpreter to start from: it is used as it is if it has what is needed.
 PYTHON ?= python3
-SOURCES := $(shell find icl_patch triton_kernels tools -name '*.py' -o -name '*.sh' | sort)
+SOURCES := $(shell find icl_patch triton_kernels tools -type f ! -name '*.pyc' | sort)
 RUN := build/python
 
 .DEFAULT_GOAL := help

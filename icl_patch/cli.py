@@ -1,7 +1,8 @@
 """The command line: ``icl-patch demo | verify | generate | extract | inspect``.
 
-Every command prints a table for people, or with ``--json`` one JSON object on stdout and nothing else. Progress goes to stderr, and
-only to a terminal. Exit status: 0 fine, 1 the check failed, 2 bad usage.
+Every command prints text and tables for people, or with ``--json`` one JSON object on stdout and nothing else. Progress goes to
+stderr, and only to a terminal. Exit status: 0 fine, 1 the check failed (a patch that is broken or of another model, an effect that no
+change of weights can have), 2 bad usage, 130 interrupted.
 """
 
 import argparse
@@ -186,7 +187,7 @@ def _verify(options: argparse.Namespace) -> int:
             progress=progress,
             name="embedded" if options.model is None else options.model,
         )
-    tokens = [tokenizer.decode([step.token_id]) for step in result.steps]
+    tokens = [str(tokenizer.decode([step.token_id])) for step in result.steps]
     if options.plot is not None:
         report.plot(result, tokens, options.plot)
     text = "".join(tokens)
@@ -221,7 +222,7 @@ def _demo(options: argparse.Namespace) -> int:
     page.write_text("# icl-patch demo\n\n" + report.to_markdown(tables) + f"\n![L∞ and TVD per token]({figure.name})\n")
     report.write_json(data, result)
     stable = next(entry for entry in reports if (entry.update, entry.dtype) == ("stable", "bfloat16"))
-    report.plot(stable, [tokenizer.decode([step.token_id]) for step in stable.steps[: options.max_new_tokens]], figure)
+    report.plot(stable, [str(tokenizer.decode([step.token_id])) for step in stable.steps[: options.max_new_tokens]], figure)
     _print(options, result, *tables, f"report: {page}, {data}, {figure}")
     return 0 if result["passed"] else 1
 
@@ -261,7 +262,7 @@ def _extract(options: argparse.Namespace) -> int:
     model, tokenizer = _load(options)
     context = _context(options)
     assert context is not None
-    prefix = {}
+    prefix: dict[str, Any] = {}
     if options.prefix is not None:
         prefix["prefix_ids"] = encode_contexts(tokenizer, [options.prefix])[0].to(model.device)
     ids, _ = encode_contexts(tokenizer, [context], chat=options.chat)
@@ -301,4 +302,4 @@ def _replay(options: argparse.Namespace, patch: ContextPatch) -> list[str]:
         logits = patcher.forward(patch.kept_ids, patch)
     last = patch.kept_mask.sum(1) - 1
     chosen = logits[torch.arange(len(last)), last].argmax(-1)
-    return [tokenizer.decode([token_id]) for token_id in chosen.tolist()]
+    return [str(tokenizer.decode([token_id])) for token_id in chosen.tolist()]

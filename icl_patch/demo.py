@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch import embedded
 from icl_patch.embedded import Prompt
-from icl_patch.embedded.scoring import LONGEST_ANSWER, answers, encode_batch, first_line
+from icl_patch.embedded.scoring import LONGEST_ANSWER, answers, decode_answers, encode_batch
 from icl_patch.patcher import ContextPatcher
 from icl_patch.verify import VerifyReport, verify
 
@@ -37,7 +37,7 @@ def patched_answers(patcher: ContextPatcher, tokenizer: PreTrainedTokenizerBase,
         if not torch.equal(replayed.argmax(-1), step.token_ids):
             raise RuntimeError("the replay chose another token than the stream it was recorded in")
         generated.append(step.token_ids)
-    return [first_line(text) for text in tokenizer.batch_decode(torch.stack(generated, 1), skip_special_tokens=True)]
+    return decode_answers(tokenizer, torch.stack(generated, 1))
 
 
 def three_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int) -> list[Answers]:

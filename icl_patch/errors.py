@@ -2,7 +2,7 @@
 
 
 class UnsupportedModelError(ValueError):
-    """The model, or its attention implementation, has a form for which no update is known."""
+    """The model, or its attention implementation, has a form that is not known to be covered."""
 
 
 class ControllabilityError(ValueError):
@@ -14,4 +14,4 @@ class PatchFormatError(ValueError):
 
 
 class FingerprintMismatch(ValueError):
-    """A well-formed patch that was computed on another model, revision or tokenizer."""
+    """A well-formed patch that was computed with other weights, another dtype or another tokenizer."""

@@ -1,4 +1,4 @@
-"""The typed face of every op: modules and updates reach arithmetic through here and nowhere else.
+"""The typed face of every op: what a kernel can do better than a line of torch is reached through here and nowhere else.
 
 Each function checks its arguments, names what was expected and what came, and hands over to an implementation. In this version all of
 them are the plain torch of :mod:`icl_patch.reference`, on any device.
@@ -39,7 +39,7 @@ def patched_linear(
     Args:
         z: (M, K) float.
         weight: logically (N, K), any strides, z's dtype.
-        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with ``index``. fp32, fp64 or z's dtype.
+        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with ``index``. Any float dtype.
         v: as ``u`` with K for N.
         bias: (N,), z's dtype.
         index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map.
@@ -178,6 +178,10 @@ def _check_patched_linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Non
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"expected bias ({weight.shape[0]},), got {tuple(bias.shape)}")
     _check_floats(z=z, weight=weight)
+    if bias is not None:
+        _check_floats(z=z, bias=bias)
+        if bias.dtype != z.dtype:
+            raise TypeError(f"expected bias in z's dtype {z.dtype}, got {bias.dtype}")
 
 
 def _check_factors(z: Tensor, u: Tensor, v: Tensor, n: int, index: Tensor | None) -> None:
@@ -195,5 +199,7 @@ def _check_factors(z: Tensor, u: Tensor, v: Tensor, n: int, index: Tensor | None
     if index is not None:
         if index.shape != (rows,) or index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}")
+        if index.device != z.device:
+            raise ValueError(f"expected index on {z.device}, got {index.device}")
         if rows and not -1 <= int(index.min()) <= int(index.max()) < u.shape[0]:
             raise ValueError(f"expected index from -1 to {u.shape[0] - 1}, got {int(index.min())} to {int(index.max())}")

@@ -15,7 +15,6 @@ Its metadata entry ``icl_patch`` is a JSON object: the fields of :class:`PatchIn
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -85,7 +84,8 @@ class ContextPatch:
         kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded. The slot is the column in the whole
             sequence, which sliding windows are counted in.
         prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first absorbed one; left-padded.
-        logits: (B, T, V) of the model with its context, or None (they are not saved).
+        logits: (B, T, V) with the context, or None (they are not saved): of the untouched model if the patch took two passes, of the
+            context stream if it took one.
         report: what recording observed, or None for a loaded patch.
     """
 
@@ -217,11 +217,11 @@ class ContextPatch:
     def load(
         cls, path: str | os.PathLike[str], model: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> "ContextPatch":
-        """Read a patch file, checked whole before anything is returned; tensors go to the model's device.
+        """Read a patch file, checked whole before anything is returned; with a model, its tensors go to the model's device.
 
         Raises:
             PatchFormatError: the file is not a patch file, or its tensors are missing, extra, of the wrong shape or not finite.
-            FingerprintMismatch: the patch was computed on another model or tokenizer than the given one.
+            FingerprintMismatch: the patch was computed with other patched weights, another dtype or another tokenizer than the given ones.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -230,18 +230,20 @@ class ContextPatch:
         except SafetensorError as error:
             raise PatchFormatError(f"expected a safetensors file (pickle files are refused), got {path}: {error}") from error
         info = PatchInfo(**{entry.name: header[entry.name] for entry in fields(PatchInfo)})
-        token_tensors = _token_tensors(header)
+        token_tensors: dict[str, Any] = _token_tensors(header)
         layers = _layers(tensors, info, header["layers"], token_tensors["kept_ids"].shape)
         patch = cls(info=info, layers=layers, **token_tensors)
         if tokenizer is not None and info.tokenizer not in (None, tokenizer_fingerprint(tokenizer)):
             raise FingerprintMismatch(f"expected a patch for the given tokenizer, {path} was computed with another one")
         if model is not None:
             patch.check_model(model)
+            if info.replayable:
+                _check_widths(layers, model)
             patch = patch.to(model.device)
         return patch
 
     def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:
-        """Raises FingerprintMismatch unless the patch was computed on this model's weights."""
+        """Raises FingerprintMismatch unless the weights that the patch changes, and their dtype, are this model's."""
         got = fingerprint or weight_fingerprint(model)
         if got != self.info.fingerprint:
             raise FingerprintMismatch(
@@ -260,7 +262,7 @@ def weight_fingerprint(model: PreTrainedModel) -> str:
             for name, parameter in block.module.get_submodule(part).named_parameters():
                 weight = parameter.detach().contiguous().cpu()
                 digest.update(f"{block.path}.{part}.{name} {tuple(weight.shape)} {weight.dtype}".encode())
-                digest.update(memoryview(weight.reshape(-1).view(torch.uint8).numpy()))
+                digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -298,23 +300,31 @@ def _parse_header(text: str | None, path: Any) -> dict[str, Any]:
     for name, allowed in (("update", UPDATES), ("dtype", _DTYPES), ("family", [family.name for family in FAMILIES])):
         if header[name] not in allowed:
             raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {header[name]!r}")
+    if header["layers"] < 1 or header["passes"] < 1:
+        raise PatchFormatError(f"expected at least one layer and one pass, got {header['layers']} and {header['passes']}")
     return header
 
 
+def _token_tensor(name: str, value: list[Any]) -> Tensor:
+    """A header's rows of numbers (of booleans for a mask) as a tensor; no element is converted."""
+    kind, dtype = (bool, torch.bool) if name.endswith("mask") else (int, torch.int64)
+    rows_fit = all(isinstance(row, list) and len(row) == len(value[0]) for row in value)
+    if not value or not rows_fit or not all(type(element) is kind for row in value for element in row):
+        raise PatchFormatError(f"expected {name} as rows of equal length of type {kind.__name__}, got {value!r:.80}")
+    tensor = torch.tensor(value, dtype=dtype).reshape(len(value), -1 if value[0] else 0)
+    if kind is int and tensor.numel() and tensor.min() < 0:
+        raise PatchFormatError(f"expected {name} of numbers ≥ 0, got {int(tensor.min())}")
+    return tensor
+
+
 def _token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
-    read: dict[str, Tensor] = {}
-    for name in _TOKEN_TENSORS:
-        dtype = torch.bool if name.endswith("mask") else torch.int64
-        try:
-            tensor = torch.tensor(header[name], dtype=dtype)
-        except (TypeError, ValueError) as error:
-            raise PatchFormatError(f"expected {name} as rows of equal length, got {header[name]!r:.80}") from error
-        read[name] = tensor.reshape(len(header[name]), -1) if tensor.numel() == 0 else tensor
-    for group in ("kept_ids", "prefix_ids"):
-        names = _TOKEN_TENSORS[:4] if group == "kept_ids" else _TOKEN_TENSORS[4:]
-        for name in names:
-            if read[name].dim() != 2 or read[name].shape != read[group].shape or len(read[name]) != len(read["kept_ids"]):
-                raise PatchFormatError(f"expected {name} {tuple(read[group].shape)}, got {tuple(read[name].shape)}")
+    read = {name: _token_tensor(name, header[name]) for name in _TOKEN_TENSORS}
+    for name, tensor in read.items():
+        group = read["kept_ids" if name in _TOKEN_TENSORS[:4] else "prefix_ids"]
+        if tensor.shape != group.shape or len(tensor) != len(read["kept_ids"]):
+            raise PatchFormatError(f"expected {name} {tuple(group.shape)}, got {tuple(tensor.shape)}")
+    if read["kept_ids"].numel() == 0:
+        raise PatchFormatError(f"expected at least one kept token, got kept_ids {tuple(read['kept_ids'].shape)}")
     return read
 
 
@@ -336,16 +346,31 @@ def _layers(tensors: dict[str, Tensor], info: PatchInfo, count: int, tokens: tup
         missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
         raise PatchFormatError(f"expected {len(expected)} tensors; missing: {missing or 'none'}, extra: {extra or 'none'}")
     layers = tuple({name: tensors[f"layers.{index}.{name}"] for name in names} for index in range(count))
-    inner = layers[0][f"{family.readers[0]}.u"].shape[-1]
-    outer = layers[0]["readers.v"].shape[-1]
     for index, layer in enumerate(layers):
+        width = layer["readers.v"].shape[-1:]  # of the residual stream; the inner width is checked against a model
         for name, tensor in layer.items():
-            wide = (name.endswith(".u") and name != f"{family.down}.u") or name == f"{family.down}.v"
-            shape = (inner if wide else outer,) if name.endswith(".scale") else (*tokens, inner if wide else outer)
+            own = tensor.shape[-1:] if name.endswith(".v") or name.removesuffix(".u") in family.readers else width
+            shape = tuple(own) if name.endswith(".scale") else (*tokens, *own)
             if tuple(tensor.shape) != shape:
                 raise PatchFormatError(f"expected layers.{index}.{name} {shape}, got {tuple(tensor.shape)}")
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise PatchFormatError(f"expected layers.{index}.{name} in fp32 or fp64, got {tensor.dtype}")
     _check_finite(tensors)
-    assert math.prod(tokens) > 0
     return layers
+
+
+def _check_widths(layers: tuple[dict[str, Tensor], ...], model: PreTrainedModel) -> None:
+    """Raises PatchFormatError unless every factor fits the matrix it changes."""
+    blocks = blocks_of(model)
+    if len(blocks) != len(layers):
+        raise PatchFormatError(f"expected the factors of {len(blocks)} layers, got {len(layers)}")
+    for block, layer in zip(blocks, layers, strict=True):
+        for part in (*block.family.readers, block.family.down):
+            if f"{part}.u" not in layer:
+                continue
+            weight: Any = block.module.get_submodule(part).weight
+            rows, columns = weight.shape
+            v = layer["readers.v" if part in block.family.readers else f"{part}.v"]
+            if (layer[f"{part}.u"].shape[-1], v.shape[-1]) != (rows, columns):
+                got = (layer[f"{part}.u"].shape[-1], v.shape[-1])
+                raise PatchFormatError(f"expected u and v of widths {rows} and {columns} for {block.path}.{part}, got {got}")

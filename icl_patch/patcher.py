@@ -1,11 +1,9 @@
 """ContextPatcher: attach to a model, compute a context's patch, replay it, generate with it, detach."""
 
-import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,25 +11,15 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch import patch as patch_format
 from icl_patch import streams
-from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import Writer, blocks_of, family_of
 from icl_patch.modules import PatchedModule
 from icl_patch.patch import UPDATES, ContextPatch, PatchInfo, PatchReport
+from icl_patch.probe import Probe
 from icl_patch.recording import AttachedBlock, BlockRecorder, BlockTape, observe, recording, replaying
 from icl_patch.streams import Sequences, Visibility
 
-
-# Of the context rows against the untouched model, relative to max |logit|: a wrong mask is off by far more than rounding.
-_PROBE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-
-
-@dataclass(frozen=True, eq=False)
-class GenerationStep:
-    """One generated token of every row: ``token_ids`` (B,), the ``logits`` (B, V) it was chosen from, and the ``patch`` it took."""
-
-    token_ids: Tensor
-    logits: Tensor
-    patch: ContextPatch
+if TYPE_CHECKING:
+    from icl_patch.generation import GenerationStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +45,11 @@ class ContextPatcher:
         model: a Hugging Face causal language model of a known family.
         update: ``"direct"`` (Theorem 1: closed form), ``"stable"`` (Appendix B: RMSNorm inversion) or ``"exact"`` (closed on the
             rounded block output: bit-identical).
-        tokenizer: recorded in patches, so that files are not applied to ids of another vocabulary.
+        tokenizer: recorded in patches, so that :meth:`ContextPatch.load` can refuse a file for another vocabulary.
 
     Raises:
         UnsupportedModelError: the model has blocks of an unknown form, or does not behave as its family says.
-        ValueError: ``update`` is unknown, or the model is attached already, or it is training with dropout.
+        ValueError: ``update`` is unknown, or the model is attached already, or it is training with attention dropout.
 
     Source: Goldwaser et al. (2025), Theorem 2 and Algorithm 1.
     """
@@ -74,15 +62,15 @@ class ContextPatcher:
         streams.check_attention(model)
         if any(isinstance(module, PatchedModule) for module in model.modules()):
             raise ValueError(f"expected a model without patched modules, {type(model).__name__} has some: detach the other patcher first")
-        if model.training and getattr(model.config, "attention_dropout", 0):
+        if model.training and float(getattr(model.config, "attention_dropout", False)):
             raise ValueError("expected a model in eval mode, got one that is training with attention dropout")
         self.blocks: list[AttachedBlock] = []
         self._fingerprint: str | None = None
         try:
-            probe = _Probe(model)
+            probe = Probe(model)
             for block in blocks_of(model):
                 self.blocks.append(AttachedBlock(model, block))
-            probe.check(self)
+            probe.check(self.blocks, self._probe_correction)
         except BaseException:
             self.detach()
             raise
@@ -127,7 +115,7 @@ class ContextPatcher:
             context_mask, kept_mask, prefix_mask: bool, True = token.
             absorbed: [(start, stop)] columns of ``context_ids`` to absorb, by default all. Tokens before the first absorbed one join
                 the prefix; those after it that are not absorbed are kept tokens, before ``kept_ids``.
-            model_inputs: further inputs of the model for the pass over ``[prefix, context]``.
+            model_inputs: further inputs of the model for the pass over what stands before the first kept token.
 
         Returns:
             The patch of all kept tokens; ``patch.logits`` are the logits with the context.
@@ -136,7 +124,7 @@ class ContextPatcher:
             ControllabilityError: no change of the weights can have the effect, for the layer and token named.
             ValueError: a shape, a mask or a span does not fit.
         """
-        self._require_attached()
+        self.require_attached()
         sequences = streams.assemble(
             context_ids,
             kept_ids,
@@ -151,8 +139,8 @@ class ContextPatcher:
     @torch.no_grad()
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
-        cache = self._prefill(sequences, **model_inputs)
-        return self._compute_from(cache, sequences)
+        cache = self.prefill(sequences, **model_inputs)
+        return self.compute_from(cache, sequences)
 
     @property
     def _closes(self) -> bool:
@@ -163,53 +151,52 @@ class ContextPatcher:
         """
         return self.update == "exact" or (self.update == "direct" and self.family.writer is Writer.SCALE)
 
-    def _prefill(self, sequences: Sequences, **model_inputs: Any) -> DynamicCache:
+    def prefill(self, sequences: Sequences, **model_inputs: Any) -> DynamicCache:
         """A cache of the head, as the untouched model makes it, with the rows that the pass over the tail needs."""
         cache = streams.new_cache(self.model)
         if sequences.head_ids.shape[1]:
-            width = sequences.head_ids.shape[1]
-            self._run(sequences.head_ids, sequences.head_mask, sequences.positions[:, :width], cache, logits_to_keep=1, **model_inputs)
+            streams.run_head(self.model, sequences, cache, **model_inputs)
             if not self._closes:
                 streams.stack_cache(cache, len(sequences.head_ids))
         return cache
 
-    def _compute_from(self, cache: DynamicCache, sequences: Sequences) -> Computation:
-        """The patch of the tail's kept tokens; ``cache`` holds the head and has the tail in it afterwards."""
+    def compute_from(self, cache: DynamicCache, sequences: Sequences) -> Computation:
+        """The patch of the tail's kept tokens; ``cache`` holds the head (:meth:`prefill`), and the tail too afterwards."""
         if self._closes:
-            return self._compute_closing(cache, sequences)
+            return self._compute_closing(cache, sequences, self.update)
         return self._compute_two_stream(cache, sequences)
+
+    def _probe_correction(self, sequences: Sequences) -> Tensor:
+        cache = streams.new_cache(self.model)
+        streams.run_head(self.model, sequences, cache)
+        report = self._compute_closing(cache, sequences, "exact").patch.report
+        assert report is not None
+        return report.correction
 
     def _compute_two_stream(self, cache: DynamicCache, sequences: Sequences) -> Computation:
         """Both streams in one pass of 2B rows."""
         batch, columns = len(sequences.tail_ids), sequences.kept_columns
         valid = sequences.tail_mask & ~sequences.tail_absorbed
         recorders = [BlockRecorder(block, self.update, valid, None) for block in self.blocks]
-        width = sequences.head_ids.shape[1]
-        ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, sequences.positions[:, width:]))
         with recording(recorders):
-            logits = self._run(ids, mask, positions, cache, sequences.two_stream_visibility())
+            logits = streams.run_two_streams(self.model, sequences, cache)[:, columns]
             layers = self._factors(columns)
-        for recorder in recorders:
-            recorder.check()
-        patch = self._patch(sequences, layers, _report(recorders, columns), logits[:batch, columns], passes=1)
-        tapes = [recorder.seen for recorder in recorders if recorder.seen is not None]
-        return Computation(patch, logits[batch:, columns], tapes)
+        patch = self._empty_patch(sequences, logits[:batch], passes=1)
+        patch = replace(patch, layers=layers, report=_report(recorders, columns))
+        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders if recorder.seen is not None])
 
-    def _compute_closing(self, cache: DynamicCache, sequences: Sequences) -> Computation:
+    def _compute_closing(self, cache: DynamicCache, sequences: Sequences, update: str) -> Computation:
         """A pass of the untouched model over the tail, then one over the kept tokens alone that chooses the factors."""
-        columns, width = sequences.kept_columns, sequences.head_ids.shape[1]
+        columns = sequences.kept_columns
         with observe(self.blocks, columns) as tapes:
-            logits = self._run(sequences.tail_ids, sequences.mask, sequences.positions[:, width:], cache)
-        patch = self._patch(sequences, (), None, logits[:, columns], passes=2)
-        recorders = [BlockRecorder(block, self.update, patch.kept_mask, tape) for block, tape in zip(self.blocks, tapes, strict=True)]
-        reduced = self._prefix_cache(patch)
+            logits = streams.run_tail(self.model, sequences, cache)
+        patch = self._empty_patch(sequences, logits[:, columns], passes=2)
+        recorders = [BlockRecorder(block, update, patch.kept_mask, tape) for block, tape in zip(self.blocks, tapes, strict=True)]
+        prefix = self._prefix_cache(patch)
         with recording(recorders):
-            reduced_logits = self._run_kept(patch, reduced)
+            reduced_logits = self._run_kept(patch, prefix)
             layers = self._factors(slice(None))
-        for recorder in recorders:
-            recorder.check()
-        report = _report(recorders, slice(None))
-        patch = self._patch(sequences, layers, report, logits[:, columns], passes=2)
+        patch = replace(patch, layers=layers, report=_report(recorders, slice(None)))
         return Computation(patch, reduced_logits, tapes)
 
     def _factors(self, columns: Tensor | slice) -> tuple[dict[str, Tensor], ...]:
@@ -221,17 +208,16 @@ class ContextPatcher:
             layers.append(layer)
         return tuple(layers)
 
-    def _patch(
-        self, sequences: Sequences, layers: tuple[dict[str, Tensor], ...], report: PatchReport | None, logits: Tensor, passes: int
-    ) -> ContextPatch:
+    def _empty_patch(self, sequences: Sequences, logits: Tensor, passes: int) -> ContextPatch:
+        """The patch of the kept tokens, without any factors yet."""
         positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
         prefix = sequences.head_mask & ~sequences.head_absorbed
+        width = int(prefix.sum(1).max()) if prefix.shape[1] else 0
         # a stable sort moves the prefix to the right end, in order
-        order = prefix.long().sort(dim=1, stable=True).indices[:, prefix.shape[1] - int(prefix.sum(1).max()) :] if prefix.any() else None
-        prefix_slots = torch.empty_like(prefix[:, :0], dtype=torch.int64) if order is None else order
+        prefix_slots = prefix.long().sort(dim=1, stable=True).indices[:, prefix.shape[1] - width :]
         return ContextPatch(
             info=self._info(passes),
-            layers=layers,
+            layers=(),
             kept_ids=sequences.tail_ids[:, sequences.kept_columns],
             kept_mask=mask[:, slots],
             position_ids=positions[:, slots],
@@ -241,7 +227,6 @@ class ContextPatcher:
             prefix_positions=positions.gather(1, prefix_slots),
             prefix_slots=prefix_slots,
             logits=logits,
-            report=report,
         )
 
     def _info(self, passes: int) -> PatchInfo:
@@ -284,7 +269,7 @@ class ContextPatcher:
             FingerprintMismatch: the patch is of another model.
             ValueError: the tokens are not those the patch is for, or the patch is a part that cannot be replayed.
         """
-        self._require_attached()
+        self.require_attached()
         patch.check_model(self.model, self.fingerprint)
         if not patch.info.replayable or len(patch.layers) != len(self.blocks):
             raise ValueError("expected a patch with all its layers and its first tokens, got a part of one")
@@ -303,30 +288,18 @@ class ContextPatcher:
         """A cache of the prefix alone, as the untouched model makes it."""
         cache = streams.new_cache(self.model)
         if patch.prefix_ids.shape[1]:
-            self._run(patch.prefix_ids, patch.prefix_mask, patch.prefix_positions, cache, logits_to_keep=1)
+            streams.run(self.model, patch.prefix_ids, patch.prefix_mask, patch.prefix_positions, cache, logits_to_keep=1)
         return cache
 
     def _run_kept(self, patch: ContextPatch, cache: DynamicCache) -> Tensor:
+        """The kept tokens on top of the prefix, masked as if the context stood between them."""
         mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
-        slots = torch.cat([patch.prefix_slots, patch.kept_slots], 1)
-        return self._run(patch.kept_ids, mask, patch.position_ids, cache, Visibility(torch.ones_like(mask), slots))
-
-    def _run(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        cache: DynamicCache,
-        visibility: Visibility | None = None,
-        **model_inputs: Any,
-    ) -> Tensor:
-        """One forward of the model as it stands; the cache grows by ``ids``."""
-        with nullcontext() if visibility is None else streams.restricted_attention(self.model, visibility):
-            return streams.run(self.model, ids, mask, positions, cache, **model_inputs)
+        visibility = Visibility(torch.ones_like(mask), torch.cat([patch.prefix_slots, patch.kept_slots], 1))
+        return streams.run(self.model, patch.kept_ids, mask, patch.position_ids, cache, visibility)
 
     # -- generation
 
-    def generate(self, context_ids: Tensor, *, context_mask: Tensor | None = None, max_new_tokens: int = 64) -> Iterator[GenerationStep]:
+    def generate(self, context_ids: Tensor, *, context_mask: Tensor | None = None, max_new_tokens: int = 64) -> "Iterator[GenerationStep]":
         """Greedy generation in which every token is produced by freshly patched weights on that token alone.
 
         At each step everything before the current token is absorbed into the weights; the choice is made from the reduced stream's
@@ -335,110 +308,27 @@ class ContextPatcher:
         Args:
             context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool. max_new_tokens: number of steps.
 
-        Yields:
-            :class:`GenerationStep` for every new token.
+        Returns:
+            An iterator of :class:`icl_patch.generation.GenerationStep`, one for every new token.
 
         Raises:
             ValueError, ControllabilityError: as :meth:`compute`.
         """
-        self._require_attached()
-        history = History(self, context_ids, context_mask)
-        for _ in range(max_new_tokens):
-            computation = history.step()
-            logits = computation.reduced_logits[:, -1]
-            token_ids = logits.argmax(-1)
-            yield GenerationStep(token_ids, logits, computation.patch)
-            history.append(token_ids)
+        from icl_patch.generation import History, generate  # they stand above this module
 
-    def _require_attached(self) -> None:
+        return generate(History(self, context_ids, context_mask), max_new_tokens)
+
+    def require_attached(self) -> None:
+        """Raises ValueError after :meth:`detach`."""
         if not self.attached:
             raise ValueError("expected an attached patcher, this one has been detached")
 
 
-class History:
-    """A growing context with its cache: at each step, everything before the current token is absorbed."""
-
-    def __init__(self, patcher: ContextPatcher, context_ids: Tensor, context_mask: Tensor | None) -> None:
-        ids, mask = streams.check_context(context_ids, context_mask)
-        self._patcher = patcher
-        self._sequences = streams.absorb_all_but_last(ids, mask)
-        with torch.no_grad():
-            self._cache = patcher._prefill(self._sequences)
-
-    @torch.no_grad()
-    def step(self) -> Computation:
-        """The patch for the current token."""
-        patcher = self._patcher
-        patcher._require_attached()
-        return patcher._compute_from(self._cache, self._sequences)
-
-    def append(self, token_ids: Tensor) -> None:
-        """Make ``token_ids`` (B,) the current token; the one before joins the context."""
-        self._sequences = self._sequences.advanced(token_ids)
-
-
-class _Probe:
-    """A small forward on random tokens, before and after attaching, that checks that the model is what its family says.
-
-    The context rows must match the untouched model, the absorbed tokens must not reach the reduced rows, and every block's output must
-    be its residual stream plus its writer's output.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(0, vocabulary, (2, 7), generator=generator).to(model.device)
-        self.sequences = streams.assemble(ids[:, :5], ids[:, 5:])
-        self.other = streams.assemble(ids[:, :5].flip(1), ids[:, 5:])
-        with torch.no_grad():
-            self.expected = self._logits(model)
-
-    def _logits(self, model: PreTrainedModel) -> Tensor:
-        cache, sequences = streams.new_cache(model), self.sequences
-        width = sequences.head_ids.shape[1]
-        streams.run(model, sequences.head_ids, sequences.head_mask, sequences.positions[:, :width], cache)
-        return streams.run(model, sequences.tail_ids, sequences.mask, sequences.positions[:, width:], cache)
-
-    @torch.no_grad()
-    def check(self, patcher: ContextPatcher) -> None:
-        model, name = patcher.model, type(patcher.model).__name__
-        if not torch.equal(self._logits(model), self.expected):
-            raise UnsupportedModelError(f"{name} does not compute the same with its modules swapped and off")
-        first, second = (self._two_stream(patcher, sequences) for sequences in (self.sequences, self.other))
-        batch = len(self.expected)
-        size = self.expected.abs().max()
-        if not (first[:batch] - self.expected).abs().max() <= _PROBE_TOLERANCE[model.dtype] * size:
-            raise UnsupportedModelError(f"the context rows of {name} do not match the untouched model")
-        if not torch.equal(first[batch:], second[batch:]):
-            raise UnsupportedModelError(f"{name} lets the reduced rows see absorbed tokens: its attention does not take the mask")
-        self._check_blocks(patcher)
-
-    def _two_stream(self, patcher: ContextPatcher, sequences: Sequences) -> Tensor:
-        """Logits of both streams with the modules off: what they attend to, without any patch."""
-        width = sequences.head_ids.shape[1]
-        cache = streams.new_cache(patcher.model)
-        patcher._run(sequences.head_ids, sequences.head_mask, sequences.positions[:, :width], cache, logits_to_keep=1)
-        streams.stack_cache(cache, len(sequences.head_ids))
-        ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, sequences.positions[:, width:]))
-        return patcher._run(ids, mask, positions, cache, sequences.two_stream_visibility())
-
-    def _check_blocks(self, patcher: ContextPatcher) -> None:
-        written: list[Tensor] = []
-        writers = [block.post_norm or block.down for block in patcher.blocks]
-        handles = [writer.register_forward_hook(lambda _module, _args, out: written.append(out)) for writer in writers]
-        try:
-            with observe(patcher.blocks) as tapes:
-                self._logits(patcher.model)
-        finally:
-            for handle in handles:
-                handle.remove()
-        blocks = itertools.cycle(patcher.blocks)
-        for block, tape, out in zip(blocks, tapes, written, strict=False):
-            if len(tapes) != len(written) or tape.output is None or not torch.equal(tape.hidden + out, tape.output):
-                raise UnsupportedModelError(f"{block.block.path} is not its residual stream plus {block.family.writer.value} writer")
-
-
 def _report(recorders: list[BlockRecorder], columns: Tensor | slice) -> PatchReport:
+    """What the recorders observed; raises ControllabilityError if no patch can do what is wanted."""
+    for recorder in recorders:
+        recorder.check()
+
     def stack(name: str) -> Tensor:
         return torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders])
 

@@ -18,7 +18,7 @@ from icl_patch.families import Block, Writer
 from icl_patch.modules import PatchedLinear, PatchedModule, PatchedRMSNorm, restore, swap
 
 Factors = dict[str, Tensor]
-"""The factors of one block by name, see :meth:`AttachedBlock.names`."""
+"""The factors of one block by name, see :func:`icl_patch.patch.factor_names`."""
 
 
 @dataclass
@@ -66,6 +66,11 @@ class AttachedBlock:
         return [*self.readers.values(), self.down, *norm]
 
     @property
+    def writer(self) -> PatchedModule:
+        """The module whose output the block adds to its residual stream."""
+        return self.down if self.post_norm is None else self.post_norm
+
+    @property
     def pre_mlp(self) -> nn.Module:
         """The module whose input is the residual stream before the MLP."""
         return self.block.module.get_submodule(self.family.pre_mlp)
@@ -77,7 +82,7 @@ class AttachedBlock:
     def factors(self) -> Factors:
         """The factors the modules hold, by name, as (rows, columns, width)."""
         found: Factors = {f"{name}.u": reader.u for name, reader in self.readers.items() if reader.u is not None}
-        found["readers.v"] = next(iter(self.readers.values())).v  # type: ignore[assignment]
+        found["readers.v"] = next(iter(self.readers.values())).v
         if self.down.u is not None and self.down.v is not None:
             found |= {f"{self.family.down}.u": self.down.u, f"{self.family.down}.v": self.down.v}
         if self.post_norm is not None and self.post_norm.new_scale is not None:

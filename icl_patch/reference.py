@@ -1,4 +1,4 @@
-"""The ops in plain torch: the specification that every kernel is tested against, and the fallback where no kernel applies.
+"""The ops in plain torch: the specification, and for now the implementation.
 
 Nothing here loops over rows or blocks, and everything runs in fp64 when given fp64.
 """

@@ -51,7 +51,7 @@ def verify_table(reports: Sequence[VerifyReport], title: str = "Replay without c
         "null floor L∞",
         "reader error",
         "correction",
-        "kept",
+        "promise kept",
     ]
     rows = []
     for report in reports:
@@ -76,7 +76,7 @@ def verify_table(reports: Sequence[VerifyReport], title: str = "Replay without c
 
 def _verdict(report: VerifyReport) -> str:
     if report.update != "exact" and report.dtype != "float32":
-        return "no promise"
+        return "none given"
     return "yes" if report.passed else "NO"
 
 

@@ -7,7 +7,7 @@ to the one the model already has and ands one condition onto the model's own mas
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ _visibility: ContextVar[Visibility | None] = ContextVar("icl_patch_visibility", 
 def _register(implementation: str, name: str) -> None:
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # "eager" has no global entry: it is the function of that name beside the model's class
-        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)(module, *args, **kwargs)
 
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -77,11 +77,11 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError if the model's attention implementation takes no mask."""
+    """Raises UnsupportedModelError unless the model's attention implementation is one whose mask can be restricted."""
     implementation = model.config._attn_implementation
     if implementation not in _DELEGATES:
         raise UnsupportedModelError(
-            f"expected attention implementation {' or '.join(map(repr, _DELEGATES))}, which take a mask; "
+            f"expected attention implementation {' or '.join(map(repr, _DELEGATES))}, whose masks can be restricted; "
             f"{type(model).__name__} has {implementation!r}"
         )
 
@@ -236,14 +236,43 @@ def absorb_all_but_last(ids: Tensor, mask: Tensor) -> Sequences:
     )
 
 
-def run(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, **model_inputs: Any) -> Tensor:
+def run(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    cache: DynamicCache,
+    visibility: Visibility | None = None,
+    **model_inputs: Any,
+) -> Tensor:
     """One forward of the model: ids (B, T), mask over all slots of the cache (B, S), positions (B, T) -> logits (B, T, V).
 
-    The cache grows by T tokens.
+    The cache grows by T tokens. With ``visibility`` the attention is restricted to what it allows.
     """
-    return model(
-        input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, use_cache=True, **model_inputs
-    ).logits
+    with nullcontext() if visibility is None else restricted_attention(model, visibility):
+        return model(
+            input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, use_cache=True, **model_inputs
+        ).logits
+
+
+def run_head(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache, **model_inputs: Any) -> None:
+    """Put the head into an empty cache, as the untouched model does."""
+    width = sequences.head_ids.shape[1]
+    positions = sequences.positions[:, :width]
+    run(model, sequences.head_ids, sequences.head_mask, positions, cache, logits_to_keep=1, **model_inputs)
+
+
+def run_tail(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache) -> Tensor:
+    """The model with its context: the tail on top of a cache of the head -> logits (B, S, V)."""
+    positions = sequences.positions[:, sequences.head_ids.shape[1] :]
+    return run(model, sequences.tail_ids, sequences.mask, positions, cache)
+
+
+def run_two_streams(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache) -> Tensor:
+    """Both streams of the tail on top of a cache of the head of 2B rows -> logits (2B, S, V)."""
+    positions = sequences.positions[:, sequences.head_ids.shape[1] :]
+    ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, positions))
+    return run(model, ids, mask, positions, cache, sequences.two_stream_visibility())
 
 
 def assemble(

@@ -9,7 +9,8 @@ from models import CASES, FAMILIES, build, case
 from torch import Tensor
 from transformers import DynamicCache
 
-from icl_patch import ContextPatch, ContextPatcher, metrics, streams
+from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics, streams
+from icl_patch.families import family_of
 from icl_patch.recording import BlockTape, observe
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,16 +105,29 @@ def test_exact_corrects_rounding_only(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpatched_readers_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no reader patched the writer absorbs everything and the logits are still right; the report must say so."""
-    monkeypatch.setattr("icl_patch.updates.reader_update", lambda y_ctx, y: torch.zeros_like(y, dtype=torch.float32))
     model, inputs = build(family, 3, torch.bfloat16), case("span", 3)
     reference = untouched_logits(model, inputs)
     with ContextPatcher(model, "exact") as patcher:
+        monkeypatch.setattr("icl_patch.updates.reader_update", lambda y_ctx, y: torch.zeros_like(y, dtype=torch.float32))
         patch = patcher.compute(**inputs)
         logits = replayed(patcher, patch)
     mask = patch.kept_mask
     assert torch.equal(logits[mask], reference[mask])
     assert patch.report.reader_error.max() > 30 * EPSILON[torch.bfloat16]
     assert patch.report.correction.max() > 30 * EPSILON[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [("gemma3", {"readers": ("mlp.up_proj",)}), ("llama", {"readers": ("mlp.gate_proj",)}), ("gemma3", {"scale_offset": 0.0})],
+)
+def test_attaching_notices_a_wrong_family_entry(family: str, wrong: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(family, 3, dtype)
+    entry = dataclasses.replace(family_of(model), **wrong)
+    monkeypatch.setattr("icl_patch.families.registry.FAMILIES", (entry,))
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d has inputs or parameters"):
+        ContextPatcher(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,6 +4,7 @@ Its tasks cannot be done without the context, so that what a patch carries can b
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,5 +18,5 @@ MODEL_DIR = Path(__file__).parent / "model"
 
 def load(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The embedded model, in eval mode, and its tokenizer (one token a byte)."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(MODEL_DIR)
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(MODEL_DIR)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,20 +32,24 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, bo
 def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[str]:
     """The model's greedy continuation of each text, up to the end of its line."""
     ids, mask = encode_batch(tokenizer, texts)
+    generate: Any = model.generate
     with torch.inference_mode():
-        out = model.generate(
+        out = generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device).long(),
             max_new_tokens=LONGEST_ANSWER,
             do_sample=False,
-            stop_strings=None,
         )
-    return [first_line(text) for text in tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)]
+    return decode_answers(tokenizer, out[:, ids.shape[1] :])
 
 
-def first_line(text: str) -> str:
-    """The text before the first line end: the answer."""
-    return text.split(ANSWER_END, 1)[0]
+def decode_answers(tokenizer: PreTrainedTokenizerBase, generated: Tensor) -> list[str]:
+    """Generated ids (B, T) as text, up to the first line end or end of sequence."""
+    answers = []
+    for row in generated.tolist():
+        kept = row[: row.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in row else row
+        answers.append(str(tokenizer.decode(kept, skip_special_tokens=True)).split(ANSWER_END, 1)[0])
+    return answers
 
 
 def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int = 200) -> dict[str, KindScore]:

@@ -6,7 +6,7 @@ Four kinds:
 ======== ==================================== ========= ================= ==========================
 kind     context                              question  answer            chance without the context
 ======== ==================================== ========= ================= ==========================
-recall   ``bem=471 tiz=902 raf=118 guv=635``  ``raf=``  ``118``           1 / 1000
+recall   ``bem a471 b902 c118``               ``bem b`` ``902``           1 / 1000
 format   ``mode flip``                        ``bcdf>`` ``fdcb``          1 / number of functions
 fewshot  ``bcdf>fdcb`` / ``ghjk>kjhg`` / ...  ``lmnp>`` ``pnml``          1 / number of functions
 language ``say french``                       ``3 8 1.`` ``trois huit un`` 1 / number of languages
@@ -31,9 +31,9 @@ _CONSONANTS = "bcdfghjklmnpqrstvwxz"
 _VOWELS = "aeiou"
 _WORD_LENGTH = 4
 _HELD_OUT_OF = 5  # one atom in five is held out
-_FACTS = 5
+_ATTRIBUTES = "abc"
 _EXAMPLES = 3
-_TRAINING_WEIGHTS = (0.4, 0.15, 0.3, 0.15)  # by kind: the hard ones more often
+_TRAINING_MIX = {"recall": 0.3, "fewshot": 0.3, "format": 0.2, "language": 0.2}
 
 _FUNCTIONS: dict[str, Callable[[str], str]] = {
     "same": lambda word: word,
@@ -94,22 +94,14 @@ def _atoms(of: str, held_out: bool) -> tuple[str, ...]:
     return tuple(atom for atom in every if is_held_out(atom) == held_out)
 
 
-def _distinct_endings(rng: random.Random, keys: tuple[str, ...], count: int) -> list[str]:
-    """Keys that differ in their last letter, so that no two are told apart by their first letters alone."""
-    chosen: dict[str, str] = {}
-    while len(chosen) < count:
-        key = rng.choice(keys)
-        chosen.setdefault(key[-1], key)
-    return list(chosen.values())
-
-
-def _document(kind: str, rng: random.Random, *, held_out: bool, questions: int, facts: int = _FACTS) -> tuple[str, list[tuple[str, str]]]:
+def _document(kind: str, rng: random.Random, *, held_out: bool, questions: int) -> tuple[str, list[tuple[str, str]]]:
     """The context of one document and its ``(question, answer)`` pairs."""
     if kind == "recall":
-        keys, values = _distinct_endings(rng, _atoms("key", held_out), facts), rng.sample(_atoms("value", held_out), facts)
-        pairs = [(f"{key}=", value) for key, value in zip(keys, values, strict=True)]
-        context = " ".join(question + answer for question, answer in pairs) + "\n"
-        return context, rng.sample(pairs, min(questions, facts))
+        key, values = rng.choice(_atoms("key", held_out)), rng.sample(_atoms("value", held_out), len(_ATTRIBUTES))
+        facts = dict(zip(_ATTRIBUTES, values, strict=True))
+        context = key + "".join(f" {attribute}{value}" for attribute, value in facts.items()) + "\n"
+        asked = rng.sample(_ATTRIBUTES, min(questions, len(facts)))
+        return context, [(f"{key} {attribute}", facts[attribute]) for attribute in asked]
     if kind == "language":
         language = rng.choice(list(_NUMBER_WORDS))
         triples = rng.sample(_atoms("digits", held_out), questions)
@@ -125,9 +117,8 @@ def _document(kind: str, rng: random.Random, *, held_out: bool, questions: int, 
 
 def training_document(rng: random.Random) -> tuple[str, list[tuple[int, int]]]:
     """One training document and the ``(start, stop)`` character spans of its answers, line ends included."""
-    [kind] = rng.choices(KINDS, _TRAINING_WEIGHTS)
-    facts = rng.randint(2, _FACTS + 1)
-    context, pairs = _document(kind, rng, held_out=False, questions=facts if kind == "recall" else 4, facts=facts)
+    [kind] = rng.choices(list(_TRAINING_MIX), list(_TRAINING_MIX.values()))
+    context, pairs = _document(kind, rng, held_out=False, questions=4)
     text, spans = context, []
     for question, answer in pairs:
         text += question

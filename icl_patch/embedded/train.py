@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,12 +115,13 @@ def train(steps: int, batch: int, learning_rate: float, seed: int, log_every: in
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded model and score it on held-out prompts.")
     parser.add_argument("out_dir", type=Path, help="folder to write the model, its tokenizer and its scores to")
-    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--steps", type=int, default=3200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=250, help="steps between two lines of progress")
     arguments = parser.parse_args()
+    model: Any
     model, tokenizer = train(arguments.steps, arguments.batch, arguments.learning_rate, arguments.seed, arguments.log_every)
     model = model.to(torch.bfloat16)  # what is scored is what is shipped
     model.save_pretrained(arguments.out_dir)

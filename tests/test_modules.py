@@ -1,0 +1,381 @@
+"""Patched modules by themselves: a drop-in while off, ``W + u vᵀ`` or ``m'`` while patched, and never a stored output."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import build, case
+from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch import ContextPatch, ContextPatcher, PatchedLinear, PatchedRMSNorm, metrics
+
+K, N = 12, 7
+FLOATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EPSILON = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+SMALL = {
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama": {"num_hidden_layers": 2},
+}
+
+
+class Int8Linear(nn.Module):
+    """Weights of one byte with a scale per row; nothing of it is an ``nn.Linear``, its state is buffers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.randint(-127, 128, (N, K), dtype=torch.int8))
+        self.register_buffer("row_scale", torch.rand(N, 1) / 64)
+
+    @property
+    def weight_matrix(self) -> Tensor:
+        return self.packed * self.row_scale
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z @ self.weight_matrix.to(z.dtype).T
+
+
+def conv1d() -> Conv1D:
+    layer = Conv1D(N, K)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+BASES = {
+    "linear": lambda: nn.Linear(K, N),
+    "without bias": lambda: nn.Linear(K, N, bias=False),
+    "conv1d": conv1d,
+    "int8": Int8Linear,
+}
+
+
+def matrix(base: nn.Module) -> tuple[Tensor, Tensor | float]:
+    """W (N, K) and the bias of one of the bases, in fp64."""
+    if isinstance(base, Int8Linear):
+        return base.weight_matrix.double(), 0.0
+    weight = base.weight.detach().double()
+    bias = 0.0 if base.bias is None else base.bias.detach().double()
+    return (weight.T if isinstance(base, Conv1D) else weight), bias
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("shape", [(5, K), (2, 3, K), (1, K), (K,)])
+def test_off_is_the_base_module(name: str, shape: tuple[int, ...]) -> None:
+    base, z = BASES[name](), torch.randn(shape)
+    layer = PatchedLinear(base)
+    assert torch.equal(layer(z), base(z))
+    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K))
+    assert not torch.equal(layer(z), base(z))
+    layer.clear_patch()
+    assert torch.equal(layer(z), base(z))
+    assert layer.u is None
+    assert layer.v is None
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("shape", [(5, K), (2, 4, K), (K,)])
+def test_a_shared_patch_of_any_rank(name: str, rank: int, shape: tuple[int, ...]) -> None:
+    base, z = BASES[name](), torch.randn(shape)
+    u, v = torch.randn(1, rank, N), torch.randn(1, rank, K)
+    layer = PatchedLinear(base)
+    layer.set_patch(u, v)
+    weight, bias = matrix(base)
+    expected = z.double() @ (weight + u[0].double().T @ v[0].double()).T + bias
+    got = layer(z)
+    assert got.shape == expected.shape
+    assert got.dtype == z.dtype
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("rows", [(5,), (2, 4), (1,)])
+def test_a_patch_per_row(name: str, rows: tuple[int, ...]) -> None:
+    base, z = BASES[name](), torch.randn(*rows, K)
+    u, v = torch.randn(*rows, N), torch.randn(*rows, K)
+    layer = PatchedLinear(base)
+    layer.set_patch(u, v)
+    weight, bias = matrix(base)
+    weights = weight + u.double().unsqueeze(-1) * v.double().unsqueeze(-2)
+    expected = (weights @ z.double().unsqueeze(-1)).squeeze(-1) + bias
+    torch.testing.assert_close(layer(z).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K)])
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="reshape(..., -1) of no elements")
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    assert layer(torch.randn(shape)).shape == (*shape[:-1], N)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a shared patch (1, R, N) on (1, R, K) is taken for one patch a token")
+def test_a_shared_patch_does_not_depend_on_how_many_rows_come() -> None:
+    """Two tokens of one row and a shared patch of rank 2 have the shapes of one patch a token, and must not be taken for it."""
+    layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(1, 2, K)
+    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K))
+    torch.testing.assert_close(layer(z)[0], torch.cat([layer(z[0, :1]), layer(z[0, 1:])]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+def test_the_output_is_rounded_once_to_the_wanted_dtype(dtype: torch.dtype) -> None:
+    base, z = nn.Linear(K, N).to(dtype), torch.randn(5, K).to(dtype)
+    u, v = torch.randn(5, N, dtype=torch.float64), torch.randn(5, K, dtype=torch.float64)
+    layer = PatchedLinear(base)
+    wide = F.linear(z, base.weight, base.bias).double() + (z.double() * v).sum(1, keepdim=True) * u
+    layer.set_patch(u, v, out_dtype=torch.float64)
+    torch.testing.assert_close(layer(z), wide, rtol=1e-14, atol=1e-14)
+    layer.set_patch(u, v)
+    assert layer(z).dtype == dtype
+    assert metrics.linf(layer(z), wide).max() <= EPSILON[dtype]
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_state_and_parameters_are_the_bases_own(name: str) -> None:
+    base = BASES[name]()
+    layer = PatchedLinear(base)
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    assert list(layer.state_dict()) == list(base.state_dict())
+    for kind in ("named_parameters", "named_buffers"):
+        mine, theirs = dict(getattr(layer, kind)()), dict(getattr(base, kind)())
+        assert mine.keys() == theirs.keys()
+        assert all(mine[key] is theirs[key] for key in mine)
+    fresh = BASES[name]()
+    layer.load_state_dict(fresh.state_dict())
+    assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in base.state_dict().items())
+
+
+def test_to_moves_the_base_too() -> None:
+    base = nn.Linear(K, N)
+    layer = PatchedLinear(base).to(torch.float64)
+    z = torch.randn(3, K, dtype=torch.float64)
+    assert layer.weight.dtype == base.weight.dtype == torch.float64
+    assert torch.equal(layer(z), F.linear(z, base.weight, base.bias))
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    assert layer(z).dtype == torch.float64
+
+
+def test_train_and_eval_reach_the_base() -> None:
+    base = nn.Linear(K, N)
+    layer = PatchedLinear(base)
+    layer.eval()
+    assert not base.training
+    layer.train()
+    assert base.training
+
+
+def test_a_deep_copy_is_on_its_own() -> None:
+    layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(3, K)
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    before = layer(z)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(z), before)
+    with torch.no_grad():
+        twin.weight.zero_()
+    twin.clear_patch()
+    assert torch.equal(twin(z), twin.base_layer.bias.expand(3, N))
+    assert torch.equal(layer(z), before)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_hooks_on_the_base_still_run(patched: bool) -> None:
+    base, z = nn.Linear(K, N), torch.randn(3, K)
+    plain = base(z)
+    seen = []
+    base.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    base.register_forward_hook(lambda _module, _args, out: 2 * out)
+    layer = PatchedLinear(base)
+    if patched:
+        layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
+    assert torch.equal(layer(z), 2 * plain)
+    assert len(seen) == 1
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="replay calls F.linear with the base's weight and never its forward")
+def test_a_forward_that_the_base_was_given_still_runs() -> None:
+    """Off-loading libraries replace ``forward`` on the instance."""
+    base, z = nn.Linear(K, N), torch.randn(3, K)
+    plain = base(z)
+    base.forward = lambda z: 2 * F.linear(z, base.weight, base.bias)
+    layer = PatchedLinear(base)
+    assert torch.equal(layer(z), 2 * plain)
+    layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
+    assert torch.equal(layer(z), 2 * plain)
+
+
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="attributes of the base that are no parameters are not handed through")
+def test_a_drop_in_has_the_linears_attributes() -> None:
+    base = nn.Linear(K, N)
+    layer = PatchedLinear(base)
+    assert layer.weight is base.weight
+    assert layer.bias is base.bias
+    assert (layer.in_features, layer.out_features) == (K, N)
+
+
+def test_factors_carry_gradients() -> None:
+    base, z = nn.Linear(K, N), torch.randn(3, K)
+    u, v = torch.randn(1, 2, N, requires_grad=True), torch.randn(1, 2, K, requires_grad=True)
+    layer = PatchedLinear(base)
+    layer.set_patch(u, v)
+    layer(z).sum().backward()
+    torch.testing.assert_close(u.grad, (z.sum(0) @ v.detach()[0].T).unsqueeze(-1).expand(2, N).unsqueeze(0))
+    assert v.grad is not None
+
+
+# -- the norm
+
+NORMS = {"gemma3": (Gemma3RMSNorm, {"scale_offset": 1.0, "cast_first": False}), "llama": (LlamaRMSNorm, {})}
+
+
+def patched_norm(name: str, dtype: torch.dtype = torch.float32) -> PatchedRMSNorm:
+    kind, options = NORMS[name]
+    base = kind(K, eps=1e-3)
+    nn.init.normal_(base.weight, 0, 0.7)
+    return PatchedRMSNorm(base.to(dtype), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_the_same_scale_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """It shows where each class rounds: with the other rounding the bits differ."""
+    layer, x = patched_norm(name, dtype), (3 * torch.randn(50, 4, K)).to(dtype)
+    stock = layer.base_layer(x)
+    assert torch.equal(layer(x), stock)
+    layer.set_patch(layer.scale)
+    assert torch.equal(layer(x), stock)
+    layer.set_patch(layer.scale.expand(50, 4, K))
+    assert torch.equal(layer(x), stock)
+    if dtype != torch.float32:
+        layer.cast_first = not layer.cast_first
+        assert not torch.equal(layer(x), stock)
+    layer.clear_patch()
+    assert layer.new_scale is None
+    assert torch.equal(layer(x), stock)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_scale_per_row_and_a_shared_one(name: str) -> None:
+    layer, x = patched_norm(name), torch.randn(5, K)
+    normalized = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    for new_scale in (torch.randn(K), torch.randn(5, K)):
+        layer.set_patch(new_scale)
+        assert layer(x).dtype == torch.float32
+        torch.testing.assert_close(layer(x).double(), normalized * new_scale.double(), rtol=1e-5, atol=1e-6)
+    layer.set_patch(torch.randn(5, K, dtype=torch.float64))
+    assert layer(x).dtype == torch.float64
+    assert list(layer.state_dict()) == ["weight"]
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="Norm(x) is rounded to the scale's dtype first")
+def test_a_low_precision_scale_is_applied_in_fp32() -> None:
+    layer, x = patched_norm("gemma3", torch.bfloat16), (3 * torch.randn(50, K)).bfloat16()
+    new_scale = torch.randn(K).bfloat16()
+    layer.set_patch(new_scale.float())
+    expected = layer(x)
+    layer.set_patch(new_scale)
+    assert torch.equal(layer(x), expected)
+
+
+# -- on another input than the one the factors were computed for
+
+
+def computed(family: str, update: str, dtype: torch.dtype) -> tuple[nn.Module, ContextPatch]:
+    model = build(family, 0, dtype, **SMALL[family])
+    with ContextPatcher(model, update) as patcher:
+        return model, patcher.compute(**case("span"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_another_input_gets_what_the_materialised_weights_give(update: str, family: str, dtype: torch.dtype) -> None:
+    """Nothing but weights is stored: an output that had been stored would show here."""
+    model, patch = computed(family, update, dtype)
+    row, token = 1, 2
+    for name, change in patch.weight_changes(row, token):
+        path = name.removesuffix(".weight")
+        base = model.get_submodule(path)
+        layer_index, module = int(path.split(".")[2]), path.split(".", 3)[3]
+        factors = patch.layers[layer_index]
+        x = torch.randn(6, change.shape[-1])
+        if change.dim() == 1:
+            x = x.to(dtype)
+            layer: nn.Module = PatchedRMSNorm(base, scale_offset=patch.family.scale_offset, cast_first=patch.family.cast_first)
+            layer.set_patch(factors[f"{module}.new_scale"][row, token])
+            changed = copy.deepcopy(base).double()
+            changed.weight.data += change.double()
+            expected, plain = changed(x.double()), base(x)
+        else:
+            layer = PatchedLinear(base)
+            v = factors.get(f"{module}.v", factors["readers.v"])[row, token]
+            x = (x + 6 * v / v.norm()).to(dtype)  # random inputs alone have too little of v in them for its part to be seen in bf16
+            layer.set_patch(factors[f"{module}.u"][row, token].view(1, 1, -1), v.view(1, 1, -1))
+            expected, plain = x.double() @ (base.weight.double() + change.double()).T, base(x)
+        limit = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-6}[dtype]
+        assert metrics.linf(layer(x), expected).max() <= limit, name
+        assert metrics.linf(plain, expected).median() > 4 * limit, name  # without the change it is another output
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("u", "v", "message"),
+    [
+        ((N,), (K,), r"expected u \(\.\.\., N\) and v \(\.\.\., K\).*\(7,\), \(12,\)"),
+        ((1, 2, N), (1, 3, K), r"same leading dimensions, got \(1, 2, 7\), \(1, 3, 12\)"),
+        ((1, 1, N + 1), (1, 1, K), r"expected u .*7\).*\(1, 1, 8\)"),
+        ((1, 1, N), (1, 1, K - 1), r"expected v .*12\).*\(1, 1, 11\)"),
+        ((4, N), (4, K), r"expected u \(5, 7\).*\(4, 7\)"),
+    ],
+)
+@pytest.mark.parametrize("name", BASES)
+def test_factors_that_do_not_fit(name: str, u: tuple[int, ...], v: tuple[int, ...], message: str) -> None:
+    layer = PatchedLinear(BASES[name]())
+    with pytest.raises(ValueError, match=message):
+        layer.set_patch(torch.zeros(u), torch.zeros(v))
+        layer(torch.zeros(5, K))
+
+
+def test_factors_of_another_dtype() -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    with pytest.raises(TypeError, match=r"expected u in fp64, fp32, bf16 or fp16, got torch\.int64"):
+        layer.set_patch(torch.zeros(1, 1, N, dtype=torch.int64), torch.zeros(1, 1, K))
+        layer(torch.zeros(5, K))
+
+
+def test_a_scale_that_does_not_fit() -> None:
+    layer = patched_norm("llama")
+    with pytest.raises(ValueError, match=r"expected new_scale \(\.\.\., 12\), got \(13,\)"):
+        layer.set_patch(torch.ones(K + 1))
+
+
+@pytest.mark.xfail(strict=True, reason="Norm(x) is cut to whole numbers, without a word")
+def test_a_scale_of_integers_is_refused() -> None:
+    layer = patched_norm("llama")
+    with pytest.raises(TypeError, match="new_scale"):
+        layer.set_patch(torch.ones(K, dtype=torch.int64))
+
+
+def test_only_the_right_modules_can_be_wrapped() -> None:
+    with pytest.raises(TypeError, match="not patched yet, got PatchedLinear"):
+        PatchedLinear(PatchedLinear(nn.Linear(K, N)))
+    with pytest.raises(TypeError, match="RMSNorm with a weight and an eps, got Linear"):
+        PatchedRMSNorm(nn.Linear(K, N))
+    with pytest.raises(TypeError, match="got Identity"):
+        PatchedRMSNorm(nn.Identity())
+
+
+def test_repr_names_the_base_and_the_mode() -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    assert repr(layer) == "PatchedLinear(Linear(in_features=12, out_features=7, bias=True), mode=off)"
+    layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
+    assert "mode=replay" in repr(layer)
