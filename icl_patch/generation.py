@@ -47,6 +47,12 @@ class History:
 
 def generate(history: History, max_new_tokens: int) -> Iterator[GenerationStep]:
     """Greedy generation on top of a history, from the reduced stream's logits; see :meth:`icl_patch.ContextPatcher.generate`."""
+    if max_new_tokens < 0:
+        raise ValueError(f"expected max_new_tokens ≥ 0, got {max_new_tokens}")
+    return _steps(history, max_new_tokens)
+
+
+def _steps(history: History, max_new_tokens: int) -> Iterator[GenerationStep]:
     for _ in range(max_new_tokens):
         computation = history.step()
         logits = computation.reduced_logits[:, -1]

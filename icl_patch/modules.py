@@ -9,7 +9,7 @@ them) and ``replay`` (the given factors are applied).
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,14 @@ class PatchedModule(nn.Module):
         self.recorder: Callable[..., Tensor] | None = None
 
     base_layer: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "base_layer" not in vars(self):  # while it is being copied or unpickled
+                raise
+            return getattr(self.base_layer, name)
 
     def train(self, mode: bool = True) -> "PatchedModule":
         """Set the mode of this module and its base."""
@@ -83,7 +91,7 @@ class PatchedLinear(PatchedModule):
         """Apply ``W + u vᵀ`` from now on.
 
         Args:
-            u: per row (..., N), as many rows as the input has; shared (1, R, N). fp32, fp64 or the model's dtype.
+            u: shared by all rows (1, R, N); else one per row of the input (..., K): (..., N), or flat (M, N) or (M, R, N). Any float.
             v: the same with K for N.
             out_dtype: of the output; the base module's by default.
 
@@ -116,15 +124,22 @@ class PatchedLinear(PatchedModule):
     def _replay(self, z: Tensor) -> Tensor:
         assert self.u is not None and self.v is not None
         rows = z.reshape(-1, z.shape[-1])
-        shared = self.u.dim() == 3 and self.u.shape[0] == 1 and self.u.shape[:-1] != z.shape[:-1]
-        u, v = (self.u, self.v) if shared else (factor.reshape(-1, factor.shape[-1]) for factor in (self.u, self.v))
+        u, v = (self._by_row(factor, z, len(rows)) for factor in (self.u, self.v))
         base = self.base_layer
-        if type(base) is nn.Linear and not (base._forward_hooks or base._forward_pre_hooks):
+        plain_call = not (base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base))
+        if type(base) is nn.Linear and plain_call:
             y = ops.patched_linear(rows, base.weight, u, v, base.bias, out_dtype=self.out_dtype)
         else:
             plain = base(z)
             y = ops.add_low_rank(plain.reshape(-1, plain.shape[-1]), rows, u, v, out_dtype=self.out_dtype)
-        return y.reshape(*z.shape[:-1], -1)
+        return y.reshape(*z.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def _by_row(factor: Tensor, z: Tensor, rows: int) -> Tensor:
+        """A factor in a form that the ops take: (1, R, ·), (M, R, ·) or (M, ·)."""
+        if factor.dim() == 3 and (factor.shape[0] == 1 or (factor.shape[0] == rows and factor.shape[:-1] != z.shape[:-1])):
+            return factor
+        return factor.flatten(0, -2)
 
 
 class PatchedRMSNorm(PatchedModule):
@@ -149,18 +164,25 @@ class PatchedRMSNorm(PatchedModule):
 
     @property
     def scale(self) -> Tensor:
-        """m, the base module's effective scale: (n,) fp32 (fp64 for fp64)."""
+        """m, the base module's effective scale: (n,) fp32, as the base computes it whatever the model's dtype."""
         weight = self.base_layer.weight
         assert isinstance(weight, Tensor)
-        return self.scale_offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return self.scale_offset + weight.float()
 
     def normalize(self, x: Tensor) -> Tensor:
-        """``Norm(x)`` before the scale, rounded where the base module rounds; fp32 (fp64 for fp64)."""
-        normalized = ops.rms_normalize(x, self.eps)
+        """``Norm(x)`` before the scale, fp32, rounded where the base module rounds."""
+        normalized = ops.rms_normalize(x.float(), self.eps)
         return normalized.to(x.dtype).to(normalized.dtype) if self.cast_first else normalized
 
     def set_patch(self, new_scale: Tensor) -> None:
-        """Use the scale m', (..., n) per row or (n,), from now on; an fp64 scale makes the output fp64."""
+        """Use the scale m', (..., n) per row or (n,), from now on; an fp64 scale makes the output fp64.
+
+        Raises:
+            TypeError: new_scale is not floating.
+            ValueError: its last dimension is not n.
+        """
+        if not new_scale.is_floating_point():
+            raise TypeError(f"expected a floating new_scale, got {new_scale.dtype}")
         if new_scale.shape[-1] != self.scale.shape[0]:
             raise ValueError(f"expected new_scale (..., {self.scale.shape[0]}), got {tuple(new_scale.shape)}")
         self.new_scale = new_scale
@@ -187,7 +209,8 @@ class PatchedRMSNorm(PatchedModule):
 
     def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``."""
-        y = self.normalize(x).to(new_scale.dtype) * new_scale
+        normalized = self.normalize(x)
+        y = normalized * new_scale.to(torch.promote_types(new_scale.dtype, normalized.dtype))
         return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
 
 

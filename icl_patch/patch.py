@@ -80,7 +80,7 @@ class ContextPatch:
 
     Attributes:
         info: what the patch belongs to.
-        layers: the factors of every block, by name (see the module's table), each (B, T, width).
+        layers: the factors of every block, by name (see the module's table), each (B, T, width); layer_indices: which blocks.
         kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded. The slot is the column in the whole
             sequence, which sliding windows are counted in.
         prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first absorbed one; left-padded.
@@ -91,6 +91,7 @@ class ContextPatch:
 
     info: PatchInfo
     layers: tuple[dict[str, Tensor], ...]
+    layer_indices: tuple[int, ...]
     kept_ids: Tensor
     kept_mask: Tensor
     position_ids: Tensor
@@ -132,8 +133,9 @@ class ContextPatch:
     def select(self, rows: slice = slice(None), tokens: slice = slice(None), layers: slice = slice(None)) -> "ContextPatch":
         """A part of the patch: rows of the batch, kept tokens, layers.
 
-        Any part can be measured and saved. It can be replayed if all layers are there and the tokens start at the first: each kept
-        token attends to the ones before it.
+        Any part can be measured and saved. It can be replayed if all layers are there and the tokens start at the first (each kept
+        token attends to the ones before it), except that a direct patch of a scale writer, which divides by activations, must be
+        replayed whole: in other shapes they round differently.
 
         Raises:
             ValueError: nothing would be left.
@@ -145,7 +147,9 @@ class ContextPatch:
         if 0 in cut["kept_ids"].shape or not chosen:
             raise ValueError(f"expected rows, tokens and layers that leave something, got {rows}, {tokens}, {layers} of {self!r}")
         kept = range(self.kept_ids.shape[1])[tokens]
-        whole = len(chosen) == len(self.layers) and layers.step in (None, 1) and kept == range(len(kept))
+        whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
+        if self.info.update == "direct" and self.family.writer is Writer.SCALE:
+            whole = whole and cut["kept_ids"].shape == self.kept_ids.shape
         report = self.report
         if report is not None:
             report = PatchReport(**{name: tensor[layers][:, rows][:, :, tokens] for name, tensor in vars(report).items()})
@@ -153,6 +157,7 @@ class ContextPatch:
             self,
             info=replace(self.info, replayable=self.info.replayable and whole),
             layers=tuple({k: v if v.dim() == 1 else v[rows, tokens] for k, v in layer.items()} for layer in chosen),
+            layer_indices=self.layer_indices[layers],
             logits=None if self.logits is None else self.logits[rows, tokens],
             report=report,
             **cut,
@@ -181,7 +186,7 @@ class ContextPatch:
 
         One at a time: this is the only place where a matrix of a weight's size is built.
         """
-        for index, layer in enumerate(self.layers):
+        for index, layer in zip(self.layer_indices, self.layers, strict=True):
             path = f"{self.family.layers}.{index}"
             for name, u, v in self._rank_ones(layer):
                 yield f"{path}.{name}.weight", torch.outer(u[row, token], v[row, token].to(u.dtype))
@@ -198,9 +203,10 @@ class ContextPatch:
             PatchFormatError: a factor is not finite.
         """
         path = Path(path)
-        tensors = {f"layers.{i}.{name}": x.contiguous().cpu() for i, layer in enumerate(self.layers) for name, x in layer.items()}
+        indexed = zip(self.layer_indices, self.layers, strict=True)
+        tensors = {f"layers.{i}.{name}": x.contiguous().cpu() for i, layer in indexed for name, x in layer.items()}
         _check_finite(tensors)
-        header = {"format": FORMAT, **asdict(self.info), "layers": len(self.layers)}
+        header = {"format": FORMAT, **asdict(self.info), "layers": list(self.layer_indices)}
         header |= {name: getattr(self, name).tolist() for name in _TOKEN_TENSORS}
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
@@ -232,15 +238,20 @@ class ContextPatch:
         info = PatchInfo(**{entry.name: header[entry.name] for entry in fields(PatchInfo)})
         token_tensors: dict[str, Any] = _token_tensors(header)
         layers = _layers(tensors, info, header["layers"], token_tensors["kept_ids"].shape)
-        patch = cls(info=info, layers=layers, **token_tensors)
-        if tokenizer is not None and info.tokenizer not in (None, tokenizer_fingerprint(tokenizer)):
-            raise FingerprintMismatch(f"expected a patch for the given tokenizer, {path} was computed with another one")
+        patch = cls(info=info, layers=layers, layer_indices=tuple(header["layers"]), **token_tensors)
+        if tokenizer is not None:
+            patch.check_tokenizer(tokenizer)
         if model is not None:
             patch.check_model(model)
             if info.replayable:
                 _check_widths(layers, model)
             patch = patch.to(model.device)
         return patch
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises FingerprintMismatch if the patch was computed with another tokenizer, as far as it knows."""
+        if self.info.tokenizer not in (None, tokenizer_fingerprint(tokenizer)):
+            raise FingerprintMismatch("expected a patch of ids of the given tokenizer, got one that was computed with another")
 
     def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:
         """Raises FingerprintMismatch unless the weights that the patch changes, and their dtype, are this model's."""
@@ -288,10 +299,10 @@ def _check_finite(tensors: dict[str, Tensor]) -> None:
 def _parse_header(text: str | None, path: Any) -> dict[str, Any]:
     try:
         header = json.loads(text or "")
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise PatchFormatError(f"expected a JSON object under 'icl_patch' in the metadata of {path}, got none") from error
     expected: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
-    expected |= {"format": int, "layers": int} | dict.fromkeys(_TOKEN_TENSORS, list)
+    expected |= {"format": int, "layers": list} | dict.fromkeys(_TOKEN_TENSORS, list)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise PatchFormatError(f"expected patch format {FORMAT}, got {header.get('format') if isinstance(header, dict) else header!r}")
     for name, kind in expected.items():
@@ -300,8 +311,11 @@ def _parse_header(text: str | None, path: Any) -> dict[str, Any]:
     for name, allowed in (("update", UPDATES), ("dtype", _DTYPES), ("family", [family.name for family in FAMILIES])):
         if header[name] not in allowed:
             raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {header[name]!r}")
-    if header["layers"] < 1 or header["passes"] < 1:
-        raise PatchFormatError(f"expected at least one layer and one pass, got {header['layers']} and {header['passes']}")
+    indices = header["layers"]
+    if not indices or not all(type(index) is int and index >= 0 for index in indices) or len(set(indices)) < len(indices):
+        raise PatchFormatError(f"expected layers as distinct numbers ≥ 0, at least one, got {indices!r:.80}")
+    if header["passes"] < 1:
+        raise PatchFormatError(f"expected at least one pass, got {header['passes']}")
     return header
 
 
@@ -311,10 +325,10 @@ def _token_tensor(name: str, value: list[Any]) -> Tensor:
     rows_fit = all(isinstance(row, list) and len(row) == len(value[0]) for row in value)
     if not value or not rows_fit or not all(type(element) is kind for row in value for element in row):
         raise PatchFormatError(f"expected {name} as rows of equal length of type {kind.__name__}, got {value!r:.80}")
-    tensor = torch.tensor(value, dtype=dtype).reshape(len(value), -1 if value[0] else 0)
-    if kind is int and tensor.numel() and tensor.min() < 0:
-        raise PatchFormatError(f"expected {name} of numbers ≥ 0, got {int(tensor.min())}")
-    return tensor
+    for row in value:
+        if not all(0 <= element < 2**63 for element in row):
+            raise PatchFormatError(f"expected {name} of numbers from 0 to 2⁶³ - 1, got {row!r:.80}")
+    return torch.tensor(value, dtype=dtype).reshape(len(value), len(value[0]))
 
 
 def _token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
@@ -338,15 +352,15 @@ def factor_names(family: Family, update: str) -> Iterable[str]:
         yield from (f"{family.post_norm}.new_scale", f"{family.post_norm}.scale")
 
 
-def _layers(tensors: dict[str, Tensor], info: PatchInfo, count: int, tokens: tuple[int, ...]) -> tuple[dict[str, Tensor], ...]:
+def _layers(tensors: dict[str, Tensor], info: PatchInfo, indices: list[int], tokens: tuple[int, ...]) -> tuple[dict[str, Tensor], ...]:
     family = next(family for family in FAMILIES if family.name == info.family)
     names = list(factor_names(family, info.update))
-    expected = {f"layers.{index}.{name}" for index in range(count) for name in names}
+    expected = {f"layers.{index}.{name}" for index in indices for name in names}
     if expected != tensors.keys():
         missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-        raise PatchFormatError(f"expected {len(expected)} tensors; missing: {missing or 'none'}, extra: {extra or 'none'}")
-    layers = tuple({name: tensors[f"layers.{index}.{name}"] for name in names} for index in range(count))
-    for index, layer in enumerate(layers):
+        raise PatchFormatError(f"expected {len(expected)} tensors; missing: {missing or 'none'!s:.200}, extra: {extra or 'none'!s:.200}")
+    layers = tuple({name: tensors[f"layers.{index}.{name}"] for name in names} for index in indices)
+    for index, layer in zip(indices, layers, strict=True):
         width = layer["readers.v"].shape[-1:]  # of the residual stream; the inner width is checked against a model
         for name, tensor in layer.items():
             own = tensor.shape[-1:] if name.endswith(".v") or name.removesuffix(".u") in family.readers else width

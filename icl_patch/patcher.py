@@ -45,7 +45,7 @@ class ContextPatcher:
         model: a Hugging Face causal language model of a known family.
         update: ``"direct"`` (Theorem 1: closed form), ``"stable"`` (Appendix B: RMSNorm inversion) or ``"exact"`` (closed on the
             rounded block output: bit-identical).
-        tokenizer: recorded in patches, so that :meth:`ContextPatch.load` can refuse a file for another vocabulary.
+        tokenizer: recorded in patches, and compared with that of patches that are replayed.
 
     Raises:
         UnsupportedModelError: the model has blocks of an unknown form, or does not behave as its family says.
@@ -218,6 +218,7 @@ class ContextPatcher:
         return ContextPatch(
             info=self._info(passes),
             layers=(),
+            layer_indices=tuple(range(len(self.blocks))),
             kept_ids=sequences.tail_ids[:, sequences.kept_columns],
             kept_mask=mask[:, slots],
             position_ids=positions[:, slots],
@@ -266,11 +267,13 @@ class ContextPatcher:
             Logits (B, T, V) in the model's dtype.
 
         Raises:
-            FingerprintMismatch: the patch is of another model.
+            FingerprintMismatch: the patch is of another model or tokenizer.
             ValueError: the tokens are not those the patch is for, or the patch is a part that cannot be replayed.
         """
         self.require_attached()
         patch.check_model(self.model, self.fingerprint)
+        if self.tokenizer is not None:
+            patch.check_tokenizer(self.tokenizer)
         if not patch.info.replayable or len(patch.layers) != len(self.blocks):
             raise ValueError("expected a patch with all its layers and its first tokens, got a part of one")
         if kept_mask is not None and not torch.equal(kept_mask.bool(), patch.kept_mask):
@@ -327,7 +330,7 @@ class ContextPatcher:
 def _report(recorders: list[BlockRecorder], columns: Tensor | slice) -> PatchReport:
     """What the recorders observed; raises ControllabilityError if no patch can do what is wanted."""
     for recorder in recorders:
-        recorder.check()
+        recorder.check(columns)
 
     def stack(name: str) -> Tensor:
         return torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders])

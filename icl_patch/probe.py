@@ -54,13 +54,14 @@ class Probe:
         ``correction`` computes an exact patch for sequences and returns its corrections, (L, B, T).
         """
         name, batch = type(self._model).__name__, len(self._expected)
-        if not torch.equal(self._logits(), self._expected):
+        if not _same(self._logits(), self._expected):
             raise UnsupportedModelError(f"{name} does not compute the same with its modules swapped and off")
         first, second = self._two_streams(self._sequences), self._two_streams(self._other)
-        limit = _TOLERANCE[self._model.dtype] * self._expected.abs().max()
-        if not (first[:batch] - self._expected).abs().max() <= limit:
+        limit = _TOLERANCE[self._model.dtype] * self._expected.nan_to_num().abs().max()
+        off = torch.where(first[:batch].isnan() & self._expected.isnan(), 0, first[:batch] - self._expected)
+        if not off.abs().max() <= limit:
             raise UnsupportedModelError(f"the context rows of {name} do not match the untouched model")
-        if not torch.equal(first[batch:], second[batch:]):
+        if not _same(first[batch:], second[batch:]):
             raise UnsupportedModelError(f"{name} lets the reduced rows see absorbed tokens: its attention does not take the mask")
         self._check_blocks(blocks)
         with suppress(ControllabilityError):  # weights of zero have no patch for these tokens, and will say so for the user's
@@ -82,5 +83,12 @@ class Probe:
         if not len(tapes) == len(written) == passes * len(blocks):
             raise UnsupportedModelError(f"{type(self._model).__name__} does not run each of its blocks once a pass")
         for block, tape, out in zip([*blocks] * passes, tapes, written, strict=True):
-            if tape.output is None or not torch.equal(tape.hidden + out, tape.output):
+            if tape.readers.keys() != block.readers.keys():
+                raise UnsupportedModelError(f"{block.block.path} does not call its readers {', '.join(block.readers)}")
+            if tape.output is None or not _same(tape.hidden + out, tape.output):
                 raise UnsupportedModelError(f"{block.block.path} is not its residual stream plus its {block.family.writer.value} writer")
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Equal, a NaN to a NaN too."""
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())

@@ -90,7 +90,10 @@ class AttachedBlock:
         return found
 
     def replay(self, factors: Factors) -> None:
-        """Set every module to apply its factors."""
+        """Set every module to apply its factors, (B, T, ·)."""
+        new_scale = factors.get(f"{self.family.post_norm}.new_scale")
+        # flat: one row a token, also in a batch of one, where (1, T, N) would be a shared patch of rank T
+        factors = {name: factor.flatten(0, -2) if factor.dim() == 3 else factor for name, factor in factors.items()}
         for name, reader in self.readers.items():
             reader.set_patch(factors[f"{name}.u"], factors["readers.v"])
         down = self.family.down
@@ -99,8 +102,8 @@ class AttachedBlock:
             ends_block = self.post_norm is None
             out_dtype = torch.float64 if ends_block and u.dtype == torch.float64 else None
             self.down.set_patch(u, factors[f"{down}.v"], out_dtype=out_dtype)
-        if self.post_norm is not None:
-            self.post_norm.set_patch(factors[f"{self.family.post_norm}.new_scale"])
+        if self.post_norm is not None and new_scale is not None:
+            self.post_norm.set_patch(new_scale)
 
 
 def _output(result: Any) -> Tensor:
@@ -320,11 +323,11 @@ class BlockRecorder:
             _round_block(block, dtype, stack)
         stack.callback(block.block.module.register_forward_hook(self.on_block).remove)
 
-    def check(self) -> None:
-        """Raises ControllabilityError for the first kept token that no change of this block's weights can serve."""
+    def check(self, columns: Tensor | slice) -> None:
+        """Raises ControllabilityError for the first of the kept columns that no change of this block's weights can serve."""
         for condition, rows in self.uncontrollable.items():
             if rows.any():
-                row, token = rows.nonzero()[0].tolist()
+                row, token = rows[:, columns].nonzero()[0].tolist()
                 raise ControllabilityError(f"{self.block.block.path}, row {row}, kept token {token}: {condition}")
 
 

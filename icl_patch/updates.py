@@ -62,7 +62,7 @@ def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
 def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) -> StableScale:
     """Invert RMSNorm for ``g = delta + m ⊙ Norm(h_down)`` at the RMS of ``h_down``; the output matrix takes ``h_target - h_down``.
 
-    The scale takes the rest, ``m' = m - μ ⊘ m``: no activation is divided by.
+    The scale takes the rest, ``m' = m - μ ⊘ m``: no activation is divided by. Where delta is 0 nothing changes.
 
     Args:
         delta: (M, d). hidden_down: (M, d), the output matrix's output. scale: (d,), the norm's. eps: the norm's.
@@ -74,7 +74,12 @@ def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) 
     rms = h.double().square().mean(-1).sqrt()
     rms = torch.where(rms > 0, rms, 1.0)  # h_down = 0 has no RMS to keep; the norm of h_target is free
     inverse = ops.invert_rmsnorm(target, floor_scale(scale, target), rms, eps, fallback=h)
-    return StableScale(inverse.hidden - h, inverse.new_scale, inverse.status)
+    unchanged = (delta == 0).all(-1)
+    return StableScale(
+        u=torch.where(unchanged.unsqueeze(1), 0, inverse.hidden - h),
+        new_scale=torch.where(unchanged.unsqueeze(1), scale.double(), inverse.new_scale),
+        status=torch.where(unchanged, int(ops.InversionStatus.EASY), inverse.status),
+    )
 
 
 def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:

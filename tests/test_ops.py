@@ -101,16 +101,17 @@ def check_linear(case: Case, out: Tensor, out_dtype: torch.dtype) -> None:
     expected = torch.einsum("mnk,mk->mn", weight + change, z) + bias
     assert (out.dtype, out.shape) == (out_dtype, expected.shape)
 
+    unit = max(UNIT[out_dtype], accumulation_unit(case.z, case.u, case.v))
     tiny = torch.finfo(out_dtype).smallest_normal * UNIT[out_dtype]
     magnitude = torch.einsum("mr,mrn->mn", torch.einsum("mk,mrk->mr", z.abs(), case.row_v.abs()), case.row_u.abs())
     plain_magnitude = z.abs() @ weight.abs().T + bias.abs()
     # The last summand is the reference's own error, which only counts in fp64.
     term_error = length * (accumulation_unit(case.z, case.u, case.v) * magnitude + 2.0**-53 * (magnitude + plain_magnitude))
     plain_error = UNIT[case.z.dtype] * (z @ weight.T + bias).abs() + length * accumulation_unit(case.z) * plain_magnitude
-    assert ((out.double() - expected).abs() <= 1.01 * (UNIT[out_dtype] * expected.abs() + plain_error + term_error) + 2 * tiny).all()
+    assert ((out.double() - expected).abs() <= 1.01 * (unit * expected.abs() + plain_error + term_error) + 2 * tiny).all()
     # Tighter: on top of the plain output the change is accumulated in fp32 and the sum rounded once.
     on_plain = F.linear(case.z, case.weight, case.bias).double() + torch.einsum("mnk,mk->mn", change, z)
-    assert ((out.double() - on_plain).abs() <= 1.01 * (UNIT[out_dtype] * on_plain.abs() + term_error) + tiny).all()
+    assert ((out.double() - on_plain).abs() <= 1.01 * (unit * on_plain.abs() + term_error) + tiny).all()
 
 
 SIZES = list(itertools.product((0, 1, 3, 17), (1, 63, 100), (1, 63, 100)))
@@ -221,7 +222,7 @@ def test_index_minus_one_gives_the_bits_of_linear(dtype: torch.dtype) -> None:
         assert same_bits(all_plain, plain)
 
 
-@pytest.mark.parametrize("integer", [torch.int64, torch.int32, torch.int16, torch.int8])
+@pytest.mark.parametrize("integer", [torch.int64, torch.int32, torch.int16, torch.int8], ids=str)
 def test_index_of_any_integer_dtype(integer: torch.dtype) -> None:
     case = linear_case("pool", (17, 63, 100))
     out = ops.patched_linear(**case.arguments | {"index": case.index.to(integer)})
@@ -246,10 +247,9 @@ def test_an_empty_pool_patches_no_row() -> None:
 def test_a_row_does_not_see_the_factors_of_others(dtype: torch.dtype, layout: str) -> None:
     case = linear_case(layout, (17, 63, 100), 3, dtype)
     out = ops.patched_linear(**case.arguments)
-    chosen = torch.arange(17) == 6 if case.index is None else case.index == case.index[6]
-    keep = 6 if case.index is None else int(case.index[6])
-    assert keep >= 0
-    assert chosen.sum() < 17
+    keep = 6 if case.index is None else int(case.index.max())
+    chosen = torch.arange(17) == 6 if case.index is None else case.index == keep
+    assert 0 < chosen.sum() < 17
     for value in (0.0, 1e30, torch.nan):
         u, v = torch.full_like(case.u, value), torch.full_like(case.v, value)
         u[keep], v[keep] = case.u[keep], case.v[keep]
@@ -357,7 +357,7 @@ def test_patched_linear_refuses(mistake: str) -> None:
         ({"y": torch.ones(3, 4, dtype=torch.int64)}, TypeError, FLOATING.format("y", "int64")),
         ({"y": torch.ones(2, 4)}, ValueError, "expected y and z with the same number of rows, got (2, 4) and (3, 5)"),
         ({"y": torch.ones(3, 5)}, ValueError, "expected u (3, 5), (3, R, 5) or (1, R, 5), got (3, 4)"),
-        ({"y": torch.ones(3, 4, device="meta")}, ValueError, "got meta"),
+        ({"y": torch.ones(3, 4, device="meta")}, ValueError, "meta"),
         ({"z": torch.ones(5)}, ValueError, "expected z with 2 dimensions, got (5,)"),
         ({"v": torch.ones(3, 4)}, ValueError, "expected v (3, 5), (3, R, 5) or (1, R, 5), got (3, 4)"),
     ],
@@ -573,6 +573,12 @@ class Exact:
     p: list[mpf]
     borderline: bool  # no fp64 arithmetic can tell whether there is a root
 
+    @property
+    def condition(self) -> mpf:
+        """Relative change of the shift for one of φ: without bound where the pole holds next to nothing of the norm."""
+        slope = mp.fsum(p**2 / (e + self.shift) ** 3 for p, e in zip(self.p, self.e, strict=True) if p)
+        return self.size**2 / (2 * self.shift * slope) if self.shift else mpf(0)
+
     def residual(self, shift: float) -> mpf:
         return mp.fsum((p / (e + mpf(shift))) ** 2 for p, e in zip(self.p, self.e, strict=True) if p) / self.size**2 - 1
 
@@ -613,12 +619,8 @@ def _bisect(left_of_root: Callable[[mpf], bool], upper: mpf) -> mpf:
     return b
 
 
-def largest(values: list[mpf]) -> float:
-    return float(max(values, default=mpf(0)))
-
-
 def check_row(exact: Exact, m: list[float], g: list[float], c: float, eps: float, result: ops.RMSNormInverse, row: int) -> None:
-    """One row against the oracle. ``near`` the boundary a square root stands between the sums' rounding and the pole's coordinates."""
+    """One row against the oracle; the shift, and y at the pole, only as far as the sums' rounding determines them."""
     single_precision = result.hidden.dtype == torch.float32
     n, rounding = len(m), 2.0**-24 if single_precision else ULP
     status, shift = Status(int(result.status[row])), float(result.shift[row])
@@ -637,17 +639,21 @@ def check_row(exact: Exact, m: list[float], g: list[float], c: float, eps: float
                 continue
             assert abs(scale_k * h_k / norm - mpf(g_k)) <= 8 * rounding * abs(mpf(g_k)) + abs(scale_k) * lost / norm
 
-        root_is_sharp = exact.shift > 1e-6 * max(exact.e) or max(exact.e) == 0
-        tolerance = 4 * rounding + (64 * ULP if root_is_sharp or exact.shift == 0 else 1e-7)
-        unique = [k for k in range(n) if exact.e[k] > 0 or exact.status is not Status.HARD]
-        size = mp.sqrt(mpf(c) ** 2 + mpf(eps))
-        assert largest([abs(hidden[k] / size - exact.y[k]) for k in unique]) <= tolerance * exact.size
         if status is Status.HARD:
             assert shift == 0
         elif not exact.borderline:
             assert abs(exact.residual(shift)) <= 32 * ULP
-            if root_is_sharp:
-                assert abs(mpf(shift) / exact.shift - 1) <= 1e-9
+        # How far rounding in the sums moves the shift; where that is no small change, the pole's share of y is known to √ulp only.
+        shift_error = 32 * ULP * exact.condition
+        is_sharp = shift_error < 1e-3 and not exact.borderline
+        if is_sharp and status is not Status.HARD:
+            assert abs(mpf(shift) / exact.shift - 1) <= shift_error
+        for k in range(n):
+            if exact.status is Status.HARD and exact.e[k] == 0:
+                continue  # not unique; the norm above holds its size
+            moved = shift_error * exact.shift / (exact.e[k] + exact.shift) * abs(exact.y[k]) if is_sharp and exact.shift else 0
+            y_error = moved + (2 * rounding + 32 * ULP) * abs(exact.y[k]) + (0 if is_sharp else 1e-7 * exact.size)
+            assert abs(hidden[k] / mp.sqrt(mpf(c) ** 2 + mpf(eps)) - exact.y[k]) <= y_error + lost / norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
@@ -834,7 +840,11 @@ POISON: dict[str, tuple[str, float, Status]] = {
 def test_a_poisoned_row_leaves_the_others_alone(poison: str, method: str) -> None:
     name, value, status = POISON[poison]
     parts = [rows_of(family, 3, 48) for family in ("sparse", "gaussian", "zeros", "full_range")]
-    arguments = {"m": torch.cat([m for m, _ in parts]), "g": torch.cat([g for _, g in parts]), "rms": torch.rand(12) + 0.5}
+    arguments = {
+        "m": torch.cat([m for m, _ in parts]),
+        "g": torch.cat([g for _, g in parts]),
+        "rms": torch.rand(12, generator=seeded(4)) + 0.5,
+    }
     arguments["fallback"] = normal(seeded(3), 12, 48, dtype=torch.float32)
     arguments["g"][1] *= 1e-3  # no root: the fallback is looked at
 

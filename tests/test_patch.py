@@ -120,7 +120,7 @@ def test_the_file_is_as_documented(patch_of: Callable, tmp_path: Path) -> None:
     shapes = {name: (width,) if name.endswith(".scale") else (*tokens, width) for name, width in WIDTHS.items()}
     assert {name: tuple(x.shape) for name, x in tensors.items()} == {f"layers.{i}.{k}": v for i in range(2) for k, v in shapes.items()}
     assert header["format"] == 1
-    assert header["layers"] == 2
+    assert header["layers"] == [0, 1]
     assert header["kept_mask"] == patch.kept_mask.tolist()
     assert header["position_ids"] == patch.position_ids.tolist()
 
@@ -236,7 +236,6 @@ def test_other_safetensors_files_are_refused(tmp_path: Path) -> None:
             ContextPatch.load(path)
 
 
-@pytest.mark.xfail(strict=True, raises=RecursionError, reason="only JSONDecodeError is turned into PatchFormatError")
 def test_a_header_nested_too_deep_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "p.safetensors", "[" * 100_000, {"a": torch.zeros(2)})
     with pytest.raises(PatchFormatError):
@@ -292,7 +291,7 @@ def narrow(header: dict, tensors: dict[str, Tensor]) -> None:
 
 
 def one_layer(header: dict, tensors: dict[str, Tensor]) -> None:
-    header["layers"] = 1
+    header["layers"] = [0]
     for name in [name for name in tensors if name.startswith("layers.1")]:
         del tensors[name]
 
@@ -345,7 +344,6 @@ def test_header_entries_that_are_missing_or_of_another_kind(name: str, patch_of:
 
 
 @pytest.mark.parametrize("name", [name for name in TOKEN_TENSORS if "mask" not in name])
-@pytest.mark.xfail(strict=True, reason="what torch.tensor raises for a number beyond int64 is let through")
 def test_header_numbers_beyond_int64(name: str, patch_of: Callable, tmp_path: Path) -> None:
     path = tmp_path / "p.safetensors"
     patch_of("gemma3", "stable").save(path)
@@ -353,13 +351,12 @@ def test_header_numbers_beyond_int64(name: str, patch_of: Callable, tmp_path: Pa
     assert refuses(path, header | {name: [[2**70] * len(row) for row in header[name]]}, tensors)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="all names of all layers are made, and listed in the message")
 def test_a_count_of_layers_costs_nothing_until_it_is_believed(patch_of: Callable, tmp_path: Path) -> None:
-    """A file of a few kB says 100,000 layers: their names must not be listed (with 10¹⁰ they would not fit into memory)."""
+    """A file of a few kB says 100,000 layers: their names must not all be listed in the message."""
     path = tmp_path / "p.safetensors"
     patch_of("gemma3", "stable").save(path)
     header, tensors = read(path)
-    write(path, header | {"layers": 100_000}, tensors)
+    write(path, header | {"layers": list(range(100_000))}, tensors)
     with pytest.raises(PatchFormatError) as caught:
         ContextPatch.load(path)
     assert len(str(caught.value)) < 2000
@@ -374,7 +371,7 @@ def test_a_patch_of_nothing_is_refused(patch_of: Callable, tmp_path: Path) -> No
         write(path, header | dict.fromkeys(TOKEN_TENSORS, rows), nothing)
         with pytest.raises(PatchFormatError):
             ContextPatch.load(path)
-    write(path, header | {"layers": 0}, {})
+    write(path, header | {"layers": []}, {})
     with pytest.raises(PatchFormatError):
         ContextPatch.load(path)
 
@@ -410,7 +407,6 @@ def test_rows_can_be_replayed(family: str, update: str, patch_of: Callable) -> N
     assert metrics.linf(replayed(part, model), replayed(patch, model)[1:])[part.kept_mask].max() <= 1e-5
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="it divides by activations and falls apart in other shapes, without a word")
 def test_a_part_of_a_direct_patch_of_a_scale_writer_is_right_or_refused() -> None:
     model = build("gemma3", 0)
     with ContextPatcher(model, "direct") as patcher:
@@ -478,7 +474,6 @@ def test_norms_are_those_of_the_materialised_changes(family: str, update: str, p
             assert bool(size > 0) == bool(patch.kept_mask[row, token])
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="layers are counted from 0 whichever were selected")
 def test_weight_changes_of_some_layers_keep_their_names(patch_of: Callable, tmp_path: Path) -> None:
     patch = patch_of("llama", "direct")
     wanted = {name: change for name, change in patch.weight_changes(0, 0) if name.startswith("model.layers.1.")}

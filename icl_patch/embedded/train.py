@@ -115,7 +115,7 @@ def train(steps: int, batch: int, learning_rate: float, seed: int, log_every: in
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded model and score it on held-out prompts.")
     parser.add_argument("out_dir", type=Path, help="folder to write the model, its tokenizer and its scores to")
-    parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)

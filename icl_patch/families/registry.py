@@ -92,10 +92,16 @@ def family_of(model: PreTrainedModel) -> Family:
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     for family in FAMILIES:
-        if model_type in family.model_types:
+        if model_type in family.model_types and _has_head(model):
             return family
     covered = ", ".join(model_type for family in FAMILIES for model_type in family.model_types)
     raise UnsupportedModelError(f"expected a causal language model of type {covered}; got {type(model).__name__} of type {model_type!r}")
+
+
+def _has_head(model: PreTrainedModel) -> bool:
+    """Whether the model ends in logits over its vocabulary."""
+    head = model.get_output_embeddings()
+    return head is not None and getattr(head, "out_features", None) == model.config.vocab_size
 
 
 def blocks_of(model: PreTrainedModel) -> list[Block]:
@@ -108,9 +114,13 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     try:
         layers = list(model.get_submodule(family.layers).children())
         blocks = [Block(f"{family.layers}.{index}", module, family) for index, module in enumerate(layers)]
+        seen: dict[int, str] = {}
         for block in blocks:
             for part in (family.pre_mlp, *family.patched):
-                block.module.get_submodule(part)
+                path = block.path_of(part)
+                other = seen.setdefault(id(block.module.get_submodule(part)), path)
+                if other != path:
+                    raise UnsupportedModelError(f"{path} is the same module as {other}: a patch of one would change the other")
     except AttributeError as error:
         raise UnsupportedModelError(f"{type(model).__name__} has no module as family {family.name!r} expects: {error}") from error
     if not blocks:
