@@ -79,6 +79,7 @@ def add_low_rank(y: Tensor, z: Tensor, u: Tensor, v: Tensor, *, out_dtype: torch
     _check_matrix("z", z)
     if y.shape[0] != z.shape[0]:
         raise ValueError(f"expected y and z with the same number of rows, got {tuple(y.shape)} and {tuple(z.shape)}")
+    _check_floats(y=y, z=z)
     _check_factors(z, u, v, y.shape[1], None)
     return (y + reference.low_rank_term(z, u, v)).to(out_dtype or y.dtype)
 
@@ -91,14 +92,17 @@ def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor,
         dtype: fp32 or fp64, of the arithmetic and the results; fp32 by default (fp64 for fp64 ``z``).
 
     Returns:
-        v (..., K) and ``‖z‖²`` (...). Where z = 0 (or ``‖z‖²`` underflows) there is no such vector: v is 0 and the caller must look at
-        the norm.
+        v (..., K) and ``‖z‖²`` (...). Where z = 0 there is no such vector: v and the norm are 0, and the caller must look. The same
+        where v leaves its dtype's range.
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    z = z.to(dtype or reference.accumulation_dtype(z))
-    norm2 = z.square().sum(-1)
-    return torch.where(norm2.unsqueeze(-1) > 0, z / norm2.unsqueeze(-1), 0.0), norm2
+    wide = z.double()
+    norm2 = wide.square().sum(-1, keepdim=True)
+    v = torch.where(norm2 > 0, wide / norm2, 0.0).to(dtype or reference.accumulation_dtype(z))
+    lost = (v.isinf() | ((v.abs() < torch.finfo(v.dtype).tiny) & (z.abs() == z.abs().amax(-1, keepdim=True)))).any(-1, keepdim=True)
+    v, norm2 = v.masked_fill(lost, 0), norm2.masked_fill(lost, 0)
+    return v, norm2.squeeze(-1).to(v.dtype)
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:

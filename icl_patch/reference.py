@@ -23,7 +23,7 @@ class InversionStatus(IntEnum):
     UNREACHABLE = 2  # some m_k = 0, g_k ≠ 0 and y_k = 0: no change of the scale can produce g_k
     NONFINITE = 3  # NaN or infinity in m or g
     BAD_RADIUS = 4  # not 0 < C²/(C² + eps) < inf
-    NO_CONVERGENCE = 5
+    NO_CONVERGENCE = 5  # or a result beyond the range of its dtype
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ def low_rank_term(z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None) 
     if u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
     if index is not None:
+        if not len(u):  # an empty pool: no row has a patch
+            return z.new_zeros(len(z), u.shape[-1])
+        index = index.long()  # an unsigned one would be taken for a mask
         u, v = u[index.clamp(min=0)], v[index.clamp(min=0)]
     coeff = (z.unsqueeze(1) * v).sum(-1)  # (M, R)
     if index is not None:
@@ -202,6 +205,8 @@ def invert_rmsnorm(
     m, g = torch.where(skip, 1.0, m), torch.where(skip, 1.0, g)
     radius2 = torch.where(skip.squeeze(1), 1.0, radius2)
 
+    power = _power_of_two(m, g)
+    m, g = m * power, g * power  # y stays as it is
     problem = _secular(m, g, n * radius2)
     s, evaluations, unfinished = _newton(problem) if method == "newton" else _bisection(problem)
 
@@ -223,10 +228,19 @@ def invert_rmsnorm(
     status[nonfinite] = int(InversionStatus.NONFINITE)
 
     hidden = y * (c.square() + eps).sqrt().unsqueeze(1)
+    new_scale, s = new_scale / power, s / power.squeeze(1).square()
     hidden = torch.where(bad_radius.unsqueeze(1), 0.0, hidden)
     new_scale = torch.where(bad_radius.unsqueeze(1), scale.double().expand(batch, n), new_scale)
     shift = torch.where(bad_radius, 0.0, s)
     hidden, new_scale = (x.masked_fill(nonfinite.unsqueeze(1), torch.nan) for x in (hidden, new_scale))
     evaluations = evaluations.masked_fill(skip.squeeze(1), 0)
-    out_dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
-    return RMSNormInverse(hidden.to(out_dtype), shift.masked_fill(nonfinite, torch.nan), new_scale, status, evaluations)
+    hidden = hidden.to(torch.float64 if target.dtype == torch.float64 else torch.float32)
+    beyond = ~(hidden.isfinite().all(1) & new_scale.isfinite().all(1) & shift.isfinite())
+    status[beyond & (status < int(InversionStatus.NONFINITE))] = int(InversionStatus.NO_CONVERGENCE)
+    return RMSNormInverse(hidden, shift.masked_fill(nonfinite, torch.nan), new_scale, status, evaluations)
+
+
+def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
+    """(B, 1) powers of two that keep the squares and cubes of fp64 data in range; 1 for data in the range of fp32, whose are."""
+    exponent = torch.frexp(torch.maximum(m.abs(), g.abs()).amax(1, keepdim=True)).exponent
+    return torch.ldexp(torch.ones_like(m[:, :1]), torch.where(exponent.abs() > 160, -exponent, 0))

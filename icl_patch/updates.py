@@ -119,16 +119,13 @@ def close(target: Tensor, residual: Tensor, base: Tensor, gain: Tensor, started_
         gain: (M, d) or (M, 1), what the factor is multiplied by: ``κ = v·h ≈ 1`` or ``Norm(h)``.
         started_from: (M, d), the factor of the direct or stable update.
 
-    Misses are nudged by their own error and what is left is counted.
+    Misses are counted: elements where the gain is 0, or where the target is so far below the residual that fp64 does not resolve it.
     """
     residual64, base64, gain64 = residual.double(), base.double(), gain.double()
+    reachable = gain64 != 0
     want = target.double() - residual64 - base64
-    safe = torch.where(gain64 != 0, gain64, 1.0)
-    for _ in range(3):
-        factor = torch.where(gain64 != 0, want / safe, started_from.double())
-        got = round_sum(residual64 + (base64 + factor * gain64), residual, target.dtype)
-        missed = (got != target) & (gain64 != 0)
-        want = torch.where(missed, want + (target.double() - got.double()), want)
+    factor = torch.where(reachable, want / torch.where(reachable, gain64, 1.0), started_from.double())
+    got = round_sum(residual64 + (base64 + factor * gain64), residual, target.dtype)
     change = ((factor - started_from) * gain64).norm(dim=-1)
     size = target.double().norm(dim=-1)
     return Closed(factor, (got != target).sum(-1), change / torch.where(size > 0, size, 1.0))
