@@ -28,7 +28,7 @@ format: $(RUN) ## let ruff format the code
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-train: $(RUN) ## train the embedded model again, into build/embedded (most of an hour on two cores)
+train: $(RUN) ## train the embedded model again, into build/embedded (less than half an hour)
 	$(RUN) -m icl_patch.embedded.train build/embedded
 
 clean: ## remove what make made, .venv included

@@ -33,7 +33,7 @@ _WORD_LENGTH = 4
 _HELD_OUT_OF = 5  # one atom in five is held out
 _ATTRIBUTES = "abc"
 _EXAMPLES = 3
-_TRAINING_MIX = {"recall": 0.3, "fewshot": 0.3, "format": 0.2, "language": 0.2}
+_TRAINING_MIX = {"recall": 0.2, "format": 0.15, "fewshot": 0.35, "language": 0.3}
 
 _FUNCTIONS: dict[str, Callable[[str], str]] = {
     "same": lambda word: word,
