@@ -10,7 +10,7 @@ from models import build
 from icl_patch import demo, embedded
 from icl_patch.embedded import tasks
 from icl_patch.embedded.scoring import score
-from icl_patch.embedded.train import batches, build_tokenizer
+from icl_patch.embedded.train import batches, build_tokenizer, train
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,14 @@ def test_batches_weigh_answers_fully() -> None:
         text = tokenizer.decode(row, skip_special_tokens=True)
         marked = "".join(text[start:stop] for start, stop in texts[text])
         assert tokenizer.decode(row[weight == 1.0]) == marked
+
+
+def test_training_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of the script give the same bits; another seed gives others."""
+    monkeypatch.setattr("icl_patch.embedded.train.score", lambda *_, **__: {})
+    first, again, other = (train(2, 4, 3e-3, seed, log_every=10)[0].state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
 def test_tokenizer_is_one_token_a_byte() -> None:

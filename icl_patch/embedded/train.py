@@ -1,8 +1,8 @@
 """Train the embedded model from nothing: ``python -m icl_patch.embedded.train OUT_DIR`` (less than half an hour on one CPU core).
 
-The seed fixes the weights' initial values, the documents and their order; two runs on one machine give the same file. The model is a small Gemma 3 over bytes; its sliding window
-is shorter than most prompts, so every held-out prompt crosses it. After training, the held-out prompts are scored with and without
-their context and the result is written to ``OUT_DIR/scores.json`` beside the model.
+The seed fixes the initial weights, the documents and their order; two runs on one machine give the same file. The model is a small
+small Gemma 3 over bytes; its sliding window of 32 is shorter than most few-shot prompts. After training, the held-out prompts are scored with and
+without their context and the result is written to ``OUT_DIR/scores.json`` beside the model.
 """
 
 import argparse
@@ -82,9 +82,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch: int) 
 
 def train(steps: int, batch: int, learning_rate: float, seed: int, log_every: int) -> tuple[Gemma3ForCausalLM, PreTrainedTokenizerFast]:
     """Train for ``steps`` steps of AdamW under a cosine schedule with warm-up."""
-    torch.set_num_threads(1)  # sums are split by thread: one thread gives the same bits whatever the number of cores
     torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(True)
     tokenizer = build_tokenizer()
     model = build_model(len(tokenizer))
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -122,6 +120,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=250, help="steps between two lines of progress")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # sums are split by thread: one thread gives the same bits whatever the number of cores
+    torch.use_deterministic_algorithms(True)
     model: Any
     model, tokenizer = train(arguments.steps, arguments.batch, arguments.learning_rate, arguments.seed, arguments.log_every)
     model = model.to(torch.bfloat16)  # what is scored is what is shipped

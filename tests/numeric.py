@@ -1,0 +1,42 @@
+"""What the tests of the ops share: dtypes, rounding units, seeded numbers, bits."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+FLOATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Half the spacing of the dtype's numbers at 1: the largest relative error of one rounding.
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+ULP = 2.0**-52
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The numbers as integers: tells -0 from 0, and a NaN equals itself."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(bits(x), bits(y))
+
+
+FLOATING = "expected {} in fp64, fp32, bf16 or fp16, got torch.{}"
+
+
+def check_refused(error: type, message: str, call: Callable[[], object]) -> None:
+    """The error itself, not a subclass, with the message somewhere in it."""
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        call()
+    assert type(raised.value) is error

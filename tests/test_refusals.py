@@ -1,0 +1,371 @@
+"""What a patcher refuses, and that everything still works afterwards."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from models import build, case, ragged, tokens
+from small import IDS, KEPT, Snapshot, families, plain_logits, small, updates, works
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+from icl_patch import (
+    ContextPatcher,
+    ControllabilityError,
+    FingerprintMismatch,
+    PatchedLinear,
+    PatchFormatError,
+    UnsupportedModelError,
+    metrics,
+    ops,
+)
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+TINY = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, **HEADS}
+STRANGERS = {
+    "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 97}),
+    "qwen2": ("Qwen2", TINY),
+    "mistral": ("Mistral", TINY),
+    "gemma2": ("Gemma2", TINY | {"head_dim": 8}),
+    "mixtral": ("Mixtral", TINY | {"num_local_experts": 2}),
+    "opt": ("OPT", {"vocab_size": 97, "hidden_size": 16, "ffn_dim": 24, **HEADS}),
+}
+
+
+def stranger(name: str) -> nn.Module:
+    prefix, settings = STRANGERS[name]
+    suffix = "LMHeadModel" if name == "gpt2" else "ForCausalLM"
+    return getattr(transformers, prefix + suffix)(getattr(transformers, prefix + "Config")(**settings)).eval()
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_other_architectures_are_refused_by_name(name: str) -> None:
+    model = stranger(name)
+    before = Snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=rf"gemma3_text, llama; got {type(model).__name__} of type '{name}'"):
+        ContextPatcher(model)
+    before.check(model)
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="got Linear of type None"):
+        ContextPatcher(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("pad_token_id", [None, 0])
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_a_llama_without_a_language_model_head_is_refused(kind: str, pad_token_id: int | None) -> None:
+    config = small("llama", pad_token_id=pad_token_id).config
+    with pytest.raises(UnsupportedModelError, match=kind):
+        ContextPatcher(getattr(transformers, kind)(config).eval())
+
+
+def test_attention_without_a_mask_is_refused() -> None:
+    model = small("llama")
+    for implementation in ("flash_attention_2", "flex_attention", "paged|sdpa"):
+        model.config._attn_implementation = implementation
+        with pytest.raises(UnsupportedModelError, match="'sdpa' or 'eager'.*LlamaForCausalLM has '" + implementation.replace("|", r"\|")):
+            ContextPatcher(model)
+    assert not any(isinstance(module, PatchedLinear) for module in model.modules())
+
+
+def test_an_unknown_update_and_training_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected update direct, stable, exact, got 'best'"):
+        ContextPatcher(small("llama"), "best")
+    with pytest.raises(ValueError, match="dropout"):
+        ContextPatcher(small("llama", attention_dropout=0.1).train())
+    with ContextPatcher(small("llama").train()) as patcher:  # without dropout training changes nothing
+        works(patcher)
+
+
+class Halved(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) / 2
+
+
+class Parallel(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class SelfMade(LlamaDecoderLayer):
+    """Its own attention, which no mask reaches."""
+
+    def forward(self, hidden_states: Tensor, past_key_values: DynamicCache, **_kwargs: Any) -> Tensor:
+        z = self.input_layernorm(hidden_states)
+        keys, values = past_key_values.update(z.unsqueeze(1), z.unsqueeze(1), self.self_attn.layer_idx)
+        hidden_states = hidden_states + F.scaled_dot_product_attention(z.unsqueeze(1), keys, values).squeeze(1)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class OwnProduct(LlamaMLP):
+    """The output matrix is used, the module is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight)
+
+
+class OwnReader(LlamaMLP):
+    """The same for a reader."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(F.linear(x, self.gate_proj.weight)) * self.up_proj(x))
+
+
+class ThirdReader(LlamaMLP):
+    """Something else reads the MLP's input: patching two readers cannot make ``h`` what it is with the context."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * (1 + x.mean(-1, keepdim=True)))
+
+
+def disguised(kind: type[nn.Module]) -> nn.Module:
+    model = small("llama")
+    for layer in model.model.layers:
+        (layer.mlp if issubclass(kind, LlamaMLP) else layer).__class__ = kind
+    return model
+
+
+@updates
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Halved,
+        Parallel,
+        SelfMade,
+        OwnProduct,
+        OwnReader,
+        ThirdReader,
+    ],
+)
+def test_a_block_that_does_something_else_is_refused(kind: type[nn.Module], update: str) -> None:
+    model = disguised(kind)
+    before = Snapshot(model)
+    with pytest.raises(UnsupportedModelError):
+        ContextPatcher(model, update)
+    before.check(model)
+
+
+def test_an_mlp_that_two_blocks_share_is_refused() -> None:
+    model = small("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1"):
+        ContextPatcher(model)
+
+
+HOLE = torch.tensor([[True, False, True, True, True], [True] * 5])
+BAD_ARGUMENTS = {
+    "no rows": ({"context_ids": IDS[:0], "kept_ids": KEPT[:0]}, r"at least one row and one token in context_ids, got \(0, 5\)"),
+    "no context": ({"context_ids": IDS[:, :0]}, r"at least one row and one token in context_ids, got \(2, 0\)"),
+    "no kept tokens": ({"kept_ids": KEPT[:, :0]}, r"at least one kept token, got kept_ids \(2, 0\)"),
+    "one dimension": ({"context_ids": IDS[0]}, r"context_ids \(B, T\) of integers, got \(5,\)"),
+    "floats": ({"kept_ids": KEPT.float()}, r"kept_ids \(B, T\) of integers, got \(2, 3\) torch\.float32"),
+    "another batch": ({"kept_ids": KEPT[:1]}, "kept_ids with 2 rows, got 1"),
+    "another batch of prefixes": ({"prefix_ids": IDS.repeat(2, 1)}, "prefix_ids with 2 rows, got 4"),
+    "a short mask": ({"context_mask": HOLE[:, 1:]}, r"context_mask \(2, 5\), got \(2, 4\)"),
+    "a mask of numbers": ({"context_mask": 2 * HOLE.long()}, "context_mask of True and False"),
+    "a hole": ({"context_mask": HOLE}, "context_mask with padding on the left only"),
+    "right-padded context": ({"context_mask": ragged(2, 5, side="right")}, "context_mask with padding on the left only"),
+    "left-padded kept tokens": ({"kept_mask": ragged(2, 3, side="left")}, "kept_mask with padding on the right only"),
+    "an empty row": ({"kept_mask": torch.tensor([[True] * 3, [False] * 3])}, "every row of kept_ids, row 1 has none"),
+    "an empty row of context": ({"context_mask": torch.tensor([[False] * 5, [True] * 5])}, "every row of context_ids, row 0 has none"),
+    "a mask alone": ({"prefix_mask": HOLE}, "prefix_mask alone"),
+    "no span": ({"absorbed": []}, "at least one absorbed span"),
+    "a span too long": ({"absorbed": [(3, 6)]}, r"within 5 columns, not empty and apart, got \[\(3, 6\)\]"),
+    "a span from -1": ({"absorbed": [(-1, 2)]}, "within 5 columns"),
+    "an empty span": ({"absorbed": [(2, 2)]}, "not empty"),
+    "a span backwards": ({"absorbed": [(3, 1)]}, "not empty"),
+    "overlapping spans": ({"absorbed": [(0, 3), (2, 4)]}, "apart"),
+    "a span of padding": ({"context_mask": ragged(2, 5, side="left"), "absorbed": [(0, 2), (3, 4)]}, "row 1 has only padding there"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_ARGUMENTS)
+def test_bad_arguments_of_compute(fault: str, llama_patcher: ContextPatcher) -> None:
+    arguments, message = BAD_ARGUMENTS[fault]
+    with pytest.raises(ValueError, match=message):
+        llama_patcher.compute(**{"context_ids": IDS, "kept_ids": KEPT} | arguments)
+
+
+def test_bad_arguments_of_generate(llama_patcher: ContextPatcher) -> None:
+    """When it is called, not at the first step."""
+    with pytest.raises(ValueError, match="padding on the left"):
+        llama_patcher.generate(IDS, context_mask=HOLE)
+    with pytest.raises(ValueError, match="at least one row and one token"):
+        llama_patcher.generate(IDS[:, :0])
+
+
+def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:
+    kept_mask = ragged(2, 3, side="right")
+    patch = llama_patcher.compute(IDS, KEPT, kept_mask=kept_mask)
+    other = KEPT.clone()
+    other[0, 1] += 1
+    for ids, options, message in (
+        (other, {}, r"kept tokens that the patch was computed for, \(2, 3\), got others"),
+        (KEPT[:, :2], {}, r"got others, \(2, 2\)"),
+        (KEPT[:1], {}, r"got others, \(1, 3\)"),
+        (KEPT, {"kept_mask": torch.ones(2, 3, dtype=torch.bool)}, "kept_mask that the patch was computed for"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llama_patcher.forward(ids, patch, **options)
+    other = KEPT.clone()
+    other[1, 1:] = 0  # padding may be anything
+    expected = llama_patcher.forward(KEPT, patch)
+    assert torch.equal(llama_patcher.forward(other, patch, kept_mask=kept_mask.long()), expected)
+
+
+def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
+    patch = llama_patcher.compute(IDS, KEPT)
+    for model in (small("llama", 7), small("llama", 0, torch.bfloat16), small("gemma3")):
+        with ContextPatcher(model) as other, pytest.raises(FingerprintMismatch, match="got one of LlamaForCausalLM"):
+            other.forward(KEPT, patch)
+    with pytest.raises(ValueError, match="a part of one"):
+        llama_patcher.forward(KEPT, dataclasses.replace(patch, layers=patch.layers[:2]))
+    part = patch.select(tokens=slice(1, 3))
+    with pytest.raises(ValueError, match="a part of one"):
+        llama_patcher.forward(part.kept_ids, part)
+    # computed on these weights, by another update: it is a change of weights like any other
+    with ContextPatcher(small("llama"), "direct") as direct:
+        assert metrics.linf(direct.forward(KEPT, patch), patch.logits).max() <= 1e-5
+
+
+def test_a_patch_of_another_tokenizer_is_not_applied() -> None:
+    from icl_patch.embedded.train import build_tokenizer
+
+    model, other = small("llama"), build_tokenizer()
+    other.add_tokens(["<another>"])
+    with ContextPatcher(model, tokenizer=build_tokenizer()) as patcher:
+        patch = patcher.compute(IDS, KEPT)
+        patcher.forward(KEPT, patch)
+    with ContextPatcher(model, tokenizer=other) as patcher, pytest.raises(FingerprintMismatch, match="tokenizer"):
+        patcher.forward(KEPT, patch)
+
+
+def refused(patcher: ContextPatcher, arguments: dict, message: str) -> None:
+    """The error names layer, row, token and condition; the model is as it was, and the patcher can go on."""
+    before = plain_logits(patcher.model)
+    with pytest.raises(ControllabilityError, match=message):
+        patcher.compute(**arguments)
+    assert torch.equal(plain_logits(patcher.model), before)
+    for module in patcher.model.modules():
+        assert "mode=off" in repr(module) or "mode=" not in module.extra_repr()
+
+
+@families
+@updates
+def test_z_is_zero(family: str, update: str) -> None:
+    """A token with an embedding of 0, alone: its residual stream is 0 without the context and is not with it."""
+    model = small(family)
+    model.get_input_embeddings().weight.data[5] = 0
+    kept = KEPT.clone()
+    kept[1, 0] = 5
+    with ContextPatcher(model, update) as patcher:
+        message = r"^model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0$"
+        refused(patcher, {"context_ids": IDS, "kept_ids": kept}, message)
+        works(patcher)
+        works(patcher, {"context_ids": IDS[:, :3], "kept_ids": kept, "prefix_ids": tokens(4, 2, 2)})  # now it attends to something
+
+
+@updates
+def test_the_token_is_named_by_its_place_among_the_kept_ones(update: str) -> None:
+    model = small("llama")
+    model.get_input_embeddings().weight.data[5] = 0
+    kept = KEPT.clone()
+    kept[1, 0] = 5
+    with ContextPatcher(model, update) as patcher:
+        refused(patcher, {"context_ids": IDS, "kept_ids": kept, "absorbed": [(0, 3), (3, 5)]}, "row 1, kept token 0")
+
+
+@updates
+def test_h_is_zero_for_some_tokens(update: str) -> None:
+    """A gate of ReLU that one direction of z closes: the first kept token in which it is closed is named."""
+    model = small("llama", hidden_act="relu")
+    ids = torch.cat([IDS, KEPT], 1)
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        mlp = model.model.layers[1].mlp
+        mlp.gate_proj.weight.copy_(torch.randn(1, 48, generator=torch.Generator().manual_seed(4)).expand(72, 48))
+        handle = mlp.gate_proj.register_forward_hook(lambda _module, _args, out: seen.append(out[:, 5:, 0]))
+        model(ids)
+        handle.remove()
+    row, token = (seen[0] < 0).nonzero()[0].tolist()
+    assert (row, token) > (0, 0)
+    with ContextPatcher(model, update) as patcher:
+        message = rf"^model\.layers\.1, row {row}, kept token {token}: the input h of mlp\.down_proj is 0$"
+        refused(patcher, {"context_ids": IDS, "kept_ids": KEPT}, message)
+
+
+@updates
+def test_h_is_zero_everywhere(update: str) -> None:
+    """In Gemma the direct update does not touch the output matrix; there it is the norm's input that is 0."""
+    model = small("gemma3")
+    model.model.layers[2].mlp.gate_proj.weight.data.zero_()
+    with ContextPatcher(model, update) as patcher:
+        condition = "post_feedforward_layernorm is 0 where delta is not" if update == "direct" else r"h of mlp\.down_proj is 0"
+        refused(patcher, case("span"), rf"^model\.layers\.2, row 0, kept token 0: the input (of )?{condition}$")
+
+
+@updates
+def test_a_dead_row_of_the_output_matrix(update: str) -> None:
+    """Its norm is 0: no scale can reach through it, which is all a direct update has; the others use the matrix."""
+    model = small("gemma3")
+    model.model.layers[1].mlp.down_proj.weight.data[11] = 0
+    with ContextPatcher(model, update) as patcher:
+        if update == "direct":
+            message = r"^model\.layers\.1, row 0, kept token 0: the input of post_feedforward_layernorm is 0 where delta is not$"
+            refused(patcher, case("span"), message)
+        else:
+            works(patcher, case("span"))
+
+
+@families
+@updates
+def test_nothing_is_refused_where_nothing_has_to_change(family: str, update: str) -> None:
+    """z = 0 and h = 0 do not matter in a block whose attention the context does not change."""
+    model = small(family)
+    layer = model.model.layers[0]
+    layer.mlp.gate_proj.weight.data.zero_()
+    layer.self_attn.o_proj.weight.data.zero_()
+    with ContextPatcher(model, update) as patcher:
+        works(patcher, case("span"))
+
+
+@families
+@updates
+def test_nan_stays_in_its_row(family: str, update: str, tmp_path: Any) -> None:
+    model = small(family, tie_word_embeddings=False)
+    inputs = case("prefix")
+    inputs |= {name: ids.clamp(max=95) for name, ids in inputs.items() if name.endswith("ids")}
+    poisoned = inputs | {"context_ids": inputs["context_ids"].clone()}
+    poisoned["context_ids"][1, -2] = 96
+    with ContextPatcher(model, update) as patcher:
+        model.get_input_embeddings().weight.data[96] = torch.nan
+        clean, patch = patcher.compute(**inputs), patcher.compute(**poisoned)
+        expected, logits = (patcher.forward(inputs["kept_ids"], which) for which in (clean, patch))
+    others = [0, 2]
+    assert patch.logits[1][patch.kept_mask[1]].isnan().all()
+    assert logits[1][patch.kept_mask[1]].isnan().all()
+    assert torch.equal(patch.logits[others], clean.logits[others])
+    assert torch.equal(logits[others], expected[others])
+    for layer, reference in zip(patch.layers, clean.layers, strict=True):
+        for name, factor in layer.items():
+            rows = slice(None) if name.endswith(".scale") else others
+            assert torch.equal(factor[rows], reference[name][rows])
+    if family == "gemma3" and update != "direct":
+        mask = patch.kept_mask[1]
+        assert (patch.report.status[:, 1][:, mask] == ops.InversionStatus.NONFINITE).all()
+        assert torch.equal(patch.report.status[:, others], clean.report.status[:, others])
+    with pytest.raises(PatchFormatError, match="finite"):
+        patch.save(tmp_path / "p.safetensors")
+
+
+def test_a_model_with_a_nan_can_be_attached_to() -> None:
+    """With tied embeddings every token has a NaN logit; the bits with swapped modules are the same all the same."""
+    model = build("llama-tied", 0, num_hidden_layers=2)
+    model.get_input_embeddings().weight.data[96] = torch.nan
+    ContextPatcher(model).detach()
