@@ -4,13 +4,17 @@ SOURCES := $(shell find icl_patch triton_kernels tools -type f ! -name '*.pyc' |
 RUN := build/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format train clean
+.PHONY: FORCE help demo test lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
 # a second call finds it newer than everything and does nothing
-$(RUN): requirements.txt pyproject.toml setup.py $(SOURCES)
+build/interpreter: FORCE
+	@mkdir -p build
+	@echo '$(PYTHON) $(CURDIR)' | cmp -s - $@ || echo '$(PYTHON) $(CURDIR)' >$@
+
+$(RUN): build/interpreter requirements.txt pyproject.toml setup.py $(SOURCES)
 	@sh tools/setup.sh "$(PYTHON)"
 
 demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof

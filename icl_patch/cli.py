@@ -7,9 +7,11 @@ change of weights can have), 2 bad usage, 130 interrupted.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from icl_patch import demo, embedded, report
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 from icl_patch.patch import UPDATES, ContextPatch
 from icl_patch.patcher import ContextPatcher
-from icl_patch.verify import MARS_PROMPT, encode_contexts, load_model, verify
+from icl_patch.verify import default_context, encode_contexts, load_model, verify
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -38,13 +40,21 @@ _DTYPES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ∞ must not cost the result
     options = _parser().parse_args(arguments)
     transformers_logging.disable_progress_bar()
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except (FingerprintMismatch, PatchFormatError, ControllabilityError) as error:
         print(f"icl-patch {options.command}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read stdout has seen enough; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, TypeError, OSError) as error:
         print(f"icl-patch {options.command}: {error}", file=sys.stderr)
         return 2
@@ -69,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_update(command)
     command.add_argument("--max-new-tokens", type=_positive, default=50, metavar="N", help="steps (default 50)")
     command.add_argument("--keep-last", type=int, default=0, metavar="N", help="tokens before the current one to keep as context")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)")
+    command.add_argument(
+        "--plot", type=_writable(".png", ".svg", ".pdf"), metavar="FILE", help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)"
+    )
 
     command = _command(commands, "generate", _generate, "generate with freshly patched weights at every token")
     _add_model(command)
@@ -83,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_update(command)
     command.add_argument("--kept", required=True, metavar="TEXT", help="the tokens that are to run without the context")
     command.add_argument("--prefix", metavar="TEXT", help="tokens before the context that stay")
-    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write (.safetensors)")
+    command.add_argument("--out", type=_writable(".safetensors"), required=True, metavar="FILE", help="file to write (.safetensors)")
 
     command = _command(commands, "inspect", _inspect, "read a patch file; with --model, check it and replay it")
     command.add_argument("file", type=Path, metavar="FILE")
@@ -102,7 +114,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", nargs="?", metavar="MODEL", help="local folder or hub id (default: the embedded model)")
     command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
     command.add_argument("--dtype", type=_dtype, metavar="DTYPE", help="fp32, bf16 or fp16 (default: as saved; embedded: fp32)")
-    command.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cpu)")
+    command.add_argument("--device", type=_device, metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cpu)")
     command.add_argument("--seed", type=int, default=0, help="of the random number generators (default 0)")
 
 
@@ -130,6 +142,29 @@ def _dtype(text: str) -> torch.dtype:
     return _DTYPES[text]
 
 
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, got {text!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _writable(*suffixes: str) -> Callable[[str], Path]:
+    """A path in a folder that is there, so that no result is lost to a mistyped name."""
+
+    def check(text: str) -> Path:
+        path = Path(text)
+        if path.suffix not in suffixes:
+            raise argparse.ArgumentTypeError(f"expected a file name ending in {', '.join(suffixes)}, got {text!r}")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"expected a folder that exists, got {str(path.parent)!r}")
+        return path
+
+    return check
+
+
 def _load(options: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     torch.manual_seed(options.seed)
     return load_model(options.model, None, options.dtype, options.device, options.revision)
@@ -140,16 +175,6 @@ def _context(options: argparse.Namespace) -> str | None:
         return str(options.context_file.read_text(encoding="utf-8"))
     context: str | None = options.context
     return context
-
-
-def _context_or_default(options: argparse.Namespace) -> str:
-    context = _context(options)
-    if context is not None:
-        return context
-    if options.model is not None:
-        return MARS_PROMPT
-    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
-    return prompt.context + prompt.question
 
 
 @contextmanager
@@ -170,7 +195,10 @@ def _print(options: argparse.Namespace, value: dict[str, Any], *renderables: Any
     if not console.is_terminal:
         console.width = 160  # a file has no width to fit
     for renderable in renderables:
-        console.print(renderable, markup=False)
+        if isinstance(renderable, str):
+            print(renderable)  # as it is: rich would fold it
+        else:
+            console.print(renderable)
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -179,13 +207,13 @@ def _verify(options: argparse.Namespace) -> int:
         result = verify(
             model,
             tokenizer,
-            context=_context_or_default(options),
+            context=_context(options),
             max_new_tokens=options.max_new_tokens,
             update=options.update,
             keep_last=options.keep_last,
             chat=options.chat,
             progress=progress,
-            name="embedded" if options.model is None else options.model,
+            name=options.model,
         )
     tokens = [str(tokenizer.decode([step.token_id])) for step in result.steps]
     if options.plot is not None:
@@ -219,7 +247,8 @@ def _demo(options: argparse.Namespace) -> int:
         "passed": all(entry.passed for entry in reports) and all(row.patched == row.with_context for row in rows),
         "report": [str(page), str(data), str(figure)],
     }
-    page.write_text("# icl-patch demo\n\n" + report.to_markdown(tables) + f"\n![L∞ and TVD per token]({figure.name})\n")
+    text = "# icl-patch demo\n\n" + report.to_markdown(tables) + f"\n![L∞ and TVD per token]({figure.name})\n"
+    page.write_text(text, encoding="utf-8")
     report.write_json(data, result)
     stable = next(entry for entry in reports if (entry.update, entry.dtype) == ("stable", "bfloat16"))
     report.plot(stable, [str(tokenizer.decode([step.token_id])) for step in stable.steps[: options.max_new_tokens]], figure)
@@ -242,7 +271,7 @@ def _shares(rows: list[demo.Answers]) -> Any:
 
 def _generate(options: argparse.Namespace) -> int:
     model, tokenizer = _load(options)
-    ids, mask = encode_contexts(tokenizer, [_context_or_default(options)], chat=options.chat)
+    ids, mask = encode_contexts(tokenizer, [_context(options) or default_context(model)], chat=options.chat)
     ends = model.generation_config.eos_token_id
     stop = set(ends if isinstance(ends, list) else [ends])
     token_ids: list[int] = []
@@ -254,7 +283,7 @@ def _generate(options: argparse.Namespace) -> int:
             if token_ids[-1] in stop:
                 break
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    _print(options, {"model": options.model or "embedded", "update": options.update, "token_ids": token_ids, "text": text}, text)
+    _print(options, {"model": str(model.config._name_or_path), "update": options.update, "token_ids": token_ids, "text": text}, text)
     return 0
 
 
@@ -296,7 +325,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace, patch: ContextPatch) -> list[str]:
     dtype = getattr(torch, patch.info.dtype.removeprefix("torch."))
-    model, tokenizer = load_model(None if options.model == "embedded" else options.model, dtype=dtype)
+    model, tokenizer = load_model(options.model, dtype=dtype)
     patch = ContextPatch.load(options.file, model, tokenizer)
     with ContextPatcher(model, patch.info.update, tokenizer=tokenizer) as patcher:
         logits = patcher.forward(patch.kept_ids, patch)

@@ -31,6 +31,7 @@ class History:
         ids, mask = streams.check_context(context_ids, context_mask)
         self._patcher = patcher
         self._sequences = streams.absorb_all_but_last(ids, mask)
+        patcher.check_vocabulary(self._sequences)
         with torch.no_grad():
             self._cache = patcher.prefill(self._sequences)
 

@@ -135,7 +135,8 @@ class ContextPatch:
 
         Any part can be measured and saved. It can be replayed if all layers are there and the tokens start at the first (each kept
         token attends to the ones before it), except that a direct patch of a scale writer, which divides by activations, must be
-        replayed whole: in other shapes they round differently.
+        replayed whole: in other shapes they round differently. An exact patch is bit-identical when it is replayed whole; a part of
+        one is right up to rounding.
 
         Raises:
             ValueError: nothing would be left.
@@ -337,6 +338,9 @@ def _token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
         group = read["kept_ids" if name in _TOKEN_TENSORS[:4] else "prefix_ids"]
         if tensor.shape != group.shape or len(tensor) != len(read["kept_ids"]):
             raise PatchFormatError(f"expected {name} {tuple(group.shape)}, got {tuple(tensor.shape)}")
+    for name, mask in (("kept_mask", read["kept_mask"]), ("prefix_mask", read["prefix_mask"].flip(1))):
+        if (mask.long().diff(dim=1) > 0).any() or not (mask.any(1).all() or mask.shape[1] == 0 or name == "prefix_mask"):
+            raise PatchFormatError(f"expected {name} with padding on the {'right' if name == 'kept_mask' else 'left'} only")
     if read["kept_ids"].numel() == 0:
         raise PatchFormatError(f"expected at least one kept token, got kept_ids {tuple(read['kept_ids'].shape)}")
     return read

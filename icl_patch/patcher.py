@@ -65,7 +65,7 @@ class ContextPatcher:
         if model.training and float(getattr(model.config, "attention_dropout", False)):
             raise ValueError("expected a model in eval mode, got one that is training with attention dropout")
         self.blocks: list[AttachedBlock] = []
-        self._fingerprint: str | None = None
+        self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
             probe = Probe(model)
             for block in blocks_of(model):
@@ -139,8 +139,16 @@ class ContextPatcher:
     @torch.no_grad()
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
+        self.check_vocabulary(sequences)
         cache = self.prefill(sequences, **model_inputs)
         return self.compute_from(cache, sequences)
+
+    def check_vocabulary(self, sequences: Sequences) -> None:
+        """Raises ValueError if an id is not one of the model's."""
+        size = int(self.model.config.vocab_size)
+        for ids in (sequences.head_ids, sequences.tail_ids):
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+                raise ValueError(f"expected ids from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}")
 
     @property
     def _closes(self) -> bool:
@@ -245,10 +253,12 @@ class ContextPatcher:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the weights that are patched, taken once, when it is first needed."""
-        if self._fingerprint is None:
-            self._fingerprint = patch_format.weight_fingerprint(self.model)
-        return self._fingerprint
+        """SHA-256 of the weights that are patched, taken when it is first needed and again after any of them has changed."""
+        parameters = [parameter for block in self.blocks for module in block.patched for parameter in module.parameters()]
+        state = [(parameter.data_ptr(), parameter._version, parameter.dtype) for parameter in parameters]
+        if self._fingerprint is None or self._fingerprint[0] != state:
+            self._fingerprint = (state, patch_format.weight_fingerprint(self.model))
+        return self._fingerprint[1]
 
     # -- replay
 

@@ -17,8 +17,7 @@ from icl_patch.errors import ControllabilityError
 from icl_patch.families import Block, Writer
 from icl_patch.modules import PatchedLinear, PatchedModule, PatchedRMSNorm, restore, swap
 
-Factors = dict[str, Tensor]
-"""The factors of one block by name, see :func:`icl_patch.patch.factor_names`."""
+Factors = dict[str, Tensor]  # of one block by name, see icl_patch.patch.factor_names
 
 
 @dataclass

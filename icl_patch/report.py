@@ -23,7 +23,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def format_value(value: Any) -> str:
-    """Shares as percentages are formatted by the caller; errors get two digits, exact zeros stay ``0``."""
+    """An error with two digits, an exact zero as ``0``, a truth as yes or no, anything else as it is."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -48,7 +48,8 @@ def verify_table(reports: Sequence[VerifyReport], title: str = "Replay without c
         "bit-identical",
         "L∞ max",
         "TVD max",
-        "null floor L∞",
+        "floor L∞",
+        "floor TVD",
         "reader error",
         "correction",
         "promise kept",
@@ -66,6 +67,7 @@ def verify_table(reports: Sequence[VerifyReport], title: str = "Replay without c
                 numbers["linf_max"],
                 numbers["tvd_max"],
                 report.null_floor["linf_max"],
+                report.null_floor["tvd_max"],
                 report.reader_error_max,
                 report.correction_max if report.update == "exact" else "-",
                 _verdict(report),
@@ -97,7 +99,7 @@ def to_markdown(tables: Sequence[Table]) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Write an object as readable JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def plot(report: VerifyReport, tokens: Sequence[str], path: Path) -> None:

@@ -178,6 +178,8 @@ class Sequences:
 
 
 def _as_batch(name: str, ids: Tensor, mask: Tensor | None, batch: int | None) -> tuple[Tensor, Tensor]:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"expected {name}_ids as a tensor, got {type(ids).__name__}")
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"expected {name}_ids (B, T) of integers, got {tuple(ids.shape)} {ids.dtype}")
     if batch is not None and ids.shape[0] != batch:

@@ -154,7 +154,7 @@ def verify(
     """Run the papers' protocol on a model and report how well the patched model without its context matches it.
 
     Args:
-        model: a model, a local folder or a hub id; by default the embedded model.
+        model: a model, a local folder or a hub id; by default (or as "embedded") the embedded model.
         tokenizer: by default the one at ``model``, when that is a path or an id.
         context: a prompt or several; by default the paper's Mars prompt (the embedded model: its first held-out prompt).
         max_new_tokens: steps; end-of-sequence is ignored, there are exactly as many.
@@ -172,10 +172,9 @@ def verify(
     """
     if max_new_tokens < 1 or keep_last < 0:
         raise ValueError(f"expected max_new_tokens ≥ 1 and keep_last ≥ 0, got {max_new_tokens} and {keep_last}")
-    is_embedded = model is None
     loaded, tokenizer = load_model(model, tokenizer, dtype, device)
     if context is None:
-        context = _first_held_out() if is_embedded else MARS_PROMPT
+        context = default_context(loaded)
     ids, mask = encode_contexts(tokenizer, [context] if isinstance(context, str) else list(context), chat=chat)
     ids, mask = ids.to(loaded.device), mask.to(loaded.device)
     if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
@@ -193,7 +192,7 @@ def verify(
             if progress is not None:
                 progress(number, max_new_tokens)
     return VerifyReport(
-        model=name or ("embedded" if is_embedded else getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__),
+        model=name or getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__,
         family=patcher.family.name,
         update=update,
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -218,13 +217,13 @@ def load_model(
     device: torch.device | str | None = None,
     revision: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode and its tokenizer, from an object, a local folder, a hub id, or (None) the embedded one.
+    """A model in eval mode and its tokenizer, from an object, a local folder, a hub id, or (None or "embedded") the embedded one.
 
     Raises:
         ValueError: a model object without a tokenizer.
         OSError: nothing can be loaded from the path or id.
     """
-    if model is None:
+    if model is None or model == "embedded":
         made, own = embedded.load(dtype or torch.float32, device or "cpu")
         return made, tokenizer or own
     if isinstance(model, (str, Path)):
@@ -263,7 +262,10 @@ def encode_contexts(tokenizer: PreTrainedTokenizerBase, contexts: Sequence[str],
     return ids, mask
 
 
-def _first_held_out() -> str:
+def default_context(model: PreTrainedModel) -> str:
+    """The paper's Mars prompt; for the embedded model, its first held-out prompt."""
+    if getattr(model.config, "_name_or_path", "") != "embedded":
+        return MARS_PROMPT
     prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
     return prompt.context + prompt.question
 

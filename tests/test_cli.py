@@ -1,6 +1,7 @@
 """The command line as a user meets it: what is printed where, files, exit status."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +107,6 @@ def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) ->
         (["verify", "--context", "a", "--keep-last", "9"], 2, "more than 10 tokens"),
         (["verify", "--chat"], 2, "chat template"),
         (["inspect", __file__], 1, "safetensors"),
-        (["extract", "--context", "abc", "--kept", "d", "--out", "/nowhere/x.safetensors"], 2, "/nowhere"),
     ],
 )
 def test_errors_are_one_line_on_stderr(capsys: pytest.CaptureFixture, arguments: list[str], status: int, message: str) -> None:
@@ -117,7 +117,21 @@ def test_errors_are_one_line_on_stderr(capsys: pytest.CaptureFixture, arguments:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["verify", "--dtype", "int3"], ["verify", "--max-new-tokens", "0"], ["extract"]])
+BAD_USAGE = {
+    "nothing": [],
+    "unknown command": ["dance"],
+    "dtype": ["verify", "--dtype", "int3"],
+    "number": ["verify", "--max-new-tokens", "0"],
+    "required": ["extract"],
+    "device": ["verify", "--device", "banana"],
+    "absent device": ["verify", "--device", "cuda:99"],
+    "plot suffix": ["verify", "--plot", "figure.xyz"],
+    "plot folder": ["verify", "--plot", "/nowhere/figure.png"],
+    "patch folder": ["extract", "--context", "abc", "--kept", "d", "--out", "/nowhere/x.safetensors"],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_USAGE.values(), ids=BAD_USAGE)
 def test_bad_usage_exits_with_2(capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
@@ -154,3 +168,13 @@ def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -
 def test_the_module_runs_as_a_command() -> None:
     done = subprocess.run([sys.executable, "-P", "-m", "icl_patch", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("icl-patch ")
+
+
+def test_output_survives_a_terminal_without_unicode() -> None:
+    """And a reader that closes the pipe early is no error."""
+    command = [sys.executable, "-P", "-m", "icl_patch", "verify", "--max-new-tokens", "2"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "token match" in done.stdout
+    piped = subprocess.run(["sh", "-c", f"'{sys.executable}' -P -m icl_patch verify --max-new-tokens 2 --json | true"], capture_output=True)
+    assert b"Errno" not in piped.stderr

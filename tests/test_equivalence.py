@@ -1,7 +1,6 @@
 """The main claim, on random models: a replay without the context gives what the model gives with it."""
 
 import dataclasses
-import weakref
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from transformers import DynamicCache
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics, streams
 from icl_patch.families import family_of
+from icl_patch.generation import History
 from icl_patch.recording import BlockTape, observe
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -153,29 +153,46 @@ def test_the_context_matters(family: str) -> None:
     assert metrics.linf(alone, reference)[inputs["kept_mask"]].median() > 0.1
 
 
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replay_has_no_access_to_the_context(family: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cache that computing made is overwritten with NaN, or gone, before the replay; the bits are the same."""
-    made: list[weakref.ref] = []
+def test_replay_has_no_access_to_the_context(family: str, update: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cache that computing made is kept alive here and overwritten with NaN before the replay; the bits are the same."""
+    made: list[DynamicCache] = []
     new_cache = streams.new_cache
 
-    def tracked(model: torch.nn.Module) -> DynamicCache:
-        cache = new_cache(model)
-        made.append(weakref.ref(cache))
-        return cache
+    def kept_alive(model: torch.nn.Module) -> DynamicCache:
+        made.append(new_cache(model))
+        return made[-1]
 
-    model, inputs = build(family, 4, torch.bfloat16), case("span", 4)
+    model, inputs = build(family, 4, dtype), case("span", 4)
     with ContextPatcher(model, update) as patcher:
-        monkeypatch.setattr(streams, "new_cache", tracked)
+        before = replayed(patcher, patcher.compute(**inputs))
+        monkeypatch.setattr(streams, "new_cache", kept_alive)
         patch = patcher.compute(**inputs)
-        before = replayed(patcher, patch)
-        assert made
-        for cache in filter(None, (reference() for reference in made)):
-            for layer in cache.layers:
-                layer.keys.fill_(torch.nan)
-                layer.values.fill_(torch.nan)
+        poison(made)
         assert torch.equal(replayed(patcher, patch), before)
+
+
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_in_a_growing_history_has_no_access_to_it(family: str, update: str) -> None:
+    """The same where the cache lives on: in generation and in verify, between a step and its replay."""
+    ids = case("span", 4)["context_ids"]
+    with ContextPatcher(build(family, 4), update) as patcher:
+        whole, poisoned = History(patcher, ids, None), History(patcher, ids, None)
+        before = replayed(patcher, whole.step().patch)
+        patch = poisoned.step().patch
+        poison([poisoned._cache])
+        assert torch.equal(replayed(patcher, patch), before)
+
+
+def poison(caches: list[DynamicCache]) -> None:
+    layers = [layer for cache in caches for layer in cache.layers if layer.is_initialized]
+    assert layers
+    for layer in layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
 
 
 def test_a_long_window_context_is_masked_by_position() -> None:

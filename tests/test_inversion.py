@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from mpmath import mp, mpf
 from numeric import FLOATING, ULP, check_refused, every_dtype, normal, same_bits, seeded
 from rows import RADII, ROWS, rows_of, signs, some, uniform
 from torch import Tensor
 
 from icl_patch import ops, reference
 from icl_patch.ops import InversionStatus as Status
+
+mpmath = pytest.importorskip("mpmath")
+mp, mpf = mpmath.mp, mpmath.mpf
 
 
 @dataclass

@@ -71,17 +71,28 @@ def test_kernels_are_not_importable_under_the_name_of_another_package() -> None:
 
 def test_one_version_everywhere(wheel: Path) -> None:
     assert wheel.name.startswith(f"icl_patch-{icl_patch.__version__}-")
-    assert f"## [{icl_patch.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert f"## [{icl_patch.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_runs() -> None:
+    """Its Python block as it stands gives what its comment says; nothing is left to be filled in."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert "@@" not in text
+    [block] = re.findall(r"```python\n(.*?)```", text, re.S)
+    script = block + "print(tokenizer.decode(logits[0, -1].argmax()))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "f\n"
+    assert "The next token is f" in block
 
 
 def test_importing_touches_no_device() -> None:
-    script = "import icl_patch, torch; assert not torch.cuda.is_initialized()"
+    script = "import torch; torch.cuda._lazy_init = torch.cuda.init = lambda: exit('a device was touched'); import icl_patch.cli"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_dependencies_are_the_ones_that_are_imported() -> None:
     """Nothing that is imported comes only by way of another package."""
-    text = "\n".join(file.read_text() for file in (REPOSITORY / "icl_patch").rglob("*.py"))
+    text = "\n".join(file.read_text(encoding="utf-8") for file in (REPOSITORY / "icl_patch").rglob("*.py"))
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M)) - {"icl_patch"} - set(sys.stdlib_module_names)
     declared = {re.match(r"[\w-]+", requirement).group() for requirement in importlib.metadata.requires("icl-patch") or []}
     assert imported <= declared | {"tokenizers"}  # a hard requirement of transformers, used by the training script only

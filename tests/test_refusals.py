@@ -1,6 +1,7 @@
 """What a patcher refuses, and that everything still works afterwards."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from icl_patch import (
+    ContextPatch,
     ContextPatcher,
     ControllabilityError,
     FingerprintMismatch,
@@ -369,3 +371,25 @@ def test_a_model_with_a_nan_can_be_attached_to() -> None:
     model = build("llama-tied", 0, num_hidden_layers=2)
     model.get_input_embeddings().weight.data[96] = torch.nan
     ContextPatcher(model).detach()
+
+
+def test_ids_beyond_the_vocabulary(llama_patcher: ContextPatcher) -> None:
+    with pytest.raises(ValueError, match=r"expected ids from 0 to 96, got \d+ to 97"):
+        llama_patcher.compute(torch.full_like(IDS, 97), KEPT)
+    with pytest.raises(ValueError, match=r"expected ids from 0 to 96, got -1 to"):
+        llama_patcher.generate(torch.where(IDS[0, 0] == IDS, -1, IDS))
+    with pytest.raises(TypeError, match="expected context_ids as a tensor, got list"):
+        llama_patcher.compute([[1, 2]], KEPT)
+
+
+def test_weights_that_change_while_attached(tmp_path: Path) -> None:
+    """An older patch is refused, and a new one is saved under the new weights' hash."""
+    model = small("llama")
+    with ContextPatcher(model) as patcher:
+        old = patcher.compute(IDS, KEPT)
+        with torch.no_grad():
+            model.get_submodule("model.layers.0.mlp.down_proj").weight.mul_(1.5)
+        with pytest.raises(FingerprintMismatch):
+            patcher.forward(KEPT, old)
+        patcher.compute(IDS, KEPT).save(tmp_path / "new.safetensors")
+        ContextPatch.load(tmp_path / "new.safetensors", model)

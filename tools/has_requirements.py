@@ -1,4 +1,4 @@
-"""Exit 0 if this interpreter has what the package and its tests need, in versions that will do; else 1."""
+"""Exit 0 if this interpreter has what the package and its tests cannot do without, in versions that will do; else say what it lacks."""
 
 import re
 import sys
@@ -21,6 +21,9 @@ def satisfied(requirement: str) -> bool:
         return False
 
 
-project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-needed = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["test"] + project["build-system"]["requires"]
-sys.exit(not all(satisfied(requirement) for requirement in needed))
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+needed = [*project["project"]["dependencies"], "pytest>=8", *project["build-system"]["requires"]]
+lacking = [requirement for requirement in needed if not satisfied(requirement)]
+if lacking:
+    print(f"setup: {sys.executable} lacks {', '.join(lacking)}", file=sys.stderr)
+sys.exit(bool(lacking))

@@ -19,4 +19,5 @@ MODEL_DIR = Path(__file__).parent / "model"
 def load(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The embedded model, in eval mode, and its tokenizer (one token a byte)."""
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype)
+    model.config._name_or_path = "embedded"  # not where it happens to be installed
     return model.to(device).eval(), AutoTokenizer.from_pretrained(MODEL_DIR)

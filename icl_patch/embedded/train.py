@@ -1,8 +1,8 @@
 """Train the embedded model from nothing: ``python -m icl_patch.embedded.train OUT_DIR`` (less than half an hour on one CPU core).
 
 The seed fixes the initial weights, the documents and their order; two runs on one machine give the same file. The model is a small
-small Gemma 3 over bytes; its sliding window of 32 is shorter than most few-shot prompts. After training, the held-out prompts are scored with and
-without their context and the result is written to ``OUT_DIR/scores.json`` beside the model.
+Gemma 3 over bytes; its sliding window of 32 is shorter than most few-shot prompts. After training, the held-out prompts are scored with
+and without their context and the result is written to ``OUT_DIR/scores.json`` beside the model.
 """
 
 import argparse
