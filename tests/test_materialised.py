@@ -11,10 +11,11 @@ import torch
 from models import build, tokens
 from safetensors.torch import load_file
 
-from icl_patch import ContextPatcher, metrics
+from icl_patch import ContextPatcher, embedded, metrics
 
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 CASES = {
+    ("embedded", "stable"): {},
     # it divides by activations: eight layers of that magnify the rounding of a matrix that is built by a factor of 1e5
     ("gemma3", "direct"): TWO_LAYERS,
     ("gemma3", "stable"): {},
@@ -24,14 +25,23 @@ CASES = {
 Logits = dict[str, torch.Tensor]
 
 
+def case_of(family: str, changes: dict) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A model, a context and one kept token."""
+    if family != "embedded":
+        return build(family, **changes), tokens(0, 1, 9), tokens(1, 1, 1)
+    model, tokenizer = embedded.load()
+    prompt = embedded.held_out_prompts("recall", 1)[0]
+    ids = tokenizer(prompt.context + prompt.question, return_tensors="pt").input_ids
+    return model, ids[:, :-1], ids[:, -1:]
+
+
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, str], Logits], list[str]]:
     """For every case the logits ``reference`` (with the context), ``patched`` and ``bare``; and the modules the one subprocess imported."""
     folders, references = {}, {}
     for (family, update), changes in CASES.items():
         folder = folders[family, update] = tmp_path_factory.mktemp(f"{family}-{update}")
-        model = build(family, **changes)
-        context, kept = tokens(0, 1, 9), tokens(1, 1, 1)
+        model, context, kept = case_of(family, changes)
         with torch.no_grad():
             references[family, update] = model(torch.cat([context, kept], 1)).logits[:, -1:]
         with ContextPatcher(model, update) as patcher:
