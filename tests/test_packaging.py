@@ -81,8 +81,8 @@ def test_the_readme_runs() -> None:
     [block] = re.findall(r"```python\n(.*?)```", text, re.S)
     script = block + "print(tokenizer.decode(logits[0, -1].argmax()))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "f\n"
-    assert "The next token is f" in block
+    assert done.stdout == "F\n"
+    assert "The next token is F" in block
 
 
 def test_importing_touches_no_device() -> None:
