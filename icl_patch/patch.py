@@ -241,7 +241,7 @@ class ContextPatch:
         layers = _layers(tensors, info, header["layers"], token_tensors["kept_ids"].shape)
         patch = cls(info=info, layers=layers, layer_indices=tuple(header["layers"]), **token_tensors)
         if tokenizer is not None:
-            patch.check_tokenizer(tokenizer)
+            patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
         if model is not None:
             patch.check_model(model)
             if info.replayable:
@@ -249,9 +249,9 @@ class ContextPatch:
             patch = patch.to(model.device)
         return patch
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises FingerprintMismatch if the patch was computed with another tokenizer, as far as it knows."""
-        if self.info.tokenizer not in (None, tokenizer_fingerprint(tokenizer)):
+    def check_tokenizer(self, fingerprint: str) -> None:
+        """Raises FingerprintMismatch if the patch was computed with another tokenizer than that of the hash, as far as it knows."""
+        if self.info.tokenizer not in (None, fingerprint):
             raise FingerprintMismatch("expected a patch of ids of the given tokenizer, got one that was computed with another")
 
     def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:

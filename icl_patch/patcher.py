@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +245,7 @@ class ContextPatcher:
             model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
             revision=getattr(config, "_commit_hash", None),
             fingerprint=self.fingerprint,
-            tokenizer=None if self.tokenizer is None else patch_format.tokenizer_fingerprint(self.tokenizer),
+            tokenizer=self.tokenizer_fingerprint,
             family=self.family.name,
             update=self.update,
             dtype=str(self.model.dtype),
@@ -259,6 +260,11 @@ class ContextPatcher:
         if self._fingerprint is None or self._fingerprint[0] != state:
             self._fingerprint = (state, patch_format.weight_fingerprint(self.model))
         return self._fingerprint[1]
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str | None:
+        """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
+        return None if self.tokenizer is None else patch_format.tokenizer_fingerprint(self.tokenizer)
 
     # -- replay
 
@@ -282,8 +288,8 @@ class ContextPatcher:
         """
         self.require_attached()
         patch.check_model(self.model, self.fingerprint)
-        if self.tokenizer is not None:
-            patch.check_tokenizer(self.tokenizer)
+        if self.tokenizer_fingerprint is not None:
+            patch.check_tokenizer(self.tokenizer_fingerprint)
         if not patch.info.replayable or len(patch.layers) != len(self.blocks):
             raise ValueError("expected a patch with all its layers and its first tokens, got a part of one")
         if kept_mask is not None and not torch.equal(kept_mask.bool(), patch.kept_mask):
