@@ -93,7 +93,7 @@ def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Closed:
-    """An exact writer's factor (fp64), its output, and per row: elements that miss the target, size of the correction."""
+    """An exact writer's factor (fp64), and per row: elements that miss the target, size of the correction."""
 
     factor: Tensor  # (M, d): u of a weight writer, m' of a scale writer
     misses: Tensor  # (M,) int64

@@ -23,9 +23,9 @@ class KindScore:
     chance: float
 
 
-def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, bos: bool = True) -> tuple[Tensor, Tensor]:
+def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Texts as left-padded ids and mask, (B, T) int64 and bool."""
-    encoded = tokenizer(list(texts), return_tensors="pt", padding=True, add_special_tokens=bos, padding_side="left")
+    encoded = tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
     return encoded["input_ids"], encoded["attention_mask"].bool()
 
 
