@@ -1,23 +1,25 @@
 """The typed face of every op: what a kernel can do better than a line of torch is reached through here and nowhere else.
 
-Each function checks its arguments, names what was expected and what came, and hands over to an implementation. In this version all of
-them are the plain torch of :mod:`icl_patch.reference`, on any device.
+Each function checks its arguments, names what was expected and what came, and hands over to an implementation: the native library
+where it serves the device (:func:`icl_patch.native.serves`), else the plain torch of :mod:`icl_patch.reference`.
 """
 
 import torch
 from torch import Tensor
 
-from icl_patch import reference
-from icl_patch.reference import InversionStatus, RMSNormInverse
+from icl_patch import native, reference
+from icl_patch.reference import InversionStatus, RMSNormInverse, StableScale
 
 __all__ = [
     "InversionStatus",
     "RMSNormInverse",
+    "StableScale",
     "add_low_rank",
     "invert_rmsnorm",
     "patched_linear",
     "read_direction",
     "rms_normalize",
+    "stable_scale",
 ]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -122,16 +124,18 @@ def invert_rmsnorm(
     ``m'_k = (m_k² - μ)/m_k``, so that ``m' ⊙ Norm(x) = g``.
 
     Args:
-        target: g, (B, n) of any float dtype. All arithmetic is fp64.
+        target: g, (B, n) of any float dtype and strides. All arithmetic is fp64.
         scale: m, (n,) or (B, n).
         rms: C, (B,).
         eps: the norm's.
         fallback: (B, n), the direction for the coordinates at ``min m²`` when the secular equation has no root; usually the vector
             that is inverted for.
-        method: ``"newton"`` (on ``1/‖y‖``) or ``"bisection"`` (64 geometric steps).
+        method: ``"newton"`` (natively the two-point Gauss model of ``csrc/rmsnorm_inverse.h``, which takes about half as many
+            evaluations; Newton on ``1/‖y‖`` in plain torch) or ``"bisection"`` (64 geometric steps).
 
     Returns:
-        RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row of bad input has its status and leaves the others alone.
+        RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row of bad input has its status and leaves the others alone; a
+        row's bits depend on nothing but the row. Not differentiable.
 
     Raises:
         TypeError: a dtype is not floating.
@@ -141,20 +145,52 @@ def invert_rmsnorm(
     """
     _check_matrix("target", target)
     batch, n = target.shape
-    if n == 0:
-        raise ValueError("expected target (B, n) with n ≥ 1, got n = 0")
-    if scale.shape not in ((n,), (batch, n)):
-        raise ValueError(f"expected scale ({n},) or ({batch}, {n}), got {tuple(scale.shape)}")
+    _check_rows("target", target, scale, eps, method)
     if rms.shape != (batch,):
         raise ValueError(f"expected rms ({batch},), got {tuple(rms.shape)}")
     if fallback is not None and fallback.shape != target.shape:
         raise ValueError(f"expected fallback {tuple(target.shape)}, got {tuple(fallback.shape)}")
     _check_floats(target=target, scale=scale, rms=rms, **({} if fallback is None else {"fallback": fallback}))
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"expected a finite eps ≥ 0, got {eps}")
-    if method not in _METHODS:
-        raise ValueError(f"expected method {' or '.join(map(repr, _METHODS))}, got {method!r}")
-    return reference.invert_rmsnorm(target, scale, rms, eps, fallback, method)
+    if not native.serves(target.device.type):
+        return reference.invert_rmsnorm(target, scale, rms, eps, fallback, method)
+    hidden, shift, new_scale, status, evaluations = torch.ops.icl_patch.invert_rmsnorm(
+        target, scale, rms, eps, fallback, method == "bisection"
+    )
+    return RMSNormInverse(hidden, shift, new_scale, status, evaluations)
+
+
+def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0, method: str = "newton") -> StableScale:
+    """All of the stable update of ``m ⊙ Norm(h)`` in one launch: ``h_target - h`` and ``m'`` with ``m' ⊙ Norm(h_target) = g``.
+
+    ``g = delta + m ⊙ Norm(h)``; ``h_target`` is :func:`invert_rmsnorm` of g at the RMS of h, with h for a fallback and with the zeros
+    of m moved to ``0.25 max(rms m, rms g)``, so that no coordinate is out of reach (:func:`icl_patch.reference.floor_scale`); ``m'``
+    takes the rest, ``m - μ ⊘ m``. A row whose delta is 0 is left as it is.
+
+    Args:
+        delta: (M, d) of any float dtype and strides. All arithmetic is fp64.
+        scale: m, (d,) or (M, d).
+        hidden_down: h, (M, d). A row of zeros has no RMS to keep and gets ``h_target`` of RMS 1.
+        eps: the norm's.
+        method: as for :func:`invert_rmsnorm`.
+
+    Returns:
+        StableScale(u, shift, new_scale, status, evaluations), ``u = h_target - h`` rounded once. Not differentiable.
+
+    Raises:
+        TypeError: a dtype is not floating.
+        ValueError: a shape, a device, ``eps`` or ``method`` does not fit.
+
+    Source: Goldwaser et al. (2025), Appendix B, with ``Δm = r ⊘ h_norm`` in closed form.
+    """
+    _check_matrix("delta", delta)
+    _check_rows("delta", delta, scale, eps, method)
+    if hidden_down.shape != delta.shape:
+        raise ValueError(f"expected hidden_down {tuple(delta.shape)}, got {tuple(hidden_down.shape)}")
+    _check_floats(delta=delta, scale=scale, hidden_down=hidden_down)
+    if not native.serves(delta.device.type):
+        return reference.stable_scale(delta, scale, hidden_down, eps, method)
+    u, shift, new_scale, status, evaluations = torch.ops.icl_patch.stable_scale(delta, scale, hidden_down, eps, method == "bisection")
+    return StableScale(u, shift, new_scale, status, evaluations)
 
 
 def _check_floats(**tensors: Tensor) -> None:
@@ -170,6 +206,19 @@ def _check_matrix(name: str, tensor: Tensor) -> None:
     if tensor.dim() != 2:
         raise ValueError(f"expected {name} with 2 dimensions, got {tuple(tensor.shape)}")
     _check_floats(**{name: tensor})
+
+
+def _check_rows(name: str, rows: Tensor, scale: Tensor, eps: float, method: str) -> None:
+    """What the inversions share: rows (B, n), the norm's scale and eps."""
+    batch, n = rows.shape
+    if n == 0:
+        raise ValueError(f"expected {name} (B, n) with n ≥ 1, got n = 0")
+    if scale.shape not in ((n,), (batch, n)):
+        raise ValueError(f"expected scale ({n},) or ({batch}, {n}), got {tuple(scale.shape)}")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"expected a finite eps ≥ 0, got {eps}")
+    if method not in _METHODS:
+        raise ValueError(f"expected method {' or '.join(map(repr, _METHODS))}, got {method!r}")
 
 
 def _check_patched_linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The ops in plain torch: the specification, and for now the implementation.
+"""The ops in plain torch: the specification, and the implementation where there is no kernel.
 
 Nothing here loops over rows or blocks, and everything runs in fp64 when given fp64.
 """
@@ -35,6 +35,21 @@ class RMSNormInverse:
     """
 
     hidden: Tensor
+    shift: Tensor
+    new_scale: Tensor
+    status: Tensor
+    evaluations: Tensor
+
+
+@dataclass(frozen=True)
+class StableScale:
+    """Result of :func:`icl_patch.ops.stable_scale` for ``M`` rows of ``d`` coordinates.
+
+    u: (M, d) fp32 (fp64 where an input is), ``h_target - h_down``; shift: (M,) fp64; new_scale: (M, d) fp64; status: (M,) int8, an
+    :class:`InversionStatus`; evaluations: (M,) int32.
+    """
+
+    u: Tensor
     shift: Tensor
     new_scale: Tensor
     status: Tensor
@@ -168,7 +183,7 @@ def _newton(problem: _Secular) -> tuple[Tensor, Tensor, Tensor]:
 def _bisection(problem: _Secular) -> tuple[Tensor, Tensor, Tensor]:
     """A fixed number of geometric bisection steps inside the closed-form bracket; same results as :func:`_newton`."""
     hi = problem.hi.clone()
-    lo = torch.maximum(problem.lo, hi * 2.0**-900)
+    lo = torch.maximum(problem.lo, (hi * 2.0**-900).clamp(min=torch.finfo(hi.dtype).tiny))
     for _ in range(BISECTION_STEPS):
         s = lo.sqrt() * hi.sqrt()
         left = problem.sums(torch.where(problem.hard, 1.0, s))[0] > problem.target
@@ -243,4 +258,40 @@ def invert_rmsnorm(
 def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
     """(B, 1) powers of two that keep the squares and cubes of fp64 data in range; 1 for data in the range of fp32, whose are."""
     exponent = torch.frexp(torch.maximum(m.abs(), g.abs()).amax(1, keepdim=True)).exponent
-    return torch.ldexp(torch.ones_like(m[:, :1]), torch.where(exponent.abs() > 160, -exponent, 0))
+    return torch.ldexp(torch.ones_like(m[:, :1]), torch.where(exponent.abs() > 160, -exponent.clamp(min=-1000), 0))
+
+
+# A scale below this share of the row's RMS counts as zero: dividing by it costs more digits than fp32 has left.
+_SCALE_IS_ZERO = 2.0**-12
+_SCALE_FLOOR = 0.25
+
+
+def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
+    """The scale that the stable update inverts for, (M, d): coordinates that are zero get ``0.25 max(rms m, rms g)``.
+
+    Through ``m_k = 0`` nothing can reach ``g_k``. The update is free to choose any ``m'``, so it inverts for a floored scale instead;
+    ``m'_k y_k = g_k`` then holds for every k, and coordinates that were not zero are inverted for as they are.
+    """
+    m = scale.double().expand(target.shape[0], -1)
+    rms_m = m.square().mean(1, keepdim=True).sqrt()
+    rms_g = target.double().square().mean(1, keepdim=True).sqrt()
+    return torch.where(m.abs() <= _SCALE_IS_ZERO * rms_m, _SCALE_FLOOR * torch.maximum(rms_m, rms_g), m)
+
+
+def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float, method: str = "newton") -> StableScale:
+    """Appendix B for a batch of rows, in fp64; see :func:`icl_patch.ops.stable_scale`."""
+    h, m = hidden_down.double(), scale.double().expand(delta.shape)
+    mean = h.square().mean(-1, keepdim=True)
+    rms = torch.where(mean > 0, mean.sqrt(), 1.0).squeeze(-1)  # h_down = 0 has no RMS to keep; the norm of h_target is free
+    target = delta.double() + m * (h * torch.where(mean + eps > 0, (mean + eps).rsqrt(), 0.0))
+    inverse = invert_rmsnorm(target, floor_scale(scale, target), rms, eps, h, method)
+    unchanged = (delta == 0).all(-1)
+    nothing = unchanged | (inverse.status == InversionStatus.BAD_RADIUS)
+    dtype = torch.float64 if torch.float64 in (delta.dtype, scale.dtype, hidden_down.dtype) else torch.float32
+    return StableScale(
+        u=(inverse.hidden - h).masked_fill(nothing.unsqueeze(1), 0).to(dtype),
+        shift=inverse.shift.masked_fill(unchanged, 0),
+        new_scale=torch.where(nothing.unsqueeze(1), m, inverse.new_scale),
+        status=inverse.status.masked_fill(unchanged, int(InversionStatus.EASY)),
+        evaluations=inverse.evaluations.masked_fill(unchanged, 0),
+    )

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from icl_patch import ops
+from icl_patch.ops import StableScale
 
-# A scale below this share of the row's RMS counts as zero: dividing by it costs more digits than fp32 has left.
-_SCALE_IS_ZERO = 2.0**-12
-_SCALE_FLOOR = 0.25
 # A sum below this share of the residual is the rounding error of an exact zero.
 _SUM_IS_ZERO = 2.0**-40
 
@@ -38,48 +36,12 @@ def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
     return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
 
 
-@dataclass(frozen=True)
-class StableScale:
-    """The stable update of a scale writer: ``u`` (M, d) for the output matrix, ``new_scale`` (M, d) fp64, solver ``status`` (M,)."""
-
-    u: Tensor
-    new_scale: Tensor
-    status: Tensor
-
-
-def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
-    """The scale that the inversion is given, (M, d): coordinates that are zero get ``0.25 max(rms m, rms g)``.
-
-    Through ``m_k = 0`` nothing can reach ``g_k``. The update is free to choose any ``m'``, so it inverts for a floored scale instead;
-    ``m'_k y_k = g_k`` then holds for every k, and coordinates that were not zero are inverted for as they are.
-    """
-    m = scale.double().expand(target.shape[0], -1)
-    rms_m = m.square().mean(1, keepdim=True).sqrt()
-    rms_g = target.double().square().mean(1, keepdim=True).sqrt()
-    return torch.where(m.abs() <= _SCALE_IS_ZERO * rms_m, _SCALE_FLOOR * torch.maximum(rms_m, rms_g), m)
-
-
 def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) -> StableScale:
-    """Invert RMSNorm for ``g = delta + m ⊙ Norm(h_down)`` at the RMS of ``h_down``; the output matrix takes ``h_target - h_down``.
+    """The stable update of a scale writer: ``u`` for the output matrix, ``m'`` for the scale; no activation is divided by.
 
-    The scale takes the rest, ``m' = m - μ ⊘ m``: no activation is divided by. Where delta is 0 nothing changes.
-
-    Args:
-        delta: (M, d). hidden_down: (M, d), the output matrix's output. scale: (d,), the norm's. eps: the norm's.
-
-    Source: Goldwaser et al. (2025), Appendix B, with ``Δm = r ⊘ h_norm`` in closed form.
+    :func:`icl_patch.ops.stable_scale` says how. Source: Goldwaser et al. (2025), Appendix B.
     """
-    h = hidden_down.to(torch.promote_types(hidden_down.dtype, torch.float32))
-    target = delta + scale * ops.rms_normalize(h, eps)
-    rms = h.double().square().mean(-1).sqrt()
-    rms = torch.where(rms > 0, rms, 1.0)  # h_down = 0 has no RMS to keep; the norm of h_target is free
-    inverse = ops.invert_rmsnorm(target, floor_scale(scale, target), rms, eps, fallback=h)
-    unchanged = (delta == 0).all(-1)
-    return StableScale(
-        u=torch.where(unchanged.unsqueeze(1), 0, inverse.hidden - h),
-        new_scale=torch.where(unchanged.unsqueeze(1), scale.double(), inverse.new_scale),
-        status=torch.where(unchanged, int(ops.InversionStatus.EASY), inverse.status),
-    )
+    return ops.stable_scale(delta, scale, hidden_down, eps)
 
 
 def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:

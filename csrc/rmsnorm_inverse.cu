@@ -1,0 +1,272 @@
+// The CUDA driver of the RMSNorm inversion: a block for a row. The row comes from memory once. What every evaluation sums, e and p
+// in fp64, stays in registers up to 4,096 coordinates, then in shared memory while it fits (10,000 on sm_80, 14,000 on sm_90);
+// longer rows are read again at every evaluation, from L2 as a rule.
+#include <cuda_runtime.h>
+
+#include "rmsnorm_inverse.h"
+#include "rmsnorm_inverse_cuda.h"
+
+namespace icl_patch::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kMaxWarps = 32;
+constexpr int kMaxValues = 5;  // of the structs that are summed
+constexpr int kBatch = 4;      // coordinates a thread reads before it uses the first
+
+enum class Keep { kRegisters, kShared, kNothing };
+
+template <class S>
+__device__ __forceinline__ S shuffled(const S& x, int distance) {
+  S other;
+  const double* from = reinterpret_cast<const double*>(&x);
+  double* to = reinterpret_cast<double*>(&other);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(S) / sizeof(double)); ++i) to[i] = __shfl_xor_sync(0xffffffffu, from[i], distance);
+  return other;
+}
+
+template <class S>
+__device__ __forceinline__ S across_warp(S x) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance; distance /= 2) x.merge(shuffled(x, distance));
+  return x;
+}
+
+struct Exchange {
+  double values[kMaxWarps * kMaxValues];
+};
+
+template <int kThreads, int kItems, Keep kKeep, bool kUpdate>
+class BlockRow {
+ public:
+  using Value = double;
+
+  __device__ BlockRow(const Inversion& call, int64_t b, Exchange& exchange, double* shared)
+      : call_(call), b_(b), exchange_(exchange), shared_(shared) {}
+
+  __device__ bool is_double() const { return call_.hidden_is_double; }
+  __device__ void scale(double power) { power_ = power; }
+  __device__ void form(const Update& update) { update_ = update; }
+
+  struct Inputs {
+    double scale, other, fallback;  // other: target, or delta
+  };
+
+  // A coordinate of a survey.
+  struct At {
+    const BlockRow& row;
+    int64_t k;
+    Inputs x;
+
+    __device__ double scale() const { return x.scale; }
+    __device__ double delta() const { return x.other; }
+    __device__ double fallback() const { return kUpdate ? x.fallback : row.call_.fallback.data ? row.call_.fallback.at(row.b_, k) : 0; }
+    __device__ double index() const { return static_cast<double>(k); }
+    __device__ double m() const { return (kUpdate ? row.update_.m(x.scale) : x.scale) * row.power_; }
+    __device__ double g() const { return (kUpdate ? row.update_.g(x.other, x.scale, x.fallback) : x.other) * row.power_; }
+
+    __device__ double store(double hidden, double new_scale) const {
+      if (kUpdate) hidden -= x.fallback;
+      const int64_t i = row.b_ * row.call_.n + k;
+      row.call_.new_scale[i] = new_scale;
+      if (row.call_.hidden_is_double) {
+        static_cast<double*>(row.call_.hidden)[i] = hidden;
+      } else {
+        const float single = static_cast<float>(hidden);
+        static_cast<float*>(row.call_.hidden)[i] = single;
+        hidden = single;
+      }
+      return finite_or_nan(hidden) + finite_or_nan(new_scale);
+    }
+  };
+
+  // A coordinate of an evaluation.
+  struct Term {
+    double e_, p_;
+    __device__ double e() const { return e_; }
+    __device__ double p() const { return p_; }
+  };
+
+  template <class F>
+  __device__ __forceinline__ void each(F f) const {
+    for (int64_t first = 0; first < call_.n; first += int64_t{kBatch} * kThreads) {
+      double scale[kBatch], other[kBatch], fallback[kBatch];
+      read(call_.scale, first, scale);
+      read(kUpdate ? call_.delta : call_.target, first, other);
+      if (kUpdate) read(call_.fallback, first, fallback);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int64_t k = first + j * kThreads + threadIdx.x;
+        if (k < call_.n) f(At{*this, k, {scale[j], other[j], kUpdate ? fallback[j] : 0}});
+      }
+    }
+  }
+
+  template <template <class> class S, class F>
+  __device__ __forceinline__ S<double> survey(F f) const {
+    S<double> sum;
+    each([&](const At& at) { f(sum, at); });
+    return across_block(sum);
+  }
+
+  template <template <class> class S, class F>
+  __device__ __forceinline__ S<double> reduce(F f) const {
+    S<double> sum;
+    if (kKeep == Keep::kRegisters) {
+#pragma unroll
+      for (int j = 0; j < kItems; ++j) f(sum, Term{e_[j], p_[j]});
+    } else if (kKeep == Keep::kShared) {
+      for (int64_t k = threadIdx.x; k < call_.n; k += kThreads) f(sum, Term{shared_[k], shared_[call_.n + k]});
+    } else {
+      each([&](const At& at) {
+        const auto [e, p] = usable(at.m(), at.g(), smallest_);
+        f(sum, Term{e, p});
+      });
+    }
+    return across_block(sum);
+  }
+
+  __device__ __forceinline__ void prepare(double smallest) {
+    smallest_ = smallest;
+    if (kKeep == Keep::kRegisters) {
+#pragma unroll
+      for (int part = 0; part < kItems; part += kBatch) prepare_registers(part);
+    } else if (kKeep == Keep::kShared) {
+      each([&](const At& at) {  // every thread reads what it wrote
+        const auto [e, p] = usable(at.m(), at.g(), smallest);
+        shared_[at.k] = e;
+        shared_[call_.n + at.k] = p;
+      });
+    }
+  }
+
+  template <class F>
+  __device__ __forceinline__ double once(F f) const {
+    __syncthreads();
+    if (threadIdx.x == 0) exchange_.values[0] = f();
+    __syncthreads();
+    return exchange_.values[0];
+  }
+
+  __device__ void keep() const {
+    each([](const At& at) { at.store(kUpdate ? at.x.fallback : 0, at.x.scale); });
+  }
+
+  __device__ void spoil() const {
+    const double nan = kInfinity - kInfinity;
+    each([=](const At& at) { at.store(nan, nan); });
+  }
+
+ private:
+  // One dtype for a batch, so that its loads are in flight together.
+  __device__ __forceinline__ void read(const Matrix& x, int64_t first, double (&to)[kBatch]) const {
+    const int64_t start = b_ * x.row;
+    const auto all = [&](auto load) {
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int64_t k = first + j * kThreads + threadIdx.x;
+        to[j] = k < call_.n ? load(start + k * x.column) : 0;
+      }
+    };
+    switch (x.dtype) {
+      case Float::kDouble: all([&](int64_t i) { return static_cast<const double*>(x.data)[i]; }); break;
+      case Float::kSingle: all([&](int64_t i) -> double { return static_cast<const float*>(x.data)[i]; }); break;
+      case Float::kBrain: all([&](int64_t i) -> double { return from_brain(static_cast<const uint16_t*>(x.data)[i]); }); break;
+      default: all([&](int64_t i) -> double { return from_half(static_cast<const uint16_t*>(x.data)[i]); });
+    }
+  }
+
+  __device__ __forceinline__ void prepare_registers(int part) {
+    double scale[kBatch], other[kBatch], fallback[kBatch];
+    const int64_t first = int64_t{part} * kThreads;
+    read(call_.scale, first, scale);
+    read(kUpdate ? call_.delta : call_.target, first, other);
+    if (kUpdate) read(call_.fallback, first, fallback);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const At at{*this, 0, {scale[j], other[j], kUpdate ? fallback[j] : 0}};
+      const auto [e, p] = usable(at.m(), at.g(), smallest_);
+      const bool inside = first + j * kThreads + threadIdx.x < call_.n;
+      e_[part + j] = inside ? e : 1;
+      p_[part + j] = inside ? p : 0;
+    }
+  }
+
+  template <class S>
+  __device__ __forceinline__ S across_block(S sum) const {
+    static_assert(sizeof(S) <= kMaxValues * sizeof(double));
+    sum = across_warp(sum);
+    if (kThreads == kWarp) return sum;
+    S* of_warps = reinterpret_cast<S*>(exchange_.values);
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    __syncthreads();
+    if (lane == 0) of_warps[warp] = sum;
+    __syncthreads();
+    return across_warp(lane < kThreads / kWarp ? of_warps[lane] : S{});
+  }
+
+  const Inversion& call_;
+  const int64_t b_;
+  Exchange& exchange_;
+  double* const shared_;
+  double power_ = 1, smallest_ = 0;
+  Update update_;
+  double e_[kKeep == Keep::kRegisters ? kItems : 1], p_[kKeep == Keep::kRegisters ? kItems : 1];
+};
+
+template <int kThreads, int kItems, Keep kKeep, bool kUpdate>
+__global__ __launch_bounds__(kThreads, 512 / kThreads) void invert_kernel(const __grid_constant__ Inversion call) {
+  extern __shared__ double shared[];
+  __shared__ Exchange exchange;
+  const int64_t b = blockIdx.x;
+  BlockRow<kThreads, kItems, kKeep, kUpdate> row(call, b, exchange, shared);
+  Outcome outcome;
+  if (kUpdate) {
+    outcome = update_row(row, call.n, call.eps, call.bisection);
+  } else {
+    outcome = invert_row(row, call.n, Radius{call.rms.at(b, 0), call.eps}, call.bisection);
+  }
+  if (threadIdx.x == 0) {
+    call.shift[b] = outcome.shift;
+    call.status[b] = outcome.status;
+    call.evaluations[b] = outcome.evaluations;
+  }
+}
+
+template <int kThreads, int kItems, Keep kKeep>
+cudaError_t launch(const Inversion& call, int64_t bytes, cudaStream_t stream) {
+  const auto kernel = call.delta.data ? invert_kernel<kThreads, kItems, kKeep, true> : invert_kernel<kThreads, kItems, kKeep, false>;
+  if (bytes > 0) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<static_cast<unsigned>(call.rows), kThreads, bytes, stream>>>(call);
+  return cudaGetLastError();
+}
+
+// The block depends on n and the device alone, so that a row's bits do not depend on the batch.
+cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t stream) {
+  if (call.n <= 256) return launch<32, 8, Keep::kRegisters>(call, 0, stream);
+  if (call.n <= 2048) return launch<256, 8, Keep::kRegisters>(call, 0, stream);
+  if (call.n <= 4096) return launch<512, 8, Keep::kRegisters>(call, 0, stream);
+  int available = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  const int64_t needed = 2 * call.n * static_cast<int64_t>(sizeof(double));
+  if (needed + static_cast<int64_t>(sizeof(Exchange)) <= available) return launch<512, 8, Keep::kShared>(call, needed, stream);
+  return launch<512, 8, Keep::kNothing>(call, 0, stream);
+}
+
+}  // namespace
+
+const char* invert_rows(const Inversion& call, int32_t device, void* stream) {
+  int current = 0;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
+  if (error == cudaSuccess) error = launch_for(call, device, static_cast<cudaStream_t>(stream));
+  if (current != device) cudaSetDevice(current);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace icl_patch::cuda

@@ -1,0 +1,194 @@
+// The CPU driver of the RMSNorm inversion, compiled once per instruction set. Vectors of eight doubles everywhere, so that the tree
+// of every sum, and with it every bit, is the same for all of them.
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "rmsnorm_inverse.h"
+#include "rmsnorm_inverse_cpu.h"
+
+namespace icl_patch::ICL_PATCH_ISA {
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int64_t kChunk = 64 * kLanes;  // a sum is one of chunks, each of few enough terms to lose little
+
+using Vector = double __attribute__((vector_size(kLanes * sizeof(double))));
+using Singles = float __attribute__((vector_size(kLanes * sizeof(float))));
+
+// One row in fp64: scale or m, delta or g, the fallback, e and p; all padded to a whole number of vectors.
+class CpuRow {
+ public:
+  using Value = Vector;
+  CpuRow(const Inversion& call, int64_t b, double* scratch, int64_t padded)
+      : call_(call), b_(b), m_(scratch), g_(m_ + padded), h_(g_ + padded), e_(h_ + padded), p_(e_ + padded) {
+    load(call.scale, m_, true);
+    load(call.delta.data ? call.delta : call.target, g_, false);
+    if (call.delta.data) load(call.fallback, h_, false);
+  }
+
+  bool is_double() const { return call_.hidden_is_double; }
+
+  class At {
+   public:
+    ICL_PATCH_INLINE At(const CpuRow& row, int64_t i) : row_(row), i_(i) {}
+    ICL_PATCH_INLINE Vector m() const { return get(row_.m_); }
+    ICL_PATCH_INLINE Vector g() const { return get(row_.g_); }
+    ICL_PATCH_INLINE Vector e() const { return get(row_.e_); }
+    ICL_PATCH_INLINE Vector p() const { return get(row_.p_); }
+    ICL_PATCH_INLINE Vector scale() const { return get(row_.m_); }
+    ICL_PATCH_INLINE Vector delta() const { return get(row_.g_); }
+    ICL_PATCH_INLINE Vector fallback() const {
+      if (row_.call_.delta.data) return get(row_.h_);
+      return row_.call_.fallback.data ? from(row_.call_.fallback) : Vector{};
+    }
+    ICL_PATCH_INLINE Vector index() const { return Vector{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<double>(i_); }
+    ICL_PATCH_INLINE Vector store(Vector hidden, Vector new_scale) const {
+      if (row_.call_.delta.data) hidden -= get(row_.h_);
+      const int64_t first = row_.b_ * row_.call_.n + i_;
+      const int64_t count = std::min<int64_t>(kLanes, row_.call_.n - i_);
+      write(row_.call_.new_scale + first, new_scale, count);
+      if (row_.is_double()) {
+        write(static_cast<double*>(row_.call_.hidden) + first, hidden, count);
+      } else {
+        const Singles single = __builtin_convertvector(hidden, Singles);
+        write(static_cast<float*>(row_.call_.hidden) + first, single, count);
+        hidden = __builtin_convertvector(single, Vector);
+      }
+      return finite_or_nan(hidden) + finite_or_nan(new_scale);
+    }
+    ICL_PATCH_INLINE void prepare(double smallest) const {
+      const auto [e, p] = usable(m(), g(), smallest);
+      *reinterpret_cast<Vector*>(row_.e_ + i_) = e;
+      *reinterpret_cast<Vector*>(row_.p_ + i_) = p;
+    }
+    ICL_PATCH_INLINE void keep() const { store(row_.call_.delta.data ? get(row_.h_) : Vector{}, from(row_.call_.scale)); }
+
+   private:
+    ICL_PATCH_INLINE Vector get(const double* row) const { return *reinterpret_cast<const Vector*>(row + i_); }
+    Vector from(const Matrix& matrix) const {
+      Vector x{};
+      for (int64_t lane = 0; lane < kLanes && i_ + lane < row_.call_.n; ++lane) x[lane] = matrix.at(row_.b_, i_ + lane);
+      return x;
+    }
+    template <class T, class V>
+    ICL_PATCH_INLINE static void write(T* out, const V& x, int64_t count) {
+      memcpy(out, &x, count == kLanes ? sizeof(V) : count * sizeof(T));
+    }
+
+    const CpuRow& row_;
+    int64_t i_;
+  };
+
+  template <template <class> class S, class F>
+  ICL_PATCH_INLINE S<double> reduce(F f) const {
+    S<Vector> total;
+    for (int64_t chunk = 0; chunk < call_.n; chunk += kChunk) {
+      S<Vector> sum;
+      const int64_t end = std::min(chunk + kChunk, call_.n);
+      for (int64_t i = chunk; i < end; i += kLanes) f(sum, At(*this, i));
+      total.merge(sum);
+    }
+    return across_lanes<S>(total);
+  }
+
+  template <template <class> class S, class F>
+  ICL_PATCH_INLINE S<double> survey(F f) const {
+    return reduce<S>(f);
+  }
+
+  template <class F>
+  ICL_PATCH_INLINE auto once(F f) const {
+    return f();
+  }
+
+  void scale(double power) const {
+    if (power == 1) return;
+    for (int64_t i = 0; i < g_ - m_; ++i) m_[i] *= power, g_[i] *= power;
+  }
+
+  void prepare(double smallest) const {
+    for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).prepare(smallest);
+  }
+
+  void keep() const {
+    for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).keep();
+  }
+
+  void spoil() const {
+    const Vector nan = Vector{} + (kInfinity - kInfinity);
+    for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).store(nan, nan);
+  }
+
+  void form(const Update& update) const {
+    for (int64_t i = 0; i < call_.n; ++i) {
+      g_[i] = update.g(g_[i], m_[i], h_[i]);
+      m_[i] = update.m(m_[i]);
+    }
+    pad(m_, true);
+  }
+
+ private:
+  template <template <class> class S>
+  ICL_PATCH_INLINE static S<double> across_lanes(const S<Vector>& total) {
+    constexpr int kValues = sizeof(S<double>) / sizeof(double);
+    double values[kValues][kLanes];
+    static_assert(sizeof total == sizeof values);
+    memcpy(values, &total, sizeof values);
+    S<double> lanes[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane)
+      for (int value = 0; value < kValues; ++value) reinterpret_cast<double*>(&lanes[lane])[value] = values[value][lane];
+    for (int width = kLanes / 2; width; width /= 2)
+      for (int lane = 0; lane < width; ++lane) lanes[lane].merge(lanes[lane + width]);
+    return lanes[0];
+  }
+
+  // Beyond n: a copy of m's first entry, which leaves its minimum alone, and 0.
+  void pad(double* row, bool with_first) const {
+    for (int64_t i = call_.n; i % kLanes; ++i) row[i] = with_first ? row[0] : 0;
+  }
+
+  template <class T, class Convert>
+  ICL_PATCH_INLINE void copy(const T* from, int64_t stride, double* to, Convert convert) const {
+    if (stride == 1) {
+      for (int64_t i = 0; i < call_.n; ++i) to[i] = convert(from[i]);
+    } else {
+      for (int64_t i = 0; i < call_.n; ++i) to[i] = convert(from[i * stride]);
+    }
+  }
+
+  void load(const Matrix& x, double* to, bool with_first) const {
+    const int64_t first = b_ * x.row;
+    switch (x.dtype) {
+      case Float::kDouble: copy(static_cast<const double*>(x.data) + first, x.column, to, [](double v) { return v; }); break;
+      case Float::kSingle: copy(static_cast<const float*>(x.data) + first, x.column, to, [](float v) { return double{v}; }); break;
+      case Float::kBrain: copy(static_cast<const uint16_t*>(x.data) + first, x.column, to, [](uint16_t v) { return double{from_brain(v)}; }); break;
+      case Float::kHalf: copy(static_cast<const uint16_t*>(x.data) + first, x.column, to, [](uint16_t v) { return double{from_half(v)}; }); break;
+    }
+    pad(to, with_first);
+  }
+
+  const Inversion& call_;
+  int64_t b_;
+  double *m_, *g_, *h_, *e_, *p_;
+};
+
+}  // namespace
+
+void invert_rows(const Inversion& call, int64_t begin, int64_t end) {
+  const int64_t padded = (call.n + kLanes - 1) / kLanes * kLanes;
+  struct Free {
+    void operator()(double* x) const { ::operator delete(x, std::align_val_t{sizeof(Vector)}); }
+  };
+  const std::unique_ptr<double, Free> scratch(static_cast<double*>(::operator new(5 * padded * sizeof(double), std::align_val_t{sizeof(Vector)})));
+  for (int64_t b = begin; b < end; ++b) {
+    CpuRow row(call, b, scratch.get(), padded);
+    const Outcome outcome = call.delta.data ? update_row(row, call.n, call.eps, call.bisection)
+                                            : invert_row(row, call.n, Radius{call.rms.at(b, 0), call.eps}, call.bisection);
+    call.shift[b] = outcome.shift;
+    call.status[b] = outcome.status;
+    call.evaluations[b] = outcome.evaluations;
+  }
+}
+
+}  // namespace icl_patch::ICL_PATCH_ISA

@@ -1,0 +1,69 @@
+// What an op hands to a driver: matrices as they lie in memory, and the arguments of a launch. No torch header, so that nvcc and
+// every instruction-set build of the CPU driver can include it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define ICL_PATCH_CALLABLE __host__ __device__ __forceinline__
+#else
+#define ICL_PATCH_CALLABLE inline __attribute__((always_inline))
+#endif
+
+namespace icl_patch {
+
+enum class Float : int8_t { kDouble, kSingle, kBrain, kHalf };
+
+ICL_PATCH_CALLABLE float from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+ICL_PATCH_CALLABLE float from_brain(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
+
+ICL_PATCH_CALLABLE float from_half(uint16_t bits) {
+  const uint32_t magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
+  // exponent and mantissa in place, then the bias: 2^112 also normalises what was denormal; infinity and NaN keep their exponent
+  const float finite = from_bits(magnitude << 13) * 0x1p112f;
+  const float special = from_bits((magnitude << 13) | 0x7f800000u);
+  const float value = magnitude < 0x7c00u ? finite : special;
+  uint32_t with_sign;
+  memcpy(&with_sign, &value, sizeof with_sign);
+  return from_bits(with_sign | sign);
+}
+
+// A (B, n) matrix of any float dtype and any strides, in elements; a vector that all rows share has row stride 0.
+struct Matrix {
+  const void* data = nullptr;
+  Float dtype = Float::kSingle;
+  int64_t row = 0, column = 0;
+
+  ICL_PATCH_CALLABLE double at(int64_t b, int64_t k) const {
+    const int64_t i = b * row + k * column;
+    switch (dtype) {
+      case Float::kDouble: return static_cast<const double*>(data)[i];
+      case Float::kSingle: return static_cast<const float*>(data)[i];
+      case Float::kBrain: return from_brain(static_cast<const uint16_t*>(data)[i]);
+      default: return from_half(static_cast<const uint16_t*>(data)[i]);
+    }
+  }
+};
+
+// One call of either op. Where `delta` is given, the target is formed from it (the stable update): g = delta + m ⊙ Norm(h) with
+// h = fallback, the radius is h's, m is floored, and what is written is not the inverse x but x - h.
+struct Inversion {
+  int64_t rows = 0, n = 0;
+  Matrix target, scale, rms, fallback, delta;
+  double eps = 0;
+  bool bisection = false;
+  void* hidden = nullptr;  // (B, n) contiguous, fp64 or fp32
+  bool hidden_is_double = false;
+  double* shift = nullptr;       // (B,)
+  double* new_scale = nullptr;   // (B, n) contiguous
+  int8_t* status = nullptr;      // (B,)
+  int32_t* evaluations = nullptr;  // (B,)
+};
+
+}  // namespace icl_patch

@@ -1,0 +1,88 @@
+"""The native library: C++ and CUDA behind ``torch.ops.icl_patch``, loaded when this module is imported, if it was built.
+
+Nothing is compiled and no device is touched here. Where the library or its CUDA part is missing, :mod:`icl_patch.ops` runs the plain
+torch of :mod:`icl_patch.reference` and says so once, at the first call that would have used it.
+"""
+
+import ctypes
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LIBRARY = Path(__file__).with_name("_native.so")
+
+
+def _load() -> str | None:
+    """None, or why there is no library."""
+    if not _LIBRARY.exists():
+        return "it was not built: see the line that the installation printed"
+    try:
+        torch.ops.load_library(str(_LIBRARY))
+    except OSError as error:
+        return f"it does not load: {error}"
+    return None
+
+
+_lacking = _load()
+
+
+def _text(name: str) -> str:
+    if _lacking is not None:
+        return ""
+    function = getattr(ctypes.CDLL(str(_LIBRARY)), name)
+    function.restype = ctypes.c_char_p
+    return bytes(function()).decode()
+
+
+cpu_instructions = _text("icl_patch_cpu_instructions")
+"""The instruction set that the CPU drivers use here: ``avx512``, ``avx2`` or ``portable``; empty without the library."""
+
+cuda_architectures = tuple(filter(None, _text("icl_patch_cuda_architectures").split(",")))
+"""The compute capabilities there is machine code for, as ``("80", "90")``; empty if the library was built without CUDA."""
+
+
+def serves(device_type: str) -> bool:
+    """Whether the native ops run on such a device; warns once where one could expect it."""
+    if _lacking is None and (device_type == "cpu" or (device_type == "cuda" and cuda_architectures)):
+        return True
+    if device_type in ("cpu", "cuda") and not torch.compiler.is_compiling():
+        _warn(device_type)
+    return False
+
+
+@cache
+def _warn(device_type: str) -> None:
+    reason = _lacking or "it was built where there was no nvcc"
+    warnings.warn(f"icl_patch runs on plain torch for {device_type} tensors; the native library: {reason}", stacklevel=4)
+
+
+if _lacking is None:
+    # What the ops return, for torch.compile and for meta tensors.
+
+    def _results(like: Tensor, hidden_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        batch, n = like.shape
+        sizes_and_dtypes = (
+            ((batch, n), hidden_dtype),
+            ((batch,), torch.float64),
+            ((batch, n), torch.float64),
+            ((batch,), torch.int8),
+            ((batch,), torch.int32),
+        )
+        hidden, shift, new_scale, status, evaluations = (like.new_empty(size, dtype=dtype) for size, dtype in sizes_and_dtypes)
+        return hidden, shift, new_scale, status, evaluations
+
+    @torch.library.register_fake("icl_patch::invert_rmsnorm")
+    def _(
+        target: Tensor, scale: Tensor, rms: Tensor, eps: float = 0.0, fallback: Tensor | None = None, bisection: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return _results(target, torch.float64 if target.dtype == torch.float64 else torch.float32)
+
+    @torch.library.register_fake("icl_patch::stable_scale")
+    def _(
+        delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0, bisection: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        wide = torch.float64 in (delta.dtype, scale.dtype, hidden_down.dtype)
+        return _results(delta, torch.float64 if wide else torch.float32)
