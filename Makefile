@@ -1,10 +1,10 @@
 # make help lists the targets. PYTHON is the interpreter to start from: it is used as it is if it has what is needed.
 PYTHON ?= python3
-SOURCES := $(shell find icl_patch triton_kernels tools -type f ! -name '*.pyc' | sort)
+SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -name '*.pyc' ! -name '*.so' ! -path 'bench/results/*' | sort)
 RUN := build/python
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test lint format train clean
+.PHONY: FORCE help demo test stress kernels bench lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -23,6 +23,15 @@ demo: $(RUN) ## the main job on the embedded model: answers with, without and wi
 test: $(RUN) ## the whole test suite
 	$(RUN) -m pytest
 
+stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion, thousands of them against 100 digits
+	$(RUN) -m pytest -m stress
+
+kernels: $(RUN) ## registers and spills of every CUDA kernel, compiled ahead of time; fails if one spills
+	$(RUN) tools/kernel_resources.py
+
+bench: $(RUN) ## time the kernels beside what they replace, on the CPU; tables in bench/results
+	$(RUN) -m icl_patch bench
+
 lint: $(RUN) ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -36,4 +45,4 @@ train: $(RUN) ## train the embedded model again, into build/embedded (less than 
 	$(RUN) -m icl_patch.embedded.train build/embedded
 
 clean: ## remove what make made, .venv included
-	rm -rf build .venv *.egg-info icl-patch-report .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build .venv *.egg-info icl_patch/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache

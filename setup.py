@@ -70,6 +70,11 @@ def native_extension() -> Extension | None:
     return None
 
 
+def target_log(target: Path) -> Path:
+    """Where the compiler's messages for an object are kept: nvcc's tell registers and spills."""
+    return OBJECTS / f"{target.name}.log"
+
+
 class BuildNative(build_ext):
     """Compiles every part that is older than its sources, side by side, and links them."""
 
@@ -118,20 +123,21 @@ class BuildNative(build_ext):
         sources = newer_than or [*CSRC.iterdir(), Path(__file__)]
         record = OBJECTS / f"{target.name}.command"
         line = " ".join([*command, "-o", str(target)])
-        if target.exists() and record.exists() and record.read_text() == line and not self.force:
-            if target.stat().st_mtime > max(source.stat().st_mtime for source in sources):
-                return
+        made_so = target.exists() and record.exists() and record.read_text() == line and not self.force
+        if made_so and target.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+            return
         done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"icl-patch: the native library cannot be built:\n{line}\n{done.stderr}\nICL_PATCH_NATIVE=off does without")
         record.write_text(line)
+        target_log(target).write_text(done.stderr)
 
 
 def cuda_command(cuda: Path) -> list[str]:
     """Machine code for the architectures known, and PTX for those to come."""
     *_, latest = CUDA_ARCHITECTURES
     code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHITECTURES]
-    flags = ["-std=c++17", "-O3", "-fmad=false", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
     ptx = f"-gencode=arch=compute_{latest},code=compute_{latest}"
     return [str(cuda / "bin/nvcc"), *flags, *code, ptx, "-c", str(CSRC / "rmsnorm_inverse.cu")]
 
@@ -148,8 +154,8 @@ class PythonlessWheel(bdist_wheel):
 if __name__ == "__main__":
     native = native_extension()
     setup(
-        packages=[*find_packages(include=["icl_patch", "icl_patch.*"]), "icl_patch.kernels"],
-        package_dir={"icl_patch.kernels": "triton_kernels"},
+        packages=[*find_packages(include=["icl_patch", "icl_patch.*"]), "icl_patch.kernels", "icl_patch.bench"],
+        package_dir={"icl_patch.kernels": "triton_kernels", "icl_patch.bench": "bench"},
         package_data={"icl_patch": ["py.typed"], "icl_patch.embedded": ["model/*"]},
         ext_modules=[native] if native else [],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": PythonlessWheel},

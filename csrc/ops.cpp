@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <tuple>
 
@@ -48,30 +50,37 @@ Matrix matrix(const char* name, const Tensor& x, const Tensor& reference, int64_
   return {x.const_data_ptr(), dtype_of(name, x), shared ? 0 : x.stride(0), x.stride(shared ? 0 : 1)};
 }
 
-const char* instruction_set() {
+struct CpuDriver {
+  const char* name;
+  bool supported;
+  void (*invert_rows)(const Inversion&, int64_t, int64_t);
+};
+
+// The widest instruction set of this processor, or the one that ICL_PATCH_CPU names; null if it names none of this processor's.
+const CpuDriver* find_cpu_driver() {
+  static const CpuDriver drivers[] = {
 #ifdef ICL_PATCH_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return "avx512";
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return "avx2";
+      {"avx512", __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"), avx512::invert_rows},
+      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"), avx2::invert_rows},
 #endif
-  return "portable";
+      {"portable", true, portable::invert_rows},
+  };
+  const char* wanted = std::getenv("ICL_PATCH_CPU");
+  for (const CpuDriver& driver : drivers)
+    if (driver.supported && (!wanted || !*wanted || !std::strcmp(wanted, driver.name))) return &driver;
+  return nullptr;
 }
 
-using Driver = void (*)(const Inversion&, int64_t, int64_t);
-
-Driver cpu_driver() {
-#ifdef ICL_PATCH_X86
-  switch (instruction_set()[3]) {
-    case '5': return avx512::invert_rows;
-    case '2': return avx2::invert_rows;
-  }
-#endif
-  return portable::invert_rows;
+const CpuDriver* cpu_driver() {
+  static const CpuDriver* const driver = find_cpu_driver();
+  return driver;
 }
 
 void run_cpu(const Inversion& call, const Tensor&) {
-  static const Driver driver = cpu_driver();
+  const CpuDriver* driver = cpu_driver();
+  STD_TORCH_CHECK(driver != nullptr, "ICL_PATCH_CPU names no instruction set of this processor");
   const int64_t grain = std::max<int64_t>(1, 16384 / call.n);
-  torch::stable::parallel_for(0, call.rows, grain, [&](int64_t begin, int64_t end) { driver(call, begin, end); });
+  torch::stable::parallel_for(0, call.rows, grain, [&](int64_t begin, int64_t end) { driver->invert_rows(call, begin, end); });
 }
 
 #ifdef ICL_PATCH_CUDA
@@ -162,7 +171,10 @@ STABLE_TORCH_LIBRARY_IMPL(icl_patch, CUDA, m) {
 #endif
 
 // What was built and what is used, for icl_patch.native.
-extern "C" __attribute__((visibility("default"))) const char* icl_patch_cpu_instructions() { return icl_patch::instruction_set(); }
+extern "C" __attribute__((visibility("default"))) const char* icl_patch_cpu_instructions() {
+  const icl_patch::CpuDriver* driver = icl_patch::cpu_driver();
+  return driver ? driver->name : "";
+}
 
 extern "C" __attribute__((visibility("default"))) const char* icl_patch_cuda_architectures() {
 #ifdef ICL_PATCH_CUDA

@@ -10,7 +10,7 @@
 // three derivatives. The integrand's even derivatives are positive, so the model lies below φ and its root never beyond φ's.
 //
 // A driver supplies a Row:
-//     Row::Value              double, or a vector of them
+//     Row::Value              double, or a vector of them with its own select()
 //     row.survey<S>(f)        S<double>: f(S<Value>&, at) for every coordinate, merged in a fixed tree; `at` has m(), g(),
 //                             fallback() and index(), and for the stable update scale() and delta()
 //     row.reduce<S>(f)        the same, where `at` need only have e() and p(): what is summed at every evaluation
@@ -42,19 +42,21 @@ constexpr int32_t kBisectionSteps = 64;
 
 enum Status : int8_t { kEasy, kHard, kUnreachable, kNonfinite, kBadRadius, kNoConvergence };
 
+ICL_PATCH_INLINE double select(bool condition, double x, double y) { return condition ? x : y; }
+
 template <class V>
 ICL_PATCH_INLINE V magnitude(V x) {
-  return x < 0.0 ? -x : x;
+  return select(x < 0.0, -x, x);
 }
 
 template <class V>
 ICL_PATCH_INLINE V larger(V x, V y) {
-  return x > y ? x : y;
+  return select(x > y, x, y);
 }
 
 template <class V>
 ICL_PATCH_INLINE V smaller(V x, V y) {
-  return x < y ? x : y;
+  return select(x < y, x, y);
 }
 
 template <class V>
@@ -79,14 +81,14 @@ template <class V>
 ICL_PATCH_INLINE Usable<V> usable(V m, V g, double smallest) {
   const V e = distance(m, smallest), p = magnitude(m) * magnitude(g);
   const auto counts = (p > 0.0) & (e > 0.0);
-  return {counts ? e : V{} + 1.0, counts ? p : V{}};
+  return {select(counts, e, V{1}), select(counts, p, V{})};
 }
 
 // ---- what is summed over a row; every struct consists of its values alone ----
 
 template <class V>
 struct Extent {
-  V smallest = V{} + kInfinity, largest{}, nonfinite{};
+  V smallest{kInfinity}, largest{}, nonfinite{};
 
   ICL_PATCH_INLINE void add(V m, V g) {
     const V a = magnitude(m);
@@ -103,7 +105,7 @@ struct Extent {
 
 template <class V>
 struct Weights {
-  V squares{}, weighted_distance{}, pole{}, far{}, nearest = V{} + kInfinity;
+  V squares{}, weighted_distance{}, pole{}, far{}, nearest{kInfinity};
 
   ICL_PATCH_INLINE void merge(const Weights& other) {
     squares += other.squares;
@@ -149,7 +151,7 @@ struct Moments {
 // A direction on the coordinates at the pole: its largest entry, whether it can be used, where the pole begins.
 template <class V>
 struct PoleShare {
-  V largest_g{}, largest_fallback{}, unusable{}, first = V{} + kInfinity;
+  V largest_g{}, largest_fallback{}, unusable{}, first{kInfinity};
 
   ICL_PATCH_INLINE void merge(const PoleShare& other) {
     largest_g = larger(largest_g, other.largest_g);
@@ -213,9 +215,16 @@ ICL_PATCH_INLINE double gauss_step(const Moments<double>& moments, double target
   return t;
 }
 
+// Where to begin: at μ = 0, the root of a small change of the norm's output, if the bracket allows it.
+ICL_PATCH_INLINE double first_guess(const Secular& f, double smallest) {
+  const double unshifted = smallest * smallest;
+  if (unshifted >= f.lo) return smaller(unshifted, f.hi);
+  return f.lo > 0 && f.hi > 16 * f.lo ? std::sqrt(f.lo) * std::sqrt(f.hi) : f.lo;
+}
+
 template <class Row>
 ICL_PATCH_INLINE Root find_root(const Row& row, Secular f, double start) {
-  double s = start, width = kInfinity;
+  double s = start, width = f.lo > 0 ? f.hi / f.lo : kInfinity;
   for (int32_t evaluations = 1; evaluations <= kMaxEvaluations; ++evaluations) {
     const double sigma = s + f.nearest;
     Moments<double> sums = row.template reduce<Moments>([=](auto& sum, const auto& at) { sum.add(at.e(), at.p(), s, sigma); });
@@ -237,11 +246,12 @@ ICL_PATCH_INLINE Root find_root(const Row& row, Secular f, double start) {
     if (f.lo < s + step && s + step < f.hi && std::fabs(step) <= 0x1p-14 * sigma) return {s + step, evaluations, true};
     const double next = smaller(larger(s + step, f.lo), f.hi);
     if (std::fabs(next - s) <= 2 * kUlp * s) return {next, evaluations, true};
-    // Nested plateaus are climbed one at a time unless the bracket is cut in the exponent.
-    const double left = std::log(f.hi / next);
-    const bool slow = next > 0 && left > 1.4 && left > width / 2;
-    s = slow ? std::sqrt(next) * std::sqrt(f.hi) : next;
-    width = next > 0 ? left : kInfinity;
+    // A step across decades outruns the model, and nested plateaus are climbed one at a time: then cut the bracket in the exponent.
+    const double left = next > 0 ? f.hi / next : kInfinity;
+    const bool slow = left > 20 && left > std::sqrt(width) && left < kInfinity && (excess < 0 || next > 16 * s);
+    const double quarter = std::sqrt(std::sqrt(left));
+    s = slow ? next * quarter * std::sqrt(quarter) : next;
+    width = left;
   }
   return {s, kMaxEvaluations, false};
 }
@@ -289,7 +299,7 @@ struct PoleDirection {
   ICL_PATCH_INLINE V operator()(const At& at, V g_k) const {
     if (fallback != 0) return at.fallback() * fallback;
     if (g != 0) return g_k * g;
-    return at.index() == first ? V{} + length : V{};
+    return select(at.index() == first, V{length}, V{});
   }
 };
 
@@ -297,14 +307,14 @@ template <class Row>
 ICL_PATCH_INLINE PoleDirection pole_direction(const Row& row, double smallest, double length) {
   using V = typename Row::Value;
   const auto share = row.template survey<PoleShare>([=](auto& sum, const auto& at) {
-    const V m = at.m(), g = at.g(), h = at.fallback(), one = V{} + 1.0;
+    const V m = at.m(), g = at.g(), h = at.fallback();
     const auto pole = distance(m, smallest) == 0.0;
-    sum.largest_g = larger(sum.largest_g, pole ? magnitude(g) : V{});
-    sum.largest_fallback = larger(sum.largest_fallback, pole ? magnitude(h) : V{});
+    sum.largest_g = larger(sum.largest_g, select(pole, magnitude(g), V{}));
+    sum.largest_fallback = larger(sum.largest_fallback, select(pole, magnitude(h), V{}));
     // through m = 0 only y ≠ 0 reaches g
     const auto useless = (finite_or_nan(h) != 0.0) | ((m == 0.0) & (g != 0.0) & (h == 0.0));
-    sum.unusable += (pole & useless) ? one : V{};
-    sum.first = smaller(sum.first, pole ? at.index() : V{} + kInfinity);
+    sum.unusable += select(pole & useless, V{1}, V{});
+    sum.first = smaller(sum.first, select(pole, at.index(), V{kInfinity}));
   });
   PoleDirection direction;
   const bool from_fallback = share.unusable == 0 && share.largest_fallback > 0;
@@ -312,7 +322,7 @@ ICL_PATCH_INLINE PoleDirection pole_direction(const Row& row, double smallest, d
   if (largest > 0) {
     const double squares = row.template survey<Sum>([=](auto& sum, const auto& at) {
                                 const V x = (from_fallback ? at.fallback() : at.g()) / largest;
-                                sum.value += distance(at.m(), smallest) == 0.0 ? x * x : V{};
+                                sum.value += select(distance(at.m(), smallest) == 0.0, x * x, V{});
                               }).value;
     (from_fallback ? direction.fallback : direction.g) = length / std::sqrt(squares) / largest;
   } else {
@@ -332,9 +342,9 @@ ICL_PATCH_INLINE Secular secular(Row& row, double smallest, double target) {
     const auto pole = e == 0.0;
     sum.squares += squared;
     sum.weighted_distance += squared * e;
-    sum.pole += pole ? squared : V{};
+    sum.pole += select(pole, squared, V{});
     sum.far = larger(sum.far, p * (inverse_root * (1 - 8 * kUlp)) - e * (1 + 8 * kUlp));
-    sum.nearest = smaller(sum.nearest, ((p > 0.0) & (e > 0.0)) ? e : V{} + kInfinity);
+    sum.nearest = smaller(sum.nearest, select((p > 0.0) & (e > 0.0), e, V{kInfinity}));
   });
   // Margins for what rounding does to the sums.
   const double size = std::sqrt(sums.squares) * inverse_root;
@@ -380,28 +390,27 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bis
     direction = pole_direction(row, smallest, std::sqrt(left_over));
     norm2 = beyond + left_over;
   } else {
-    // μ = 0 is where a small change of the norm's output has its root.
-    const double start = smaller(larger(smallest * smallest, equation.lo), equation.hi);
-    root = bisection ? bisect(row, equation) : find_root(row, equation, start);
+    root = bisection ? bisect(row, equation) : find_root(row, equation, first_guess(equation, smallest));
     if (row.is_double()) norm2 = squares_at(row, root.s, equation.pole);  // single precision does not see the last ulps
   }
 
+  const double unscaled = 1 / power;
   const double missing = hard ? 0 : -1;  // e of the coordinates that take up the missing norm
   const double s = root.s, rescale = std::sqrt(target / norm2), norm = std::sqrt(radius.c * radius.c + radius.eps);
   const auto faults = row.template survey<Faults>([=](auto& sum, const auto& at) {
-    const V m = at.m(), g = at.g(), e = distance(m, smallest), shifted = e + s, one = V{} + 1.0;
+    const V m = at.m(), g = at.g(), e = distance(m, smallest), shifted = e + s;
     const auto at_pole = e == missing;
-    const V size = magnitude(m) * magnitude(g) / (shifted > 0.0 ? shifted : one);
-    const V signed_size = ((m < 0.0) != (g < 0.0)) ? -size : size;
-    const V y = (hard ? (at_pole ? direction(at, g) : signed_size) : signed_size) * rescale;
+    const V size = magnitude(m) * magnitude(g) / select(shifted > 0.0, shifted, V{1});
+    const V signed_size = select((m < 0.0) != (g < 0.0), -size, size);
+    const V y = (hard ? select(at_pole, direction(at, g), signed_size) : signed_size) * rescale;
     const auto by_quotient = at_pole | (m == 0.0);
-    const V numerator = by_quotient ? g : shifted, divisor = by_quotient ? y : m;
-    V new_scale = numerator / (divisor != 0.0 ? divisor : one);
-    new_scale = (by_quotient & (y == 0.0) ? m : new_scale) / power;
-    sum.unreachable += ((m == 0.0) & (g != 0.0) & (y == 0.0)) ? one : V{};
+    const V numerator = select(by_quotient, g, shifted), divisor = select(by_quotient, y, m);
+    const V quotient = numerator / select(divisor != 0.0, divisor, V{1});
+    const V new_scale = select(by_quotient & (y == 0.0), m, quotient) * unscaled;
+    sum.unreachable += select((m == 0.0) & (g != 0.0) & (y == 0.0), V{1}, V{});
     sum.nonfinite += at.store(y * norm, new_scale);
   });
-  const double shift = s / power / power;
+  const double shift = s * unscaled * unscaled;
   Status status = faults.unreachable != 0 ? kUnreachable : hard ? kHard : kEasy;
   if (!root.converged || faults.nonfinite != 0 || !(shift < kInfinity)) status = kNoConvergence;
   return {shift, root.evaluations, status};
@@ -422,7 +431,7 @@ struct Update {
   }
   template <class V>
   ICL_PATCH_INLINE V m(V scale) const {
-    return magnitude(scale) <= zero ? V{} + floor : scale;
+    return select(magnitude(scale) <= zero, V{floor}, scale);
   }
 };
 
@@ -444,7 +453,7 @@ ICL_PATCH_INLINE Outcome update_row(Row& row, int64_t n, double eps, bool bisect
     const V h = at.fallback(), m = at.scale();
     sum.h += h * h;
     sum.m += m * m;
-    sum.delta += at.delta() != 0.0 ? V{} + 1.0 : V{};
+    sum.delta += select(at.delta() != 0.0, V{1}, V{});
   });
   if (sums.delta == 0) {
     row.keep();

@@ -13,8 +13,71 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int64_t kChunk = 64 * kLanes;  // a sum is one of chunks, each of few enough terms to lose little
 
-using Vector = double __attribute__((vector_size(kLanes * sizeof(double))));
-using Singles = float __attribute__((vector_size(kLanes * sizeof(float))));
+#if defined(__AVX512F__)
+constexpr int kWidth = 8;
+#elif defined(__AVX2__)
+constexpr int kWidth = 4;
+#else
+constexpr int kWidth = 2;
+#endif
+constexpr int kParts = kLanes / kWidth;
+
+using Part = double __attribute__((vector_size(kWidth * sizeof(double))));
+using PartMask = decltype(Part{} < Part{});
+
+struct Mask {
+  PartMask part[kParts];
+};
+
+// Eight doubles in registers of the width at hand.
+struct alignas(kLanes * sizeof(double)) Vector {
+  Part part[kParts];
+
+  Vector() : Vector(0.0) {}
+  ICL_PATCH_INLINE Vector(double x) {
+    for (Part& each : part) each = Part{} + x;
+  }
+  double& operator[](int64_t lane) { return reinterpret_cast<double*>(this)[lane]; }
+};
+
+#define ICL_PATCH_OPERATOR(Result, op)                                                    \
+  ICL_PATCH_INLINE Result operator op(Vector x, Vector y) {                               \
+    Result result;                                                                        \
+    for (int i = 0; i < kParts; ++i) result.part[i] = x.part[i] op y.part[i];             \
+    return result;                                                                        \
+  }
+ICL_PATCH_OPERATOR(Vector, +)
+ICL_PATCH_OPERATOR(Vector, -)
+ICL_PATCH_OPERATOR(Vector, *)
+ICL_PATCH_OPERATOR(Vector, /)
+ICL_PATCH_OPERATOR(Mask, <)
+ICL_PATCH_OPERATOR(Mask, >)
+ICL_PATCH_OPERATOR(Mask, <=)
+ICL_PATCH_OPERATOR(Mask, ==)
+ICL_PATCH_OPERATOR(Mask, !=)
+#undef ICL_PATCH_OPERATOR
+#define ICL_PATCH_OPERATOR(op)                                                            \
+  ICL_PATCH_INLINE Mask operator op(Mask x, Mask y) {                                     \
+    for (int i = 0; i < kParts; ++i) x.part[i] = x.part[i] op y.part[i];                  \
+    return x;                                                                             \
+  }
+ICL_PATCH_OPERATOR(&)
+ICL_PATCH_OPERATOR(|)
+ICL_PATCH_OPERATOR(!=)
+#undef ICL_PATCH_OPERATOR
+
+ICL_PATCH_INLINE Vector operator-(Vector x) {
+  for (Part& each : x.part) each = -each;
+  return x;
+}
+ICL_PATCH_INLINE Vector& operator+=(Vector& x, Vector y) { return x = x + y; }
+ICL_PATCH_INLINE Vector& operator-=(Vector& x, Vector y) { return x = x - y; }
+ICL_PATCH_INLINE Vector& operator*=(Vector& x, Vector y) { return x = x * y; }
+
+ICL_PATCH_INLINE Vector select(Mask condition, Vector x, Vector y) {
+  for (int i = 0; i < kParts; ++i) x.part[i] = condition.part[i] ? x.part[i] : y.part[i];
+  return x;
+}
 
 // One row in fp64: scale or m, delta or g, the fallback, e and p; all padded to a whole number of vectors.
 class CpuRow {
@@ -42,7 +105,11 @@ class CpuRow {
       if (row_.call_.delta.data) return get(row_.h_);
       return row_.call_.fallback.data ? from(row_.call_.fallback) : Vector{};
     }
-    ICL_PATCH_INLINE Vector index() const { return Vector{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<double>(i_); }
+    ICL_PATCH_INLINE Vector index() const {
+      Vector x;
+      for (int lane = 0; lane < kLanes; ++lane) x[lane] = static_cast<double>(i_ + lane);
+      return x;
+    }
     ICL_PATCH_INLINE Vector store(Vector hidden, Vector new_scale) const {
       if (row_.call_.delta.data) hidden -= get(row_.h_);
       const int64_t first = row_.b_ * row_.call_.n + i_;
@@ -51,9 +118,10 @@ class CpuRow {
       if (row_.is_double()) {
         write(static_cast<double*>(row_.call_.hidden) + first, hidden, count);
       } else {
-        const Singles single = __builtin_convertvector(hidden, Singles);
+        float single[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) single[lane] = static_cast<float>(hidden[lane]);
         write(static_cast<float*>(row_.call_.hidden) + first, single, count);
-        hidden = __builtin_convertvector(single, Vector);
+        for (int lane = 0; lane < kLanes; ++lane) hidden[lane] = single[lane];
       }
       return finite_or_nan(hidden) + finite_or_nan(new_scale);
     }
@@ -67,7 +135,7 @@ class CpuRow {
    private:
     ICL_PATCH_INLINE Vector get(const double* row) const { return *reinterpret_cast<const Vector*>(row + i_); }
     Vector from(const Matrix& matrix) const {
-      Vector x{};
+      Vector x;
       for (int64_t lane = 0; lane < kLanes && i_ + lane < row_.call_.n; ++lane) x[lane] = matrix.at(row_.b_, i_ + lane);
       return x;
     }
@@ -116,7 +184,7 @@ class CpuRow {
   }
 
   void spoil() const {
-    const Vector nan = Vector{} + (kInfinity - kInfinity);
+    const Vector nan{kInfinity - kInfinity};
     for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).store(nan, nan);
   }
 

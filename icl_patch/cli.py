@@ -1,4 +1,4 @@
-"""The command line: ``icl-patch demo | verify | generate | extract | inspect``.
+"""The command line: ``icl-patch demo | verify | generate | extract | inspect | bench``.
 
 Every command prints text and tables for people, or with ``--json`` one JSON object on stdout and nothing else. Progress goes to
 stderr, and only to a terminal. Exit status: 0 fine, 1 the check failed (a patch that is broken or of another model, an effect that no
@@ -6,6 +6,7 @@ change of weights can have), 2 bad usage, 130 interrupted.
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -23,6 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 import icl_patch
 from icl_patch import demo, embedded, report
+from icl_patch.bench import BENCHMARKS
+from icl_patch.bench.harness import Results, default_folder
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 from icl_patch.patch import UPDATES, ContextPatch
 from icl_patch.patcher import ContextPatcher
@@ -100,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     command = _command(commands, "inspect", _inspect, "read a patch file; with --model, check it and replay it")
     command.add_argument("file", type=Path, metavar="FILE")
     command.add_argument("--model", metavar="MODEL", help="folder, hub id, or 'embedded': check that the patch fits it, and replay it")
+
+    command = _command(commands, "bench", _bench, "time the kernels beside what they replace, and write the tables")
+    command.add_argument("name", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all)")
+    command.add_argument("--device", type=_device, metavar="DEVICE", default=torch.device("cpu"), help="cpu, cuda, … (default: cpu)")
+    command.add_argument("--threads", type=_positive, metavar="N", help="of the CPU (default: torch's)")
+    command.add_argument("--quick", action="store_true", help="smaller shapes and fewer rounds")
+    command.add_argument("--out", type=Path, metavar="DIR", help="folder of the tables (default: $ICL_RESULTS, else bench/results)")
     return parser
 
 
@@ -332,3 +342,20 @@ def _replay(options: argparse.Namespace, patch: ContextPatch) -> list[str]:
     last = patch.kept_mask.sum(1) - 1
     chosen = logits[torch.arange(len(last)), last].argmax(-1)
     return [str(tokenizer.decode([token_id])) for token_id in chosen.tolist()]
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if unknown := [name for name in options.name if name not in BENCHMARKS]:
+        raise ValueError(f"expected a benchmark of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    names = options.name or BENCHMARKS
+    everything = [Results(name, options.device, options.out or default_folder()) for name in names]
+    console = Console(stderr=True)
+    for results in everything:
+        benchmark = importlib.import_module(f"icl_patch.bench.{results.benchmark}")
+        for case in benchmark.run(options.device, options.quick, results):
+            console.print(f"{results.benchmark}: {case}", highlight=False)
+    tables = [line for results in everything for line in (results.table(), f"written to {results.path}")]
+    _print(options, {results.benchmark: results.to_dict() for results in everything}, *tables)
+    return 0

@@ -5,6 +5,7 @@ torch of :mod:`icl_patch.reference` and says so once, at the first call that wou
 """
 
 import ctypes
+import os
 import warnings
 from functools import cache
 from pathlib import Path
@@ -38,7 +39,12 @@ def _text(name: str) -> str:
 
 
 cpu_instructions = _text("icl_patch_cpu_instructions")
-"""The instruction set that the CPU drivers use here: ``avx512``, ``avx2`` or ``portable``; empty without the library."""
+"""The instruction set that the CPU drivers use here: ``avx512``, ``avx2`` or ``portable``; empty without the library.
+
+The environment variable ICL_PATCH_CPU, read when the library is loaded, names another one. All of them give the same bits.
+"""
+if _lacking is None and not cpu_instructions:
+    raise ValueError(f"expected ICL_PATCH_CPU=avx512, avx2 or portable, one that this processor has, got {os.environ['ICL_PATCH_CPU']!r}")
 
 cuda_architectures = tuple(filter(None, _text("icl_patch_cuda_architectures").split(",")))
 """The compute capabilities there is machine code for, as ``("80", "90")``; empty if the library was built without CUDA."""
@@ -51,6 +57,14 @@ def serves(device_type: str) -> bool:
     if device_type in ("cpu", "cuda") and not torch.compiler.is_compiling():
         _warn(device_type)
     return False
+
+
+def describe() -> str:
+    """One line on what was built."""
+    if _lacking is not None:
+        return f"no native library: {_lacking}"
+    devices = f"CUDA {', '.join(cuda_architectures)}" if cuda_architectures else "no CUDA (there was no nvcc)"
+    return f"native library for {cpu_instructions} and {devices}"
 
 
 @cache

@@ -144,10 +144,9 @@ def invert_rmsnorm(
     Source: Goldwaser et al. (2025), Appendix B.2, with the hard case and the norm's eps added.
     """
     _check_matrix("target", target)
-    batch, n = target.shape
     _check_rows("target", target, scale, eps, method)
-    if rms.shape != (batch,):
-        raise ValueError(f"expected rms ({batch},), got {tuple(rms.shape)}")
+    if rms.shape != target.shape[:1]:
+        raise ValueError(f"expected rms ({target.shape[0]},), got {tuple(rms.shape)}")
     if fallback is not None and fallback.shape != target.shape:
         raise ValueError(f"expected fallback {tuple(target.shape)}, got {tuple(fallback.shape)}")
     _check_floats(target=target, scale=scale, rms=rms, **({} if fallback is None else {"fallback": fallback}))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import icl_patch
+from icl_patch import native
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -20,7 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     # from a copy: building writes into the source folder
-    names = ["icl_patch", "triton_kernels", "pyproject.toml", "setup.py", "README.md", "LICENSE"]
+    names = ["icl_patch", "triton_kernels", "csrc", "bench", "pyproject.toml", "setup.py", "README.md", "LICENSE"]
     source.mkdir()
     subprocess.run(["cp", "-r", *(str(REPOSITORY / name) for name in names), str(source)], check=True)
     command = [
@@ -36,7 +37,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(source),
     ]
-    subprocess.run(command, check=True)
+    for built in source.rglob("*.so"):
+        built.unlink()
+    subprocess.run(command, check=True, env=os.environ | {"ICL_PATCH_NATIVE": "cpu"})
     [built] = folder.glob("*.whl")
     return built
 
@@ -44,6 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     needed = {"icl_patch/py.typed", "icl_patch/cli.py", "icl_patch/families/registry.py", "icl_patch/kernels/__init__.py"}
+    needed |= {"icl_patch/bench/inversion.py", *(["icl_patch/_native.so"] if native.cpu_instructions else [])}
     needed |= {
         f"icl_patch/embedded/model/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     }
@@ -55,7 +59,8 @@ def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
 def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    script = "import icl_patch, icl_patch.kernels; from icl_patch import embedded; print(icl_patch.__file__); embedded.load()"
+    script = "import icl_patch, icl_patch.kernels; from icl_patch import embedded, native; print(icl_patch.__file__); embedded.load()"
+    script += "; print(native.describe())"
     environment = os.environ | {"PYTHONPATH": str(site)}
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(site))

@@ -46,3 +46,6 @@ fi
 printf '#!/bin/sh\n%s -P "$@"\n' "$run" >build/python.new
 chmod +x build/python.new
 mv build/python.new build/python
+
+# pip swallows what the build said
+build/python -W ignore -c 'from icl_patch import native; print("setup:", native.describe())' >&2
