@@ -4,7 +4,7 @@ SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -nam
 RUN := build/python
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test stress kernels bench lint format train clean
+.PHONY: FORCE help demo test stress kernels bench gpu lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -31,6 +31,11 @@ kernels: $(RUN) ## registers and spills of every CUDA kernel, compiled ahead of 
 
 bench: $(RUN) ## time the kernels beside what they replace, on the CPU; tables in bench/results
 	$(RUN) -m icl_patch bench
+
+gpu: $(RUN) ## on a machine with a CUDA device: the tests that need one, the memory checks, the benchmarks
+	$(RUN) -m pytest -m gpu
+	@sh tools/sanitize.sh
+	$(RUN) -m icl_patch bench --device cuda --quick
 
 lint: $(RUN) ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -27,12 +27,14 @@ OBJECTS = ROOT / "build" / "native"  # kept, where build_temp is not: an editabl
 TORCH_API = "0x020b000000000000"  # torch 2.11
 CUDA_ARCHITECTURES = ("80", "90")
 
-# No fused multiply-add: every build of the CPU driver must give the same bits.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
-DRIVER_FLAGS = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# Without fused multiply-add every instruction set gives the same bits: the inversion can afford it, the products cannot.
+CPU_DRIVERS = {"rmsnorm_inverse_cpu": ["-ffp-contract=off"], "patched_linear_cpu": []}
 INSTRUCTION_SETS = {"portable": []}
-if platform.machine() in ("x86_64", "AMD64"):
-    INSTRUCTION_SETS |= {"avx2": ["-mavx2", "-mf16c"], "avx512": ["-mavx512f", "-mavx512dq", "-mprefer-vector-width=512"]}
+X86 = ["-DICL_PATCH_X86"] if platform.machine() in ("x86_64", "AMD64") else []
+if X86:
+    wide = ["-mavx512f", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
+    INSTRUCTION_SETS |= {"avx2": ["-mavx2", "-mf16c", "-mfma"], "avx512": wide}
 
 
 def find_compiler() -> str | None:
@@ -90,8 +92,9 @@ class BuildNative(build_ext):
         compiler, cuda = find_compiler(), find_cuda() if os.environ.get("ICL_PATCH_NATIVE") != "cpu" else None
         commands = {OBJECTS / "ops.o": self.ops_command(compiler, cuda)}
         for name, flags in INSTRUCTION_SETS.items():
-            isa = [f"-DICL_PATCH_ISA={name}", *DRIVER_FLAGS, *flags]
-            commands[OBJECTS / f"{name}.o"] = [compiler, *CXX_FLAGS, *isa, "-c", str(CSRC / "rmsnorm_inverse_cpu.cpp")]
+            for driver, driver_flags in CPU_DRIVERS.items():
+                isa = [f"-DICL_PATCH_ISA={name}", *X86, "-fno-math-errno", "-fno-trapping-math", *driver_flags, *flags]
+                commands[OBJECTS / f"{driver}-{name}.o"] = [compiler, *CXX_FLAGS, *isa, "-c", str(CSRC / f"{driver}.cpp")]
         if cuda:
             commands[OBJECTS / "cuda.o"] = cuda_command(cuda)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -101,11 +104,9 @@ class BuildNative(build_ext):
     def ops_command(self, compiler: str, cuda: Path | None) -> list[str]:
         """The registration: the one part that sees torch."""
         torch = Path(find_spec("torch").submodule_search_locations[0])
-        flags = [f"-DTORCH_TARGET_VERSION={TORCH_API}"]
+        flags = [f"-DTORCH_TARGET_VERSION={TORCH_API}", *X86]
         if cuda:
             flags.append(f'-DICL_PATCH_CUDA="{",".join(CUDA_ARCHITECTURES)}"')
-        if "avx2" in INSTRUCTION_SETS:
-            flags.append("-DICL_PATCH_X86")
         return [compiler, *CXX_FLAGS, *flags, f"-isystem{torch / 'include'}", "-c", str(CSRC / "ops.cpp")]
 
     def link_command(self, compiler: str, cuda: Path | None, objects: list[Path]) -> list[str]:

@@ -3,4 +3,4 @@
 A benchmark is a module with ``run(device, quick, results)``, which adds rows to the results and yields what it is about to measure.
 """
 
-BENCHMARKS = ("inversion",)
+BENCHMARKS = ("inversion", "linear")

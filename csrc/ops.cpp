@@ -10,8 +10,9 @@
 #include <cstring>
 #include <optional>
 #include <tuple>
+#include <vector>
 
-#include "rmsnorm_inverse_cpu.h"
+#include "cpu_drivers.h"
 #include "rmsnorm_inverse_cuda.h"
 
 #ifdef ICL_PATCH_CUDA
@@ -53,17 +54,23 @@ Matrix matrix(const char* name, const Tensor& x, const Tensor& reference, int64_
 struct CpuDriver {
   const char* name;
   bool supported;
-  void (*invert_rows)(const Inversion&, int64_t, int64_t);
+  decltype(&portable::invert_rows) invert_rows;
+  decltype(&portable::linear_outputs) linear_outputs;
+  decltype(&portable::to_single) to_single;
+  decltype(&portable::dot) dot;
 };
+
+#define ICL_PATCH_DRIVERS(isa) isa::invert_rows, isa::linear_outputs, isa::to_single, isa::dot
 
 // The widest instruction set of this processor, or the one that ICL_PATCH_CPU names; null if it names none of this processor's.
 const CpuDriver* find_cpu_driver() {
   static const CpuDriver drivers[] = {
 #ifdef ICL_PATCH_X86
-      {"avx512", __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"), avx512::invert_rows},
-      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"), avx2::invert_rows},
+      {"avx512", __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"),
+       ICL_PATCH_DRIVERS(avx512)},
+      {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma"), ICL_PATCH_DRIVERS(avx2)},
 #endif
-      {"portable", true, portable::invert_rows},
+      {"portable", true, ICL_PATCH_DRIVERS(portable)},
   };
   const char* wanted = std::getenv("ICL_PATCH_CPU");
   for (const CpuDriver& driver : drivers)
@@ -146,6 +153,105 @@ Result stable_scale(const Tensor& delta, const Tensor& scale, const Tensor& hidd
   return finish<run>(call, delta);
 }
 
+// ---- the patched linear map ----
+
+// u or v as (P, R, width): (M, width) has rank 1, and a single patch is shared by all rows unless there is an index.
+Factor factor(const char* name, const Tensor& x, const Tensor& z, int64_t width, Factors& factors, bool indexed) {
+  check_place(name, x, z);
+  const int64_t last = x.dim() - 1;
+  STD_TORCH_CHECK((x.dim() == 2 || x.dim() == 3) && x.size(last) == width, "expected ", name, " (M, ", width, ") or (P, R, ", width, ")");
+  const int64_t rank = x.dim() == 3 ? x.size(1) : 1;
+  const bool shared = !indexed && x.dim() == 3 && x.size(0) == 1;
+  STD_TORCH_CHECK(indexed || shared || x.size(0) == z.size(0), "expected ", name, " for 1 or ", z.size(0), " rows, got ", x.size(0));
+  STD_TORCH_CHECK(factors.rank == 0 || (factors.rank == rank && factors.shared == shared), "expected u and v of the same rows and rank");
+  factors.rank = rank;
+  factors.shared = shared;
+  return {{x.const_data_ptr(), dtype_of(name, x), x.dim() == 3 ? x.stride(1) : 0, x.stride(last)}, x.stride(0)};
+}
+
+Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(z.dim() == 2 && weight.dim() == 2 && weight.size(1) == z.size(1), "expected z (M, K) and weight (N, K)");
+  STD_TORCH_CHECK(z.size(0) <= kMaxLinearRows, "expected at most ", kMaxLinearRows, " rows, got ", z.size(0));
+  check_place("weight", weight, z);
+  Linear call;
+  call.rows = z.size(0);
+  call.n = weight.size(0);
+  call.k = z.size(1);
+  call.z = {z.const_data_ptr(), dtype_of("z", z), z.stride(0), z.stride(1)};
+  call.weight = weight.const_data_ptr();
+  call.weight_dtype = dtype_of("weight", weight);
+  STD_TORCH_CHECK(call.weight_dtype == call.z.dtype && call.weight_dtype != Float::kDouble,
+                  "expected z and weight of one dtype, fp32, bf16 or fp16");
+  call.transposed = weight.stride(1) != 1 && call.k > 1;
+  STD_TORCH_CHECK(!call.transposed || weight.stride(0) == 1 || call.n == 1, "expected weight or its transpose with contiguous rows");
+  call.weight_stride = weight.stride(call.transposed ? 1 : 0);
+  if (bias) call.bias = matrix("bias", *bias, z, 1, call.n);
+  return call;
+}
+
+// z in fp32, and the coefficients z·v of every row and rank; then the outputs, side by side.
+void run_linear(const Linear& call) {
+  const CpuDriver* driver = cpu_driver();
+  STD_TORCH_CHECK(driver != nullptr, "ICL_PATCH_CPU names no instruction set of this processor");
+  const int64_t rank = call.factors.rank, width = (call.k + 15) / 16 * 16, patched_from = call.u ? call.rows / 2 : 0;
+  std::vector<float> z(call.rows * width), direction(call.k), coefficients((call.rows - patched_from) * rank);
+  for (int64_t m = 0; m < call.rows; ++m) driver->to_single(call.z, m, call.k, &z[m * width]);
+  for (int64_t m = patched_from; m < call.rows; ++m) {
+    const int64_t row = m - patched_from, patch = call.factors.patch_of(row);
+    for (int64_t r = 0; patch >= 0 && r < rank; ++r) {
+      driver->to_single(call.factors.v.rows(patch), r, call.k, direction.data());
+      coefficients[row * rank + r] = driver->dot(&z[m * width], direction.data(), call.k);
+    }
+  }
+  const int64_t block = call.transposed ? 512 : 16, blocks = (call.n + block - 1) / block;
+  const int64_t grain = std::max<int64_t>(1, 65536 / (block * std::max<int64_t>(call.k, 1)));
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    driver->linear_outputs(call, z.data(), width, coefficients.data(), begin * block, std::min(end * block, call.n));
+  });
+}
+
+Tensor patched_linear(const Tensor& z, const Tensor& weight, std::optional<Tensor> u, std::optional<Tensor> v, std::optional<Tensor> bias,
+                      std::optional<Tensor> index, std::optional<ScalarType> out_dtype) {
+  Linear call = linear(z, weight, bias);
+  STD_TORCH_CHECK(u.has_value() == v.has_value() && (u || !index), "expected u and v together, and index only with them");
+  if (u) {
+    call.factors.u = factor("u", *u, z, call.n, call.factors, index.has_value());
+    call.factors.v = factor("v", *v, z, call.k, call.factors, index.has_value());
+    STD_TORCH_CHECK(u->size(0) == v->size(0), "expected u and v for the same rows, got ", u->size(0), " and ", v->size(0));
+  }
+  if (index) {
+    STD_TORCH_CHECK(index->dim() == 1 && index->size(0) == call.rows && index->is_contiguous() && index->scalar_type() == ScalarType::Long,
+                    "expected index (", call.rows, ",) of contiguous int64");
+    call.factors.index = static_cast<const int64_t*>(index->const_data_ptr());
+    for (int64_t m = 0; m < call.rows; ++m)
+      STD_TORCH_CHECK(-1 <= call.factors.index[m] && call.factors.index[m] < u->size(0),
+                      "expected index from -1 to ", u->size(0) - 1, ", got ", call.factors.index[m]);
+  }
+  Tensor y = torch::stable::new_empty(z, {call.rows, call.n}, out_dtype.value_or(z.scalar_type()));
+  call.y = y.mutable_data_ptr();
+  call.y_dtype = dtype_of("out_dtype", y);
+  STD_TORCH_CHECK(call.y_dtype != Float::kDouble, "expected out_dtype fp32, bf16 or fp16");
+  if (call.rows && call.n) run_linear(call);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& weight, const Tensor& v, std::optional<Tensor> bias) {
+  Linear call = linear(z_pair, weight, bias);
+  const int64_t pairs = call.rows / 2;
+  STD_TORCH_CHECK(call.rows == 2 * pairs, "expected z_pair (2 M, K), got ", call.rows, " rows");
+  STD_TORCH_CHECK(v.dim() == 2 && v.size(0) == pairs && v.size(1) == call.k, "expected v (", pairs, ", ", call.k, ")");
+  check_place("v", v, z_pair);
+  call.factors.rank = 1;
+  call.factors.v = {{v.const_data_ptr(), dtype_of("v", v), 0, v.stride(1)}, v.stride(0)};
+  Tensor y = torch::stable::new_empty(z_pair, {call.rows, call.n}, z_pair.scalar_type());
+  Tensor u = torch::stable::new_empty(z_pair, {pairs, call.n}, ScalarType::Float);
+  call.y = y.mutable_data_ptr();
+  call.y_dtype = call.z.dtype;
+  call.u = static_cast<float*>(u.mutable_data_ptr());
+  if (pairs && call.n) run_linear(call);
+  return {y, u};
+}
+
 }  // namespace
 }  // namespace icl_patch
 
@@ -156,11 +262,17 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
   m.def(
       "stable_scale(Tensor delta, Tensor scale, Tensor hidden_down, float eps=0.0, bool bisection=False)"
       " -> (Tensor u, Tensor shift, Tensor new_scale, Tensor status, Tensor evaluations)");
+  m.def(
+      "patched_linear(Tensor z, Tensor weight, Tensor? u=None, Tensor? v=None, Tensor? bias=None, Tensor? index=None,"
+      " ScalarType? out_dtype=None) -> Tensor");
+  m.def("record_linear(Tensor z_pair, Tensor weight, Tensor v, Tensor? bias=None) -> (Tensor y, Tensor u)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
   m.impl("invert_rmsnorm", TORCH_BOX(&icl_patch::invert_rmsnorm<&icl_patch::run_cpu>));
   m.impl("stable_scale", TORCH_BOX(&icl_patch::stable_scale<&icl_patch::run_cpu>));
+  m.impl("patched_linear", TORCH_BOX(&icl_patch::patched_linear));
+  m.impl("record_linear", TORCH_BOX(&icl_patch::record_linear));
 }
 
 #ifdef ICL_PATCH_CUDA

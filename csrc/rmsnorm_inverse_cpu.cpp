@@ -5,7 +5,7 @@
 #include <new>
 
 #include "rmsnorm_inverse.h"
-#include "rmsnorm_inverse_cpu.h"
+#include "cpu_drivers.h"
 
 namespace icl_patch::ICL_PATCH_ISA {
 namespace {

@@ -21,6 +21,12 @@ ICL_PATCH_CALLABLE float from_bits(uint32_t bits) {
   return value;
 }
 
+ICL_PATCH_CALLABLE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
 ICL_PATCH_CALLABLE float from_brain(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
 
 ICL_PATCH_CALLABLE float from_half(uint16_t bits) {
@@ -29,9 +35,24 @@ ICL_PATCH_CALLABLE float from_half(uint16_t bits) {
   const float finite = from_bits(magnitude << 13) * 0x1p112f;
   const float special = from_bits((magnitude << 13) | 0x7f800000u);
   const float value = magnitude < 0x7c00u ? finite : special;
-  uint32_t with_sign;
-  memcpy(&with_sign, &value, sizeof with_sign);
-  return from_bits(with_sign | sign);
+  return from_bits(bits_of(value) | sign);
+}
+
+// To the nearest, ties to even; NaN stays NaN.
+ICL_PATCH_CALLABLE uint16_t to_brain(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+ICL_PATCH_CALLABLE uint16_t to_half(float value) {
+  const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
+  const uint16_t sign = static_cast<uint16_t>((bits & 0x80000000u) >> 16);
+  if (magnitude >= 0x7f800000u) return sign | (magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u);
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to infinity
+  // below 2^-14 the adder rounds to the spacing of denormals, 2^-24, above it the integer arithmetic to 11 bits
+  if (magnitude < 0x38800000u) return sign | static_cast<uint16_t>(bits_of(from_bits(magnitude) + 0.5f) - 0x3f000000u);
+  return sign | static_cast<uint16_t>((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
 }
 
 // A (B, n) matrix of any float dtype and any strides, in elements; a vector that all rows share has row stride 0.

@@ -100,3 +100,20 @@ if _lacking is None:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         wide = torch.float64 in (delta.dtype, scale.dtype, hidden_down.dtype)
         return _results(delta, torch.float64 if wide else torch.float32)
+
+    @torch.library.register_fake("icl_patch::patched_linear")
+    def _(
+        z: Tensor,
+        weight: Tensor,
+        u: Tensor | None = None,
+        v: Tensor | None = None,
+        bias: Tensor | None = None,
+        index: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return z.new_empty((z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype)
+
+    @torch.library.register_fake("icl_patch::record_linear")
+    def _(z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        rows, n = z_pair.shape[0], weight.shape[0]
+        return z_pair.new_empty((rows, n)), z_pair.new_empty((rows // 2, n), dtype=torch.float32)

@@ -1,0 +1,17 @@
+// The instruction-set builds of the CPU drivers; which of them exist is up to setup.py.
+#pragma once
+
+#include "patched_linear.h"
+#include "rows.h"
+
+#define ICL_PATCH_DECLARE(isa)                                                                                              \
+  namespace icl_patch::isa {                                                                                                \
+  void invert_rows(const Inversion& call, int64_t begin, int64_t end);                                                      \
+  void linear_outputs(const Linear& call, const float* z, int64_t z_stride, const float* coefficients, int64_t begin, int64_t end); \
+  void to_single(const Matrix& x, int64_t row, int64_t count, float* to);                                                   \
+  float dot(const float* x, const float* y, int64_t count);                                                                 \
+  }
+ICL_PATCH_DECLARE(portable)
+ICL_PATCH_DECLARE(avx2)
+ICL_PATCH_DECLARE(avx512)
+#undef ICL_PATCH_DECLARE

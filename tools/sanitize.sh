@@ -1,0 +1,11 @@
+#!/bin/sh
+# Run the native CUDA tests under compute-sanitizer: reads and writes out of bounds, races in shared memory.
+set -eu
+
+if ! command -v compute-sanitizer >/dev/null; then
+    echo "sanitize: skipped, there is no compute-sanitizer"
+    exit 0
+fi
+for tool in memcheck racecheck; do
+    compute-sanitizer --tool "$tool" --error-exitcode 1 build/python -m pytest -m gpu -k sanitized
+done
