@@ -37,13 +37,18 @@ struct Exchange {
   double values[kMaxWarps * kMaxValues];
 };
 
+extern __shared__ double shared_memory[];  // an Exchange, then e and p of a row that is kept there
+
 template <int kThreads, int kItems, Keep kKeep, bool kUpdate>
 class BlockRow {
  public:
   using Value = double;
 
-  __device__ BlockRow(const Inversion& call, int64_t b, Exchange& exchange, double* shared)
-      : call_(call), b_(b), exchange_(exchange), shared_(shared) {}
+  __device__ BlockRow(const Inversion& call, int64_t b)
+      : call_(call),
+        b_(b),
+        exchange_(*reinterpret_cast<Exchange*>(shared_memory)),
+        shared_(shared_memory + sizeof(Exchange) / sizeof(double)) {}
 
   __device__ bool is_double() const { return call_.hidden_is_double; }
   __device__ void scale(double power) { power_ = power; }
@@ -217,10 +222,8 @@ class BlockRow {
 
 template <int kThreads, int kItems, Keep kKeep, bool kUpdate>
 __global__ __launch_bounds__(kThreads, 512 / kThreads) void invert_kernel(const __grid_constant__ Inversion call) {
-  extern __shared__ double shared[];
-  __shared__ Exchange exchange;
   const int64_t b = blockIdx.x;
-  BlockRow<kThreads, kItems, kKeep, kUpdate> row(call, b, exchange, shared);
+  BlockRow<kThreads, kItems, kKeep, kUpdate> row(call, b);
   Outcome outcome;
   if (kUpdate) {
     outcome = update_row(row, call.n, call.eps, call.bisection);
@@ -235,14 +238,19 @@ __global__ __launch_bounds__(kThreads, 512 / kThreads) void invert_kernel(const 
 }
 
 template <int kThreads, int kItems, Keep kKeep>
-cudaError_t launch(const Inversion& call, int64_t bytes, cudaStream_t stream) {
+cudaError_t launch(const Inversion& call, int64_t kept, cudaStream_t stream) {
   const auto kernel = call.delta.data ? invert_kernel<kThreads, kItems, kKeep, true> : invert_kernel<kThreads, kItems, kKeep, false>;
-  if (bytes > 0) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(call.rows));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Exchange) + kept;
+  config.stream = stream;
+  if (kept > 0) {
+    const int bytes = static_cast<int>(config.dynamicSmemBytes);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
-  kernel<<<static_cast<unsigned>(call.rows), kThreads, bytes, stream>>>(call);
-  return cudaGetLastError();
+  return cudaLaunchKernelEx(&config, kernel, call);
 }
 
 // The block depends on n and the device alone, so that a row's bits do not depend on the batch.

@@ -1,0 +1,163 @@
+// Enough of CUDA to run a kernel without a GPU: a block's threads are fibers of one thread, which change at every barrier and shuffle.
+// A warp runs as far as it can before another does, the first or the last one first: code that lacks a barrier between two warps
+// overtakes itself.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x, y = 1, z = 1;
+  dim3(unsigned x = 1) : x(x) {}
+};
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+namespace emulated {
+
+constexpr unsigned kWarp = 32, kStack = 1 << 16;
+inline int shared_memory_limit = 0;  // what the device is said to have
+
+struct Barrier {
+  unsigned arrived = 0, generation = 0;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+  bool done = false;
+  const Barrier* at = nullptr;  // where it waits, for the generation after this one
+  unsigned generation = 0;
+
+  bool ready() const { return !done && (!at || at->generation != generation); }
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Barrier> warps;
+  std::vector<double> exchanged;
+  Barrier all;
+  ucontext_t scheduler;
+  unsigned current = 0;
+  void (*run)(void*) = nullptr;
+  void* argument = nullptr;
+};
+
+inline Block* block = nullptr;
+
+inline void wait(Barrier& barrier, unsigned size) {
+  if (++barrier.arrived == size) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    return;
+  }
+  Fiber& fiber = block->fibers[block->current];
+  fiber.at = &barrier;
+  fiber.generation = barrier.generation;
+  swapcontext(&fiber.context, &block->scheduler);
+  fiber.at = nullptr;
+}
+
+inline void begin() {
+  block->run(block->argument);
+  block->fibers[block->current].done = true;
+}
+
+}  // namespace emulated
+
+struct Coordinates {
+  unsigned x;
+};
+inline Coordinates threadIdx, blockIdx;
+
+inline void __syncthreads() { emulated::wait(emulated::block->all, emulated::block->fibers.size()); }
+
+inline double __shfl_xor_sync(unsigned, double value, int distance) {
+  emulated::Block& block = *emulated::block;
+  const unsigned thread = block.current;
+  emulated::Barrier& warp = block.warps[thread / emulated::kWarp];
+  block.exchanged[thread] = value;
+  emulated::wait(warp, emulated::kWarp);
+  const double other = block.exchanged[thread ^ distance];
+  emulated::wait(warp, emulated::kWarp);
+  return other;
+}
+
+template <class Kernel, class Call>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Call& call) {
+  static unsigned turn = 0;
+  struct Work {
+    Kernel kernel;
+    const Call* call;
+  } work{kernel, &call};
+  const unsigned threads = config->blockDim.x;
+  emulated::Block block;
+  block.fibers.resize(threads);
+  block.warps.resize(threads / emulated::kWarp);
+  block.exchanged.resize(threads);
+  block.argument = &work;
+  block.run = [](void* argument) {
+    const Work& work = *static_cast<Work*>(argument);
+    work.kernel(*work.call);
+  };
+  emulated::block = &block;
+  for (unsigned b = 0; b < config->gridDim.x; ++b) {
+    for (emulated::Fiber& fiber : block.fibers) {
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = emulated::kStack;
+      fiber.context.uc_link = &block.scheduler;
+      fiber.done = false;
+      fiber.at = nullptr;
+      makecontext(&fiber.context, emulated::begin, 0);
+    }
+    const bool backwards = ++turn % 2;
+    for (unsigned left = threads; left;) {
+      unsigned next = 0;
+      while (next < threads && !block.fibers[backwards ? threads - 1 - next : next].ready()) ++next;
+      if (next == threads) return cudaErrorInvalidValue;  // some wait where the others never come
+      block.current = backwards ? threads - 1 - next : next;
+      threadIdx.x = block.current;
+      blockIdx.x = b;
+      swapcontext(&block.scheduler, &block.fibers[block.current].context);
+      left -= block.fibers[block.current].done;
+    }
+  }
+  return cudaSuccess;
+}
+
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  return bytes <= emulated::shared_memory_limit ? cudaSuccess : cudaErrorInvalidValue;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = emulated::shared_memory_limit;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
