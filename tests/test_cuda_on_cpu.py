@@ -1,4 +1,4 @@
-"""The CUDA driver of the inversion where there is no GPU: its blocks run as fibers (``cuda_on_cpu/``), every line of the kernel included."""
+"""The CUDA driver of the inversion where there is no GPU: its blocks run as fibers, every line of the kernel included."""
 
 import ctypes
 import shutil
