@@ -72,7 +72,10 @@ class BlockRow {
     __device__ double g() const { return (kUpdate ? row.update_.g(x.other, x.scale, x.fallback) : x.other) * row.power_; }
 
     __device__ double store(double hidden, double new_scale) const {
-      if (kUpdate) hidden -= x.fallback;
+      return put(kUpdate ? hidden - x.fallback : hidden, new_scale);
+    }
+
+    __device__ double put(double hidden, double new_scale) const {
       const int64_t i = row.b_ * row.call_.n + k;
       row.call_.new_scale[i] = new_scale;
       if (row.call_.hidden_is_double) {
@@ -155,7 +158,7 @@ class BlockRow {
   }
 
   __device__ void keep() const {
-    each([](const At& at) { at.store(kUpdate ? at.x.fallback : 0, at.x.scale); });
+    each([](const At& at) { at.put(0, at.x.scale); });
   }
 
   __device__ void spoil() const {

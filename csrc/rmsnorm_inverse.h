@@ -236,7 +236,7 @@ ICL_PATCH_INLINE Root find_root(const Row& row, Secular f, double start) {
     const double excess = sums.m0 / f.target - 1;
     if (std::fabs(excess) <= 8 * kUlp) return {s, evaluations, true};
     if (excess > 0) {
-      f.lo = larger(f.lo, s);
+      f.lo = larger(f.lo, larger(s, f.nearest * kUlp));  // below, φ does not change; and 0 could not be cut in the exponent
       if (f.pole > 0 && beyond < f.target) f.hi = smaller(f.hi, std::sqrt(f.pole / (f.target - beyond)) * (1 + 16 * kUlp));
     } else {
       f.hi = smaller(f.hi, s);

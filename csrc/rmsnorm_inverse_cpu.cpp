@@ -85,7 +85,7 @@ class CpuRow {
   using Value = Vector;
   CpuRow(const Inversion& call, int64_t b, double* scratch, int64_t padded)
       : call_(call), b_(b), m_(scratch), g_(m_ + padded), h_(g_ + padded), e_(h_ + padded), p_(e_ + padded) {
-    load(call.scale, m_, true);
+    load(call.scale, m_, !call.delta.data);  // the padding of an update counts in no sum before it is formed
     load(call.delta.data ? call.delta : call.target, g_, false);
     if (call.delta.data) load(call.fallback, h_, false);
   }
@@ -112,6 +112,17 @@ class CpuRow {
     }
     ICL_PATCH_INLINE Vector store(Vector hidden, Vector new_scale) const {
       if (row_.call_.delta.data) hidden -= get(row_.h_);
+      return put(hidden, new_scale);
+    }
+    ICL_PATCH_INLINE void prepare(double smallest) const {
+      const auto [e, p] = usable(m(), g(), smallest);
+      *reinterpret_cast<Vector*>(row_.e_ + i_) = e;
+      *reinterpret_cast<Vector*>(row_.p_ + i_) = p;
+    }
+    ICL_PATCH_INLINE void keep() const { put(Vector{}, from(row_.call_.scale)); }
+
+   private:
+    ICL_PATCH_INLINE Vector put(Vector hidden, Vector new_scale) const {
       const int64_t first = row_.b_ * row_.call_.n + i_;
       const int64_t count = std::min<int64_t>(kLanes, row_.call_.n - i_);
       write(row_.call_.new_scale + first, new_scale, count);
@@ -125,14 +136,6 @@ class CpuRow {
       }
       return finite_or_nan(hidden) + finite_or_nan(new_scale);
     }
-    ICL_PATCH_INLINE void prepare(double smallest) const {
-      const auto [e, p] = usable(m(), g(), smallest);
-      *reinterpret_cast<Vector*>(row_.e_ + i_) = e;
-      *reinterpret_cast<Vector*>(row_.p_ + i_) = p;
-    }
-    ICL_PATCH_INLINE void keep() const { store(row_.call_.delta.data ? get(row_.h_) : Vector{}, from(row_.call_.scale)); }
-
-   private:
     ICL_PATCH_INLINE Vector get(const double* row) const { return *reinterpret_cast<const Vector*>(row + i_); }
     Vector from(const Matrix& matrix) const {
       Vector x;

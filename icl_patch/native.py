@@ -52,7 +52,7 @@ cuda_architectures = tuple(filter(None, _text("icl_patch_cuda_architectures").sp
 
 def serves(device_type: str) -> bool:
     """Whether the native ops run on such a device; warns once where one could expect it."""
-    if _lacking is None and (device_type == "cpu" or (device_type == "cuda" and cuda_architectures)):
+    if _lacking is None and (device_type in ("cpu", "meta") or (device_type == "cuda" and cuda_architectures)):
         return True
     if device_type in ("cpu", "cuda") and not torch.compiler.is_compiling():
         _warn(device_type)

@@ -152,10 +152,9 @@ def invert_rmsnorm(
     _check_floats(target=target, scale=scale, rms=rms, **({} if fallback is None else {"fallback": fallback}))
     if not native.serves(target.device.type):
         return reference.invert_rmsnorm(target, scale, rms, eps, fallback, method)
-    hidden, shift, new_scale, status, evaluations = torch.ops.icl_patch.invert_rmsnorm(
-        target, scale, rms, eps, fallback, method == "bisection"
-    )
-    return RMSNormInverse(hidden, shift, new_scale, status, evaluations)
+    with torch.no_grad():
+        parts = torch.ops.icl_patch.invert_rmsnorm(target, scale, rms, eps, fallback, method == "bisection")
+    return RMSNormInverse(*parts)
 
 
 def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0, method: str = "newton") -> StableScale:
@@ -188,8 +187,9 @@ def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float =
     _check_floats(delta=delta, scale=scale, hidden_down=hidden_down)
     if not native.serves(delta.device.type):
         return reference.stable_scale(delta, scale, hidden_down, eps, method)
-    u, shift, new_scale, status, evaluations = torch.ops.icl_patch.stable_scale(delta, scale, hidden_down, eps, method == "bisection")
-    return StableScale(u, shift, new_scale, status, evaluations)
+    with torch.no_grad():
+        parts = torch.ops.icl_patch.stable_scale(delta, scale, hidden_down, eps, method == "bisection")
+    return StableScale(*parts)
 
 
 def _check_floats(**tensors: Tensor) -> None:

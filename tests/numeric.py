@@ -25,7 +25,7 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
 
 def bits(x: Tensor) -> Tensor:
     """The numbers as integers: tells -0 from 0, and a NaN equals itself."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:

@@ -98,6 +98,15 @@ def nested(rng: torch.Generator, rows: int, n: int) -> Rows:
     return m, g.clamp(max=3e38)
 
 
+def from_zero(rng: torch.Generator, rows: int, n: int) -> Rows:
+    """m = g = 0 in one place: the root lies anywhere from 0 on, and nothing but a value of φ bounds it from below."""
+    m, g = nested(rng, rows, n)
+    m[:, 0] = g[:, 0] = 0
+    phi = torch.where(m > 0, g / torch.where(m > 0, m, 1.0), 0.0).square().sum(1, keepdim=True)
+    excess = 10 ** uniform(rng, -14, 3, rows, 1)
+    return m, (g * (n * (1 + excess) / torch.where(phi > 0, phi, 1.0)).sqrt()).clamp(max=3e38)
+
+
 def graded(rng: torch.Generator, rows: int, n: int) -> Rows:
     m, g = (signs(rng, rows, n) * 10 ** uniform(rng, -6, 6, rows, n) for _ in range(2))
     return m, g
@@ -132,7 +141,7 @@ def single(rng: torch.Generator, rows: int, n: int) -> Rows:
 ROWS: dict[str, Callable[[torch.Generator, int, int], Rows]] = {
     maker.__name__: maker
     for maker in (
-        gaussian, sparse, near_hard, zeros, zeros_of_both, all_zero, negative_zero, ties, plateaus, clusters, nested, graded,
+        gaussian, sparse, near_hard, zeros, zeros_of_both, all_zero, negative_zero, ties, plateaus, clusters, nested, from_zero, graded,
         full_range, denormal, huge, both_ends, single,
     )
 }  # fmt: skip
@@ -141,6 +150,7 @@ RADII = [(1.0, 0.0), (1e-3, 1e-6), (1e-3, 1.0)]
 
 
 def rows_of(family: str, count: int, n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Rows:
-    """(m, g) of fp32 numbers, or of fp64 ones as wide."""
+    """(m, g) of fp32 numbers, of fp64 ones as wide, or of the finite ones of a narrower dtype."""
     m, g = ROWS[family](seeded(seed), count, n)
-    return m.to(dtype), g.to(dtype)
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    return m.clamp(-largest, largest).to(dtype), g.clamp(-largest, largest).to(dtype)
