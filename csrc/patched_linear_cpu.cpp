@@ -122,40 +122,34 @@ class Epilogue {
  public:
   Epilogue(const Linear& call, const float* coefficients) : call_(call), coefficients_(coefficients) {}
 
-  // products: (rows, count) with a stride, of outputs [first, first + count)
+  // products: (rows, count) with a stride, of outputs [first, first + count). In this order: + bias, + c_r u_r rank by rank, rounding.
   void operator()(const float* products, int64_t stride, int64_t first, int64_t count) const {
-    if (call_.u) {
-      const int64_t pairs = call_.rows / 2;
-      for (int64_t m = 0; m < pairs; ++m) {
-        const float *context = products + m * stride, *reduced = context + pairs * stride;
-        float* u = call_.u + m * call_.n + first;
-        float patched[kColumns];
-        for (int64_t i = 0; i < count; ++i) {
-          u[i] = context[i] - reduced[i];
-          patched[i] = reduced[i] + coefficients_[m] * u[i];
-        }
-        store(context, m, first, count);
-        store(patched, pairs + m, first, count);
-      }
-      return;
-    }
+    const int64_t reduced_from = call_.u ? call_.rows / 2 : 0;
     for (int64_t m = 0; m < call_.rows; ++m) {
-      const Factors& factors = call_.factors;
-      const int64_t patch = factors.patch_of(m);
-      if (patch < 0) {
-        store(products + m * stride, m, first, count);
-        continue;
-      }
-      float patched[kColumns];
-      for (int64_t i = 0; i < count; ++i) patched[i] = products[m * stride + i];
-      for (int64_t r = 0; r < factors.rank; ++r) {
-        add(factors.u.rows(patch), r, first, count, coefficients_[m * factors.rank + r], patched);
-      }
-      store(patched, m, first, count);
+      const float* product = products + m * stride;
+      float sums[kColumns];
+      for (int64_t i = 0; i < count; ++i) sums[i] = call_.bias.data ? product[i] + bias(first + i) : product[i];
+      if (m >= reduced_from) patch(products, product, stride, m - reduced_from, first, count, sums);
+      store(sums, m, first, count);
     }
   }
 
  private:
+  void patch(const float* context, const float* reduced, int64_t stride, int64_t m, int64_t first, int64_t count, float* sums) const {
+    const Factors& factors = call_.factors;
+    if (call_.u) {
+      const float* own = context + m * stride;
+      float* u = call_.u + m * call_.n + first;
+      for (int64_t i = 0; i < count; ++i) u[i] = own[i] - reduced[i];
+      add({u, Float::kSingle, 0, 1}, 0, 0, count, coefficients_[m], sums);
+      return;
+    }
+    const int64_t patch = factors.patch_of(m);
+    if (patch < 0) return;
+    const Matrix u = factors.u.rows(patch);
+    for (int64_t r = 0; r < factors.rank; ++r) add(u, r, first, count, coefficients_[m * factors.rank + r], sums);
+  }
+
   static void add(const Matrix& u, int64_t row, int64_t first, int64_t count, float coefficient, float* to) {
     if (u.dtype == Float::kSingle && u.column == 1) {
       const float* from = static_cast<const float*>(u.data) + row * u.row + first;
@@ -165,9 +159,9 @@ class Epilogue {
     }
   }
 
-  void store(const float* values, int64_t m, int64_t first, int64_t count) const {
-    float sums[kColumns];
-    for (int64_t i = 0; i < count; ++i) sums[i] = call_.bias.data ? values[i] + static_cast<float>(call_.bias.at(0, first + i)) : values[i];
+  float bias(int64_t i) const { return static_cast<float>(call_.bias.at(0, i)); }
+
+  void store(const float* sums, int64_t m, int64_t first, int64_t count) const {
     const int64_t at = m * call_.n + first;
     switch (call_.y_dtype) {
       case Float::kSingle: memcpy(static_cast<float*>(call_.y) + at, sums, count * sizeof(float)); break;

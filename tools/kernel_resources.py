@@ -1,8 +1,13 @@
-"""Print what every CUDA kernel of the native library takes, as the compiler reported it; exit 1 if one of them spills registers."""
+"""Print what every kernel takes, as its compiler reported it; exit 1 if one spills registers or does not fit.
+
+CUDA kernels come from the log of the native library's build. Triton kernels are compiled here, ahead of time, in every configuration of
+the data files; no GPU is needed.
+"""
 
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +20,7 @@ KERNEL = re.compile(
     r"Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes smem)?",
     re.S,
 )
+CAPABILITIES = (80, 90)
 
 
 def demangled(name: str) -> str:
@@ -23,26 +29,56 @@ def demangled(name: str) -> str:
     return re.sub(r"void |\(anonymous namespace\)::|icl_patch::|cuda::|\([^()]*\)$|\((?:int|bool)\)", "", full.strip())
 
 
-def main() -> int:
-    """The table, on stdout."""
+def empty_table(title: str) -> Table:
+    """The columns that both kinds share."""
+    numbers = (f"{what} (bytes)" for what in ("spill stores", "spill loads", "stack", "shared"))
+    return Table("kernel", "architecture", *numbers, "registers", title=title)
+
+
+def cuda_kernels(console: Console) -> list[str]:
+    """Their table, and a line for each that is not as it should be."""
     if not LOG.exists():
-        print("no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so")
-        return 0
+        console.print("no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so")
+        return []
     kernels = [match.groupdict("0") for match in KERNEL.finditer(LOG.read_text(encoding="utf-8"))]
     if not kernels:
-        print(f"expected the compiler's report in {LOG}, found no kernel there", file=sys.stderr)
-        return 1
-    table = Table(
-        "kernel", "architecture", *(f"{what} (bytes)" for what in ("spill stores", "spill loads", "stack", "shared")), "registers"
-    )
+        return [f"expected the compiler's report in {LOG}, found no kernel there"]
+    table = empty_table("CUDA")
     for kernel in kernels:
         numbers = [kernel[key] for key in ("stores", "loads", "stack", "shared", "registers")]
         table.add_row(demangled(kernel["name"]), kernel["architecture"], *numbers)
-    Console(width=140).print(table)
-    spilling = sum(kernel["stores"] != "0" or kernel["loads"] != "0" for kernel in kernels)
-    if spilling:
-        print(f"{spilling} of {len(kernels)} kernels spill registers, expected none", file=sys.stderr)
-    return int(spilling > 0)
+    console.print(table)
+    spilling = [kernel for kernel in kernels if kernel["stores"] != "0" or kernel["loads"] != "0"]
+    return [f"{demangled(kernel['name'])} for {kernel['architecture']} spills registers" for kernel in spilling]
+
+
+def triton_kernels(console: Console) -> list[str]:
+    """The same for the Triton kernels."""
+    if find_spec("triton") is None:
+        console.print("no Triton kernels were compiled here: triton is not installed")
+        return []
+    from icl_patch.kernels import aot, specialisations
+
+    table = empty_table("Triton")
+    problems = []
+    for name, launch in (*specialisations.linear_launches(), *specialisations.other_launches()):
+        for capability in CAPABILITIES:
+            found = aot.resources(launch, capability)
+            numbers = (found.spill_stores, found.spill_loads, found.stack, found.shared, found.registers)
+            table.add_row(name, f"sm_{capability}", *map(str, numbers))
+            if problem := found.problem(capability):
+                problems.append(f"{name} for sm_{capability} {problem}")
+    console.print(table)
+    return problems
+
+
+def main() -> int:
+    """The tables, on stdout."""
+    console = Console(width=140)
+    problems = cuda_kernels(console) + triton_kernels(console)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
