@@ -69,22 +69,24 @@ class PatchedModule(nn.Module):
 
 
 class PatchedLinear(PatchedModule):
-    """A linear module with a low-rank change of its weight per token: ``y = base_layer(z) + Σ_r (z·v_r) u_r``.
+    """A linear module with a low-rank change of its weight per token: ``y = base_layer(z) + Σ_r (z·v_r) u_r + Δb``.
 
     A drop-in for ``nn.Linear``, Conv1D and any other module that maps (..., K) to (..., N) by a matrix. With no patch set it is the
     base module, bit for bit::
 
         layer = PatchedLinear(model.lm_head)
         layer.set_patch(u, v)      # u (1, R, N), v (1, R, K): the same change for every row; u (M, N), v (M, K): one a row
+        layer.set_shift(shift)     # a change of the bias instead
         layer.clear_patch()
 
-    Source: Goldwaser et al. (2025), Lemmas 6 and 9.
+    Source: Goldwaser et al. (2025), Lemmas 6, 8 and 9.
     """
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
         self.u: Tensor | None = None
         self.v: Tensor | None = None
+        self.shift: Tensor | None = None
         self.out_dtype: torch.dtype | None = None
 
     def set_patch(self, u: Tensor, v: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
@@ -100,8 +102,13 @@ class PatchedLinear(PatchedModule):
         """
         if u.dim() < 2 or u.shape[:-1] != v.shape[:-1]:
             raise ValueError(f"expected u (..., N) and v (..., K) with the same leading dimensions, got {tuple(u.shape)}, {tuple(v.shape)}")
-        self.u, self.v, self.out_dtype = u, v, out_dtype
-        self.recorder, self.mode = None, Mode.REPLAY
+        self.off()
+        self.u, self.v, self.out_dtype, self.mode = u, v, out_dtype, Mode.REPLAY
+
+    def set_shift(self, shift: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
+        """Apply ``b + Δb`` from now on: ``shift`` (N,), or one per row of the input (..., K): (..., N) or flat (M, N)."""
+        self.off()
+        self.shift, self.out_dtype, self.mode = shift, out_dtype, Mode.REPLAY
 
     def clear_patch(self) -> None:
         """Drop the patch and be the base module again."""
@@ -110,7 +117,7 @@ class PatchedLinear(PatchedModule):
     def off(self) -> None:
         """Be the base module again, bit for bit; the factors are dropped."""
         super().off()
-        self.u = self.v = self.out_dtype = None
+        self.u = self.v = self.shift = self.out_dtype = None
 
     def forward(self, z: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
@@ -119,6 +126,8 @@ class PatchedLinear(PatchedModule):
         if self.mode is Mode.RECORD:
             assert self.recorder is not None
             return self.recorder(self, z)
+        if self.shift is not None:
+            return add_shift(self.base_layer(z), self.shift, self.out_dtype)
         return self._replay(z)
 
     def _replay(self, z: Tensor) -> Tensor:
@@ -127,7 +136,7 @@ class PatchedLinear(PatchedModule):
         u, v = (self._by_row(factor, z, len(rows)) for factor in (self.u, self.v))
         base = self.base_layer
         plain_call = not (base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base))
-        if type(base) is nn.Linear and plain_call:
+        if type(base) is nn.Linear and type(base.weight) is nn.Parameter and plain_call:
             y = ops.patched_linear(rows, base.weight, u, v, base.bias, out_dtype=self.out_dtype)
         else:
             plain = base(z)
@@ -140,6 +149,13 @@ class PatchedLinear(PatchedModule):
         if factor.dim() == 3 and (factor.shape[0] == 1 or (factor.shape[0] == rows and factor.shape[:-1] != z.shape[:-1])):
             return factor
         return factor.flatten(0, -2)
+
+
+def add_shift(y: Tensor, shift: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """``y + Δb`` for rows y (..., N) and Δb (..., N), flat (M, N) or (N,), rounded once to ``out_dtype`` or y's dtype."""
+    wide = torch.promote_types(torch.promote_types(y.dtype, shift.dtype), torch.float32)
+    shift = shift if shift.dim() == 1 else shift.reshape(y.shape)
+    return (y.to(wide) + shift.to(wide)).to(out_dtype or y.dtype)
 
 
 class PatchedRMSNorm(PatchedModule):

@@ -2,22 +2,26 @@
 
 A patch file is a safetensors file. Its tensors are ``layers.{i}.{name}``, each (B, T, width), row by row the factors of the kept tokens:
 
-====================================== =====================================================================================
-name                                   meaning
-====================================== =====================================================================================
-``{reader}.u``, ``readers.v``          ``W_reader + u vᵀ``; all readers of a block share v
-``{down}.u``, ``{down}.v``             ``W_down + u vᵀ`` (absent in a direct patch of a scale writer)
-``{norm}.new_scale``, ``{norm}.scale`` m' in place of m; the latter is (width,), the norm's own, so that Δm = m' - m is at hand
-====================================== =====================================================================================
+======================================= ====================================================================================
+name                                    meaning
+======================================= ====================================================================================
+``{reader}.u``, ``readers.v``           ``W_reader + u vᵀ``; all readers of a block share v
+``{down}.u``, ``{down}.v``              ``W_down + u vᵀ`` (absent in a direct patch of a scale writer)
+``{down}.shift``                        ``b + Δb``
+``{norm}.new_scale``, ``{norm}.scale``  m' in place of m; the latter is (width,), the norm's own, so that Δm = m' - m is at hand
+``{experts}.index``                     (B, T, k) int64, the token's active experts; slot j holds the factors of expert ``index[j]``
+``{experts}.gate_up_proj.u``            (B, T, k, width), ``W_j + u_j vᵀ`` with the readers' v
+``{experts}.down_proj.u``, ``.v``       (B, T, d) and (B, T, k, width), ``W_j + u v_jᵀ``; or ``.shift`` (B, T, d), ``b_j + Δb``
+======================================= ====================================================================================
 
-Its metadata entry ``icl_patch`` is a JSON object: the fields of :class:`PatchInfo`, and ids, masks, positions and slots as lists.
+Its metadata entry ``icl_patch`` is a JSON object: the fields of :class:`PatchInfo`, the path and form of every block, and ids, masks,
+positions and slots as lists.
 """
 
-import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +32,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from icl_patch.changes import Change, changes_of
 from icl_patch.errors import FingerprintMismatch, PatchFormatError
-from icl_patch.families import FAMILIES, Family, Writer, blocks_of
+from icl_patch.families import Block, Form, Writer
+from icl_patch.fingerprints import tokenizer_fingerprint, weight_fingerprint
 
 FORMAT = 1
 UPDATES = ("direct", "stable", "exact")
@@ -63,13 +69,15 @@ class PatchReport:
 
     reader_error: largest ``|(W + u vᵀ) z - W z_ctx|`` over the readers, relative to ``max |W z_ctx|``; status: of the RMSNorm inversion
     (:class:`icl_patch.ops.InversionStatus`; 0 where none was needed); misses: elements of the block's output that the exact update could
-    not hit; correction: size of the exact update's correction on top of the direct or stable one, relative to the block's output.
+    not hit; correction: size of the exact update's correction on top of the direct or stable one, relative to the block's output;
+    experts_changed: how many of the experts that the patched router chose are not those chosen with the context.
     """
 
     reader_error: Tensor
     status: Tensor
     misses: Tensor
     correction: Tensor
+    experts_changed: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +88,8 @@ class ContextPatch:
 
     Attributes:
         info: what the patch belongs to.
-        layers: the factors of every block, by name (see the module's table), each (B, T, width); layer_indices: which blocks.
+        layers: the factors of every block, by name (see the module's table); layer_indices: which blocks; blocks: path and form of
+            every block of the model.
         kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded. The slot is the column in the whole
             sequence, which sliding windows are counted in.
         prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first absorbed one; left-padded.
@@ -92,6 +101,7 @@ class ContextPatch:
     info: PatchInfo
     layers: tuple[dict[str, Tensor], ...]
     layer_indices: tuple[int, ...]
+    blocks: tuple[Block, ...]
     kept_ids: Tensor
     kept_mask: Tensor
     position_ids: Tensor
@@ -107,11 +117,6 @@ class ContextPatch:
     def passes(self) -> int:
         """Forward passes over the kept tokens that the patch took."""
         return self.info.passes
-
-    @property
-    def family(self) -> Family:
-        """The family of the model it belongs to."""
-        return next(family for family in FAMILIES if family.name == self.info.family)
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +154,7 @@ class ContextPatch:
             raise ValueError(f"expected rows, tokens and layers that leave something, got {rows}, {tokens}, {layers} of {self!r}")
         kept = range(self.kept_ids.shape[1])[tokens]
         whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
-        if self.info.update == "direct" and self.family.writer is Writer.SCALE:
+        if self.info.update == "direct" and any(block.form.writer is Writer.SCALE for block in self.blocks):
             whole = whole and cut["kept_ids"].shape == self.kept_ids.shape
         report = self.report
         if report is not None:
@@ -165,35 +170,36 @@ class ContextPatch:
         )
 
     def norms(self) -> dict[str, Tensor]:
-        """Size of the change of every patched parameter: ``‖ΔW‖_F = ‖u‖ ‖v‖`` and ``‖Δm‖``, each (L, B, T), by the module's name."""
-        sizes: dict[str, list[Tensor]] = {}
-        for layer in self.layers:
-            for name, u, v in self._rank_ones(layer):
-                sizes.setdefault(name, []).append(u.norm(dim=-1) * v.norm(dim=-1))
-            norm = self.family.post_norm
-            if norm is not None:
-                sizes.setdefault(norm, []).append((layer[f"{norm}.new_scale"] - layer[f"{norm}.scale"]).norm(dim=-1))
-        return {name: torch.stack(size) for name, size in sizes.items()}
+        """Size of the change of every patched parameter: ``‖ΔW‖_F = ‖u‖ ‖v‖``, ``‖Δb‖`` and ``‖Δm‖``, by the module's name.
 
-    def _rank_ones(self, layer: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for reader in self.family.readers:
-            yield reader, layer[f"{reader}.u"], layer["readers.v"]
-        down = self.family.down
-        if f"{down}.u" in layer:
-            yield down, layer[f"{down}.u"], layer[f"{down}.v"]
+        Each is (L, B, T), with 0 for a block that has no such module; of experts it is the root of the sum of squares.
+        """
+        sizes: dict[str, dict[int, Tensor]] = {}
+        for index, change in self._changes():
+            sizes.setdefault(change.name, {})[index] = change.size()
+        zero = torch.zeros(self.kept_ids.shape)
+        found: dict[str, Tensor] = {}
+        for name, by_layer in sizes.items():
+            like = next(iter(by_layer.values()))
+            found[name] = torch.stack([by_layer.get(index, zero.to(like)) for index in range(len(self.layers))])
+        return found
+
+    def _changes(self) -> Iterator[tuple[int, "Change"]]:
+        """Every change in the patch, with its place among the layers."""
+        for place, (index, layer) in enumerate(zip(self.layer_indices, self.layers, strict=True)):
+            for change in changes_of(self.blocks[index].form, layer):
+                yield place, change
 
     def weight_changes(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
-        """The materialised change of every patched parameter for one token: its name in the model's state dict, and ``u vᵀ`` or ``Δm``.
+        """The materialised change of every patched parameter for one token: its name in the model's state dict, and ``u vᵀ``, Δb or Δm.
 
-        One at a time: this is the only place where a matrix of a weight's size is built.
+        Of a parameter that holds the matrices of many experts, ``name[e]`` is the e-th; the token's active experts change. One at a time:
+        this is the only place where a matrix of a weight's size is built.
         """
-        for index, layer in zip(self.layer_indices, self.layers, strict=True):
-            path = f"{self.family.layers}.{index}"
-            for name, u, v in self._rank_ones(layer):
-                yield f"{path}.{name}.weight", torch.outer(u[row, token], v[row, token].to(u.dtype))
-            norm = self.family.post_norm
-            if norm is not None:
-                yield f"{path}.{norm}.weight", layer[f"{norm}.new_scale"][row, token] - layer[f"{norm}.scale"]
+        for place, change in self._changes():
+            path = self.blocks[self.layer_indices[place]].path
+            for name, materialised in change.materialised(row, token):
+                yield f"{path}.{name}", materialised
 
     # -- files
 
@@ -208,6 +214,7 @@ class ContextPatch:
         tensors = {f"layers.{i}.{name}": x.contiguous().cpu() for i, layer in indexed for name, x in layer.items()}
         _check_finite(tensors)
         header = {"format": FORMAT, **asdict(self.info), "layers": list(self.layer_indices)}
+        header["blocks"] = [{"path": block.path, "form": block.form.to_json()} for block in self.blocks]
         header |= {name: getattr(self, name).tolist() for name in _TOKEN_TENSORS}
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
@@ -238,14 +245,14 @@ class ContextPatch:
             raise PatchFormatError(f"expected a safetensors file (pickle files are refused), got {path}: {error}") from error
         info = PatchInfo(**{entry.name: header[entry.name] for entry in fields(PatchInfo)})
         token_tensors: dict[str, Any] = _token_tensors(header)
-        layers = _layers(tensors, info, header["layers"], token_tensors["kept_ids"].shape)
-        patch = cls(info=info, layers=layers, layer_indices=tuple(header["layers"]), **token_tensors)
+        blocks = _blocks(header)
+        layers = _layers(tensors, info, blocks, header["layers"], token_tensors["kept_ids"].shape)
+        patch = cls(info=info, layers=layers, layer_indices=tuple(header["layers"]), blocks=blocks, **token_tensors)
         if tokenizer is not None:
             patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
         if model is not None:
             patch.check_model(model)
-            if info.replayable:
-                _check_widths(layers, model)
+            _check_widths(patch, model)
             patch = patch.to(model.device)
         return patch
 
@@ -256,7 +263,10 @@ class ContextPatch:
 
     def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:
         """Raises FingerprintMismatch unless the weights that the patch changes, and their dtype, are this model's."""
-        got = fingerprint or weight_fingerprint(model)
+        try:
+            got = fingerprint or weight_fingerprint(model, self.blocks)
+        except AttributeError:
+            got = "other modules"
         if got != self.info.fingerprint:
             raise FingerprintMismatch(
                 f"expected a patch of {model.config._name_or_path or type(model).__name__} (weights {got[:12]}…), "
@@ -264,24 +274,6 @@ class ContextPatch:
             )
         if _DTYPES[self.info.dtype] != model.dtype:
             raise FingerprintMismatch(f"expected a patch of a {model.dtype} model, got one of a {self.info.dtype} model")
-
-
-def weight_fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 over the weights that a patch changes: names, shapes, dtypes and bytes, in order."""
-    digest = hashlib.sha256()
-    for block in blocks_of(model):
-        for part in block.family.patched:
-            for name, parameter in block.module.get_submodule(part).named_parameters():
-                weight = parameter.detach().contiguous().cpu()
-                digest.update(f"{block.path}.{part}.{name} {tuple(weight.shape)} {weight.dtype}".encode())
-                digest.update(weight.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over a tokenizer's vocabulary and special tokens."""
-    description = {"vocabulary": sorted(tokenizer.get_vocab().items()), "special": sorted(map(str, tokenizer.all_special_tokens))}
-    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
 
 def _umask() -> int:
@@ -303,13 +295,13 @@ def _parse_header(text: str | None, path: Any) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise PatchFormatError(f"expected a JSON object under 'icl_patch' in the metadata of {path}, got none") from error
     expected: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
-    expected |= {"format": int, "layers": list} | dict.fromkeys(_TOKEN_TENSORS, list)
+    expected |= {"format": int, "layers": list, "blocks": list} | dict.fromkeys(_TOKEN_TENSORS, list)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise PatchFormatError(f"expected patch format {FORMAT}, got {header.get('format') if isinstance(header, dict) else header!r}")
     for name, kind in expected.items():
         if name not in header or not isinstance(header[name], kind) or (kind is int and isinstance(header[name], bool)):
             raise PatchFormatError(f"expected header entry {name!r} of {kind}, got {header.get(name)!r}")
-    for name, allowed in (("update", UPDATES), ("dtype", _DTYPES), ("family", [family.name for family in FAMILIES])):
+    for name, allowed in (("update", UPDATES), ("dtype", _DTYPES)):
         if header[name] not in allowed:
             raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {header[name]!r}")
     indices = header["layers"]
@@ -346,49 +338,78 @@ def _token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
     return read
 
 
-def factor_names(family: Family, update: str) -> Iterable[str]:
-    """The names of a block's factors."""
-    yield from (f"{reader}.u" for reader in family.readers)
-    yield "readers.v"
-    if family.writer is not Writer.SCALE or update != "direct":
-        yield from (f"{family.down}.u", f"{family.down}.v")
-    if family.post_norm is not None:
-        yield from (f"{family.post_norm}.new_scale", f"{family.post_norm}.scale")
+def _blocks(header: dict[str, Any]) -> tuple[Block, ...]:
+    """The model's blocks, from the header."""
+    blocks = []
+    for entry in header["blocks"]:
+        if not isinstance(entry, dict) or entry.keys() != {"path", "form"} or not isinstance(entry["path"], str):
+            raise PatchFormatError(f"expected blocks with a path and a form, got {entry!r:.80}")
+        try:
+            blocks.append(Block(entry["path"], Form.from_json(entry["form"])))
+        except ValueError as error:
+            raise PatchFormatError(f"expected a known form of {entry['path']!r:.80}: {error}") from error
+    if max(header["layers"]) >= len(blocks):
+        raise PatchFormatError(f"expected layers among the {len(blocks)} blocks, got {header['layers']!r:.80}")
+    return tuple(blocks)
 
 
-def _layers(tensors: dict[str, Tensor], info: PatchInfo, indices: list[int], tokens: tuple[int, ...]) -> tuple[dict[str, Tensor], ...]:
-    family = next(family for family in FAMILIES if family.name == info.family)
-    names = list(factor_names(family, info.update))
-    expected = {f"layers.{index}.{name}" for index in indices for name in names}
+def _layers(
+    tensors: dict[str, Tensor], info: PatchInfo, blocks: tuple[Block, ...], indices: list[int], tokens: tuple[int, ...]
+) -> tuple[dict[str, Tensor], ...]:
+    names = {index: blocks[index].form.factor_names(info.update) for index in indices}
+    expected = {f"layers.{index}.{name}" for index in indices for name in names[index]}
     if expected != tensors.keys():
         missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
         raise PatchFormatError(f"expected {len(expected)} tensors; missing: {missing or 'none'!s:.200}, extra: {extra or 'none'!s:.200}")
-    layers = tuple({name: tensors[f"layers.{index}.{name}"] for name in names} for index in indices)
+    layers = tuple({name: tensors[f"layers.{index}.{name}"] for name in names[index]} for index in indices)
+    width = next(x.shape[-1] if x.dim() else 0 for i, layer in zip(indices, layers, strict=True) for x in _residual_wide(names[i], layer))
     for index, layer in zip(indices, layers, strict=True):
-        width = layer["readers.v"].shape[-1:]  # of the residual stream; the inner width is checked against a model
-        for name, tensor in layer.items():
-            own = tensor.shape[-1:] if name.endswith(".v") or name.removesuffix(".u") in family.readers else width
-            shape = tuple(own) if name.endswith(".scale") else (*tokens, *own)
-            if tuple(tensor.shape) != shape:
-                raise PatchFormatError(f"expected layers.{index}.{name} {shape}, got {tuple(tensor.shape)}")
-            if tensor.dtype not in (torch.float32, torch.float64):
-                raise PatchFormatError(f"expected layers.{index}.{name} in fp32 or fp64, got {tensor.dtype}")
+        slots = next((layer[name].shape[-1:] for name, kind in names[index].items() if kind == "index"), ())
+        for name, kind in names[index].items():
+            _check_factor(f"layers.{index}.{name}", layer[name], kind, (*tokens, *(slots if kind == "slots" else ())), width)
     _check_finite(tensors)
     return layers
 
 
-def _check_widths(layers: tuple[dict[str, Tensor], ...], model: PreTrainedModel) -> None:
-    """Raises PatchFormatError unless every factor fits the matrix it changes."""
-    blocks = blocks_of(model)
-    if len(blocks) != len(layers):
-        raise PatchFormatError(f"expected the factors of {len(blocks)} layers, got {len(layers)}")
-    for block, layer in zip(blocks, layers, strict=True):
-        for part in (*block.family.readers, block.family.down):
-            if f"{part}.u" not in layer:
-                continue
-            weight: Any = block.module.get_submodule(part).weight
-            rows, columns = weight.shape
-            v = layer["readers.v" if part in block.family.readers else f"{part}.v"]
-            if (layer[f"{part}.u"].shape[-1], v.shape[-1]) != (rows, columns):
-                got = (layer[f"{part}.u"].shape[-1], v.shape[-1])
-                raise PatchFormatError(f"expected u and v of widths {rows} and {columns} for {block.path}.{part}, got {got}")
+def _residual_wide(names: dict[str, str], layer: dict[str, Tensor]) -> Iterator[Tensor]:
+    """A block's factors that are as wide as the residual stream: every block has one."""
+    return (layer[name] for name, kind in names.items() if kind == "hidden")
+
+
+def _check_factor(name: str, tensor: Tensor, kind: str, leading: tuple[int, ...], width: int) -> None:
+    """Shape and dtype of one factor; the inner widths are checked against a model."""
+    shape = {"hidden": (*leading, width), "norm": (width,)}.get(kind, (*leading, *tensor.shape[-1:]))
+    if tuple(tensor.shape) != shape:
+        raise PatchFormatError(f"expected {name} {shape}, got {tuple(tensor.shape)}")
+    if kind == "index":
+        if tensor.dtype != torch.int64 or (tensor.numel() and int(tensor.min()) < 0):
+            raise PatchFormatError(f"expected {name} of numbers of experts in int64, got {tensor.dtype}")
+    elif tensor.dtype not in (torch.float32, torch.float64):
+        raise PatchFormatError(f"expected {name} in fp32 or fp64, got {tensor.dtype}")
+
+
+def _check_widths(patch: ContextPatch, model: PreTrainedModel) -> None:
+    """Raises PatchFormatError unless every factor fits the parameter it changes."""
+    if patch.info.replayable and len(patch.blocks) != len(patch.layers):
+        raise PatchFormatError(f"expected the factors of {len(patch.blocks)} layers, got {len(patch.layers)}")
+    for place, change in patch._changes():
+        path = f"{patch.blocks[patch.layer_indices[place]].path}.{change.name}"
+        shape = _matrix_shape(model, path, change)
+        if shape is None:
+            continue
+        got = (change.u.shape[-1],) if change.v is None else (change.u.shape[-1], change.v.shape[-1])
+        expected = shape[::-1] if change.transposed else shape
+        if got != expected:
+            widths = " and ".join(map(str, expected))
+            raise PatchFormatError(f"expected u and v of widths {widths} for {path}, got {got}")
+
+
+def _matrix_shape(model: PreTrainedModel, path: str, change: Change) -> tuple[int, ...] | None:
+    """The shape of the parameter that a change is for; None if a quantised module does not say."""
+    if change.index is not None:
+        parent, _, name = path.rpartition(".")
+        return tuple(getattr(model.get_submodule(parent), name).shape[1:])
+    parameter = getattr(model.get_submodule(path), change.parameter, None)
+    if not isinstance(parameter, Tensor) or not parameter.is_floating_point():
+        return None
+    return tuple(parameter.shape)

@@ -1,7 +1,7 @@
 """ContextPatcher: attach to a model, compute a context's patch, replay it, generate with it, detach."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch import patch as patch_format
-from icl_patch import streams
-from icl_patch.families import Writer, blocks_of, family_of
+from icl_patch import fingerprints, streams
+from icl_patch.attached import AttachedBlock, BlockTape, Factors, observe, replaying
+from icl_patch.attention import Visibility, check_attention
+from icl_patch.families import Writer, blocks_of, check_language_model, family_of, vocabulary
 from icl_patch.modules import PatchedModule
 from icl_patch.patch import UPDATES, ContextPatch, PatchInfo, PatchReport
 from icl_patch.probe import Probe
-from icl_patch.recording import AttachedBlock, BlockRecorder, BlockTape, observe, recording, replaying
-from icl_patch.streams import Sequences, Visibility
+from icl_patch.recording import BlockRecorder, recording
+from icl_patch.states import is_recurrent
+from icl_patch.streams import Sequences
 
 if TYPE_CHECKING:
     from icl_patch.generation import GenerationStep
@@ -59,19 +61,21 @@ class ContextPatcher:
         if update not in UPDATES:
             raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
         self.model, self.update, self.tokenizer = model, update, tokenizer
-        self.family = family_of(model)
-        streams.check_attention(model)
+        check_language_model(model)
+        check_attention(model)
         if any(isinstance(module, PatchedModule) for module in model.modules()):
             raise ValueError(f"expected a model without patched modules, {type(model).__name__} has some: detach the other patcher first")
-        if model.training and float(getattr(model.config, "attention_dropout", False)):
-            raise ValueError("expected a model in eval mode, got one that is training with attention dropout")
+        if model.training and _drops(model):
+            raise ValueError("expected a model in eval mode, got one that is training with dropout")
         self.blocks: list[AttachedBlock] = []
         self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
-            probe = Probe(model)
-            for block in blocks_of(model):
+            blocks = blocks_of(model)
+            self.family, self.recurrent = family_of(model), is_recurrent(model)
+            probe = Probe(model, self.recurrent)
+            for block in blocks:
                 self.blocks.append(AttachedBlock(model, block))
-            probe.check(self.blocks, self._probe_correction)
+            probe.check(self.blocks, self._compute_probe)
         except BaseException:
             self.detach()
             raise
@@ -146,7 +150,7 @@ class ContextPatcher:
 
     def check_vocabulary(self, sequences: Sequences) -> None:
         """Raises ValueError if an id is not one of the model's."""
-        size = int(self.model.config.vocab_size)
+        size = vocabulary(self.model)
         for ids in (sequences.head_ids, sequences.tail_ids):
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
                 raise ValueError(f"expected ids from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}")
@@ -156,9 +160,11 @@ class ContextPatcher:
         """Whether the factors are computed in a pass of their own, in the shapes of the replay, after one of the untouched model.
 
         The exact update must: its loop closes on rounding, which depends on the shapes. So does the direct update of a scale writer: it
-        divides by activations and so magnifies any difference in rounding between its recording and its replay.
+        divides by activations and so magnifies any difference in rounding between its recording and its replay. And so must every
+        update of a recurrent model: no mask hides anything from its state, a pass that starts from the prefix alone does.
         """
-        return self.update == "exact" or (self.update == "direct" and self.family.writer is Writer.SCALE)
+        scales = any(block.form.writer is Writer.SCALE for block in self.blocks)
+        return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
 
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> DynamicCache:
         """A cache of the head, as the untouched model makes it, with the rows that the pass over the tail needs."""
@@ -175,12 +181,11 @@ class ContextPatcher:
             return self._compute_closing(cache, sequences, self.update)
         return self._compute_two_stream(cache, sequences)
 
-    def _probe_correction(self, sequences: Sequences) -> Tensor:
+    def _compute_probe(self, sequences: Sequences) -> Computation:
+        """An exact patch, whatever the update."""
         cache = streams.new_cache(self.model)
         streams.run_head(self.model, sequences, cache)
-        report = self._compute_closing(cache, sequences, "exact").patch.report
-        assert report is not None
-        return report.correction
+        return self._compute_closing(cache, sequences, "exact")
 
     def _compute_two_stream(self, cache: DynamicCache, sequences: Sequences) -> Computation:
         """Both streams in one pass of 2B rows."""
@@ -191,29 +196,48 @@ class ContextPatcher:
             logits = streams.run_two_streams(self.model, sequences, cache)[:, columns]
             layers = self._factors(columns)
         patch = self._empty_patch(sequences, logits[:batch], passes=1)
-        patch = replace(patch, layers=layers, report=_report(recorders, columns))
-        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders if recorder.seen is not None])
+        patch = replace(patch, layers=layers, report=_report([recorders], columns))
+        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders])
 
     def _compute_closing(self, cache: DynamicCache, sequences: Sequences, update: str) -> Computation:
         """A pass of the untouched model over the tail, then one over the kept tokens alone that chooses the factors."""
         columns = sequences.kept_columns
-        with observe(self.blocks, columns) as tapes:
-            logits = streams.run_tail(self.model, sequences, cache)
+        logits, tapes = self._observe_tail(cache, sequences)
         patch = self._empty_patch(sequences, logits[:, columns], passes=2)
-        recorders = [BlockRecorder(block, update, patch.kept_mask, tape) for block, tape in zip(self.blocks, tapes, strict=True)]
         prefix = self._prefix_cache(patch)
-        with recording(recorders):
-            reduced_logits = self._run_kept(patch, prefix)
-            layers = self._factors(slice(None))
-        patch = replace(patch, layers=layers, report=_report(recorders, slice(None)))
-        return Computation(patch, reduced_logits, tapes)
+        recorded: list[list[BlockRecorder]] = []
+        layers: list[tuple[Factors, ...]] = []
+        reduced: list[Tensor] = []
+        for part in self._calls(patch.kept_ids.shape[1]):
+            mask = patch.kept_mask[:, part]
+            recorders = [BlockRecorder(block, update, mask, tape.part(part)) for block, tape in zip(self.blocks, tapes, strict=True)]
+            with recording(recorders):
+                reduced.append(self._run_kept(patch, prefix, part))
+                layers.append(self._factors(slice(None)))
+            recorded.append(recorders)
+        patch = replace(patch, layers=_joined_layers(layers), report=_report(recorded, slice(None)))
+        return Computation(patch, torch.cat(reduced, 1), tapes)
+
+    def _calls(self, tokens: int) -> list[slice]:
+        """The columns of each call of the model: all in one, but token by token for a recurrent model, whose classes continue so only."""
+        return [slice(token, token + 1) for token in range(tokens)] if self.recurrent else [slice(0, tokens)]
+
+    def _observe_tail(self, cache: DynamicCache, sequences: Sequences) -> tuple[Tensor, list[BlockTape]]:
+        """The untouched model on the tail: its logits (B, S, V), and one tape a block of the kept tokens."""
+        logits, tapes = [], []
+        for part in self._calls(sequences.tail_ids.shape[1]):
+            with observe(self.blocks) as seen:
+                logits.append(streams.run_tail(self.model, sequences, cache, part))
+            tapes.append(seen)
+        kept = sequences.kept_columns
+        return torch.cat(logits, 1), [BlockTape.joined(parts).part(kept) for parts in zip(*tapes, strict=True)]
 
     def _factors(self, columns: Tensor | slice) -> tuple[dict[str, Tensor], ...]:
         layers = []
         for block in self.blocks:
             layer = {name: factor[:, columns] for name, factor in block.factors().items()}
             if block.post_norm is not None:
-                layer[f"{self.family.post_norm}.scale"] = block.post_norm.scale
+                layer[f"{block.form.post_norm}.scale"] = block.post_norm.scale
             layers.append(layer)
         return tuple(layers)
 
@@ -228,6 +252,7 @@ class ContextPatcher:
             info=self._info(passes),
             layers=(),
             layer_indices=tuple(range(len(self.blocks))),
+            blocks=tuple(block.block for block in self.blocks),
             kept_ids=sequences.tail_ids[:, sequences.kept_columns],
             kept_mask=mask[:, slots],
             position_ids=positions[:, slots],
@@ -246,7 +271,7 @@ class ContextPatcher:
             revision=getattr(config, "_commit_hash", None),
             fingerprint=self.fingerprint,
             tokenizer=self.tokenizer_fingerprint,
-            family=self.family.name,
+            family=self.family,
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
@@ -255,16 +280,16 @@ class ContextPatcher:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the weights that are patched, taken when it is first needed and again after any of them has changed."""
-        parameters = [parameter for block in self.blocks for module in block.patched for parameter in module.parameters()]
-        state = [(parameter.data_ptr(), parameter._version, parameter.dtype) for parameter in parameters]
+        blocks = [block.block for block in self.blocks]
+        state = [(id(tensor), tensor._version, tensor.dtype) for _, tensor in fingerprints.patched_tensors(self.model, blocks)]
         if self._fingerprint is None or self._fingerprint[0] != state:
-            self._fingerprint = (state, patch_format.weight_fingerprint(self.model))
+            self._fingerprint = (state, fingerprints.weight_fingerprint(self.model, blocks))
         return self._fingerprint[1]
 
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:
         """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
-        return None if self.tokenizer is None else patch_format.tokenizer_fingerprint(self.tokenizer)
+        return None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
 
     # -- replay
 
@@ -286,6 +311,10 @@ class ContextPatcher:
             FingerprintMismatch: the patch is of another model or tokenizer.
             ValueError: the tokens are not those the patch is for, or the patch is a part that cannot be replayed.
         """
+        self._check_replay(kept_ids, patch, kept_mask)
+        return self.replay(patch)[0]
+
+    def _check_replay(self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None) -> None:
         self.require_attached()
         patch.check_model(self.model, self.fingerprint)
         if self.tokenizer_fingerprint is not None:
@@ -299,22 +328,38 @@ class ContextPatcher:
                 f"expected the kept tokens that the patch was computed for, {tuple(patch.kept_ids.shape)}, "
                 f"got others, {tuple(kept_ids.shape)}"
             )
+
+    @torch.no_grad()
+    def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockTape]]:
+        """:meth:`forward` without its checks, with what the blocks did: logits (B, T, V) and one tape a block."""
         cache = self._prefix_cache(patch)
-        with replaying(self.blocks, patch.layers, self.model.dtype):
-            return self._run_kept(patch, cache)
+        logits, tapes = [], []
+        for part in self._calls(patch.kept_ids.shape[1]):
+            layers = [{name: x if x.dim() == 1 else x[:, part] for name, x in layer.items()} for layer in patch.layers]
+            with observe(self.blocks) as seen, replaying(self.blocks, layers):
+                logits.append(self._run_kept(patch, cache, part))
+            tapes.append(seen)
+        return torch.cat(logits, 1), [BlockTape.joined(parts) for parts in zip(*tapes, strict=True)]
 
     def _prefix_cache(self, patch: ContextPatch) -> DynamicCache:
         """A cache of the prefix alone, as the untouched model makes it."""
         cache = streams.new_cache(self.model)
         if patch.prefix_ids.shape[1]:
-            streams.run(self.model, patch.prefix_ids, patch.prefix_mask, patch.prefix_positions, cache, logits_to_keep=1)
+            streams.run(self.model, patch.prefix_ids, patch.prefix_mask, patch.prefix_positions, cache, last_logits=1)
         return cache
 
-    def _run_kept(self, patch: ContextPatch, cache: DynamicCache) -> Tensor:
-        """The kept tokens on top of the prefix, masked as if the context stood between them."""
+    def _run_kept(self, patch: ContextPatch, cache: DynamicCache, part: slice = slice(None)) -> Tensor:
+        """Kept tokens on top of the prefix and the kept tokens before them, masked as if the context stood between."""
         mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
-        visibility = Visibility(torch.ones_like(mask), torch.cat([patch.prefix_slots, patch.kept_slots], 1))
-        return streams.run(self.model, patch.kept_ids, mask, patch.position_ids, cache, visibility)
+        positions = torch.cat([patch.prefix_positions, patch.position_ids], 1)
+        slots = torch.cat([patch.prefix_slots, patch.kept_slots], 1)
+        # chunks are counted from the first token that is not padding: in the whole sequence it stood elsewhere
+        moved = (~patch.prefix_mask).sum(1) - (patch.kept_slots - patch.position_ids)[:, 0]
+        slots = slots + moved.unsqueeze(1)
+        part = slice(*part.indices(patch.kept_ids.shape[1]))
+        until = slice(0, patch.prefix_mask.shape[1] + part.stop)
+        visibility = Visibility(torch.ones_like(mask)[:, until], slots[:, until], positions[:, until])
+        return streams.run(self.model, patch.kept_ids[:, part], mask[:, until], patch.position_ids[:, part], cache, visibility)
 
     # -- generation
 
@@ -343,12 +388,27 @@ class ContextPatcher:
             raise ValueError("expected an attached patcher, this one has been detached")
 
 
-def _report(recorders: list[BlockRecorder], columns: Tensor | slice) -> PatchReport:
-    """What the recorders observed; raises ControllabilityError if no patch can do what is wanted."""
-    for recorder in recorders:
-        recorder.check(columns)
+def _drops(model: PreTrainedModel) -> bool:
+    """Whether the model drops anything out while it trains."""
+    rates = [value for name, value in vars(model.config.get_text_config(decoder=True)).items() if "drop" in name or name.endswith("pdrop")]
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+
+
+def _joined_layers(parts: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
+    """The factors of all calls, token after token."""
+    return tuple(
+        {name: x if x.dim() == 1 or len(parts) == 1 else torch.cat([part[i][name] for part in parts], 1) for name, x in layer.items()}
+        for i, layer in enumerate(parts[0])
+    )
+
+
+def _report(recorded: list[list[BlockRecorder]], columns: Tensor | slice) -> PatchReport:
+    """What the recorders of every call observed; raises ControllabilityError if no patch can do what is wanted."""
+    for token, recorders in enumerate(recorded):
+        for recorder in recorders:
+            recorder.check(columns, token)
 
     def stack(name: str) -> Tensor:
-        return torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders])
+        return torch.cat([torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders]) for recorders in recorded], 2)
 
-    return PatchReport(stack("reader_error"), stack("status"), stack("misses"), stack("correction"))
+    return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})

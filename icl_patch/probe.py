@@ -1,15 +1,18 @@
-"""The check that attaching makes of itself: is the model what its family says?"""
+"""The check that attaching makes of itself: do the blocks have the forms that were read from them?"""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch import streams
+from icl_patch.attached import AttachedBlock, observe
+from icl_patch.attention import Visibility
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
-from icl_patch.recording import AttachedBlock, observe
+from icl_patch.families import vocabulary
 from icl_patch.streams import Sequences
 
 # fp64 as fp32: the norms of an fp64 model compute in that.
@@ -23,16 +26,19 @@ class Probe:
     """A small forward on random tokens, made before attaching and compared with after it.
 
     Swapped modules that are off must not change a bit; the context rows must match the untouched model; the absorbed tokens must not
-    reach the reduced rows; every block's output must be its residual stream plus its writer's output; and an exact patch must need no
-    more correction than rounding does, which a reader that was missed or a scale that was misread would.
+    reach the reduced rows; the kept tokens alone must see what the reduced rows see; and an exact patch must need no more correction
+    than rounding does, which a reader that was missed, a residual stream or a scale that was misread would.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, int(model.config.vocab_size), (2, 7), generator=generator).to(model.device)
-        self._model = model
-        self._sequences = streams.assemble(ids[:, :5], ids[:, 5:])
-        self._other = streams.assemble(ids[:, :5].flip(1), ids[:, 5:])
+        ids = torch.randint(0, vocabulary(model), (2, 9), generator=generator).to(model.device)
+        self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
+        prefix, context, kept = ids[:, :2], ids[:, 2:7], ids[:, 7:]
+        if recurrent:
+            kept = kept[:, :1]  # their classes go on from a state by one token a call
+        self._sequences = streams.assemble(context, kept, prefix_ids=prefix)
+        self._other = streams.assemble(context.flip(1), kept, prefix_ids=prefix)
         with torch.no_grad():
             self._expected = self._logits()
 
@@ -49,45 +55,62 @@ class Probe:
         return streams.run_two_streams(self._model, sequences, cache)
 
     @torch.no_grad()
-    def check(self, blocks: Sequence[AttachedBlock], correction: Callable[[Sequences], Tensor]) -> None:
-        """Raises UnsupportedModelError if the attached model is not what its family says.
+    def check(self, blocks: Sequence[AttachedBlock], compute: Callable[[Sequences], Any]) -> None:
+        """Raises UnsupportedModelError if the attached model is not what was read from it.
 
-        ``correction`` computes an exact patch for sequences and returns its corrections, (L, B, T).
+        ``compute`` computes an exact patch for sequences.
         """
-        name, batch = type(self._model).__name__, len(self._expected)
         if not _same(self._logits(), self._expected):
-            raise UnsupportedModelError(f"{name} does not compute the same with its modules swapped and off")
-        first, second = self._two_streams(self._sequences), self._two_streams(self._other)
-        limit = _TOLERANCE[self._model.dtype] * self._expected.nan_to_num().abs().max()
-        off = torch.where(first[:batch].isnan() & self._expected.isnan(), 0, first[:batch] - self._expected)
-        if not off.abs().max() <= limit:
-            raise UnsupportedModelError(f"the context rows of {name} do not match the untouched model")
-        if not _same(first[batch:], second[batch:]):
-            raise UnsupportedModelError(f"{name} lets the reduced rows see absorbed tokens: its attention does not take the mask")
-        self._check_blocks(blocks)
+            raise UnsupportedModelError(f"{self._name} does not compute the same with its modules swapped and off")
+        if not self._recurrent:
+            self._check_attention(any(block.experts is not None for block in blocks))
+        self._check_calls(blocks)
         with suppress(ControllabilityError):  # weights of zero have no patch for these tokens, and will say so for the user's
-            found = correction(self._sequences).amax((1, 2))
-            if not found.max() <= _CORRECTION[self._model.dtype]:
-                path = blocks[int((~(found <= _CORRECTION[self._model.dtype])).nonzero()[0])].block.path
-                raise UnsupportedModelError(f"{path} has inputs or parameters that family {blocks[0].family.name!r} does not know")
+            found = compute(self._sequences).patch.report.correction.amax((1, 2))
+            small = found <= _CORRECTION[self._model.dtype]
+            if not small.all():
+                path = blocks[int((~small).nonzero()[0])].block.path
+                raise UnsupportedModelError(f"{path} has inputs or parameters that its form does not know")
 
-    def _check_blocks(self, blocks: Sequence[AttachedBlock]) -> None:
-        written: list[Tensor] = []
-        handles = [block.writer.register_forward_hook(lambda _module, _args, out: written.append(out)) for block in blocks]
-        try:
-            with observe(blocks) as tapes:
-                self._logits()
-        finally:
-            for handle in handles:
-                handle.remove()
-        passes = 2  # the head, then the tail
-        if not len(tapes) == len(written) == passes * len(blocks):
-            raise UnsupportedModelError(f"{type(self._model).__name__} does not run each of its blocks once a pass")
-        for block, tape, out in zip([*blocks] * passes, tapes, written, strict=True):
+    def _check_attention(self, rows_share_products: bool) -> None:
+        batch = len(self._expected)
+        first, second = self._two_streams(self._sequences), self._two_streams(self._other)
+        if not self._near(first[:batch], self._expected):
+            raise UnsupportedModelError(f"the context rows of {self._name} do not match the untouched model")
+        # which rows an expert gets, and so how its product rounds, depends on the context rows too
+        same = self._near if rows_share_products else _same
+        if not same(first[batch:], second[batch:]):
+            raise UnsupportedModelError(f"{self._name} lets the reduced rows see absorbed tokens: its attention does not take the mask")
+        if not self._near(self._alone(), first[batch:]):
+            raise UnsupportedModelError(f"{self._name} has positions that the kept tokens alone cannot be given")
+
+    def _near(self, logits: Tensor, expected: Tensor) -> bool:
+        limit = _TOLERANCE[self._model.dtype] * expected.nan_to_num().abs().max()
+        off = torch.where(logits.isnan() & expected.isnan(), 0, logits - expected)
+        return bool(off.abs().max() <= limit)
+
+    def _alone(self) -> Tensor:
+        """The kept tokens over a cache of the prefix, with the modules off."""
+        sequences, cache = self._sequences, streams.new_cache(self._model)
+        width = sequences.head_ids.shape[1]
+        prefix = torch.arange(2, device=self._model.device)
+        slots = torch.cat([prefix, sequences.kept_slots]).expand(len(sequences.head_ids), -1)
+        mask = torch.ones_like(slots, dtype=torch.bool)
+        streams.run(self._model, sequences.head_ids[:, :2], mask[:, :2], slots[:, :2], cache, last_logits=1)
+        visibility = Visibility(mask, slots, slots)
+        assert width == int(slots[0, 2])
+        return streams.run(self._model, sequences.tail_ids, mask, slots[:, 2:], cache, visibility)
+
+    def _check_calls(self, blocks: Sequence[AttachedBlock]) -> None:
+        with observe(blocks) as tapes:
+            self._logits()
+        if len(tapes) != 2 * len(blocks):  # the head, then the tail
+            raise UnsupportedModelError(f"{self._name} does not run each of its blocks once a pass")
+        for block, tape in zip([*blocks, *blocks], tapes, strict=True):
             if tape.readers.keys() != block.readers.keys():
                 raise UnsupportedModelError(f"{block.block.path} does not call its readers {', '.join(block.readers)}")
-            if tape.output is None or not _same(tape.hidden + out, tape.output):
-                raise UnsupportedModelError(f"{block.block.path} is not its residual stream plus its {block.family.writer.value} writer")
+            if tape.output is None or tape.hidden is None:
+                raise UnsupportedModelError(f"{block.block.path} does not have its residual stream where it was found")
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

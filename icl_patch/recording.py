@@ -1,175 +1,34 @@
-"""What happens inside the blocks during a pass: observing the untouched model, recording a patch, replaying one.
+"""Recording a patch: the factors of every block, computed from what passes through it.
 
 A pass installs its hooks and modes on entry and takes them away on exit, whatever happens in between.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from icl_patch import ops, updates
-from icl_patch.errors import ControllabilityError
-from icl_patch.families import Block, Writer
-from icl_patch.modules import PatchedLinear, PatchedModule, PatchedRMSNorm, restore, swap
-
-Factors = dict[str, Tensor]  # of one block by name, see icl_patch.patch.factor_names
-
-
-@dataclass
-class BlockTape:
-    """What one block did to B x T tokens: residual stream before the MLP, readers' outputs, block output (all the model's dtype)."""
-
-    hidden: Tensor
-    readers: dict[str, Tensor] = field(default_factory=dict)
-    output: Tensor | None = None
+from icl_patch.attached import AttachedBlock, BlockTape
+from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.experts import PatchedExperts, PatchedRouter, PatchedScaledExperts
+from icl_patch.families import Writer
+from icl_patch.modules import PatchedLinear, PatchedRMSNorm, add_shift
 
 
-class AttachedBlock:
-    """A block whose readers and writer have been swapped for patched modules."""
+@dataclass(frozen=True)
+class _Open:
+    """An exact writer's loop, to be closed at the block's end: ``base + factor · gain`` was handed over in fp64."""
 
-    def __init__(self, model: nn.Module, block: Block) -> None:
-        family = block.family
-        self.block, self.family = block, family
-        self._model = model
-        self._swapped: list[str] = []
-        try:
-            self.readers = {name: self._swap(name, PatchedLinear) for name in family.readers}
-            self.down = self._swap(family.down, PatchedLinear)
-            self.post_norm = None if family.post_norm is None else self._swap(family.post_norm, self._wrap_norm)
-        except BaseException:
-            self.detach()
-            raise
-
-    def _wrap_norm(self, base: nn.Module) -> PatchedRMSNorm:
-        return PatchedRMSNorm(base, scale_offset=self.family.scale_offset, cast_first=self.family.cast_first)
-
-    def _swap(self, name: str, wrap: Any) -> Any:
-        patched = swap(self._model, self.block.path_of(name), wrap)
-        self._swapped.append(name)
-        return patched
-
-    def detach(self) -> None:
-        """Put the base modules back."""
-        while self._swapped:
-            restore(self._model, self.block.path_of(self._swapped.pop()))
-
-    @property
-    def patched(self) -> list[PatchedModule]:
-        """All patched modules of the block."""
-        norm = [] if self.post_norm is None else [self.post_norm]
-        return [*self.readers.values(), self.down, *norm]
-
-    @property
-    def writer(self) -> PatchedModule:
-        """The module whose output the block adds to its residual stream."""
-        return self.down if self.post_norm is None else self.post_norm
-
-    @property
-    def pre_mlp(self) -> nn.Module:
-        """The module whose input is the residual stream before the MLP."""
-        return self.block.module.get_submodule(self.family.pre_mlp)
-
-    def off(self) -> None:
-        for module in self.patched:
-            module.off()
-
-    def factors(self) -> Factors:
-        """The factors the modules hold, by name, as (rows, columns, width)."""
-        found: Factors = {f"{name}.u": reader.u for name, reader in self.readers.items() if reader.u is not None}
-        found["readers.v"] = next(iter(self.readers.values())).v
-        if self.down.u is not None and self.down.v is not None:
-            found |= {f"{self.family.down}.u": self.down.u, f"{self.family.down}.v": self.down.v}
-        if self.post_norm is not None and self.post_norm.new_scale is not None:
-            found[f"{self.family.post_norm}.new_scale"] = self.post_norm.new_scale
-        return found
-
-    def replay(self, factors: Factors) -> None:
-        """Set every module to apply its factors, (B, T, ·)."""
-        new_scale = factors.get(f"{self.family.post_norm}.new_scale")
-        # flat: one row a token, also in a batch of one, where (1, T, N) would be a shared patch of rank T
-        factors = {name: factor.flatten(0, -2) if factor.dim() == 3 else factor for name, factor in factors.items()}
-        for name, reader in self.readers.items():
-            reader.set_patch(factors[f"{name}.u"], factors["readers.v"])
-        down = self.family.down
-        if f"{down}.u" in factors:
-            u = factors[f"{down}.u"]
-            ends_block = self.post_norm is None
-            out_dtype = torch.float64 if ends_block and u.dtype == torch.float64 else None
-            self.down.set_patch(u, factors[f"{down}.v"], out_dtype=out_dtype)
-        if self.post_norm is not None and new_scale is not None:
-            self.post_norm.set_patch(new_scale)
-
-
-def _output(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
-
-
-@contextmanager
-def observe(blocks: Sequence[AttachedBlock], columns: Tensor | None = None) -> Iterator[list[BlockTape]]:
-    """Within this context, note what the blocks do to the given columns of the batch; their arithmetic is left alone."""
-    tapes: list[BlockTape] = []
-
-    def keep(x: Tensor) -> Tensor:
-        return x.clone() if columns is None else x[:, columns]
-
-    with ExitStack() as hooks:
-        for block in blocks:
-            _observe_block(block, tapes, keep, hooks)
-        yield tapes
-
-
-def _observe_block(block: AttachedBlock, tapes: list[BlockTape], keep: Any, hooks: ExitStack) -> None:
-    def on_residual(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        tapes.append(BlockTape(keep(args[0])))
-
-    def on_reader(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
-            tapes[-1].readers[name] = keep(out)
-
-        return hook
-
-    def on_block(_module: nn.Module, _args: Any, out: Any) -> None:
-        tapes[-1].output = keep(_output(out))
-
-    handles: list[RemovableHandle] = [block.pre_mlp.register_forward_pre_hook(on_residual)]
-    handles += [reader.register_forward_hook(on_reader(name)) for name, reader in block.readers.items()]
-    handles.append(block.block.module.register_forward_hook(on_block))
-    for handle in handles:
-        hooks.callback(handle.remove)
-
-
-def _round_block(block: AttachedBlock, dtype: torch.dtype, hooks: ExitStack) -> None:
-    """Round the block's output to the model's dtype where an exact writer left it in fp64."""
-    residual: list[Tensor] = []
-
-    def on_residual(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        residual[:] = [args[0]]
-
-    def on_block(_module: nn.Module, _args: Any, out: Any) -> Any:
-        total = _output(out)
-        if total.dtype == dtype:
-            return None
-        rounded = updates.round_sum(total, residual.pop(), dtype)
-        return (rounded, *out[1:]) if isinstance(out, tuple) else rounded
-
-    hooks.callback(block.pre_mlp.register_forward_pre_hook(on_residual).remove)
-    hooks.callback(block.block.module.register_forward_hook(on_block, prepend=True).remove)
-
-
-@contextmanager
-def replaying(blocks: Sequence[AttachedBlock], layers: Sequence[Factors], dtype: torch.dtype) -> Iterator[None]:
-    """Within this context the blocks apply the given factors."""
-    with ExitStack() as stack:
-        for block, factors in zip(blocks, layers, strict=True):
-            stack.callback(block.off)
-            block.replay(factors)
-            _round_block(block, dtype, stack)
-        yield
+    base: Tensor
+    gain: Tensor
+    factor: Tensor
+    holder: Any  # the module that holds the factor, and under what name
+    name: str
+    padding: Tensor | float  # the factor of columns that are no tokens
 
 
 class BlockRecorder:
@@ -187,49 +46,80 @@ class BlockRecorder:
 
     def __init__(self, block: AttachedBlock, update: str, valid: Tensor, tape: BlockTape | None) -> None:
         assert update != "exact" or tape is not None
-        self.block, self.update, self.valid, self.tape = block, update, valid, tape
-        self.seen: BlockTape | None = None
+        self.block, self.form, self.update, self.valid, self.tape = block, block.form, update, valid, tape
+        self.exact = update == "exact"
+        self.seen = BlockTape()
         self.uncontrollable: dict[str, Tensor] = {}
         self.status = torch.zeros_like(valid, dtype=torch.int8)
         self.misses = torch.zeros_like(valid, dtype=torch.int64)
+        self.experts_changed = torch.zeros_like(valid, dtype=torch.int64)
         self.correction = torch.zeros(valid.shape, dtype=torch.float64, device=valid.device)
         self.reader_error = torch.zeros(valid.shape, device=valid.device)
+        self._hidden: list[tuple[Tensor | None, Tensor]] = []
         self._direction: tuple[Tensor, Tensor, Tensor] | None = None
         self._stable_scale: Tensor | None = None
+        self._open: _Open | None = None
+        self._dtype: torch.dtype | None = None
 
     # -- the two streams
 
     def _split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Both streams of a module's rows, in any shape: each (B, T, ·)."""
+        x = x.reshape(-1, self.valid.shape[1], x.shape[-1])
         if self.tape is not None:
             return None, x
         batch = x.shape[0] // 2
         return x[:batch], x[batch:]
 
     @staticmethod
-    def _join(x_ctx: Tensor | None, x: Tensor) -> Tensor:
-        return x if x_ctx is None else torch.cat([x_ctx, x])
+    def _join(x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
+        """Both streams in the leading dimensions that the module's input had."""
+        joined = x if x_ctx is None else torch.cat([x_ctx.to(x.dtype), x])
+        return joined.reshape(*like.shape[:-1], x.shape[-1])
 
     def _refuse(self, condition: str, rows: Tensor) -> None:
         self.uncontrollable[condition] = rows & self.valid
 
     def _zero_padding(self, x: Tensor) -> Tensor:
-        return torch.where(self.valid.unsqueeze(-1), x, 0)
+        return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.dim() - 2)), x, 0)
 
     # -- what is called as the block runs, in this order
 
-    def on_residual(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        hidden_ctx, self.hidden = self._split(args[0])
-        if self.tape is not None:
-            hidden_ctx = self.tape.hidden
-        assert hidden_ctx is not None
+    def on_start(self, _shape: Any) -> None:
+        self._hidden.clear()
+
+    def on_residual(self, x: Tensor) -> None:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x_ctx, x = self._split(x)
+        self._hidden.append((None if x_ctx is None else x_ctx.to(dtype, copy=True), x.to(dtype, copy=True)))
+        if len(self._hidden) < len(self.form.residual):
+            return
+        hidden = sum(part for _, part in self._hidden)
+        hidden_ctx = self.tape.hidden if self.tape is not None else sum(part for part, _ in self._hidden if part is not None)
+        assert isinstance(hidden, Tensor) and isinstance(hidden_ctx, Tensor)
         self.seen = BlockTape(hidden_ctx)
-        dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-        self.delta = self._zero_padding(hidden_ctx.to(dtype) - self.hidden.to(dtype))
+        self.delta = self._zero_padding(hidden_ctx - hidden)
+
+    def _wanted(self) -> Tensor:
+        """What the writer has to add: ``delta / branch``."""
+        if len(self._hidden) < len(self.form.residual):
+            raise UnsupportedModelError(f"{self.block.block.path}: its MLP ends before its residual stream is known")
+        if self.form.branch == 0:
+            self._refuse("the factor of the block's branch is 0", (self.delta != 0).any(-1))
+            return torch.zeros_like(self.delta)
+        return self.delta / self.form.branch
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
-        y_ctx, y = self._split(layer.base_layer(z))
+        return self._read(name, layer, z, layer.base_layer(z))
+
+    def router(self, name: str, layer: PatchedRouter, z: Tensor) -> Any:
+        return layer.with_logits(z, lambda logits: self._read(name, layer, z, logits).reshape(logits.shape))
+
+    def _read(self, name: str, layer: PatchedLinear, z: Tensor, out: Tensor) -> Tensor:
+        """A reader's output with its change, which is computed here."""
+        y_ctx, y = self._split(out)
         reference = y_ctx if self.tape is None else self.tape.readers[name]
-        assert reference is not None and self.seen is not None
+        assert reference is not None
         self.seen.readers[name] = reference
         _, z = self._split(z)
         u = self._zero_padding(updates.reader_update(reference, y))
@@ -237,10 +127,15 @@ class BlockRecorder:
         self._refuse(f"the input z of {name} is 0", (norm2 == 0) & (u != 0).any(-1))
         layer.u, layer.v = u, v
         patched = _add(y, z, u, v)
-        size = reference.abs().amax(-1).clamp(min=torch.finfo(reference.dtype).tiny)
+        self._note_error(patched, reference, y)
+        return self._join(y_ctx, patched, out)
+
+    def _note_error(self, patched: Tensor, reference: Tensor, plain: Tensor) -> None:
+        """Relative to the larger of the outputs with and without the context: a gate has one number, which may be near 0."""
+        size = torch.maximum(reference.abs(), plain.abs()).amax(-1).clamp(min=torch.finfo(reference.dtype).tiny)
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
+        error = error if error.dim() == 2 else error.amax(-1)
         self.reader_error = torch.where(self.valid, torch.maximum(self.reader_error, error), 0.0)
-        return self._join(y_ctx, patched)
 
     def _direction_of(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``v`` of the readers' common input, computed once a block."""
@@ -249,61 +144,174 @@ class BlockRecorder:
             self._direction = (z, self._zero_padding(v), norm2)
         return self._direction[1:]
 
+    def experts(self, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out_ctx = None
+        (z_ctx, z_own), (index_ctx, index_own) = self._split(z), self._split(index)
+        if self.tape is None:
+            out_ctx, _ = self._split(layer.base_layer(z, index, weights))
+        else:
+            assert self.tape.experts is not None
+            z_ctx, index_ctx = self.tape.experts
+        assert z_ctx is not None and index_ctx is not None
+        self.seen.experts = (z_ctx, index_ctx)
+        self.experts_changed = torch.where(self.valid, _changed(index_own, index_ctx), 0)
+        weights = self._split(weights)[1].flatten(0, 1)
+        flat, chosen = z_own.flatten(0, 1), index_own.flatten(0, 1)
+        read, read_ctx = layer.read(flat, chosen), layer.read(z_ctx.flatten(0, 1), chosen)
+        u = self._zero_padding(self._unflat(updates.reader_update(read_ctx, read)))
+        v, norm2 = self._direction_of(z_own)
+        self._refuse(f"the input z of {self.form.experts} is 0", (norm2 == 0) & (u != 0).flatten(2).any(-1))
+        layer.read_u, layer.read_v, layer.index = u, v, index_own
+        patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
+        self._note_error(*map(self._unflat, (patched, read_ctx, read)))
+        h = layer.inner(patched)
+        out = self._unflat(layer.write(h, chosen, weights))
+        out = out.to(z.dtype) if self.form.writer is not Writer.EXPERTS else self._write_experts(layer, h, weights, out)
+        return self._join(out_ctx, out, z)
+
+    def scaled_experts(self, layer: PatchedScaledExperts, x: Tensor) -> Tensor:
+        count = layer.base_layer.gate_up_proj.shape[0]
+        rows, batch = x.reshape(count, -1, x.shape[-1]), self.valid.numel()
+        own = rows[:, -batch:]
+        index, slots = layer.active(own)
+        if self.tape is None:
+            index_ctx, slots_ctx = layer.active(rows[:, :batch])
+        else:
+            assert self.tape.experts is not None
+            slots_ctx, index_ctx = (part.flatten(0, 1) for part in self.tape.experts)
+            slots_ctx = slots_ctx.reshape(*index_ctx.shape, -1)
+        self.seen.experts = (self._unflat(slots_ctx.flatten(1)), self._unflat(index_ctx))
+        self.experts_changed = torch.where(self.valid, _changed(*map(self._unflat, (index, index_ctx))), 0)
+        read = layer.read(slots, index)
+        wanted = layer.read(slots_ctx, index_ctx).take_along_dim(_slots_of(index, index_ctx).unsqueeze(-1), 1)
+        v = self._direction[1].flatten(0, 1) if self._direction is not None else None
+        if v is None:
+            raise UnsupportedModelError(f"{self.block.block.path}: {self.form.experts} runs before anything reads the MLP's input")
+        scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
+        change = updates.reader_update(wanted, read)
+        u = self._zero_padding(self._unflat(torch.where(scale == 0, 0, change / scale)))
+        self._refuse(
+            f"the input of {self.form.experts} is 0", self._unflat((scale == 0) & (change != 0).any(-1, keepdim=True)).flatten(2).any(-1)
+        )
+        layer.read_u, layer.read_v, layer.index = u, self._unflat(v), self._unflat(index)
+
+        def add(made: Tensor) -> Tensor:
+            patched = layer.add_to_all(made[:, -batch:], slots, index, u.flatten(0, 1), v)
+            return torch.cat([made[:, :-batch], patched], 1)
+
+        patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
+        self._note_error(*map(self._unflat, (patched, wanted, read)))
+        return layer.with_read(x, add)
+
+    def _unflat(self, x: Tensor) -> Tensor:
+        return x.reshape(*self.valid.shape, *x.shape[1:])
+
+    def _write_experts(self, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """The sum over the experts with what delta needs added: ``o + κ u``."""
+        wide = torch.float64 if self.exact else torch.promote_types(h.dtype, torch.float32)
+        shares, v = self._unflat(weights.double()), None
+        if not self.form.expert_bias:
+            v, norm2 = ops.read_direction(h, wide)
+            live = self._unflat(norm2 != 0)
+            v, shares = self._unflat(v), torch.where(live, shares, 0)
+        total = shares.sum(-1, keepdim=True)
+        wanted = self._wanted().to(wide)
+        self._refuse(f"the weights of the experts that {self.form.experts} can use sum to 0", (total[..., 0] == 0) & (wanted != 0).any(-1))
+        share = torch.where(total == 0, 0, 1 / total).to(wide)
+        u, v = (wanted * share, None) if v is None else (wanted, self._zero_padding(v * share.unsqueeze(-1)))
+        gain = self._unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
+        layer.write_u, layer.write_v = self._zero_padding(u), v
+        if self.exact:
+            self._open = _Open(out.double(), gain, layer.write_u, layer, "write_u", 0.0)
+        return layer.add_written(out, gain, layer.write_u, h.dtype)
+
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
-        y_ctx, y = self._split(layer.base_layer(h))
-        _, h = self._split(h)
-        if self.block.family.writer is Writer.SCALE and self.update == "direct":
-            return self._join(y_ctx, y)
-        exact_writer = self.block.family.writer is Writer.WEIGHT and self.update == "exact"
-        v, norm2 = ops.read_direction(h, torch.float64 if exact_writer else None)
-        u = self._invert_norm(y) if self.block.family.writer is Writer.SCALE else self.delta
-        if exact_writer:
-            gain = (h.double() * v).sum(-1, keepdim=True)
-            u = self._close(y, gain, u)
-        u, v = self._zero_padding(u), self._zero_padding(v)
-        self._refuse(f"the input h of {self.block.family.down} is 0", (norm2 == 0) & (u != 0).any(-1))
-        patched = _add(y, h, u, v, torch.float64 if exact_writer else None)
-        if self.block.family.writer is Writer.SCALE and self.update == "exact":
+        plain = layer.base_layer(h)
+        y_ctx, y = self._split(plain)
+        _, h_own = self._split(h)
+        if self.form.writer is Writer.SCALE:
+            patched = y if self.update == "direct" else self._stable_down(layer, h_own, y)
+            return self._join(y_ctx, patched, plain)
+        wanted = self._wanted()
+        if self.form.mixer:
+            reference = self.tape.written if self.tape is not None else y_ctx
+            assert reference is not None
+            self.seen.written = reference
+            wanted = wanted + self._zero_padding(updates.reader_update(reference, y))
+        out_dtype = torch.float64 if self.exact else None
+        if self.form.writer is Writer.BIAS:
+            layer.shift = wanted.double() if self.exact else wanted
+            gain, name = torch.ones_like(wanted[..., :1], dtype=torch.float64), "shift"
+            patched = add_shift(y, layer.shift, out_dtype)
+        else:
+            v, norm2 = ops.read_direction(h_own, out_dtype)
+            self._refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (wanted != 0).any(-1))
+            layer.u, layer.v = wanted.to(v.dtype), self._zero_padding(v)
+            gain, name = (h_own.double() * layer.v).sum(-1, keepdim=True), "u"
+            patched = _add(y, h_own, layer.u, layer.v, out_dtype)
+        if self.exact:
+            self._open = _Open(y.double(), gain, getattr(layer, name), layer, name, 0.0)
+        return self._join(y_ctx, patched, plain)
+
+    def _stable_down(self, layer: PatchedLinear, h: Tensor, y: Tensor) -> Tensor:
+        """The output matrix's share of a stable update."""
+        v, norm2 = ops.read_direction(h)
+        u, v = self._zero_padding(self._invert_norm(y)), self._zero_padding(v)
+        self._refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (u != 0).any(-1))
+        patched = _add(y, h, u, v)
+        if self.exact:
             u = self._zero_padding(updates.off_zero(u, patched, y))
             patched = _add(y, h, u, v)
         layer.u, layer.v = u, v
-        return self._join(y_ctx, patched)
+        return patched
 
     def _invert_norm(self, hidden_down: Tensor) -> Tensor:
         norm = self.block.post_norm
         assert norm is not None
         rows = hidden_down.shape[-1]
-        stable = updates.stable_scale(self.delta.reshape(-1, rows), norm.scale, hidden_down.reshape(-1, rows), norm.eps)
+        stable = updates.stable_scale(self._wanted().reshape(-1, rows), norm.scale, hidden_down.reshape(-1, rows), norm.eps)
         self.status = torch.where(self.valid, stable.status.reshape(self.valid.shape), self.status)
         self._stable_scale = stable.new_scale.reshape(hidden_down.shape)
         return stable.u.reshape(hidden_down.shape)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
-        x_ctx, x = self._split(x)
-        normalized = layer.normalize(x)
+        x_ctx, x_own = self._split(x)
+        normalized = layer.normalize(x_own)
         if self.update == "direct":
-            new_scale = updates.direct_scale(self.delta, normalized, layer.scale)
-            self._refuse(
-                f"the input of {self.block.family.post_norm} is 0 where delta is not", ((normalized == 0) & (self.delta != 0)).any(-1)
-            )
+            wanted = self._wanted()
+            new_scale = updates.direct_scale(wanted, normalized, layer.scale)
+            self._refuse(f"the input of {self.form.post_norm} is 0 where delta is not", ((normalized == 0) & (wanted != 0)).any(-1))
         else:
             assert self._stable_scale is not None
-            new_scale = self._stable_scale.to(normalized.dtype)
-        if self.update == "exact":
-            new_scale = self._close(torch.zeros_like(x), normalized, self._stable_scale)
+            new_scale = self._stable_scale if self.exact else self._stable_scale.to(normalized.dtype)
         layer.new_scale = torch.where(self.valid.unsqueeze(-1), new_scale, layer.scale.to(new_scale.dtype))
-        return self._join(None if x_ctx is None else layer.base_layer(x_ctx), layer.apply_scale(x, layer.new_scale))
+        if self.exact:
+            zero = torch.zeros_like(normalized, dtype=torch.float64)
+            self._open = _Open(zero, normalized.double(), layer.new_scale, layer, "new_scale", layer.scale.double())
+        made = layer.apply_scale(x_own, layer.new_scale)
+        return self._join(None if x_ctx is None else layer.base_layer(x_ctx), made, x)
 
-    def _close(self, base: Tensor, gain: Tensor, started_from: Tensor | None) -> Tensor:
-        assert self.tape is not None and self.tape.output is not None and started_from is not None
-        closed = updates.close(self.tape.output, self.hidden, base, gain, started_from)
+    def on_end(self, total: Tensor) -> Tensor | None:
+        """Note the context's output; close an exact writer's loop, and round."""
+        if self.tape is None:
+            self.seen.output = self._split(total)[0]
+            return None
+        assert self.tape.output is not None
+        self.seen.output = self.tape.output
+        if self._open is None:
+            return None
+        if total.dtype != torch.float64:
+            raise UnsupportedModelError(f"{self.block.block.path} rounds what {self.form.writer.value} writes before it ends")
+        written = self.form.branch * (self._open.base + self._open.factor * self._open.gain)
+        rest = self._split(total)[1] - written
+        closed = updates.close(self.tape.output, rest, self._open.base, self._open.gain, self._open.factor, self.form.branch)
+        factor = torch.where(self.valid.unsqueeze(-1), closed.factor, self._open.padding)
+        setattr(self._open.holder, self._open.name, factor)
         self.misses = torch.where(self.valid, closed.misses, 0)
         self.correction = torch.where(self.valid, closed.correction, 0.0)
-        return closed.factor
-
-    def on_block(self, _module: nn.Module, _args: Any, out: Any) -> None:
-        assert self.seen is not None
-        self.seen.output = self._split(_output(out))[0] if self.tape is None else self.tape.output
+        # padding goes on as it will in the replay: which rows an expert gets decides how its products round
+        unpatched = updates.round_sum(self._split(total)[1], written, closed.output.dtype)
+        return torch.where(self.valid.unsqueeze(-1), closed.output, unpatched).reshape(total.shape)
 
     # -- afterwards
 
@@ -312,22 +320,27 @@ class BlockRecorder:
         block = self.block
         stack.callback(block.off)
         for name, reader in block.readers.items():
-            reader.record(lambda layer, z, name=name: self.reader(name, layer, z))
-        block.down.record(self.down)
+            record = self.router if isinstance(reader, PatchedRouter) else self.reader
+            reader.record(lambda layer, z, name=name, record=record: record(name, layer, z))
+        if block.experts is not None:
+            block.experts.record(self.scaled_experts if isinstance(block.experts, PatchedScaledExperts) else self.experts)
+        if block.down is not None:
+            block.down.record(self.down)
         if block.post_norm is not None:
             block.post_norm.record(self.norm)
-        stack.callback(block.pre_mlp.register_forward_pre_hook(self.on_residual).remove)
-        if self.tape is not None:
-            dtype = self.tape.hidden.dtype
-            _round_block(block, dtype, stack)
-        stack.callback(block.block.module.register_forward_hook(self.on_block).remove)
+        block.on_start(stack, self.on_start)
+        block.on_residual(stack, self.on_residual)
+        block.on_end(stack, self.on_end, first=True)
 
-    def check(self, columns: Tensor | slice) -> None:
-        """Raises ControllabilityError for the first of the kept columns that no change of this block's weights can serve."""
+    def check(self, columns: Tensor | slice, start: int = 0) -> None:
+        """Raises ControllabilityError for the first of the kept columns that no change of this block's weights can serve.
+
+        ``start``: the number of kept tokens before the first column.
+        """
         for condition, rows in self.uncontrollable.items():
             if rows.any():
                 row, token = rows[:, columns].nonzero()[0].tolist()
-                raise ControllabilityError(f"{self.block.block.path}, row {row}, kept token {token}: {condition}")
+                raise ControllabilityError(f"{self.block.block.path}, row {row}, kept token {start + token}: {condition}")
 
 
 @contextmanager
@@ -337,6 +350,16 @@ def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
         for recorder in recorders:
             recorder.install(stack)
         yield
+
+
+def _changed(index: Tensor, index_ctx: Tensor) -> Tensor:
+    """How many of the experts (B, T, k) are not among those chosen with the context: (B, T)."""
+    return (~(index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)).sum(-1)
+
+
+def _slots_of(index: Tensor, index_ctx: Tensor) -> Tensor:
+    """In which slot the context has the expert of each slot (M, k); 0 where it has it in none."""
+    return (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).long().argmax(-1)
 
 
 def _add(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -1,106 +1,19 @@
-"""Two-stream batches: what the model is fed, and what the reduced rows may see.
+"""Two-stream batches: the tokens of a sequence, and how the model is run on them.
 
 Rows ``[:B]`` are the context stream, rows ``[B:]`` the reduced stream. Both get the same tokens and positions; the reduced rows'
-attention hides the absorbed tokens. Hiding is done by an attention implementation registered under a name of our own, which delegates
-to the one the model already has and ands one condition onto the model's own mask rule.
+attention hides the absorbed tokens, see :mod:`icl_patch.attention`.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
-from icl_patch.errors import UnsupportedModelError
-
-_DELEGATES = {"sdpa": "icl_patch_sdpa", "eager": "icl_patch_eager"}
-
-
-@dataclass(frozen=True)
-class Visibility:
-    """What rows may attend to in one pass, on top of the model's own rule and padding.
-
-    Attributes:
-        visible: (rows, S) bool over all key slots of the cache after the pass.
-        slots: (rows, S) int64, the slot each key would have if nothing had been left out: sliding windows and chunks are counted in
-            these. None where nothing was.
-    """
-
-    visible: Tensor
-    slots: Tensor | None = None
-
-    def restrict(self, rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The model's mask rule with the condition anded on; a token always sees itself."""
-
-        def restricted(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            allowed = self.visible[batch, key] | (query == key)
-            if self.slots is None:
-                return rule(batch, head, query, key) & allowed
-            return rule(batch, head, self.slots[batch, query], self.slots[batch, key]) & allowed
-
-        return restricted
-
-
-_visibility: ContextVar[Visibility | None] = ContextVar("icl_patch_visibility", default=None)
-
-
-def _register(implementation: str, name: str) -> None:
-    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # "eager" has no global entry: it is the function of that name beside the model's class
-        own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, own)(module, *args, **kwargs)
-
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        current = _visibility.get()
-        if current is not None:
-            kwargs |= {"mask_function": current.restrict(kwargs["mask_function"]), "allow_is_causal_skip": False}
-        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](*args, **kwargs)
-
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-
-
-for _implementation, _name in _DELEGATES.items():
-    _register(_implementation, _name)
-
-
-def _configs(model: PreTrainedModel) -> list[Any]:
-    unique = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    return list(unique.values())
-
-
-def check_attention(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError unless the model's attention implementation is one whose mask can be restricted."""
-    implementation = model.config._attn_implementation
-    if implementation not in _DELEGATES:
-        raise UnsupportedModelError(
-            f"expected attention implementation {' or '.join(map(repr, _DELEGATES))}, whose masks can be restricted; "
-            f"{type(model).__name__} has {implementation!r}"
-        )
-
-
-@contextmanager
-def restricted_attention(model: PreTrainedModel, visibility: Visibility) -> Iterator[None]:
-    """Within this context the model's attention is its own, restricted to what ``visibility`` allows."""
-    check_attention(model)
-    before = [(config, config._attn_implementation) for config in _configs(model)]
-    token = _visibility.set(visibility)
-    try:
-        for config, implementation in before:
-            if implementation in _DELEGATES:
-                config._attn_implementation = _DELEGATES[implementation]
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
-        _visibility.reset(token)
+from icl_patch.attention import Visibility, restricted_attention
+from icl_patch.calling import call
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -171,11 +84,6 @@ class Sequences:
             tail_absorbed=self.tail_absorbed,
         )
 
-    def two_stream_visibility(self) -> Visibility:
-        """The context rows see everything, the reduced rows everything but the absorbed tokens."""
-        everything = torch.ones_like(self.absorbed)
-        return Visibility(torch.cat([everything, ~self.absorbed]))
-
 
 def _as_batch(name: str, ids: Tensor, mask: Tensor | None, batch: int | None) -> tuple[Tensor, Tensor]:
     if not isinstance(ids, Tensor):
@@ -245,36 +153,45 @@ def run(
     positions: Tensor,
     cache: DynamicCache,
     visibility: Visibility | None = None,
+    *,
+    last_logits: int = 0,
     **model_inputs: Any,
 ) -> Tensor:
     """One forward of the model: ids (B, T), mask over all slots of the cache (B, S), positions (B, T) -> logits (B, T, V).
 
-    The cache grows by T tokens. With ``visibility`` the attention is restricted to what it allows.
+    The cache grows by T tokens. With ``visibility`` the attention is restricted to what it allows. ``last_logits``: how many of the
+    last tokens' logits are wanted, 0 for all.
     """
     with nullcontext() if visibility is None else restricted_attention(model, visibility):
-        return model(
-            input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, use_cache=True, **model_inputs
-        ).logits
+        return call(model, ids, mask, positions, cache, last_logits, **model_inputs)
 
 
 def run_head(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache, **model_inputs: Any) -> None:
     """Put the head into an empty cache, as the untouched model does."""
     width = sequences.head_ids.shape[1]
     positions = sequences.positions[:, :width]
-    run(model, sequences.head_ids, sequences.head_mask, positions, cache, logits_to_keep=1, **model_inputs)
+    run(model, sequences.head_ids, sequences.head_mask, positions, cache, last_logits=1, **model_inputs)
 
 
-def run_tail(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache) -> Tensor:
-    """The model with its context: the tail on top of a cache of the head -> logits (B, S, V)."""
-    positions = sequences.positions[:, sequences.head_ids.shape[1] :]
-    return run(model, sequences.tail_ids, sequences.mask, positions, cache)
+def run_tail(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache, columns: slice = slice(None)) -> Tensor:
+    """The model with its context: columns of the tail on top of a cache of all before them -> logits (B, S, V)."""
+    start = sequences.head_ids.shape[1]
+    columns = slice(*columns.indices(sequences.tail_ids.shape[1]))
+    positions = sequences.positions[:, start:][:, columns]
+    return run(model, sequences.tail_ids[:, columns], sequences.mask[:, : start + columns.stop], positions, cache)
 
 
 def run_two_streams(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache) -> Tensor:
     """Both streams of the tail on top of a cache of the head of 2B rows -> logits (2B, S, V)."""
     positions = sequences.positions[:, sequences.head_ids.shape[1] :]
     ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, positions))
-    return run(model, ids, mask, positions, cache, sequences.two_stream_visibility())
+    return run(model, ids, mask, positions, cache, two_stream_visibility(sequences))
+
+
+def two_stream_visibility(sequences: Sequences) -> Visibility:
+    """The context rows see everything, the reduced rows everything but the absorbed tokens."""
+    everything = torch.ones_like(sequences.absorbed)
+    return Visibility(torch.cat([everything, ~sequences.absorbed]))
 
 
 def assemble(

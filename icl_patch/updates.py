@@ -55,9 +55,10 @@ def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Closed:
-    """An exact writer's factor (fp64), and per row: elements that miss the target, size of the correction."""
+    """An exact writer's factor (fp64), the rounded output it gives, and per row: misses of the target, size of the correction."""
 
-    factor: Tensor  # (M, d): u of a weight writer, m' of a scale writer
+    factor: Tensor  # (M, d): u of a weight or experts writer, Δb of a bias writer, m' of a scale writer
+    output: Tensor  # (M, d) the target's dtype
     misses: Tensor  # (M,) int64
     correction: Tensor  # (M,) ‖change of the output by closing‖ / ‖target‖
 
@@ -71,23 +72,24 @@ def round_sum(total: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(negligible, 0.0, total).to(dtype)
 
 
-def close(target: Tensor, residual: Tensor, base: Tensor, gain: Tensor, started_from: Tensor) -> Closed:
-    """The factor ``f`` for which ``round(residual + base + gain f)`` is the target, element by element.
+def close(target: Tensor, residual: Tensor, base: Tensor, gain: Tensor, started_from: Tensor, branch: float = 1.0) -> Closed:
+    """The factor ``f`` for which ``round(residual + branch (base + gain f))`` is the target, element by element.
 
     Args:
         target: T (M, d), the block's output in the model's dtype.
-        residual: (M, d), what the block adds its writer's output to.
+        residual: (M, d), all that the block adds up apart from its writer's output.
         base: (M, d), the writer's output without the factor (0 for a scale writer).
         gain: (M, d) or (M, 1), what the factor is multiplied by: ``κ = v·h ≈ 1`` or ``Norm(h)``.
         started_from: (M, d), the factor of the direct or stable update.
+        branch: what the block multiplies its writer's output by.
 
     Misses are counted: elements where the gain is 0, or where the target is so far below the residual that fp64 does not resolve it.
     """
     residual64, base64, gain64 = residual.double(), base.double(), gain.double()
-    reachable = gain64 != 0
-    want = target.double() - residual64 - base64
+    reachable = gain64 * branch != 0
+    want = (target.double() - residual64) / (branch or 1.0) - base64
     factor = torch.where(reachable, want / torch.where(reachable, gain64, 1.0), started_from.double())
-    got = round_sum(residual64 + (base64 + factor * gain64), residual, target.dtype)
-    change = ((factor - started_from) * gain64).norm(dim=-1)
+    got = round_sum(residual64 + branch * (base64 + factor * gain64), residual, target.dtype)
+    change = ((factor - started_from) * gain64 * branch).norm(dim=-1)
     size = target.double().norm(dim=-1)
-    return Closed(factor, (got != target).sum(-1), change / torch.where(size > 0, size, 1.0))
+    return Closed(factor, got, (got != target).sum(-1), change / torch.where(size > 0, size, 1.0))

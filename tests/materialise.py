@@ -7,6 +7,7 @@ Every FOLDER holds ``model/`` (from ``save_pretrained``) and ``patch.safetensors
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -21,17 +22,45 @@ def read_patch(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
         return json.loads(file.metadata()["icl_patch"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def materialise(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """``W + u vᵀ`` for every ``….u``, ``w + (m' - m)`` for every ``….new_scale``: a weight stored as ``w = m - 1`` moves by the same Δm."""
+def materialise(model: torch.nn.Module, header: dict, tensors: dict[str, torch.Tensor]) -> None:
+    """``W + u vᵀ`` for every ``….u``, ``b + Δb`` for every ``….shift``, ``w + (m' - m)`` for every ``….new_scale``.
+
+    A weight stored as ``w = m - 1`` moves by the same Δm; one stored as (in, out) by the transpose; of experts those that are active.
+    """
+    parameters = dict(model.named_parameters())
     for name, tensor in tensors.items():
-        path, kind = name.rsplit(".", 1)
-        weight = f"model.{path}.weight"
-        if kind == "u":
-            block = ".".join(path.split(".")[:2])
-            v = tensors.get(f"{path}.v", tensors[f"{block}.readers.v"])
-            model.get_parameter(weight).data += torch.outer(tensor[0, 0], v[0, 0])
-        elif kind == "new_scale":
-            model.get_parameter(weight).data += tensor[0, 0] - tensors[f"{path}.scale"]
+        layers, index, path, kind = re.fullmatch(r"(layers\.(\d+))\.(.*)\.(\w+)", name).groups()
+        block, x = header["blocks"][int(index)], tensor[0, 0] if tensor.dim() > 1 else tensor
+        transposed = block["form"]["transposed"]
+        experts = block["form"]["experts"]
+        if kind == "new_scale":
+            parameters[f"{block['path']}.{path}.weight"].data += x - tensors[f"{layers}.{path}.scale"]
+        elif experts is not None and path.startswith(f"{experts}."):
+            if kind in ("u", "shift"):
+                change_experts(parameters, block, tensors, layers, path, kind)
+        elif kind == "shift":
+            parameters[f"{block['path']}.{path}.bias"].data += x
+        elif kind == "u":
+            v = tensors.get(f"{layers}.{path}.v", tensors.get(f"{layers}.readers.v"))[0, 0]
+            change = torch.outer(v, x) if path in transposed else torch.outer(x, v)
+            parameters[f"{block['path']}.{path}.weight"].data += change
+
+
+def change_experts(
+    parameters: dict[str, torch.Tensor], block: dict, tensors: dict[str, torch.Tensor], layers: str, path: str, kind: str
+) -> None:
+    """One parameter of the experts: the matrices (or biases) of the active ones."""
+    experts = block["form"]["experts"]
+    u = tensors[f"{layers}.{path}.{kind}"][0, 0]
+    v = tensors.get(f"{layers}.{path}.v", tensors.get(f"{layers}.readers.v"))
+    for slot, expert in enumerate(tensors[f"{layers}.{experts}.index"][0, 0].tolist()):
+        own = u if u.dim() == 1 else u[slot]
+        if kind == "shift":
+            parameters[f"{block['path']}.{path}_bias"].data[expert] += own
+            continue
+        read = v[0, 0] if v.dim() == 3 else v[0, 0, slot]
+        change = torch.outer(read, own) if experts in block["form"]["transposed"] else torch.outer(own, read)
+        parameters[f"{block['path']}.{path}"].data[expert] += change
 
 
 @torch.no_grad()
@@ -40,7 +69,7 @@ def run(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     token = {"input_ids": torch.tensor(header["kept_ids"]), "position_ids": torch.tensor(header["position_ids"])}
     bare = model(**token).logits
-    materialise(model, tensors)
+    materialise(model, header, tensors)
     save_file({"bare": bare, "patched": model(**token).logits}, folder / "logits.safetensors")
 
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics, streams
-from icl_patch.families import family_of
+from icl_patch.families import blocks_of
 from icl_patch.generation import History
-from icl_patch.recording import BlockTape, observe
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The spacing of the dtype's numbers at 1: errors of rounding are small multiples of it.
@@ -35,13 +34,6 @@ def null_floor(model: torch.nn.Module, arguments: dict, reference: Tensor) -> fl
     """The model against itself at twice the batch."""
     twice = {name: value.repeat(2, 1) if isinstance(value, Tensor) else value for name, value in arguments.items()}
     return float(metrics.linf(untouched_logits(model, twice)[: len(reference)], reference).max())
-
-
-def observed_replay(patcher: ContextPatcher, patch: ContextPatch) -> tuple[Tensor, list[BlockTape]]:
-    """A replay's logits, and what the blocks did in it (the pass over the prefix is left out)."""
-    with observe(patcher.blocks) as tapes:
-        logits = patcher.forward(patch.kept_ids, patch)
-    return logits, tapes[-len(patcher.blocks) :]
 
 
 def replayed(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
@@ -76,7 +68,7 @@ def test_exact_replay_is_bit_identical(family: str, dtype: torch.dtype, attentio
         with ContextPatcher(model, "exact") as patcher:
             patch = patcher.compute(**inputs)
             computed = patcher.compute_sequences(streams.assemble(**inputs))
-            logits, tapes = observed_replay(patcher, patch)
+            logits, tapes = patcher.replay(patch)
         mask = patch.kept_mask
         assert torch.equal(patch.logits[mask], reference[mask])
         assert torch.equal(logits[mask], reference[mask])
@@ -93,7 +85,7 @@ def test_exact_corrects_rounding_only(family: str, dtype: torch.dtype) -> None:
     with ContextPatcher(model, "exact") as patcher:
         computed = patcher.compute_sequences(streams.assemble(**inputs))
         patch = computed.patch
-        _, tapes = observed_replay(patcher, patch)
+        _, tapes = patcher.replay(patch)
     mask = patch.kept_mask
     for tape, wanted in zip(tapes, computed.tapes, strict=True):
         for name, y_ctx in wanted.readers.items():
@@ -120,12 +112,17 @@ def test_unpatched_readers_are_noticed(family: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize(
     ("family", "wrong"),
-    [("gemma3", {"readers": ("mlp.up_proj",)}), ("llama", {"readers": ("mlp.gate_proj",)}), ("gemma3", {"scale_offset": 0.0})],
+    [
+        ("gemma3", {"readers": ("mlp.up_proj",)}),
+        ("llama", {"readers": ("mlp.gate_proj",)}),
+        ("gemma3", {"scale_offset": 0.0}),
+        ("llama", {"branch": 0.5}),
+    ],
 )
-def test_attaching_notices_a_wrong_family_entry(family: str, wrong: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attaching_notices_a_wrong_form(family: str, wrong: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family, 3, dtype)
-    entry = dataclasses.replace(family_of(model), **wrong)
-    monkeypatch.setattr("icl_patch.families.registry.FAMILIES", (entry,))
+    blocks = [dataclasses.replace(block, form=dataclasses.replace(block.form, **wrong)) for block in blocks_of(model)]
+    monkeypatch.setattr("icl_patch.patcher.blocks_of", lambda _model: blocks)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d has inputs or parameters"):
         ContextPatcher(model)
 

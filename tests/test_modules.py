@@ -314,7 +314,8 @@ def test_another_input_gets_what_the_materialised_weights_give(update: str, fami
         x = torch.randn(6, change.shape[-1])
         if change.dim() == 1:
             x = x.to(dtype)
-            layer: nn.Module = PatchedRMSNorm(base, scale_offset=patch.family.scale_offset, cast_first=patch.family.cast_first)
+            form = patch.blocks[layer_index].form
+            layer: nn.Module = PatchedRMSNorm(base, scale_offset=form.scale_offset, cast_first=form.cast_first)
             layer.set_patch(factors[f"{module}.new_scale"][row, token])
             changed = copy.deepcopy(base).double()
             changed.weight.data += change.double()

@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    needed = {"icl_patch/py.typed", "icl_patch/cli.py", "icl_patch/families/registry.py", "icl_patch/kernels/__init__.py"}
+    needed = {"icl_patch/py.typed", "icl_patch/cli.py", "icl_patch/families/recognise.py", "icl_patch/kernels/__init__.py"}
     needed |= {"icl_patch/bench/inversion.py", *(["icl_patch/_native.so"] if native.cpu_instructions else [])}
     needed |= {
         f"icl_patch/embedded/model/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")

@@ -307,7 +307,7 @@ def test_consistent_tensors_that_do_not_fit_the_model(change: Callable, patch_of
         ContextPatch.load(path, small("gemma3"))
 
 
-HEADER = ("format", "model", "fingerprint", "family", "update", "dtype", "passes", "replayable", "layers", *TOKEN_TENSORS)
+HEADER = ("format", "model", "fingerprint", "family", "update", "dtype", "passes", "replayable", "layers", "blocks", *TOKEN_TENSORS)
 # Nothing that any of these entries may be: there are 7 kept tokens and 5 of the prefix.
 NEVER_RIGHT = (None, -1, 0.5, {}, [], [[]], [1], [[1, 2, 3]] * 3, [["a"]], [[None]], [[1], [2, 3]], [[[1]]])
 ELEMENTS = (0.5, -1, "1", None, math.nan)
@@ -333,7 +333,7 @@ def test_header_entries_that_are_missing_or_of_another_kind(name: str, patch_of:
         elements = (*ELEMENTS, 1) if name.endswith("mask") else (*ELEMENTS, True)
         wrong += [[[element] * len(entry[0])] * 3 for element in elements]
         wrong += [entry[:2], [row[1:] for row in entry], "?"]
-    elif name not in ("model", "fingerprint"):
+    elif name not in ("model", "fingerprint", "family"):
         wrong += ["?", 3] if name != "passes" else ["?"]
     accepted = [value for value in wrong if not refuses(path, header | {name: value}, tensors)]
     assert not accepted

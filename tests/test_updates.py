@@ -393,7 +393,7 @@ def test_a_factor_that_is_off_misses() -> None:
     factor = closed.factor.clone()
     factor[3, 5] += 2.0**-6 * target[3, 5].double() / gain[3, 5].double()
     with pytest.raises(AssertionError):
-        check_closed(updates.Closed(factor, closed.misses, closed.correction), target, residual, base, gain)
+        check_closed(updates.Closed(factor, closed.output, closed.misses, closed.correction), target, residual, base, gain)
     rounded = closed.factor.bfloat16().double()  # rounding factors after closing loses it
     got = updates.round_sum(residual.double() + rounded * gain.double(), residual, torch.bfloat16)
     assert (got != target).float().mean() > 0.1

@@ -1,8 +1,9 @@
 """What the blocks of a model are made of, as data: where the residual stream is seen, the readers, the writer.
 
-A new family is a new entry here; code is only needed for a form of writer that no family has yet.
+The form of a block is read from its module tree and from one small forward, see :mod:`icl_patch.families.recognise`.
 """
 
-from icl_patch.families.registry import FAMILIES, Block, Family, Writer, blocks_of, family_of
+from icl_patch.families.forms import Block, Form, Writer
+from icl_patch.families.recognise import blocks_of, check_language_model, family_of, layers_of, text_config, vocabulary
 
-__all__ = ["FAMILIES", "Block", "Family", "Writer", "blocks_of", "family_of"]
+__all__ = ["Block", "Form", "Writer", "blocks_of", "check_language_model", "family_of", "layers_of", "text_config", "vocabulary"]

@@ -1,0 +1,325 @@
+"""A block whose readers and writer have been swapped, and what is seen of it during a pass."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from icl_patch import updates
+from icl_patch.experts import PatchedExperts, PatchedRouter, PatchedScaledExperts
+from icl_patch.families import Block
+from icl_patch.families.trace import first_tensor
+from icl_patch.modules import PatchedLinear, PatchedModule, PatchedRMSNorm, restore, swap
+from icl_patch.sums import OpenSum
+
+Factors = dict[str, Tensor]  # of one block by name, see icl_patch.families.Form.factor_names
+
+
+@dataclass
+class BlockTape:
+    """What one block did to B x T tokens.
+
+    hidden: the residual stream before the MLP (fp32 or wider); readers: their outputs; experts: what the experts read and which were
+    chosen, (B, T, k); written: the output matrix's output; output: the block's, or of a post-LN block the input of its last norm.
+    """
+
+    hidden: Tensor | None = None
+    readers: dict[str, Tensor] = field(default_factory=dict)
+    experts: tuple[Tensor, Tensor] | None = None
+    written: Tensor | None = None
+    output: Tensor | None = None
+
+    def part(self, columns: Tensor | slice) -> "BlockTape":
+        """The tape of some of the tokens."""
+
+        def cut(x: Tensor | None) -> Any:
+            return None if x is None else x[:, columns]
+
+        return BlockTape(
+            hidden=cut(self.hidden),
+            readers={name: cut(out) for name, out in self.readers.items()},
+            experts=None if self.experts is None else (cut(self.experts[0]), cut(self.experts[1])),
+            written=cut(self.written),
+            output=cut(self.output),
+        )
+
+    @classmethod
+    def joined(cls, tapes: Sequence["BlockTape"]) -> "BlockTape":
+        """One tape of several, token after token."""
+        if len(tapes) == 1:
+            return tapes[0]
+
+        def cat(parts: Sequence[Any]) -> Any:
+            return None if parts[0] is None else torch.cat(list(parts), 1)
+
+        experts = [tape.experts for tape in tapes if tape.experts is not None]
+        return cls(
+            hidden=cat([tape.hidden for tape in tapes]),
+            readers={name: cat([tape.readers[name] for tape in tapes]) for name in tapes[0].readers},
+            experts=(cat([z for z, _ in experts]), cat([index for _, index in experts])) if experts else None,
+            written=cat([tape.written for tape in tapes]),
+            output=cat([tape.output for tape in tapes]),
+        )
+
+
+class AttachedBlock:
+    """A block whose readers and writer have been swapped for patched modules."""
+
+    def __init__(self, model: nn.Module, block: Block) -> None:
+        form = block.form
+        self.block, self.form = block, form
+        self.module = model.get_submodule(block.path)
+        self._model = model
+        self._swapped: list[str] = []
+        try:
+            self.readers: dict[str, PatchedLinear] = {
+                name: self._swap(name, PatchedRouter if name in form.routers else PatchedLinear) for name in form.readers
+            }
+            kind = PatchedScaledExperts if form.scaled else PatchedExperts
+            self.experts: PatchedExperts | None = None if form.experts is None else self._swap(form.experts, kind)
+            self.down: PatchedLinear | None = None if form.down is None else self._swap(form.down, PatchedLinear)
+            self.post_norm: PatchedRMSNorm | None = None if form.post_norm is None else self._swap(form.post_norm, self._wrap_norm)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _wrap_norm(self, base: nn.Module) -> PatchedRMSNorm:
+        return PatchedRMSNorm(base, scale_offset=self.form.scale_offset, cast_first=self.form.cast_first)
+
+    def _swap(self, name: str, wrap: Any) -> Any:
+        patched = swap(self._model, self.block.path_of(name), wrap)
+        self._swapped.append(name)
+        return patched
+
+    def detach(self) -> None:
+        """Put the base modules back."""
+        while self._swapped:
+            restore(self._model, self.block.path_of(self._swapped.pop()))
+
+    @property
+    def patched(self) -> list[PatchedModule]:
+        """All patched modules of the block."""
+        others = [module for module in (self.experts, self.down, self.post_norm) if module is not None]
+        return [*self.readers.values(), *others]
+
+    @property
+    def writer(self) -> PatchedModule:
+        """The module whose output takes up delta."""
+        writer = self.post_norm or self.down or self.experts
+        assert writer is not None
+        return writer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the block's sum."""
+        dtype: torch.dtype = getattr(torch, self.form.dtype)
+        return dtype
+
+    def off(self) -> None:
+        """Be the base modules again."""
+        for module in self.patched:
+            module.off()
+
+    # -- factors
+
+    def factors(self) -> Factors:
+        """The factors the modules hold, by name, as (rows, columns, ...)."""
+        found: Factors = {f"{name}.u": reader.u for name, reader in self.readers.items() if reader.u is not None}
+        v = self.experts.read_v if self.experts is not None else next((reader.v for reader in self.readers.values()), None)
+        if v is not None:
+            found["readers.v"] = v
+        if self.experts is not None:
+            found |= self._of_experts(self.experts)
+        if self.down is not None:
+            held = {"u": self.down.u, "v": self.down.v, "shift": self.down.shift}
+            found |= {f"{self.form.down}.{name}": factor for name, factor in held.items() if factor is not None}
+        if self.post_norm is not None and self.post_norm.new_scale is not None:
+            found[f"{self.form.post_norm}.new_scale"] = self.post_norm.new_scale
+        return found
+
+    def _of_experts(self, experts: PatchedExperts) -> Factors:
+        path = self.form.experts
+        written = "shift" if self.form.expert_bias else "u"
+        held = {
+            "gate_up_proj.u": experts.read_u,
+            "index": experts.index,
+            f"down_proj.{written}": experts.write_u,
+            "down_proj.v": experts.write_v,
+        }
+        return {f"{path}.{name}": factor for name, factor in held.items() if factor is not None}
+
+    def replay(self, factors: Factors) -> None:
+        """Set every module to apply its factors, (B, T, ...)."""
+        # flat: one row a token, also in a batch of one, where (1, T, N) would be a shared patch of rank T
+        flat = {name: factor.flatten(0, 1) if factor.dim() >= 3 else factor for name, factor in factors.items()}
+        for name, reader in self.readers.items():
+            reader.set_patch(flat[f"{name}.u"], flat["readers.v"])
+        if self.experts is not None:
+            self._replay_experts(self.experts, flat)
+        if self.down is not None:
+            self._replay_down(self.down, flat)
+        new_scale = factors.get(f"{self.form.post_norm}.new_scale")
+        if self.post_norm is not None and new_scale is not None:
+            self.post_norm.set_patch(new_scale)
+
+    def _replay_experts(self, experts: PatchedExperts, flat: Factors) -> None:
+        path, written = self.form.experts, "shift" if self.form.expert_bias else "u"
+        experts.off()
+        experts.read_u, experts.read_v = flat[f"{path}.gate_up_proj.u"], flat["readers.v"]
+        experts.index = flat[f"{path}.index"]
+        experts.write_u, experts.write_v = flat.get(f"{path}.down_proj.{written}"), flat.get(f"{path}.down_proj.v")
+        experts.replay()
+
+    def _replay_down(self, down: PatchedLinear, flat: Factors) -> None:
+        path = self.form.down
+        written = flat.get(f"{path}.u", flat.get(f"{path}.shift"))
+        if written is None:
+            return
+        out_dtype = torch.float64 if self.post_norm is None and written.dtype == torch.float64 else None
+        if f"{path}.shift" in flat:
+            down.set_shift(written, out_dtype=out_dtype)
+        else:
+            down.set_patch(written, flat[f"{path}.v"], out_dtype=out_dtype)
+
+    # -- hooks
+
+    def on_start(self, hooks: ExitStack, hook: Any) -> None:
+        """Call ``hook((rows, T))`` when the block begins."""
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = first_tensor((*args, kwargs))
+            assert x is not None
+            hook(x.shape[-3:-1])
+
+        hooks.callback(self.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+
+    def on_residual(self, hooks: ExitStack, hook: Any) -> None:
+        """Call ``hook(x)`` with every tensor that the residual stream before the MLP is the sum of."""
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            hook(first_tensor((*args, kwargs)))
+
+        def after(_module: nn.Module, _args: Any, out: Any) -> None:
+            hook(first_tensor(out))
+
+        for name in self.form.residual:
+            side, _, path = name.partition(" of ")
+            module = self.module.get_submodule(path)
+            if side == "input":
+                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            else:
+                hooks.callback(module.register_forward_hook(after).remove)
+
+    def on_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
+        """Call ``hook(total)`` with the block's sum; a tensor that it returns takes the sum's place."""
+
+        def before(_module: nn.Module, args: Any) -> Any:
+            changed = hook(args[0])
+            return None if changed is None else (changed, *args[1:])
+
+        def after(_module: nn.Module, _args: Any, out: Any) -> Any:
+            changed = hook(out[0] if isinstance(out, tuple) else out)
+            if changed is None:
+                return None
+            return (changed, *out[1:]) if isinstance(out, tuple) else changed
+
+        def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+            return OpenSum.of(out, hook, first=first)
+
+        if self.form.inner:
+            hooks.callback(self.writer.register_forward_hook(on_writer).remove)
+        elif self.form.ends_at is None:
+            hooks.callback(self.module.register_forward_hook(after, prepend=first).remove)
+        else:
+            norm = self.module.get_submodule(self.form.ends_at)
+            hooks.callback(norm.register_forward_pre_hook(before, prepend=first).remove)
+
+
+def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
+    """Round the block's sum to its dtype where an exact writer left it in fp64."""
+    written: list[Tensor] = []
+
+    def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        written[:] = [out.abs()]  # a copy: Falcon adds to the tensor itself
+
+    def on_end(total: Tensor) -> Tensor | None:
+        if total.dtype == block.dtype or not written:
+            return None
+        return updates.round_sum(total, written.pop().reshape(total.shape), block.dtype)
+
+    hooks.callback(block.writer.register_forward_hook(on_writer).remove)
+    block.on_end(hooks, on_end, first=True)
+
+
+@contextmanager
+def replaying(blocks: Sequence[AttachedBlock], layers: Sequence[Factors]) -> Iterator[None]:
+    """Within this context the blocks apply the given factors."""
+    with ExitStack() as stack:
+        for block, factors in zip(blocks, layers, strict=True):
+            stack.callback(block.off)
+            block.replay(factors)
+            _round_block(block, stack)
+        yield
+
+
+@contextmanager
+def observe(blocks: Sequence[AttachedBlock]) -> Iterator[list[BlockTape]]:
+    """Within this context, note what the blocks do, one tape a block and pass; their arithmetic is left alone."""
+    tapes: list[BlockTape] = []
+    with ExitStack() as hooks:
+        for block in blocks:
+            _Observer(block, tapes).install(hooks)
+        yield tapes
+
+
+class _Observer:
+    """Writes one block's tapes."""
+
+    def __init__(self, block: AttachedBlock, tapes: list[BlockTape]) -> None:
+        self.block, self.tapes = block, tapes
+        self.shape: Any = None
+
+    def _keep(self, x: Tensor) -> Tensor:
+        return x.reshape(*self.shape, -1).clone()
+
+    def _start(self, shape: Any) -> None:
+        self.shape = shape
+        self.tapes.append(BlockTape())
+
+    def _residual(self, x: Tensor) -> None:
+        tape, x = self.tapes[-1], self._keep(x)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        tape.hidden = x if tape.hidden is None else tape.hidden + x
+
+    def _end(self, total: Tensor) -> None:
+        self.tapes[-1].output = self._keep(total)
+
+    def _read(self, name: str, out: Tensor) -> None:
+        self.tapes[-1].readers[name] = self._keep(out)
+
+    def _choice(self, z: Tensor, index: Tensor) -> None:
+        self.tapes[-1].experts = (self._keep(z), self._keep(index))
+
+    def _written(self, _module: nn.Module, _args: Any, out: Tensor) -> None:
+        self.tapes[-1].written = self._keep(out)
+
+    def install(self, hooks: ExitStack) -> None:
+        block = self.block
+        block.on_start(hooks, self._start)
+        block.on_residual(hooks, self._residual)
+        for name, reader in block.readers.items():
+            if isinstance(reader, PatchedRouter):
+                reader.on_logits = lambda logits, name=name: self._read(name, logits)
+                hooks.callback(setattr, reader, "on_logits", None)
+            else:
+                hook = reader.register_forward_hook(lambda _module, _args, out, name=name: self._read(name, out))
+                hooks.callback(hook.remove)
+        if block.experts is not None:
+            block.experts.on_choice = self._choice
+            hooks.callback(setattr, block.experts, "on_choice", None)
+        if block.form.mixer and block.down is not None:
+            hooks.callback(block.down.register_forward_hook(self._written).remove)
+        block.on_end(hooks, self._end)

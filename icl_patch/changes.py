@@ -1,0 +1,85 @@
+"""The changes of parameters that a block's factors stand for: their sizes, and materialised."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from icl_patch.families import Form, Writer
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """The change of one module's parameters, for B x T tokens.
+
+    Attributes:
+        name: the module's path in its block; for experts with the parameter's name.
+        parameter: the changed parameter's name in the module, "" for experts.
+        u, v: of ``W + u vᵀ``; v is None where ``u`` is itself the change, of a bias or a scale.
+        index: (B, T, k), the experts whose matrices change; u and v then have a slot each, or share one.
+        transposed: whether the matrix is stored as (in, out).
+    """
+
+    name: str
+    parameter: str
+    u: Tensor
+    v: Tensor | None = None
+    index: Tensor | None = None
+    transposed: bool = False
+
+    def size(self) -> Tensor:
+        """``‖u‖ ‖v‖``, ``‖Δb‖`` or ``‖Δm‖``: (B, T)."""
+        size = self.u.norm(dim=-1)
+        if self.index is not None:
+            u, v = (self._slots(x) for x in (self.u, self.v))
+            size = u.norm(dim=-1) if v is None else u.norm(dim=-1) * v.norm(dim=-1)  # type: ignore[union-attr]
+            return size.norm(dim=-1)
+        return size if self.v is None else size * self.v.norm(dim=-1)
+
+    def _slots(self, x: Tensor | None) -> Tensor | None:
+        """A factor that all slots share, once a slot."""
+        assert self.index is not None
+        return x if x is None or x.dim() == 4 else x.unsqueeze(2).expand(-1, -1, self.index.shape[2], -1)
+
+    def materialised(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
+        """The changed parameters of one token by name, and their changes; ``name[e]`` is the e-th matrix of a parameter of experts."""
+        if self.index is None:
+            v = None if self.v is None else self.v[row, token]
+            yield f"{self.name}.{self.parameter}", self._product(self.u[row, token], v)
+            return
+        u, v = self._slots(self.u), self._slots(self.v)
+        assert u is not None
+        for slot, expert in enumerate(self.index[row, token].tolist()):
+            read = None if v is None else v[row, token, slot]
+            yield f"{self.name}[{expert}]", self._product(u[row, token, slot], read)
+
+    def _product(self, u: Tensor, v: Tensor | None) -> Tensor:
+        if v is None:
+            return u
+        return torch.outer(v.to(u.dtype), u) if self.transposed else torch.outer(u, v.to(u.dtype))
+
+
+def changes_of(form: Form, layer: Mapping[str, Tensor]) -> Iterator[Change]:
+    """The changes that a block's factors stand for, in the order of its modules."""
+    for reader in form.readers:
+        yield Change(reader, "weight", layer[f"{reader}.u"], layer["readers.v"], transposed=reader in form.transposed)
+    if form.experts is not None:
+        yield from _of_experts(form, layer)
+    if f"{form.down}.shift" in layer:
+        yield Change(str(form.down), "bias", layer[f"{form.down}.shift"])
+    if f"{form.down}.u" in layer:
+        yield Change(str(form.down), "weight", layer[f"{form.down}.u"], layer[f"{form.down}.v"], transposed=form.down in form.transposed)
+    if form.post_norm is not None:
+        yield Change(form.post_norm, "weight", layer[f"{form.post_norm}.new_scale"] - layer[f"{form.post_norm}.scale"])
+
+
+def _of_experts(form: Form, layer: Mapping[str, Tensor]) -> Iterator[Change]:
+    path, index, transposed = form.experts, layer[f"{form.experts}.index"], form.experts in form.transposed
+    yield Change(f"{path}.gate_up_proj", "", layer[f"{path}.gate_up_proj.u"], layer["readers.v"], index, transposed)
+    if form.writer is not Writer.EXPERTS:
+        return
+    if form.expert_bias:
+        yield Change(f"{path}.down_proj_bias", "", layer[f"{path}.down_proj.shift"], None, index)
+    else:
+        yield Change(f"{path}.down_proj", "", layer[f"{path}.down_proj.u"], layer[f"{path}.down_proj.v"], index, transposed)

@@ -1,0 +1,141 @@
+"""What one block is made of, as data."""
+
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from typing import Any
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+class Writer(Enum):
+    """What a block ends in, and so which parameters take up ``delta``."""
+
+    SCALE = "scale"  # m ⊙ Norm(W_down h): the norm's scale, and W_down for the stable form
+    WEIGHT = "weight"  # W_down h
+    BIAS = "bias"  # W_down h + b
+    EXPERTS = "experts"  # Σ s_j W_j h_j: the output matrix, or the bias, of every active expert
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a block; paths are relative to it.
+
+    The block's output is ``hidden + branch · (writer's output + what else the MLP adds)``, where ``hidden`` is the sum of ``residual``.
+
+    Attributes:
+        writer: what takes up ``delta``.
+        residual: the tensors that make up the residual stream before the MLP: ``"input of PATH"`` or ``"output of PATH"``, ``""`` being
+            the block. One for a sequential block; the block's input and its attention's output for a parallel one.
+        readers: the linear maps of the MLP's input, a router among them. None in a parallel block: its MLP reads what the context has
+            not touched.
+        routers: those readers that also choose experts.
+        down: the output matrix of a scale, weight or bias writer.
+        post_norm: the norm between ``down`` and the residual addition, for a scale writer.
+        scale_offset, cast_first: how that norm applies its weight, see :class:`icl_patch.modules.PatchedRMSNorm`.
+        experts: the module that holds all experts' matrices, if there is one.
+        scaled: whether the experts' weights multiply what they read, see :class:`icl_patch.experts.PatchedScaledExperts`.
+        expert_bias: whether the experts' output has a bias, which then is what they write with.
+        transposed: the modules that store their weights as (in, out).
+        branch: what the block multiplies its MLP's output by.
+        ends_at: the norm that closes a post-LN block, None elsewhere: its input is the sum, and is what is rounded.
+        inner: whether the block goes on from its sum instead of ending with it: what follows reads the sum and the block's input alone,
+            and so is the same when they are.
+        dtype: of the sum.
+        mixer: whether ``down`` is the output matrix of the layer that sees the context itself, of a block without an MLP.
+    """
+
+    writer: Writer
+    residual: tuple[str, ...]
+    readers: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    down: str | None = None
+    post_norm: str | None = None
+    scale_offset: float = 0.0
+    cast_first: bool = True
+    experts: str | None = None
+    scaled: bool = False
+    expert_bias: bool = False
+    transposed: tuple[str, ...] = ()
+    branch: float = 1.0
+    ends_at: str | None = None
+    inner: bool = False
+    dtype: str = "float32"
+    mixer: bool = False
+
+    @property
+    def patched(self) -> tuple[str, ...]:
+        """The modules of a block whose parameters a patch changes."""
+        return (*self.readers, *(part for part in (self.experts, self.down, self.post_norm) if part is not None))
+
+    @property
+    def reads(self) -> bool:
+        """Whether the MLP's input changes with the context, so that its readers are patched."""
+        return bool(self.readers) or self.experts is not None
+
+    def factor_names(self, update: str) -> dict[str, str]:
+        """The names of the block's factors, each with its kind: what its last dimension counts, see :mod:`icl_patch.patch`."""
+        names = {f"{reader}.u": "out" for reader in self.readers}
+        if self.reads:
+            names["readers.v"] = "hidden"
+        if self.experts is not None:
+            names |= {f"{self.experts}.gate_up_proj.u": "slots", f"{self.experts}.index": "index"}
+        if self.writer is Writer.EXPERTS:
+            part = f"{self.experts}.down_proj"
+            return names | ({f"{part}.shift": "hidden"} if self.expert_bias else {f"{part}.u": "hidden", f"{part}.v": "slots"})
+        if self.writer is Writer.BIAS:
+            return names | {f"{self.down}.shift": "hidden"}
+        if self.writer is Writer.WEIGHT or update != "direct":
+            names |= {f"{self.down}.u": "hidden", f"{self.down}.v": "out"}
+        if self.writer is Writer.SCALE:
+            names |= {f"{self.post_norm}.new_scale": "hidden", f"{self.post_norm}.scale": "norm"}
+        return names
+
+    def to_json(self) -> dict[str, Any]:
+        """The form as plain JSON types."""
+        return asdict(self) | {"writer": self.writer.value}
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Form":
+        """The form that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: an entry is missing, extra or of the wrong type.
+        """
+        if not isinstance(value, dict) or value.keys() != {entry.name for entry in fields(cls)}:
+            raise ValueError(f"expected the entries of a block's form, got {value!r:.80}")
+        for entry in fields(cls):
+            if not _is_a(value[entry.name], getattr(entry.type, "__name__", str(entry.type))):
+                raise ValueError(f"expected {entry.name} of type {entry.type}, got {value[entry.name]!r:.80}")
+        lists = {name: tuple(entry) for name, entry in value.items() if isinstance(entry, list)}
+        if value["dtype"] not in _DTYPES:
+            raise ValueError(f"expected dtype one of {', '.join(_DTYPES)}, got {value['dtype']!r:.80}")
+        form = cls(**{**value, **lists, "writer": Writer(value["writer"])})
+        needed = {Writer.SCALE: form.down and form.post_norm, Writer.EXPERTS: form.experts}.get(form.writer, form.down)
+        if not needed:
+            raise ValueError(f"expected the modules of a {form.writer.value} writer, got none")
+        return form
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of the type that a field's annotation names."""
+    if kind.startswith("tuple"):
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if kind == "str | None":
+        return value is None or isinstance(value, str)
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, float)
+    return isinstance(value, str)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a model: its path and its form."""
+
+    path: str
+    form: Form
+
+    def path_of(self, part: str) -> str:
+        """The path in the model of a part of the block."""
+        return f"{self.path}.{part}" if part else self.path

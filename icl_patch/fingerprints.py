@@ -1,0 +1,53 @@
+"""Hashes by which a patch knows the model and the tokenizer it was computed with."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from icl_patch.families import Block
+
+
+def patched_tensors(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that a patch of these blocks changes, by name, in order.
+
+    Raises:
+        AttributeError: the model has no such module.
+    """
+    for block in blocks:
+        for part in block.form.patched:
+            module = model.get_submodule(block.path_of(part))
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                yield f"{block.path_of(part)}.{name}", tensor
+
+
+def weight_fingerprint(model: nn.Module, blocks: Iterable[Block]) -> str:
+    """SHA-256 over the weights that a patch changes: names, shapes, dtypes and bytes, in order.
+
+    Raises:
+        AttributeError: the model has no such module.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in patched_tensors(model, blocks):
+        for part in _plain(tensor.detach()):
+            digest.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
+            digest.update(part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of: itself, or the parts of a quantised one."""
+    if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over a tokenizer's vocabulary and special tokens."""
+    description = {"vocabulary": sorted(tokenizer.get_vocab().items()), "special": sorted(map(str, tokenizer.all_special_tokens))}
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
