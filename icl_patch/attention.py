@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,11 +32,13 @@ class Visibility:
         slots: (rows, S) int64, the slot each key would have if nothing had been left out: sliding windows and chunks are counted in
             these. None where nothing was.
         positions: (rows, S) int64, the keys' positions, for alibi. None where they are what the mask says.
+        windows: what the model asks its masks for during the pass: the sizes of windows or chunks, None for a mask without.
     """
 
     visible: Tensor
     slots: Tensor | None = None
     positions: Tensor | None = None
+    windows: set[int | None] = field(default_factory=set, compare=False)
 
     def restrict(self, rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The model's mask rule with the condition anded on; a token always sees itself."""
@@ -86,6 +88,7 @@ def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         current = _visibility.get()
         if current is not None:
+            current.windows.add(kwargs.get("local_size"))
             kwargs |= {"mask_function": current.restrict(kwargs["mask_function"]), "allow_is_causal_skip": False}
         return mask_function(*args, **kwargs)
 

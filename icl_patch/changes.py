@@ -76,7 +76,8 @@ def changes_of(form: Form, layer: Mapping[str, Tensor]) -> Iterator[Change]:
 
 def _of_experts(form: Form, layer: Mapping[str, Tensor]) -> Iterator[Change]:
     path, index, transposed = form.experts, layer[f"{form.experts}.index"], form.experts in form.transposed
-    yield Change(f"{path}.gate_up_proj", "", layer[f"{path}.gate_up_proj.u"], layer["readers.v"], index, transposed)
+    if form.reads:
+        yield Change(f"{path}.gate_up_proj", "", layer[f"{path}.gate_up_proj.u"], layer["readers.v"], index, transposed)
     if form.writer is not Writer.EXPERTS:
         return
     if form.expert_bias:

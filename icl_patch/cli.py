@@ -23,11 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 import icl_patch
-from icl_patch import demo, embedded, report
+from icl_patch import demo, embedded, report, survey
 from icl_patch.bench import BENCHMARKS
 from icl_patch.bench.harness import Results, default_folder
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
-from icl_patch.patch import UPDATES, ContextPatch
+from icl_patch.patch import ContextPatch
+from icl_patch.patch_file import UPDATES
 from icl_patch.patcher import ContextPatcher
 from icl_patch.verify import default_context, encode_contexts, load_model, verify
 
@@ -85,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--plot", type=_writable(".png", ".svg", ".pdf"), metavar="FILE", help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)"
     )
+
+    command.add_argument("--all-families", action="store_true", help="instead of MODEL: every block form, on small random models")
 
     command = _command(commands, "generate", _generate, "generate with freshly patched weights at every token")
     _add_model(command)
@@ -212,6 +215,8 @@ def _print(options: argparse.Namespace, value: dict[str, Any], *renderables: Any
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if options.all_families:
+        return _verify_families(options)
     model, tokenizer = _load(options)
     with _progress("verifying") as progress:
         result = verify(
@@ -231,6 +236,16 @@ def _verify(options: argparse.Namespace) -> int:
     text = "".join(tokens)
     _print(options, result.to_dict(), f"{result.model}, {result.family}, generated: {text!r}", report.verify_table([result]))
     return 0 if result.passed else 1
+
+
+def _verify_families(options: argparse.Namespace) -> int:
+    if options.model is not None:
+        raise ValueError(f"expected no MODEL with --all-families, which makes its own, got {options.model!r}")
+    with _progress("verifying") as progress:
+        reports = survey.survey(seed=options.seed, progress=progress)
+    result = {"families": [entry.to_dict() for entry in reports], "passed": all(entry.passed for entry in reports)}
+    _print(options, result, report.survey_table(reports), report.refused_table(reports))
+    return 0 if result["passed"] else 1
 
 
 def _demo(options: argparse.Namespace) -> int:

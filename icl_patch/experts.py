@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from icl_patch import ops
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.modules import Mode, PatchedLinear, PatchedModule
 
 
@@ -45,21 +46,22 @@ class PatchedRouter(PatchedLinear):
         super().__init__(base_layer)
         self.on_logits: Callable[[Tensor], None] | None = None
 
-    def with_logits(self, z: Tensor, change: Callable[[Tensor], Tensor]) -> Any:
-        """What the base router returns when its logits (M, E) are replaced by ``change(logits)``."""
+    def with_logits(self, z: Tensor, change: Callable[[Tensor], Tensor], *others: Any) -> Any:
+        """What the base router returns when its logits (M, E) are replaced by ``change(logits)``; ``others``: its further inputs."""
         with _Product(change) as product:
-            out = self.base_layer(z)
-        assert product.products == 1, f"{type(self.base_layer).__name__} makes {product.products} products, not one"
+            out = self.base_layer(z, *others)
+        if product.products != 1:
+            raise UnsupportedModelError(f"{type(self.base_layer).__name__} makes {product.products} linear products, not one")
         return out
 
-    def forward(self, z: Tensor) -> Any:
+    def forward(self, z: Tensor, *others: Any) -> Any:
         """(..., K) -> what the base router returns."""
         if self.mode is Mode.OFF and self.on_logits is None:
-            return self.base_layer(z)
+            return self.base_layer(z, *others)
         if self.mode is Mode.RECORD:
             assert self.recorder is not None
-            return self.recorder(self, z)
-        return self.with_logits(z, lambda logits: self._replayed(z, logits))
+            return self.recorder(self, z, *others)
+        return self.with_logits(z, lambda logits: self._replayed(z, logits), *others)
 
     def _replayed(self, z: Tensor, logits: Tensor) -> Tensor:
         if self.mode is Mode.REPLAY:
@@ -176,8 +178,10 @@ class PatchedExperts(PatchedModule):
         return shares.sum(-1, keepdim=True)
 
     def _replay(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        assert self.index is not None and self.read_u is not None and self.read_v is not None
-        h = self.inner(self.add_read(self.read(z, index), z, self._of_slots(self.read_u, index), self.read_v))
+        read = self.read(z, index)
+        if self.read_u is not None and self.read_v is not None:
+            read = self.add_read(read, z, self._of_slots(self.read_u, index), self.read_v)
+        h = self.inner(read)
         out = self.write(h, index, weights)
         if self.write_u is None:
             return out.to(z.dtype)

@@ -38,6 +38,12 @@ def weight_fingerprint(model: nn.Module, blocks: Iterable[Block]) -> str:
     return digest.hexdigest()
 
 
+def weight_state(model: nn.Module, blocks: Iterable[Block]) -> list[tuple[int, int, torch.dtype]]:
+    """What changes when any of these weights is written to or replaced, at no cost."""
+    parts = (part for _, tensor in patched_tensors(model, blocks) for part in _plain(tensor))
+    return [(part.data_ptr(), part._version, part.dtype) for part in parts]
+
+
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of: itself, or the parts of a quantised one."""
     if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):

@@ -34,33 +34,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.changes import Change, changes_of
 from icl_patch.errors import FingerprintMismatch, PatchFormatError
-from icl_patch.families import Block, Form, Writer
+from icl_patch.families import Block, Writer
 from icl_patch.fingerprints import tokenizer_fingerprint, weight_fingerprint
-
-FORMAT = 1
-UPDATES = ("direct", "stable", "exact")
-_TOKEN_TENSORS = ("kept_ids", "kept_mask", "position_ids", "kept_slots", "prefix_ids", "prefix_mask", "prefix_positions", "prefix_slots")
-_DTYPES = {"torch.float64": torch.float64, "torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class PatchInfo:
-    """What a patch belongs to.
-
-    model, revision: the name or path and the commit the model was loaded from, as far as it knows; fingerprint: SHA-256 of the weights
-    that are patched; tokenizer: SHA-256 of the tokenizer, None if none was given; family, update, dtype (of the model); passes: forward
-    passes over the kept tokens that the patch took; replayable: False once tokens or layers were cut out that a replay needs.
-    """
-
-    model: str
-    revision: str | None
-    fingerprint: str
-    tokenizer: str | None
-    family: str
-    update: str
-    dtype: str
-    passes: int
-    replayable: bool = True
+from icl_patch.patch_file import (
+    DTYPES,
+    FORMAT,
+    TOKEN_TENSORS,
+    PatchInfo,
+    check_finite,
+    parse_header,
+    read_blocks,
+    read_layers,
+    token_tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +115,7 @@ class ContextPatch:
 
     def to(self, device: torch.device | str) -> "ContextPatch":
         """The patch with every tensor on ``device``."""
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in _TOKEN_TENSORS}
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TOKEN_TENSORS}
         layers = tuple({name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers)
         logits = None if self.logits is None else self.logits.to(device)
         report = None if self.report is None else PatchReport(**{k: v.to(device) for k, v in vars(self.report).items()})
@@ -148,7 +134,7 @@ class ContextPatch:
         """
         names = ("kept_ids", "kept_mask", "position_ids", "kept_slots")
         cut: dict[str, Any] = {name: getattr(self, name)[rows, tokens] for name in names}
-        cut |= {name: getattr(self, name)[rows] for name in _TOKEN_TENSORS if name not in names}
+        cut |= {name: getattr(self, name)[rows] for name in TOKEN_TENSORS if name not in names}
         chosen = self.layers[layers]
         if 0 in cut["kept_ids"].shape or not chosen:
             raise ValueError(f"expected rows, tokens and layers that leave something, got {rows}, {tokens}, {layers} of {self!r}")
@@ -212,10 +198,10 @@ class ContextPatch:
         path = Path(path)
         indexed = zip(self.layer_indices, self.layers, strict=True)
         tensors = {f"layers.{i}.{name}": x.contiguous().cpu() for i, layer in indexed for name, x in layer.items()}
-        _check_finite(tensors)
+        check_finite(tensors)
         header = {"format": FORMAT, **asdict(self.info), "layers": list(self.layer_indices)}
         header["blocks"] = [{"path": block.path, "form": block.form.to_json()} for block in self.blocks]
-        header |= {name: getattr(self, name).tolist() for name in _TOKEN_TENSORS}
+        header |= {name: getattr(self, name).tolist() for name in TOKEN_TENSORS}
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
         temporary = Path(name)
@@ -239,15 +225,15 @@ class ContextPatch:
         """
         try:
             with safe_open(path, "pt") as file:
-                header = _parse_header((file.metadata() or {}).get("icl_patch"), path)
+                header = parse_header((file.metadata() or {}).get("icl_patch"), path)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise PatchFormatError(f"expected a safetensors file (pickle files are refused), got {path}: {error}") from error
         info = PatchInfo(**{entry.name: header[entry.name] for entry in fields(PatchInfo)})
-        token_tensors: dict[str, Any] = _token_tensors(header)
-        blocks = _blocks(header)
-        layers = _layers(tensors, info, blocks, header["layers"], token_tensors["kept_ids"].shape)
-        patch = cls(info=info, layers=layers, layer_indices=tuple(header["layers"]), blocks=blocks, **token_tensors)
+        ids: dict[str, Any] = token_tensors(header)
+        blocks = read_blocks(header)
+        layers = read_layers(tensors, info, blocks, header["layers"], ids["kept_ids"].shape)
+        patch = cls(info=info, layers=layers, layer_indices=tuple(header["layers"]), blocks=blocks, **ids)
         if tokenizer is not None:
             patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
         if model is not None:
@@ -272,7 +258,7 @@ class ContextPatch:
                 f"expected a patch of {model.config._name_or_path or type(model).__name__} (weights {got[:12]}…), "
                 f"got one of {self.info.model} (weights {self.info.fingerprint[:12]}…)"
             )
-        if _DTYPES[self.info.dtype] != model.dtype:
+        if DTYPES[self.info.dtype] != model.dtype:
             raise FingerprintMismatch(f"expected a patch of a {model.dtype} model, got one of a {self.info.dtype} model")
 
 
@@ -280,112 +266,6 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
-
-
-def _check_finite(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            where = "" if tensor.dim() == 1 else f" at row, token {(~tensor.isfinite().all(-1)).nonzero()[0].tolist()}"
-            raise PatchFormatError(f"expected finite factors, got NaN or infinity in {name}{where}")
-
-
-def _parse_header(text: str | None, path: Any) -> dict[str, Any]:
-    try:
-        header = json.loads(text or "")
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise PatchFormatError(f"expected a JSON object under 'icl_patch' in the metadata of {path}, got none") from error
-    expected: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
-    expected |= {"format": int, "layers": list, "blocks": list} | dict.fromkeys(_TOKEN_TENSORS, list)
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise PatchFormatError(f"expected patch format {FORMAT}, got {header.get('format') if isinstance(header, dict) else header!r}")
-    for name, kind in expected.items():
-        if name not in header or not isinstance(header[name], kind) or (kind is int and isinstance(header[name], bool)):
-            raise PatchFormatError(f"expected header entry {name!r} of {kind}, got {header.get(name)!r}")
-    for name, allowed in (("update", UPDATES), ("dtype", _DTYPES)):
-        if header[name] not in allowed:
-            raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {header[name]!r}")
-    indices = header["layers"]
-    if not indices or not all(type(index) is int and index >= 0 for index in indices) or len(set(indices)) < len(indices):
-        raise PatchFormatError(f"expected layers as distinct numbers ≥ 0, at least one, got {indices!r:.80}")
-    if header["passes"] < 1:
-        raise PatchFormatError(f"expected at least one pass, got {header['passes']}")
-    return header
-
-
-def _token_tensor(name: str, value: list[Any]) -> Tensor:
-    """A header's rows of numbers (of booleans for a mask) as a tensor; no element is converted."""
-    kind, dtype = (bool, torch.bool) if name.endswith("mask") else (int, torch.int64)
-    rows_fit = all(isinstance(row, list) and len(row) == len(value[0]) for row in value)
-    if not value or not rows_fit or not all(type(element) is kind for row in value for element in row):
-        raise PatchFormatError(f"expected {name} as rows of equal length of type {kind.__name__}, got {value!r:.80}")
-    for row in value:
-        if not all(0 <= element < 2**63 for element in row):
-            raise PatchFormatError(f"expected {name} of numbers from 0 to 2⁶³ - 1, got {row!r:.80}")
-    return torch.tensor(value, dtype=dtype).reshape(len(value), len(value[0]))
-
-
-def _token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
-    read = {name: _token_tensor(name, header[name]) for name in _TOKEN_TENSORS}
-    for name, tensor in read.items():
-        group = read["kept_ids" if name in _TOKEN_TENSORS[:4] else "prefix_ids"]
-        if tensor.shape != group.shape or len(tensor) != len(read["kept_ids"]):
-            raise PatchFormatError(f"expected {name} {tuple(group.shape)}, got {tuple(tensor.shape)}")
-    for name, mask in (("kept_mask", read["kept_mask"]), ("prefix_mask", read["prefix_mask"].flip(1))):
-        if (mask.long().diff(dim=1) > 0).any() or not (mask.any(1).all() or mask.shape[1] == 0 or name == "prefix_mask"):
-            raise PatchFormatError(f"expected {name} with padding on the {'right' if name == 'kept_mask' else 'left'} only")
-    if read["kept_ids"].numel() == 0:
-        raise PatchFormatError(f"expected at least one kept token, got kept_ids {tuple(read['kept_ids'].shape)}")
-    return read
-
-
-def _blocks(header: dict[str, Any]) -> tuple[Block, ...]:
-    """The model's blocks, from the header."""
-    blocks = []
-    for entry in header["blocks"]:
-        if not isinstance(entry, dict) or entry.keys() != {"path", "form"} or not isinstance(entry["path"], str):
-            raise PatchFormatError(f"expected blocks with a path and a form, got {entry!r:.80}")
-        try:
-            blocks.append(Block(entry["path"], Form.from_json(entry["form"])))
-        except ValueError as error:
-            raise PatchFormatError(f"expected a known form of {entry['path']!r:.80}: {error}") from error
-    if max(header["layers"]) >= len(blocks):
-        raise PatchFormatError(f"expected layers among the {len(blocks)} blocks, got {header['layers']!r:.80}")
-    return tuple(blocks)
-
-
-def _layers(
-    tensors: dict[str, Tensor], info: PatchInfo, blocks: tuple[Block, ...], indices: list[int], tokens: tuple[int, ...]
-) -> tuple[dict[str, Tensor], ...]:
-    names = {index: blocks[index].form.factor_names(info.update) for index in indices}
-    expected = {f"layers.{index}.{name}" for index in indices for name in names[index]}
-    if expected != tensors.keys():
-        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-        raise PatchFormatError(f"expected {len(expected)} tensors; missing: {missing or 'none'!s:.200}, extra: {extra or 'none'!s:.200}")
-    layers = tuple({name: tensors[f"layers.{index}.{name}"] for name in names[index]} for index in indices)
-    width = next(x.shape[-1] if x.dim() else 0 for i, layer in zip(indices, layers, strict=True) for x in _residual_wide(names[i], layer))
-    for index, layer in zip(indices, layers, strict=True):
-        slots = next((layer[name].shape[-1:] for name, kind in names[index].items() if kind == "index"), ())
-        for name, kind in names[index].items():
-            _check_factor(f"layers.{index}.{name}", layer[name], kind, (*tokens, *(slots if kind == "slots" else ())), width)
-    _check_finite(tensors)
-    return layers
-
-
-def _residual_wide(names: dict[str, str], layer: dict[str, Tensor]) -> Iterator[Tensor]:
-    """A block's factors that are as wide as the residual stream: every block has one."""
-    return (layer[name] for name, kind in names.items() if kind == "hidden")
-
-
-def _check_factor(name: str, tensor: Tensor, kind: str, leading: tuple[int, ...], width: int) -> None:
-    """Shape and dtype of one factor; the inner widths are checked against a model."""
-    shape = {"hidden": (*leading, width), "norm": (width,)}.get(kind, (*leading, *tensor.shape[-1:]))
-    if tuple(tensor.shape) != shape:
-        raise PatchFormatError(f"expected {name} {shape}, got {tuple(tensor.shape)}")
-    if kind == "index":
-        if tensor.dtype != torch.int64 or (tensor.numel() and int(tensor.min()) < 0):
-            raise PatchFormatError(f"expected {name} of numbers of experts in int64, got {tensor.dtype}")
-    elif tensor.dtype not in (torch.float32, torch.float64):
-        raise PatchFormatError(f"expected {name} in fp32 or fp64, got {tensor.dtype}")
 
 
 def _check_widths(patch: ContextPatch, model: PreTrainedModel) -> None:

@@ -11,11 +11,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch import fingerprints, streams
-from icl_patch.attached import AttachedBlock, BlockTape, Factors, observe, replaying
+from icl_patch.attached import AttachedBlock, BlockTape, Factors, replaying
 from icl_patch.attention import Visibility, check_attention
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import Writer, blocks_of, check_language_model, family_of, vocabulary
 from icl_patch.modules import PatchedModule
-from icl_patch.patch import UPDATES, ContextPatch, PatchInfo, PatchReport
+from icl_patch.observing import observe
+from icl_patch.patch import ContextPatch, PatchReport
+from icl_patch.patch_file import UPDATES, PatchInfo
 from icl_patch.probe import Probe
 from icl_patch.recording import BlockRecorder, recording
 from icl_patch.states import is_recurrent
@@ -68,17 +71,27 @@ class ContextPatcher:
         if model.training and _drops(model):
             raise ValueError("expected a model in eval mode, got one that is training with dropout")
         self.blocks: list[AttachedBlock] = []
+        self._dtype = model.dtype
         self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
-            blocks = blocks_of(model)
-            self.family, self.recurrent = family_of(model), is_recurrent(model)
-            probe = Probe(model, self.recurrent)
-            for block in blocks:
-                self.blocks.append(AttachedBlock(model, block))
-            probe.check(self.blocks, self._compute_probe)
+            self._attach()
+        except (UnsupportedModelError, torch.OutOfMemoryError):
+            self.detach()
+            raise
+        except Exception as error:  # of the model's own code, which nobody here has seen
+            self.detach()
+            raise UnsupportedModelError(f"{type(model).__name__} fails on the tokens that attaching tries: {error}") from error
         except BaseException:
             self.detach()
             raise
+
+    def _attach(self) -> None:
+        blocks = blocks_of(self.model)
+        self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
+        probe = Probe(self.model, self.recurrent)
+        for block in blocks:
+            self.blocks.append(AttachedBlock(self.model, block))
+        probe.check(self.blocks, self._compute_probe)
 
     def __enter__(self) -> "ContextPatcher":
         return self
@@ -281,7 +294,7 @@ class ContextPatcher:
     def fingerprint(self) -> str:
         """SHA-256 of the weights that are patched, taken when it is first needed and again after any of them has changed."""
         blocks = [block.block for block in self.blocks]
-        state = [(id(tensor), tensor._version, tensor.dtype) for _, tensor in fingerprints.patched_tensors(self.model, blocks)]
+        state = fingerprints.weight_state(self.model, blocks)
         if self._fingerprint is None or self._fingerprint[0] != state:
             self._fingerprint = (state, fingerprints.weight_fingerprint(self.model, blocks))
         return self._fingerprint[1]
@@ -383,9 +396,11 @@ class ContextPatcher:
         return generate(History(self, context_ids, context_mask), max_new_tokens)
 
     def require_attached(self) -> None:
-        """Raises ValueError after :meth:`detach`."""
+        """Raises ValueError after :meth:`detach`, or if the model's dtype has changed since it was attached to."""
         if not self.attached:
             raise ValueError("expected an attached patcher, this one has been detached")
+        if self.model.dtype != self._dtype:
+            raise ValueError(f"expected the model in {self._dtype}, as it was attached to, got it in {self.model.dtype}: attach again")
 
 
 def _drops(model: PreTrainedModel) -> bool:

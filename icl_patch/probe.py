@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch import streams
-from icl_patch.attached import AttachedBlock, observe
+from icl_patch.attached import AttachedBlock
 from icl_patch.attention import Visibility
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.families import vocabulary
+from icl_patch.observing import observe
 from icl_patch.streams import Sequences
 
 # fp64 as fp32: the norms of an fp64 model compute in that.
@@ -63,7 +64,7 @@ class Probe:
         if not _same(self._logits(), self._expected):
             raise UnsupportedModelError(f"{self._name} does not compute the same with its modules swapped and off")
         if not self._recurrent:
-            self._check_attention(any(block.experts is not None for block in blocks))
+            self._check_attention()
         self._check_calls(blocks)
         with suppress(ControllabilityError):  # weights of zero have no patch for these tokens, and will say so for the user's
             found = compute(self._sequences).patch.report.correction.amax((1, 2))
@@ -72,13 +73,14 @@ class Probe:
                 path = blocks[int((~small).nonzero()[0])].block.path
                 raise UnsupportedModelError(f"{path} has inputs or parameters that its form does not know")
 
-    def _check_attention(self, rows_share_products: bool) -> None:
+    def _check_attention(self) -> None:
         batch = len(self._expected)
         first, second = self._two_streams(self._sequences), self._two_streams(self._other)
         if not self._near(first[:batch], self._expected):
             raise UnsupportedModelError(f"the context rows of {self._name} do not match the untouched model")
         # which rows an expert gets, and so how its product rounds, depends on the context rows too
-        same = self._near if rows_share_products else _same
+        has_experts = any(parameter.dim() == 3 for parameter in self._model.parameters())
+        same = self._near if has_experts else _same
         if not same(first[batch:], second[batch:]):
             raise UnsupportedModelError(f"{self._name} lets the reduced rows see absorbed tokens: its attention does not take the mask")
         if not self._near(self._alone(), first[batch:]):
@@ -99,7 +101,10 @@ class Probe:
         streams.run(self._model, sequences.head_ids[:, :2], mask[:, :2], slots[:, :2], cache, last_logits=1)
         visibility = Visibility(mask, slots, slots)
         assert width == int(slots[0, 2])
-        return streams.run(self._model, sequences.tail_ids, mask, slots[:, 2:], cache, visibility)
+        logits = streams.run(self._model, sequences.tail_ids, mask, slots[:, 2:], cache, visibility)
+        if any(getattr(layer, "is_sliding", False) for layer in cache.layers) and visibility.windows <= {None}:
+            raise UnsupportedModelError(f"{self._name} keeps its window by dropping tokens from its cache, not by its mask")
+        return logits
 
     def _check_calls(self, blocks: Sequence[AttachedBlock]) -> None:
         with observe(blocks) as tapes:

@@ -14,9 +14,10 @@ from torch import Tensor
 from icl_patch import ops, updates
 from icl_patch.attached import AttachedBlock, BlockTape
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
-from icl_patch.experts import PatchedExperts, PatchedRouter, PatchedScaledExperts
+from icl_patch.experts import PatchedRouter, PatchedScaledExperts
 from icl_patch.families import Writer
 from icl_patch.modules import PatchedLinear, PatchedRMSNorm, add_shift
+from icl_patch.recording_experts import record_experts, record_scaled_experts
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class BlockRecorder:
         self.correction = torch.zeros(valid.shape, dtype=torch.float64, device=valid.device)
         self.reader_error = torch.zeros(valid.shape, device=valid.device)
         self._hidden: list[tuple[Tensor | None, Tensor]] = []
-        self._direction: tuple[Tensor, Tensor, Tensor] | None = None
+        self.direction: tuple[Tensor, Tensor, Tensor] | None = None
         self._stable_scale: Tensor | None = None
         self._open: _Open | None = None
         self._dtype: torch.dtype | None = None
 
     # -- the two streams
 
-    def _split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Both streams of a module's rows, in any shape: each (B, T, ·)."""
         x = x.reshape(-1, self.valid.shape[1], x.shape[-1])
         if self.tape is not None:
@@ -72,16 +73,22 @@ class BlockRecorder:
         return x[:batch], x[batch:]
 
     @staticmethod
-    def _join(x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
+    def join(x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
         """Both streams in the leading dimensions that the module's input had."""
         joined = x if x_ctx is None else torch.cat([x_ctx.to(x.dtype), x])
         return joined.reshape(*like.shape[:-1], x.shape[-1])
 
-    def _refuse(self, condition: str, rows: Tensor) -> None:
+    def refuse(self, condition: str, rows: Tensor) -> None:
+        """Note the rows for which no change of the weights has the effect."""
         self.uncontrollable[condition] = rows & self.valid
 
-    def _zero_padding(self, x: Tensor) -> Tensor:
+    def zero_padding(self, x: Tensor) -> Tensor:
+        """Factors (B, T, ...) with 0 in the columns that are no tokens."""
         return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.dim() - 2)), x, 0)
+
+    def open_loop(self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0) -> None:
+        """Hand over ``base + factor · gain`` in fp64 for :meth:`on_end` to choose the factor, which is ``holder``'s attribute ``name``."""
+        self._open = _Open(base.double(), gain.double(), getattr(holder, name), holder, name, padding)
 
     # -- what is called as the block runs, in this order
 
@@ -90,7 +97,7 @@ class BlockRecorder:
 
     def on_residual(self, x: Tensor) -> None:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        x_ctx, x = self._split(x)
+        x_ctx, x = self.split(x)
         self._hidden.append((None if x_ctx is None else x_ctx.to(dtype, copy=True), x.to(dtype, copy=True)))
         if len(self._hidden) < len(self.form.residual):
             return
@@ -98,146 +105,69 @@ class BlockRecorder:
         hidden_ctx = self.tape.hidden if self.tape is not None else sum(part for part, _ in self._hidden if part is not None)
         assert isinstance(hidden, Tensor) and isinstance(hidden_ctx, Tensor)
         self.seen = BlockTape(hidden_ctx)
-        self.delta = self._zero_padding(hidden_ctx - hidden)
+        self.delta = self.zero_padding(hidden_ctx - hidden)
 
-    def _wanted(self) -> Tensor:
+    def wanted(self) -> Tensor:
         """What the writer has to add: ``delta / branch``."""
         if len(self._hidden) < len(self.form.residual):
             raise UnsupportedModelError(f"{self.block.block.path}: its MLP ends before its residual stream is known")
         if self.form.branch == 0:
-            self._refuse("the factor of the block's branch is 0", (self.delta != 0).any(-1))
+            self.refuse("the factor of the block's branch is 0", (self.delta != 0).any(-1))
             return torch.zeros_like(self.delta)
         return self.delta / self.form.branch
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
         return self._read(name, layer, z, layer.base_layer(z))
 
-    def router(self, name: str, layer: PatchedRouter, z: Tensor) -> Any:
-        return layer.with_logits(z, lambda logits: self._read(name, layer, z, logits).reshape(logits.shape))
+    def router(self, name: str, layer: PatchedRouter, z: Tensor, *others: Any) -> Any:
+        return layer.with_logits(z, lambda logits: self._read(name, layer, z, logits).reshape(logits.shape), *others)
 
     def _read(self, name: str, layer: PatchedLinear, z: Tensor, out: Tensor) -> Tensor:
         """A reader's output with its change, which is computed here."""
-        y_ctx, y = self._split(out)
+        y_ctx, y = self.split(out)
         reference = y_ctx if self.tape is None else self.tape.readers[name]
         assert reference is not None
         self.seen.readers[name] = reference
-        _, z = self._split(z)
-        u = self._zero_padding(updates.reader_update(reference, y))
-        v, norm2 = self._direction_of(z)
-        self._refuse(f"the input z of {name} is 0", (norm2 == 0) & (u != 0).any(-1))
+        _, z = self.split(z)
+        u = self.zero_padding(updates.reader_update(reference, y))
+        v, norm2 = self.direction_of(z)
+        self.refuse(f"the input z of {name} is 0", (norm2 == 0) & (u != 0).any(-1))
         layer.u, layer.v = u, v
         patched = _add(y, z, u, v)
-        self._note_error(patched, reference, y)
-        return self._join(y_ctx, patched, out)
+        self.note_error(patched, reference, y)
+        return self.join(y_ctx, patched, out)
 
-    def _note_error(self, patched: Tensor, reference: Tensor, plain: Tensor) -> None:
+    def note_error(self, patched: Tensor, reference: Tensor, plain: Tensor) -> None:
         """Relative to the larger of the outputs with and without the context: a gate has one number, which may be near 0."""
         size = torch.maximum(reference.abs(), plain.abs()).amax(-1).clamp(min=torch.finfo(reference.dtype).tiny)
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         error = error if error.dim() == 2 else error.amax(-1)
         self.reader_error = torch.where(self.valid, torch.maximum(self.reader_error, error), 0.0)
 
-    def _direction_of(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def direction_of(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """``v`` of the readers' common input, computed once a block."""
-        if self._direction is None or self._direction[0].data_ptr() != z.data_ptr():
+        if self.direction is None or self.direction[0].data_ptr() != z.data_ptr():
             v, norm2 = ops.read_direction(z)
-            self._direction = (z, self._zero_padding(v), norm2)
-        return self._direction[1:]
+            self.direction = (z, self.zero_padding(v), norm2)
+        return self.direction[1:]
 
-    def experts(self, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        out_ctx = None
-        (z_ctx, z_own), (index_ctx, index_own) = self._split(z), self._split(index)
-        if self.tape is None:
-            out_ctx, _ = self._split(layer.base_layer(z, index, weights))
-        else:
-            assert self.tape.experts is not None
-            z_ctx, index_ctx = self.tape.experts
-        assert z_ctx is not None and index_ctx is not None
-        self.seen.experts = (z_ctx, index_ctx)
-        self.experts_changed = torch.where(self.valid, _changed(index_own, index_ctx), 0)
-        weights = self._split(weights)[1].flatten(0, 1)
-        flat, chosen = z_own.flatten(0, 1), index_own.flatten(0, 1)
-        read, read_ctx = layer.read(flat, chosen), layer.read(z_ctx.flatten(0, 1), chosen)
-        u = self._zero_padding(self._unflat(updates.reader_update(read_ctx, read)))
-        v, norm2 = self._direction_of(z_own)
-        self._refuse(f"the input z of {self.form.experts} is 0", (norm2 == 0) & (u != 0).flatten(2).any(-1))
-        layer.read_u, layer.read_v, layer.index = u, v, index_own
-        patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
-        self._note_error(*map(self._unflat, (patched, read_ctx, read)))
-        h = layer.inner(patched)
-        out = self._unflat(layer.write(h, chosen, weights))
-        out = out.to(z.dtype) if self.form.writer is not Writer.EXPERTS else self._write_experts(layer, h, weights, out)
-        return self._join(out_ctx, out, z)
-
-    def scaled_experts(self, layer: PatchedScaledExperts, x: Tensor) -> Tensor:
-        count = layer.base_layer.gate_up_proj.shape[0]
-        rows, batch = x.reshape(count, -1, x.shape[-1]), self.valid.numel()
-        own = rows[:, -batch:]
-        index, slots = layer.active(own)
-        if self.tape is None:
-            index_ctx, slots_ctx = layer.active(rows[:, :batch])
-        else:
-            assert self.tape.experts is not None
-            slots_ctx, index_ctx = (part.flatten(0, 1) for part in self.tape.experts)
-            slots_ctx = slots_ctx.reshape(*index_ctx.shape, -1)
-        self.seen.experts = (self._unflat(slots_ctx.flatten(1)), self._unflat(index_ctx))
-        self.experts_changed = torch.where(self.valid, _changed(*map(self._unflat, (index, index_ctx))), 0)
-        read = layer.read(slots, index)
-        wanted = layer.read(slots_ctx, index_ctx).take_along_dim(_slots_of(index, index_ctx).unsqueeze(-1), 1)
-        v = self._direction[1].flatten(0, 1) if self._direction is not None else None
-        if v is None:
-            raise UnsupportedModelError(f"{self.block.block.path}: {self.form.experts} runs before anything reads the MLP's input")
-        scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
-        change = updates.reader_update(wanted, read)
-        u = self._zero_padding(self._unflat(torch.where(scale == 0, 0, change / scale)))
-        self._refuse(
-            f"the input of {self.form.experts} is 0", self._unflat((scale == 0) & (change != 0).any(-1, keepdim=True)).flatten(2).any(-1)
-        )
-        layer.read_u, layer.read_v, layer.index = u, self._unflat(v), self._unflat(index)
-
-        def add(made: Tensor) -> Tensor:
-            patched = layer.add_to_all(made[:, -batch:], slots, index, u.flatten(0, 1), v)
-            return torch.cat([made[:, :-batch], patched], 1)
-
-        patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
-        self._note_error(*map(self._unflat, (patched, wanted, read)))
-        return layer.with_read(x, add)
-
-    def _unflat(self, x: Tensor) -> Tensor:
+    def unflat(self, x: Tensor) -> Tensor:
+        """Rows (M, ...) as (B, T, ...)."""
         return x.reshape(*self.valid.shape, *x.shape[1:])
-
-    def _write_experts(self, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-        """The sum over the experts with what delta needs added: ``o + κ u``."""
-        wide = torch.float64 if self.exact else torch.promote_types(h.dtype, torch.float32)
-        shares, v = self._unflat(weights.double()), None
-        if not self.form.expert_bias:
-            v, norm2 = ops.read_direction(h, wide)
-            live = self._unflat(norm2 != 0)
-            v, shares = self._unflat(v), torch.where(live, shares, 0)
-        total = shares.sum(-1, keepdim=True)
-        wanted = self._wanted().to(wide)
-        self._refuse(f"the weights of the experts that {self.form.experts} can use sum to 0", (total[..., 0] == 0) & (wanted != 0).any(-1))
-        share = torch.where(total == 0, 0, 1 / total).to(wide)
-        u, v = (wanted * share, None) if v is None else (wanted, self._zero_padding(v * share.unsqueeze(-1)))
-        gain = self._unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
-        layer.write_u, layer.write_v = self._zero_padding(u), v
-        if self.exact:
-            self._open = _Open(out.double(), gain, layer.write_u, layer, "write_u", 0.0)
-        return layer.add_written(out, gain, layer.write_u, h.dtype)
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         plain = layer.base_layer(h)
-        y_ctx, y = self._split(plain)
-        _, h_own = self._split(h)
+        y_ctx, y = self.split(plain)
+        _, h_own = self.split(h)
         if self.form.writer is Writer.SCALE:
             patched = y if self.update == "direct" else self._stable_down(layer, h_own, y)
-            return self._join(y_ctx, patched, plain)
-        wanted = self._wanted()
+            return self.join(y_ctx, patched, plain)
+        wanted = self.wanted()
         if self.form.mixer:
             reference = self.tape.written if self.tape is not None else y_ctx
             assert reference is not None
             self.seen.written = reference
-            wanted = wanted + self._zero_padding(updates.reader_update(reference, y))
+            wanted = wanted + self.zero_padding(updates.reader_update(reference, y))
         out_dtype = torch.float64 if self.exact else None
         if self.form.writer is Writer.BIAS:
             layer.shift = wanted.double() if self.exact else wanted
@@ -245,22 +175,22 @@ class BlockRecorder:
             patched = add_shift(y, layer.shift, out_dtype)
         else:
             v, norm2 = ops.read_direction(h_own, out_dtype)
-            self._refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (wanted != 0).any(-1))
-            layer.u, layer.v = wanted.to(v.dtype), self._zero_padding(v)
+            self.refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (wanted != 0).any(-1))
+            layer.u, layer.v = wanted.to(v.dtype), self.zero_padding(v)
             gain, name = (h_own.double() * layer.v).sum(-1, keepdim=True), "u"
             patched = _add(y, h_own, layer.u, layer.v, out_dtype)
         if self.exact:
-            self._open = _Open(y.double(), gain, getattr(layer, name), layer, name, 0.0)
-        return self._join(y_ctx, patched, plain)
+            self.open_loop(y, gain, layer, name)
+        return self.join(y_ctx, patched, plain)
 
     def _stable_down(self, layer: PatchedLinear, h: Tensor, y: Tensor) -> Tensor:
         """The output matrix's share of a stable update."""
         v, norm2 = ops.read_direction(h)
-        u, v = self._zero_padding(self._invert_norm(y)), self._zero_padding(v)
-        self._refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (u != 0).any(-1))
+        u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(v)
+        self.refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (u != 0).any(-1))
         patched = _add(y, h, u, v)
         if self.exact:
-            u = self._zero_padding(updates.off_zero(u, patched, y))
+            u = self.zero_padding(updates.off_zero(u, patched, y))
             patched = _add(y, h, u, v)
         layer.u, layer.v = u, v
         return patched
@@ -269,32 +199,31 @@ class BlockRecorder:
         norm = self.block.post_norm
         assert norm is not None
         rows = hidden_down.shape[-1]
-        stable = updates.stable_scale(self._wanted().reshape(-1, rows), norm.scale, hidden_down.reshape(-1, rows), norm.eps)
+        stable = updates.stable_scale(self.wanted().reshape(-1, rows), norm.scale, hidden_down.reshape(-1, rows), norm.eps)
         self.status = torch.where(self.valid, stable.status.reshape(self.valid.shape), self.status)
         self._stable_scale = stable.new_scale.reshape(hidden_down.shape)
         return stable.u.reshape(hidden_down.shape)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
-        x_ctx, x_own = self._split(x)
+        x_ctx, x_own = self.split(x)
         normalized = layer.normalize(x_own)
         if self.update == "direct":
-            wanted = self._wanted()
+            wanted = self.wanted()
             new_scale = updates.direct_scale(wanted, normalized, layer.scale)
-            self._refuse(f"the input of {self.form.post_norm} is 0 where delta is not", ((normalized == 0) & (wanted != 0)).any(-1))
+            self.refuse(f"the input of {self.form.post_norm} is 0 where delta is not", ((normalized == 0) & (wanted != 0)).any(-1))
         else:
             assert self._stable_scale is not None
             new_scale = self._stable_scale if self.exact else self._stable_scale.to(normalized.dtype)
         layer.new_scale = torch.where(self.valid.unsqueeze(-1), new_scale, layer.scale.to(new_scale.dtype))
         if self.exact:
-            zero = torch.zeros_like(normalized, dtype=torch.float64)
-            self._open = _Open(zero, normalized.double(), layer.new_scale, layer, "new_scale", layer.scale.double())
+            self.open_loop(torch.zeros_like(normalized), normalized, layer, "new_scale", layer.scale.double())
         made = layer.apply_scale(x_own, layer.new_scale)
-        return self._join(None if x_ctx is None else layer.base_layer(x_ctx), made, x)
+        return self.join(None if x_ctx is None else layer.base_layer(x_ctx), made, x)
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Note the context's output; close an exact writer's loop, and round."""
         if self.tape is None:
-            self.seen.output = self._split(total)[0]
+            self.seen.output = self.split(total)[0]
             return None
         assert self.tape.output is not None
         self.seen.output = self.tape.output
@@ -303,14 +232,14 @@ class BlockRecorder:
         if total.dtype != torch.float64:
             raise UnsupportedModelError(f"{self.block.block.path} rounds what {self.form.writer.value} writes before it ends")
         written = self.form.branch * (self._open.base + self._open.factor * self._open.gain)
-        rest = self._split(total)[1] - written
+        rest = self.split(total)[1] - written
         closed = updates.close(self.tape.output, rest, self._open.base, self._open.gain, self._open.factor, self.form.branch)
         factor = torch.where(self.valid.unsqueeze(-1), closed.factor, self._open.padding)
         setattr(self._open.holder, self._open.name, factor)
         self.misses = torch.where(self.valid, closed.misses, 0)
         self.correction = torch.where(self.valid, closed.correction, 0.0)
         # padding goes on as it will in the replay: which rows an expert gets decides how its products round
-        unpatched = updates.round_sum(self._split(total)[1], written, closed.output.dtype)
+        unpatched = updates.round_sum(self.split(total)[1], written, closed.output.dtype)
         return torch.where(self.valid.unsqueeze(-1), closed.output, unpatched).reshape(total.shape)
 
     # -- afterwards
@@ -321,9 +250,10 @@ class BlockRecorder:
         stack.callback(block.off)
         for name, reader in block.readers.items():
             record = self.router if isinstance(reader, PatchedRouter) else self.reader
-            reader.record(lambda layer, z, name=name, record=record: record(name, layer, z))
+            reader.record(lambda layer, *given, name=name, record=record: record(name, layer, *given))
         if block.experts is not None:
-            block.experts.record(self.scaled_experts if isinstance(block.experts, PatchedScaledExperts) else self.experts)
+            record_these: Any = record_scaled_experts if isinstance(block.experts, PatchedScaledExperts) else record_experts
+            block.experts.record(lambda layer, *given: record_these(self, layer, *given))
         if block.down is not None:
             block.down.record(self.down)
         if block.post_norm is not None:
@@ -350,16 +280,6 @@ def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
         for recorder in recorders:
             recorder.install(stack)
         yield
-
-
-def _changed(index: Tensor, index_ctx: Tensor) -> Tensor:
-    """How many of the experts (B, T, k) are not among those chosen with the context: (B, T)."""
-    return (~(index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)).sum(-1)
-
-
-def _slots_of(index: Tensor, index_ctx: Tensor) -> Tensor:
-    """In which slot the context has the expert of each slot (M, k); 0 where it has it in none."""
-    return (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).long().argmax(-1)
 
 
 def _add(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -9,7 +9,17 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from icl_patch import zoo
+from icl_patch.survey import FamilyReport
 from icl_patch.verify import VerifyReport
+
+# What a block ends in, by its writer.
+_ENDS = {
+    "scale": "`m ⊙ Norm(W h)`",
+    "weight": "`W h`",
+    "bias": "`W h + b`",
+    "experts": "`Σ s_j W_j h_j`",
+}
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
@@ -74,6 +84,38 @@ def verify_table(reports: Sequence[VerifyReport], title: str = "Replay without c
             ]
         )
     return table(title, columns, rows)
+
+
+def survey_table(reports: Sequence[FamilyReport]) -> Table:
+    """What every covered form showed on a small random model."""
+    columns = ["family", "ends in", "lemmas", "floor", "direct fp32", "stable fp32", "exact fp32", "exact bf16"]
+    columns += ["reader error, ε", "correction, ε", "experts", "passed"]
+    rows = []
+    for entry in reports:
+        if not entry.expected:
+            continue
+        shares = ["-" if share is None else percent(share) for share in (entry.exact_fp32, entry.exact_bf16)]
+        errors = [entry.null_floor, entry.direct, entry.stable]
+        sizes = ["-" if size is None else f"{size:.1f}" for size in (entry.reader_error, entry.correction)]
+        experts = "-" if entry.experts_identical is None else percent(entry.experts_identical)
+        rows.append([entry.name, entry.writer, entry.lemmas, *errors, *shares, *sizes, experts, entry.refused or entry.passed])
+    return table("Every covered form, on a small random model: replay without context against the model with it", columns, rows)
+
+
+def refused_table(reports: Sequence[FamilyReport]) -> Table:
+    """What is refused, and why."""
+    rows = [[entry.name, entry.note, entry.refused or "NOT refused"] for entry in reports if not entry.expected]
+    return table("Refused", ["family", "why", "what attaching says"], rows)
+
+
+def support_markdown() -> str:
+    """The families by what their blocks end in, and those that are refused, as a Markdown table."""
+    rows = ["| the block ends in | families | refused because |", "|---|---|---|"]
+    for writer, ends in _ENDS.items():
+        names = ", ".join(name for name, entry in zoo.ZOO.items() if entry.writer == writer)
+        rows.append(f"| {ends} | {names} | |")
+    rows += [f"| | {name} | {entry.note} |" for name, entry in zoo.REFUSED.items()]
+    return "\n".join(rows)
 
 
 def _verdict(report: VerifyReport) -> str:

@@ -18,7 +18,8 @@ def _holders(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether some layer's state sums up the tokens before, so that no mask can hide one of them."""
-    in_cache = any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=model.config).layers)
+    layers = DynamicCache(config=model.config).layers
+    in_cache = any(hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states") for layer in layers)
     return in_cache or bool(_holders(model))
 
 

@@ -136,6 +136,7 @@ ZOO: dict[str, Entry] = {
         {"num_local_experts": 8, "num_experts_per_tok": 2, "residual_multiplier": 0.22},
         "delta / residual_multiplier",
     ),
+    "cohere2_moe": Entry("Cohere2Moe", "experts", "12, 11", {**_EXPERTS, "head_dim": 8, **_WINDOWS}, "parallel"),
     "qwen3_next": Entry(
         "Qwen3Next",
         "experts",
@@ -266,13 +267,66 @@ ZOO: dict[str, Entry] = {
 }
 
 
+# What is refused, and why: the reason that attaching gives is the first of what it finds.
+REFUSED: dict[str, Entry] = {
+    "deepseek_v4": Entry(
+        "DeepseekV4",
+        "none",
+        "",
+        {
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "q_lora_rank": 16,
+            "num_experts_per_tok": 2,
+            "n_routed_experts": 8,
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+            "mlp_layer_types": ["moe"] * 4,
+            "hc_mult": 2,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 8,
+            "sliding_window": 8,
+            "partial_rotary_factor": 0.5,
+            "num_key_value_heads": 1,
+        },
+        "hyper-connections: attention and MLP write into several residual streams, each in its own proportions",
+    ),
+    "gemma4-moe": Entry(
+        "Gemma4Text",
+        "none",
+        "",
+        {
+            "head_dim": 8,
+            **_WINDOWS,
+            "per_layer_config": {},
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 8,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+        "experts beside the MLP under norms of their own, inside a further norm: not covered yet",
+    ),
+    "rwkv": Entry(
+        "Rwkv", "none", "", {"attention_hidden_size": 32}, "the channel mix reads the token before too: the context enters the MLP itself"
+    ),
+    "mpt": Entry(
+        "Mpt", "none", "", {"d_model": 32, "n_heads": 4, "n_layers": 4}, "its alibi counts slots of the cache: a replay has fewer"
+    ),
+    "openai-gpt": Entry("OpenAIGPT", "none", "", {"n_embd": 32, "n_layer": 4, "n_head": 4}, "has no cache, and a patch starts from one"),
+}
+
+
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A random model of an entry of :data:`ZOO`, in eval mode.
+    """A random model of an entry of :data:`ZOO` or :data:`REFUSED`, in eval mode.
 
     Raises:
         KeyError: there is no such entry.
     """
-    entry = ZOO[name]
+    entry = ZOO.get(name) or REFUSED[name]
     config_class = getattr(transformers, f"{entry.config}Config")
     settings = {**_COMMON, **entry.settings, **changes}
     if entry.images:

@@ -70,7 +70,12 @@ class Form:
     @property
     def reads(self) -> bool:
         """Whether the MLP's input changes with the context, so that its readers are patched."""
-        return bool(self.readers) or self.experts is not None
+        return not self.parallel and (bool(self.readers) or self.experts is not None)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the MLP stands beside the attention and does not read what that gives."""
+        return len(self.residual) > 1
 
     def factor_names(self, update: str) -> dict[str, str]:
         """The names of the block's factors, each with its kind: what its last dimension counts, see :mod:`icl_patch.patch`."""
@@ -78,7 +83,8 @@ class Form:
         if self.reads:
             names["readers.v"] = "hidden"
         if self.experts is not None:
-            names |= {f"{self.experts}.gate_up_proj.u": "slots", f"{self.experts}.index": "index"}
+            names[f"{self.experts}.index"] = "index"
+            names |= {f"{self.experts}.gate_up_proj.u": "slots"} if self.reads else {}
         if self.writer is Writer.EXPERTS:
             part = f"{self.experts}.down_proj"
             return names | ({f"{part}.shift": "hidden"} if self.expert_bias else {f"{part}.u": "hidden", f"{part}.v": "slots"})

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.families.forms import Block, Form, Writer
+from icl_patch.families.model import check_language_model, check_not_shared, layers_of, vocabulary
 from icl_patch.families.trace import BlockTrace, Call, Value, inside, trace
 from icl_patch.modules import PatchedRMSNorm
 
@@ -21,32 +22,6 @@ _FACTORS = ("multiplier", "scale", "factor")
 _ROUNDINGS = 8
 
 
-def text_config(model: PreTrainedModel) -> object:
-    """The configuration of the language model within a model."""
-    return model.config.get_text_config(decoder=True)
-
-
-def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The blocks of a model by path, in order.
-
-    Raises:
-        UnsupportedModelError: there is no list of as many modules as the configuration has layers, or more than one.
-    """
-    count = getattr(text_config(model), "num_hidden_layers", None)
-    decoder = model.get_decoder()
-    inner = {id(module) for module in decoder.modules()}
-    lists = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and id(module) in inner
-    ]
-    top = [(path, module) for path, module in lists if not any(path.startswith(f"{other}.") for other, _ in lists)]
-    if len(top) != 1:
-        raise UnsupportedModelError(f"expected one list of {count} blocks in {type(model).__name__}, found {[path for path, _ in top]}")
-    path, module = top[0]
-    return {f"{path}.{index}": layer for index, layer in enumerate(module)}
-
-
 def blocks_of(model: PreTrainedModel) -> list[Block]:
     """The blocks of a model in order, each with its form.
 
@@ -55,7 +30,7 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     """
     check_language_model(model)
     layers = layers_of(model)
-    _check_not_shared(layers)
+    check_not_shared(layers)
     ids = torch.randint(0, vocabulary(model), (2, 3), generator=torch.Generator().manual_seed(1)).to(model.device)
     traces = trace(model, layers, ids)
     blocks = []
@@ -66,46 +41,17 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     return blocks
 
 
-def check_language_model(model: object) -> None:
-    """Raises UnsupportedModelError unless the model is one of transformers that ends in logits over its vocabulary."""
-    if not isinstance(model, PreTrainedModel) or not _has_head(model):
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        raise UnsupportedModelError(f"expected a causal language model with a head; got {type(model).__name__} of type {kind!r}")
-
-
-def family_of(model: PreTrainedModel) -> str:
-    """The name of a model's family: the type of its language model."""
-    return str(getattr(text_config(model), "model_type", "")).removesuffix("_text")
-
-
-def vocabulary(model: PreTrainedModel) -> int:
-    """The number of token ids."""
-    return int(getattr(text_config(model), "vocab_size"))  # noqa: B009 (the configuration classes declare it each for itself)
-
-
-def _has_head(model: PreTrainedModel) -> bool:
-    """Whether the model ends in logits over its vocabulary."""
-    head = model.get_output_embeddings()
-    return head is not None and getattr(head, "out_features", None) == vocabulary(model)
-
-
-def _check_not_shared(layers: dict[str, nn.Module]) -> None:
-    seen: dict[int, str] = {}
-    for path, layer in layers.items():
-        for name, module in layer.named_modules():
-            own = [*module.parameters(recurse=False)]
-            place = f"{path}.{name}" if name else path
-            other = seen.setdefault(id(module), place) if own else place
-            if other != place:
-                raise UnsupportedModelError(f"{place} is the same module as {other}: a patch of one would change the other")
-
-
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module is one linear map: its state is a matrix, or it says how many features it maps to how many."""
-    if any(True for _ in module.children()) or isinstance(module, nn.Embedding):
+    """Whether a module is one linear map: it has a matrix of its own, or says how many features it maps to how many."""
+    if isinstance(module, nn.Embedding):
         return False
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and weight.dim() == 2:
+        return True
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.dim() == 2 for tensor in own) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
+    packed = any(tensor.dim() == 2 and min(tensor.shape) > 1 for tensor in own)
+    says = hasattr(module, "in_features") and hasattr(module, "out_features")
+    return (packed or says) and not any(True for _ in module.children())
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -187,7 +133,7 @@ class _Reading:
             down=None if ending.down is None else ending.down.path,
             post_norm=None if ending.norm is None else ending.norm.path,
             **({} if ending.norm is None else self._norm_form(ending.norm)),
-            experts=experts[0].path if experts and not parallel else None,
+            experts=experts[0].path if experts and (not parallel or ending.writer is Writer.EXPERTS) else None,
             expert_bias=bool(experts) and PatchedExperts.has_output_bias(experts[0].module),
             scaled=bool(experts) and PatchedScaledExperts.fits(experts[0].module),
             transposed=tuple(self._transposed(names, experts)),
@@ -223,10 +169,14 @@ class _Reading:
     def _residuals(self, z: Value) -> tuple[bool, list[tuple[str, ...]]]:
         """Whether the block is parallel, and what its residual stream before the MLP may be made of."""
         pre = [call for call in self.norms if call.made.same_as(z)]
-        both = ("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))
-        if z.same_as(self.block.given) or any(call.given.same_as(self.block.given) for call in pre):
-            return True, [both]
+        if self._is_parallel(z):
+            return True, [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
         return False, [*((f"input of {call.path}",) for call in pre), (f"input of {self._first().path}",)]
+
+    def _is_parallel(self, z: Value) -> bool:
+        """Whether the MLP reads the block's input, or a norm of it."""
+        pre = [call for call in self.norms if call.made.same_as(z)]
+        return z.same_as(self.block.given) or any(call.given.same_as(self.block.given) for call in pre)
 
     def _first(self) -> Call:
         """The first module that reads the MLP's input."""
@@ -255,9 +205,9 @@ class _Reading:
             hidden = sum(self._tap(name).double() for name in residual)
             assert isinstance(hidden, Tensor)
             for mlp in holders:
-                added = mlp.made.now.double()
-                for branch in self._branches(holders) if added.numel() == hidden.numel() else []:
-                    added = branch * added.reshape(hidden.shape)
+                given = mlp.made.now.double()
+                for branch in self._branches(holders) if given.numel() == hidden.numel() else []:
+                    added = branch * given.reshape(hidden.shape)
                     if _close(made.now, hidden, added):
                         return residual, branch, False
                     scaled = [(made.now, float(scale)) for scale in self._scalars()]

@@ -76,7 +76,7 @@ class BlockTrace:
     @property
     def mixers(self) -> list[Call]:
         """The outermost modules within the block that see the context."""
-        seen = [call for call in self.calls[:-1] if call.sees_context and any(True for _ in call.module.parameters())]
+        seen = [call for call in self.calls[:-1] if call.sees_context and (call.module._modules or call.module._parameters)]
         return [call for call in seen if not any(inside(call.path, other.path) for other in seen if other is not call)]
 
 

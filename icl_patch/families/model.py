@@ -1,0 +1,67 @@
+"""What is asked of a model as a whole: its language model, its blocks, its vocabulary."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from icl_patch.errors import UnsupportedModelError
+
+
+def text_config(model: PreTrainedModel) -> object:
+    """The configuration of the language model within a model."""
+    return model.config.get_text_config(decoder=True)
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The blocks of a model by path, in order.
+
+    Raises:
+        UnsupportedModelError: there is no list of as many modules as the configuration has layers, or more than one.
+    """
+    count = getattr(text_config(model), "num_hidden_layers", None)
+    decoder = model.get_decoder()
+    inner = {id(module) for module in decoder.modules()}
+    lists = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and id(module) in inner
+    ]
+    top = [(path, module) for path, module in lists if not any(path.startswith(f"{other}.") for other, _ in lists)]
+    if len(top) != 1:
+        raise UnsupportedModelError(f"expected one list of {count} blocks in {type(model).__name__}, found {[path for path, _ in top]}")
+    path, module = top[0]
+    return {f"{path}.{index}": layer for index, layer in enumerate(module)}
+
+
+def check_language_model(model: object) -> None:
+    """Raises UnsupportedModelError unless the model is one of transformers that ends in logits over its vocabulary."""
+    if not isinstance(model, PreTrainedModel) or not _has_head(model):
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        raise UnsupportedModelError(f"expected a causal language model with a head; got {type(model).__name__} of type {kind!r}")
+
+
+def family_of(model: PreTrainedModel) -> str:
+    """The name of a model's family: the type of its language model."""
+    return str(getattr(text_config(model), "model_type", "")).removesuffix("_text")
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """The number of token ids."""
+    return int(getattr(text_config(model), "vocab_size"))  # noqa: B009 (the configuration classes declare it each for itself)
+
+
+def _has_head(model: PreTrainedModel) -> bool:
+    """Whether the model ends in logits over its vocabulary."""
+    head = model.get_output_embeddings()
+    return head is not None and getattr(head, "out_features", None) == vocabulary(model)
+
+
+def check_not_shared(layers: dict[str, nn.Module]) -> None:
+    """Raises UnsupportedModelError if two blocks have a module with parameters in common."""
+    seen: dict[int, str] = {}
+    for path, layer in layers.items():
+        for name, module in layer.named_modules():
+            own = [*module.parameters(recurse=False)]
+            place = f"{path}.{name}" if name else path
+            other = seen.setdefault(id(module), place) if own else place
+            if other != place:
+                raise UnsupportedModelError(f"{place} is the same module as {other}: a patch of one would change the other")

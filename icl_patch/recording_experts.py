@@ -1,0 +1,119 @@
+"""Recording a mixture of experts: the part of a block's recorder that computes the factors of the active experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from icl_patch import ops, updates
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.experts import PatchedExperts, PatchedScaledExperts
+from icl_patch.families import Writer
+
+if TYPE_CHECKING:
+    from icl_patch.recording import BlockRecorder
+
+
+def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The experts' output (M, d) with their changes, which are computed here: z (M, d), index and weights (M, k)."""
+    out_ctx = None
+    (z_ctx, z_own), (index_ctx, index_own) = recorder.split(z), recorder.split(index)
+    if recorder.tape is None:
+        out_ctx, _ = recorder.split(layer.base_layer(z, index, weights))
+    else:
+        assert recorder.tape.experts is not None
+        z_ctx, index_ctx = recorder.tape.experts
+    assert z_ctx is not None and index_ctx is not None
+    recorder.seen.experts = (z_ctx, index_ctx)
+    recorder.experts_changed = torch.where(recorder.valid, _changed(index_own, index_ctx), 0)
+    weights = recorder.split(weights)[1].flatten(0, 1)
+    flat, chosen = z_own.flatten(0, 1), index_own.flatten(0, 1)
+    read = layer.read(flat, chosen)
+    layer.index = index_own
+    if not recorder.form.reads:
+        return recorder.join(out_ctx, _end(recorder, layer, read, chosen, weights), z)
+    read_ctx = layer.read(z_ctx.flatten(0, 1), chosen)
+    u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
+    v, norm2 = recorder.direction_of(z_own)
+    recorder.refuse(f"the input z of {recorder.form.experts} is 0", (norm2 == 0) & (u != 0).flatten(2).any(-1))
+    layer.read_u, layer.read_v = u, v
+    patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
+    recorder.note_error(*map(recorder.unflat, (patched, read_ctx, read)))
+    return recorder.join(out_ctx, _end(recorder, layer, patched, chosen, weights), z)
+
+
+def _end(recorder: BlockRecorder, layer: PatchedExperts, read: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The experts' output (B, T, d), from what their input matrices give."""
+    h = layer.inner(read)
+    out = recorder.unflat(layer.write(h, chosen, weights))
+    return out.to(read.dtype) if recorder.form.writer is not Writer.EXPERTS else _write(recorder, layer, h, weights, out)
+
+
+def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, x: Tensor) -> Tensor:
+    """The same for experts that read ``s_e z``: x (E·M, d), expert after expert."""
+    count = layer.base_layer.gate_up_proj.shape[0]
+    rows, batch = x.reshape(count, -1, x.shape[-1]), recorder.valid.numel()
+    own = rows[:, -batch:]
+    index, slots = layer.active(own)
+    if recorder.tape is None:
+        index_ctx, slots_ctx = layer.active(rows[:, :batch])
+    else:
+        assert recorder.tape.experts is not None
+        slots_ctx, index_ctx = (part.flatten(0, 1) for part in recorder.tape.experts)
+        slots_ctx = slots_ctx.reshape(*index_ctx.shape, -1)
+    recorder.seen.experts = (recorder.unflat(slots_ctx.flatten(1)), recorder.unflat(index_ctx))
+    recorder.experts_changed = torch.where(recorder.valid, _changed(*map(recorder.unflat, (index, index_ctx))), 0)
+    read = layer.read(slots, index)
+    wanted = layer.read(slots_ctx, index_ctx).take_along_dim(_slots_of(index, index_ctx).unsqueeze(-1), 1)
+    v = recorder.direction[1].flatten(0, 1) if recorder.direction is not None else None
+    if v is None:
+        raise UnsupportedModelError(f"{recorder.block.block.path}: {recorder.form.experts} runs before anything reads the MLP's input")
+    scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
+    change = updates.reader_update(wanted, read)
+    u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))
+    recorder.refuse(
+        f"the input of {recorder.form.experts} is 0", recorder.unflat((scale == 0) & (change != 0).any(-1, keepdim=True)).flatten(2).any(-1)
+    )
+    layer.read_u, layer.read_v, layer.index = u, recorder.unflat(v), recorder.unflat(index)
+
+    def add(made: Tensor) -> Tensor:
+        patched = layer.add_to_all(made[:, -batch:], slots, index, u.flatten(0, 1), v)
+        return torch.cat([made[:, :-batch], patched], 1)
+
+    patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
+    recorder.note_error(*map(recorder.unflat, (patched, wanted, read)))
+    return layer.with_read(x, add)
+
+
+def _write(recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """The sum over the experts with what delta needs added: ``o + κ u``."""
+    wide = torch.float64 if recorder.exact else torch.promote_types(h.dtype, torch.float32)
+    shares, v = recorder.unflat(weights.double()), None
+    if not recorder.form.expert_bias:
+        v, norm2 = ops.read_direction(h, wide)
+        live = recorder.unflat(norm2 != 0)
+        v, shares = recorder.unflat(v), torch.where(live, shares, 0)
+    total = shares.sum(-1, keepdim=True)
+    wanted = recorder.wanted().to(wide)
+    recorder.refuse(
+        f"the weights of the experts that {recorder.form.experts} can use sum to 0", (total[..., 0] == 0) & (wanted != 0).any(-1)
+    )
+    share = torch.where(total == 0, 0, 1 / total).to(wide)
+    u, v = (wanted * share, None) if v is None else (wanted, recorder.zero_padding(v * share.unsqueeze(-1)))
+    gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
+    layer.write_u, layer.write_v = recorder.zero_padding(u), v
+    if recorder.exact:
+        recorder.open_loop(out, gain, layer, "write_u")
+    return layer.add_written(out, gain, layer.write_u, h.dtype)
+
+
+def _changed(index: Tensor, index_ctx: Tensor) -> Tensor:
+    """How many of the experts (B, T, k) are not among those chosen with the context: (B, T)."""
+    return (~(index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)).sum(-1)
+
+
+def _slots_of(index: Tensor, index_ctx: Tensor) -> Tensor:
+    """In which slot the context has the expert of each slot (M, k); 0 where it has it in none."""
+    return (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).long().argmax(-1)

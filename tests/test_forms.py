@@ -1,0 +1,316 @@
+"""How forms are recognised, what is refused and why, and what else is covered: images, quantised weights, generation."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import build, case, ragged, tokens
+from small import works
+from test_families import EXPERTS, Stock
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics, streams, zoo
+from icl_patch.families import Writer, blocks_of
+from icl_patch.families.trace import trace
+from icl_patch.generation import History
+
+# -- what is read from a model
+
+
+def form_of(family: str, layer: int = 0, **changes: Any) -> Any:
+    return blocks_of(zoo.build(family, 0, **changes))[layer].form
+
+
+def test_every_entry_of_the_zoo_has_the_writer_it_names() -> None:
+    for family, entry in zoo.ZOO.items():
+        writers = {block.form.writer.value for block in blocks_of(zoo.build(family))}
+        assert entry.writer in writers, family
+
+
+def test_one_walk_reads_the_known_forms() -> None:
+    gpt2, granite, opt = form_of("gpt2"), form_of("granite"), form_of("opt-post-norm")
+    assert (gpt2.readers, gpt2.down, gpt2.transposed) == (("mlp.c_fc",), "mlp.c_proj", ("mlp.c_fc", "mlp.c_proj"))
+    assert granite.branch == 0.22
+    assert (opt.residual, opt.ends_at) == (("input of fc1",), "final_layer_norm")
+    phi, olmo = form_of("phi"), form_of("olmo2")
+    assert phi.parallel
+    assert not phi.reads
+    assert olmo.residual == ("input of mlp.gate_proj",)
+    qwen, sparse = form_of("qwen2_moe", 1), form_of("qwen2_moe", 0)
+    assert (qwen.writer, sparse.writer) == (Writer.WEIGHT, Writer.EXPERTS)
+    assert "mlp.shared_expert_gate" in sparse.readers
+    assert sparse.routers == ("mlp.gate",)
+    assert form_of("gemma3n").inner
+    assert form_of("mamba").mixer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_are_read_bit_for_bit(dtype: str) -> None:
+    """Where each class rounds shows in bf16; whether its scale is w or 1 + w shows always."""
+    read = {name: form_of(name, dtype=getattr(torch, dtype)) for name in ("gemma2", "glm4", "olmo2", "gemma4")}
+    assert {name: form.scale_offset for name, form in read.items()} == {"gemma2": 1.0, "glm4": 0.0, "olmo2": 0.0, "gemma4": 0.0}
+    if dtype == "bfloat16":
+        assert {name: form.cast_first for name, form in read.items()} == {"gemma2": False, "glm4": True, "olmo2": False, "gemma4": False}
+
+
+def test_a_factor_that_the_mlp_applies_itself() -> None:
+    form = form_of("falcon_h1", mlp_multipliers=[1.5, 0.7])
+    assert form.branch == 0.7
+    with ContextPatcher(zoo.build("falcon_h1", 0, mlp_multipliers=[1.5, 0.7]), "direct") as patcher:
+        works(patcher)
+
+
+def test_tracing_leaves_nothing() -> None:
+    model = zoo.build("recurrent_gemma")
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    states = [vars(module).get("recurrent_states") for module in model.modules()]
+    layers = dict(model.model.layers.named_children())
+    assert trace(model, layers, tokens(0, 2, 3)).keys() == layers.keys()
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    assert states == [vars(module).get("recurrent_states") for module in model.modules()]
+
+
+# -- what is refused
+
+REASONS = {
+    "deepseek_v4": r"model\.layers\.0 \(DeepseekV4DecoderLayer\): it carries 2 residual streams",
+    "gemma4-moe": r"model\.layers\.0 \(Gemma4TextDecoderLayer\): experts does not read what the router reads",
+    "rwkv": r"rwkv\.blocks\.0 \(RwkvBlock\): no module in it takes an attention mask or a cache",
+    "mpt": "MptForCausalLM has positions that the kept tokens alone cannot be given",
+    "openai-gpt": r"transformer\.h\.0 does not run once a pass",
+}
+
+
+@pytest.mark.parametrize("family", zoo.REFUSED)
+def test_refused_by_name_and_reason(family: str) -> None:
+    model = zoo.build(family)
+    modules = dict(model.named_modules())
+    with pytest.raises(UnsupportedModelError, match=REASONS[family]):
+        ContextPatcher(model)
+    assert dict(model.named_modules()) == modules
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@torch.no_grad()
+def test_no_writer_can_absorb_what_hyper_connections_carry() -> None:
+    """With every reader right, the streams still differ by ``(combᵀ p) ⊗ Δa``, and the MLP can only add ``q ⊗ w``.
+
+    p and q are the proportions in which attention and MLP are written into the streams. p depends on the block's input alone, and q and
+    comb are given their values with the context. What is left over for the best w is measured here.
+    """
+    model = zoo.build("deepseek_v4")
+    layer, seen = model.model.layers[0], {}
+    layer.attn_hc.register_forward_hook(lambda _module, args, out: seen.update(streams=args[0], p=out[0], mix=out[1]))
+    layer.self_attn.register_forward_hook(lambda _module, _args, out: seen.update(attended=out[0]))
+    context, kept = tokens(0, 1, 9), tokens(1, 1, 1)
+    model(torch.cat([context, kept], 1))
+    x, p, mix, with_context = (seen[name][:, -1:] for name in ("streams", "p", "mix", "attended"))
+    model(kept)
+    torch.testing.assert_close(seen["streams"], x)  # the first block's input: the same with the context and without
+    delta = with_context - seen["attended"]
+    inside = p.unsqueeze(-1) * with_context.unsqueeze(-2) + mix.transpose(-1, -2) @ x
+    q, comb, _ = layer.ffn_hc(inside)
+    carried = comb.transpose(-1, -2) @ p.unsqueeze(-1)
+    q = q.unsqueeze(-1)
+    left = carried - q * (q * carried).sum() / (q * q).sum()  # for the best w, a multiple of delta
+    assert delta.norm() > 0.1
+    assert left.norm() / carried.norm() > 0.01
+
+
+class Broken(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("not today")
+
+
+def test_a_model_that_fails_is_refused_with_its_own_words() -> None:
+    model = build("llama", 0, num_hidden_layers=1)
+    model.__class__ = Broken
+    with pytest.raises(UnsupportedModelError, match="Broken fails on the tokens that attaching tries: not today"):
+        ContextPatcher(model)
+
+
+def test_a_window_that_only_the_cache_keeps_is_refused() -> None:
+    model = build("llama", 0, num_hidden_layers=2)
+    model.config.sliding_window = 6
+    model.config.layer_types = ["sliding_attention"] * 2
+    with pytest.raises(UnsupportedModelError, match="keeps its window by dropping tokens from its cache"):
+        ContextPatcher(model)
+
+
+# -- images
+
+IMAGES = {"gemma3-vision": 4, "llava": 16}
+
+
+def with_image(family: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
+    count, model = IMAGES[family], zoo.build(family, 0, dtype)
+    context, kept = tokens(0, 2, count + 6) % 90 + 1, tokens(1, 2, 4) % 90 + 1
+    context[:, 2 : 2 + count] = zoo.IMAGE_TOKEN
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    types = {"token_type_ids": (context == zoo.IMAGE_TOKEN).long()} if family == "gemma3-vision" else {}
+    return model, context, kept, {"pixel_values": pixels, **types}
+
+
+@torch.no_grad()
+def image_logits(model: nn.Module, context: Tensor, kept: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    model(input_ids=context, past_key_values=cache, use_cache=True, **inputs)
+    positions = torch.arange(context.shape[1], context.shape[1] + kept.shape[1]).expand(len(kept), -1)
+    return model(input_ids=kept, past_key_values=cache, use_cache=True, position_ids=positions).logits
+
+
+@pytest.mark.parametrize("family", IMAGES)
+@pytest.mark.parametrize(("update", "dtype"), [("direct", torch.float32), ("stable", torch.float32), ("exact", torch.bfloat16)])
+def test_an_image_in_the_context_and_text_in_the_replay(family: str, update: str, dtype: torch.dtype) -> None:
+    model, context, kept, inputs = with_image(family, dtype)
+    reference = image_logits(model, context, kept, inputs)
+    other = image_logits(model, context, kept, inputs | {"pixel_values": -inputs["pixel_values"]})
+    assert metrics.linf(other, reference).max() > 0.1  # it matters what is in the image
+    with ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(context, kept, **inputs)
+        error = metrics.linf(patcher.forward(kept, patch), reference).max()
+    assert error <= (0 if update == "exact" else 1e-4)
+
+
+# -- quantised weights
+
+
+class Int8Linear(nn.Module):
+    """Weights of one byte with a scale per row, in buffers alone: nothing of it is an ``nn.Linear``, and it has no weight."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        scale = base.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("packed", (base.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("row_scale", scale)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z @ (self.packed * self.row_scale).to(z.dtype).T
+
+
+def quantise(model: nn.Module, kind: str) -> None:
+    if kind == "packed":
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear) and child is not model.lm_head:
+                    setattr(module, name, Int8Linear(child))
+        return
+    torchao = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    config = torchao.Int8WeightOnlyConfig() if kind == "int8" else torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)
+    torchao.quantize_(model.model, config)
+
+
+@pytest.mark.parametrize("kind", ["packed", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_quantised_readers_and_writers(family: str, kind: str, dtype: torch.dtype, tmp_path: Any) -> None:
+    """The patch lies on top, in fp32 (exact: fp64); the base is left as it is."""
+    model = zoo.build(family, 0, dtype, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+    quantise(model, kind)
+    arguments = case("prefix")
+    reference = Stock(model).logits(arguments)
+    for update in ("direct", "stable", "exact"):
+        with ContextPatcher(model, update) as patcher:
+            patch = patcher.compute(**arguments)
+            patch.save(tmp_path / "patch.safetensors")
+            loaded = ContextPatch.load(tmp_path / "patch.safetensors", model)
+            logits = patcher.forward(patch.kept_ids, loaded)
+        error = metrics.linf(logits, reference)[patch.kept_mask].max()
+        if update == "exact":
+            assert error == 0
+        elif dtype == torch.float32:
+            assert error <= 1e-4
+
+
+# -- generation
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "bloom", "mixtral", "opt-post-norm", "gemma3n", "mamba", "qwen3_next", "recurrent_gemma"])
+def test_generation_says_what_the_model_says(family: str) -> None:
+    model, ids, mask = zoo.build(family, 1, torch.bfloat16), tokens(7, 3, 9), ragged(3, 9, side="left")
+    stock, said = Stock(model), []
+    for _ in range(5):
+        arguments = {"context_ids": ids[:, :-1], "kept_ids": ids[:, -1:], "context_mask": mask[:, :-1]}
+        if stock.recurrent:
+            arguments["context_ids"] = ids[:, :8]
+            arguments["kept_ids"] = ids[:, 8:]
+            arguments["context_mask"] = mask[:, :8]
+        said.append(stock.logits(arguments)[:, -1].argmax(-1))
+        ids, mask = torch.cat([ids, said[-1].unsqueeze(1)], 1), torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    with ContextPatcher(model) as patcher:
+        steps = list(patcher.generate(tokens(7, 3, 9), context_mask=ragged(3, 9, side="left"), max_new_tokens=5))
+    assert [step.token_ids.tolist() for step in steps] == [token_ids.tolist() for token_ids in said]
+
+
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "qwen3_next"])
+def test_two_generations_on_a_recurrent_model_do_not_mix(family: str) -> None:
+    """Their states belong to their caches, also where a class keeps its state in its modules."""
+    with ContextPatcher(zoo.build(family, 2)) as patcher:
+        alone = [History(patcher, tokens(seed, 2, 6), None) for seed in (0, 1)]
+        expected = [[step_of(history) for _ in range(3)] for history in alone]
+        mixed = [History(patcher, tokens(seed, 2, 6), None) for seed in (0, 1)]
+        got = [[step_of(history) for history in mixed] for _ in range(3)]
+    for which in (0, 1):
+        assert all(torch.equal(expected[which][step], got[step][which]) for step in range(3))
+
+
+def step_of(history: History) -> Tensor:
+    computation = history.step()
+    history.append(computation.reduced_logits[:, -1].argmax(-1))
+    return computation.reduced_logits
+
+
+# -- factors
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt-post-norm", "mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3", "mamba", "cohere2_moe"])
+def test_changes_are_those_of_the_parameters(family: str) -> None:
+    """Names and shapes are the model's, and ``norms`` are the sizes of what is materialised."""
+    model, arguments = zoo.build(family, 0), case("span")
+    parameters = dict(model.named_parameters())
+    with ContextPatcher(model, "direct") as patcher:
+        patch = patcher.compute(**arguments)
+    norms, squares = patch.norms(), {}
+    for name, change in patch.weight_changes(1, 2):
+        plain, _, expert = name.partition("[")
+        wanted = parameters[plain][int(expert[:-1])] if expert else parameters[plain]
+        assert change.shape == wanted.shape, name
+        squares[plain] = squares.get(plain, 0) + change.double().square().sum()
+    for plain, square in squares.items():
+        index = int(plain.split(".layers.")[-1].split(".h.")[-1].split(".")[0])
+        block = patch.blocks[index]
+        module = plain.removeprefix(f"{block.path}.").removesuffix(".weight").removesuffix(".bias")
+        torch.testing.assert_close(norms[module][index, 1, 2].double(), square.sqrt(), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_hold_factors_of_the_active_ones_only(family: str) -> None:
+    model, arguments = zoo.build(family, 0), case("span")
+    with ContextPatcher(model, "direct") as patcher:
+        patch = patcher.compute(**arguments)
+    found = [(name, factor) for layer in patch.layers for name, factor in layer.items() if name.endswith("gate_up_proj.u")]
+    sizes = {factor.shape[2] for _, factor in found}
+    top = [getattr(model.config.get_text_config(), name, None) for name in ("num_experts_per_tok", "moe_topk")]
+    assert sizes <= {k for k in top if k}
+
+
+def test_conv1d_is_transposed() -> None:
+    model = zoo.build("gpt2")
+    assert isinstance(model.transformer.h[0].mlp.c_fc, Conv1D)
+
+
+# -- positions
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "llama4", "bloom", "falcon-rw", "gpt2", "opt"])
+def test_windows_chunks_and_alibi_count_positions(family: str) -> None:
+    """The two-stream pass has every slot, the replay lacks the absorbed ones: they agree, so windows, chunks and alibi do."""
+    model = zoo.build(family, 5)
+    with ContextPatcher(model, "direct") as patcher:
+        for name in ("prefix", "spans"):
+            computed = patcher.compute_sequences(streams.assemble(**case(name, 5)))
+            logits = patcher.forward(computed.patch.kept_ids, computed.patch)
+            mask = computed.patch.kept_mask
+            assert metrics.linf(logits, computed.reduced_logits)[mask].max() <= 1e-4
