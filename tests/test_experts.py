@@ -1,0 +1,91 @@
+"""Mixtures of experts: the library's implementations, and what is built on the way."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import case, tokens
+from test_families import Stock
+from test_patcher import largest_of
+
+from icl_patch import ContextPatcher, metrics, zoo
+from icl_patch.experts import PatchedExperts, PatchedRouter, PatchedScaledExperts
+
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+
+
+def mixture(family: str, implementation: str, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
+    model = zoo.build(family, 0, dtype, **changes)
+    model.config._experts_implementation = implementation
+    return model
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3"])
+def test_every_implementation_of_the_library(family: str, implementation: str) -> None:
+    arguments = case("prefix")
+    for dtype, update in ((torch.float32, "direct"), (torch.bfloat16, "exact")):
+        model = mixture(family, implementation, dtype)
+        reference = Stock(model).logits(arguments)
+        with ContextPatcher(model, update) as patcher:
+            patch = patcher.compute(**arguments)
+            error = metrics.linf(patcher.forward(patch.kept_ids, patch), reference)[patch.kept_mask].max()
+        assert error <= (0 if update == "exact" else 1e-4)
+        assert not patch.report.experts_changed.any()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_no_matrix_of_an_experts_size_is_made(family: str, implementation: str) -> None:
+    """In a model whose experts' matrices have far more elements than the activations of a few tokens."""
+    wide = {"moe_intermediate_size": 256} if family == "qwen2_moe" else {}
+    model = mixture(family, implementation, hidden_size=64, intermediate_size=256, **wide)
+    smallest = min(parameter[0].numel() for parameter in model.parameters() if parameter.dim() == 3)
+    inputs = {"context_ids": tokens(0, 1, 4), "kept_ids": tokens(1, 1, 2)}
+    with torch.no_grad():
+        stock, _ = largest_of(lambda: model(torch.cat(list(inputs.values()), 1)))
+    with ContextPatcher(model, "direct") as patcher:
+        computing, patch = largest_of(lambda: patcher.compute(**inputs))
+        replaying, _ = largest_of(lambda: patcher.forward(patch.kept_ids, patch))
+    assert max(computing, replaying) <= max(2 * stock, smallest / 4)
+    assert max(computing, replaying) < smallest
+
+
+def test_which_modules_are_experts_and_routers() -> None:
+    mixtral, llama4 = zoo.build("mixtral").model.layers[0].mlp, zoo.build("llama4").model.layers[0].feed_forward
+    assert PatchedExperts.fits(mixtral.experts)
+    assert not PatchedScaledExperts.fits(mixtral.experts)
+    assert PatchedScaledExperts.fits(llama4.experts)
+    assert not PatchedExperts.fits(llama4.experts)
+    assert not PatchedExperts.fits(mixtral.gate)
+    assert not PatchedScaledExperts.fits(llama4.router)
+
+
+def test_a_router_that_is_off_is_the_router() -> None:
+    gate = zoo.build("mixtral").model.layers[0].mlp.gate
+    router, z = PatchedRouter(gate), torch.randn(5, 32)
+    for mine, stock in zip(router(z), gate(z), strict=True):
+        assert torch.equal(mine, stock)
+    router.set_patch(torch.randn(5, 8), torch.randn(5, 32))
+    logits, scores, index = router(z)
+    wanted = z @ gate.weight.T + router.u * (z * router.v).sum(-1, keepdim=True)
+    torch.testing.assert_close(logits, wanted)
+    assert torch.equal(index, wanted.topk(2).indices)
+    torch.testing.assert_close(scores, wanted.topk(2).values.softmax(-1))
+
+
+def test_an_expert_without_factors_is_left_as_it_is() -> None:
+    """Factors belong to experts, not to slots: in another order they are the same, and for other experts there are none."""
+    base = zoo.build("mixtral").model.layers[0].mlp.experts
+    experts, generator = PatchedExperts(base), torch.Generator().manual_seed(0)
+    z, weights = torch.randn(3, 32, generator=generator), torch.rand(3, 2, generator=generator)
+    index = torch.tensor([[0, 3], [5, 1], [2, 7]])
+    experts.read_u, experts.read_v = torch.randn(3, 2, 96, generator=generator), torch.randn(3, 32, generator=generator)
+    experts.write_u, experts.write_v = torch.randn(3, 32, generator=generator), torch.randn(3, 2, 48, generator=generator)
+    experts.index = index
+    experts.replay()
+    patched = experts(z, index, weights)
+    torch.testing.assert_close(experts(z, index.flip(1), weights.flip(1)), patched)
+    others = (index + 2) % 8
+    torch.testing.assert_close(experts(z, others, weights), base(z, others, weights))
+    assert (patched - base(z, index, weights)).abs().max() > 0.1
