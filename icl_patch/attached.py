@@ -81,6 +81,7 @@ class AttachedBlock:
             kind = PatchedScaledExperts if form.scaled else PatchedExperts
             self.experts: PatchedExperts | None = None if form.experts is None else self._swap(form.experts, kind)
             self.down: PatchedLinear | None = None if form.down is None else self._swap(form.down, PatchedLinear)
+            self.inner_norm: PatchedRMSNorm | None = None if form.inner_norm is None else self._swap(form.inner_norm, self._wrap_norm)
             self.post_norm: PatchedRMSNorm | None = None if form.post_norm is None else self._swap(form.post_norm, self._wrap_norm)
         except BaseException:
             self.detach()
@@ -102,8 +103,14 @@ class AttachedBlock:
     @property
     def patched(self) -> list[PatchedModule]:
         """All patched modules of the block."""
-        others = [module for module in (self.experts, self.down, self.post_norm) if module is not None]
-        return [*self.readers.values(), *others]
+        others = (self.experts, self.down, self.inner_norm, self.post_norm)
+        return [*self.readers.values(), *(module for module in others if module is not None)]
+
+    @property
+    def norms(self) -> dict[str, PatchedRMSNorm]:
+        """The patched norms by name."""
+        named = {self.form.inner_norm: self.inner_norm, self.form.post_norm: self.post_norm}
+        return {str(name): norm for name, norm in named.items() if norm is not None}
 
     @property
     def writer(self) -> PatchedModule:
@@ -128,16 +135,19 @@ class AttachedBlock:
     def factors(self) -> Factors:
         """The factors the modules hold, by name, as (rows, columns, ...)."""
         found: Factors = {f"{name}.u": reader.u for name, reader in self.readers.items() if reader.u is not None}
-        v = self.experts.read_v if self.experts is not None else next((reader.v for reader in self.readers.values()), None)
-        if v is not None:
-            found["readers.v"] = v
+        vs = {name: reader.v for name, reader in self.readers.items()}
+        vs |= {} if self.experts is None else {str(self.form.experts): self.experts.read_v}
+        for name, v in vs.items():
+            if v is not None:
+                found[f"{name}.v" if name in self.form.own else "readers.v"] = v
         if self.experts is not None:
             found |= self._of_experts(self.experts)
         if self.down is not None:
             held = {"u": self.down.u, "v": self.down.v, "shift": self.down.shift}
             found |= {f"{self.form.down}.{name}": factor for name, factor in held.items() if factor is not None}
-        if self.post_norm is not None and self.post_norm.new_scale is not None:
-            found[f"{self.form.post_norm}.new_scale"] = self.post_norm.new_scale
+        for name, norm in self.norms.items():
+            if norm.new_scale is not None:
+                found[f"{name}.new_scale"] = norm.new_scale
         return found
 
     def _of_experts(self, experts: PatchedExperts) -> Factors:
@@ -156,19 +166,20 @@ class AttachedBlock:
         # flat: one row a token, also in a batch of one, where (1, T, N) would be a shared patch of rank T
         flat = {name: factor.flatten(0, 1) if factor.dim() >= 3 else factor for name, factor in factors.items()}
         for name, reader in self.readers.items():
-            reader.set_patch(flat[f"{name}.u"], flat["readers.v"])
+            reader.set_patch(flat[f"{name}.u"], flat[f"{name}.v" if name in self.form.own else "readers.v"])
         if self.experts is not None:
             self._replay_experts(self.experts, flat)
         if self.down is not None:
             self._replay_down(self.down, flat)
-        new_scale = factors.get(f"{self.form.post_norm}.new_scale")
-        if self.post_norm is not None and new_scale is not None:
-            self.post_norm.set_patch(new_scale)
+        for name, norm in self.norms.items():
+            if f"{name}.new_scale" in factors:
+                norm.set_patch(factors[f"{name}.new_scale"])
 
     def _replay_experts(self, experts: PatchedExperts, flat: Factors) -> None:
         path, written = self.form.experts, "shift" if self.form.expert_bias else "u"
         experts.off()
-        experts.read_u, experts.read_v = flat.get(f"{path}.gate_up_proj.u"), flat.get("readers.v")
+        own = path in self.form.own
+        experts.read_u, experts.read_v = flat.get(f"{path}.gate_up_proj.u"), flat.get(f"{path}.v" if own else "readers.v")
         experts.index = flat[f"{path}.index"]
         experts.write_u, experts.write_v = flat.get(f"{path}.down_proj.{written}"), flat.get(f"{path}.down_proj.v")
         experts.replay()

@@ -63,22 +63,29 @@ class Change:
 def changes_of(form: Form, layer: Mapping[str, Tensor]) -> Iterator[Change]:
     """The changes that a block's factors stand for, in the order of its modules."""
     for reader in form.readers:
-        yield Change(reader, "weight", layer[f"{reader}.u"], layer["readers.v"], transposed=reader in form.transposed)
+        yield Change(reader, "weight", layer[f"{reader}.u"], _read_v(form, layer, reader), transposed=reader in form.transposed)
     if form.experts is not None:
         yield from _of_experts(form, layer)
     if f"{form.down}.shift" in layer:
         yield Change(str(form.down), "bias", layer[f"{form.down}.shift"])
     if f"{form.down}.u" in layer:
         yield Change(str(form.down), "weight", layer[f"{form.down}.u"], layer[f"{form.down}.v"], transposed=form.down in form.transposed)
-    if form.post_norm is not None:
-        yield Change(form.post_norm, "weight", layer[f"{form.post_norm}.new_scale"] - layer[f"{form.post_norm}.scale"])
+    for norm in (form.inner_norm, form.post_norm):
+        if f"{norm}.new_scale" in layer:
+            yield Change(str(norm), "weight", layer[f"{norm}.new_scale"] - layer[f"{norm}.scale"])
+
+
+def _read_v(form: Form, layer: Mapping[str, Tensor], part: str) -> Tensor:
+    """The ``v`` of a reader: its own, or that of all."""
+    return layer[f"{part}.v" if part in form.own else "readers.v"]
 
 
 def _of_experts(form: Form, layer: Mapping[str, Tensor]) -> Iterator[Change]:
     path, index, transposed = form.experts, layer[f"{form.experts}.index"], form.experts in form.transposed
     if form.reads:
-        yield Change(f"{path}.gate_up_proj", "", layer[f"{path}.gate_up_proj.u"], layer["readers.v"], index, transposed)
-    if form.writer is not Writer.EXPERTS:
+        v = _read_v(form, layer, str(path))
+        yield Change(f"{path}.gate_up_proj", "", layer[f"{path}.gate_up_proj.u"], v, index, transposed)
+    if form.writer is not Writer.EXPERTS and f"{path}.down_proj.u" not in layer:
         return
     if form.expert_bias:
         yield Change(f"{path}.down_proj_bias", "", layer[f"{path}.down_proj.shift"], None, index)

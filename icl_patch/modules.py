@@ -226,6 +226,7 @@ class PatchedRMSNorm(PatchedModule):
     def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``."""
         normalized = self.normalize(x)
+        new_scale = new_scale.reshape(x.shape) if new_scale.dim() > 1 and new_scale.numel() == x.numel() else new_scale
         y = normalized * new_scale.to(torch.promote_types(new_scale.dtype, normalized.dtype))
         return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
 

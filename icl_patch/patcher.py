@@ -249,8 +249,7 @@ class ContextPatcher:
         layers = []
         for block in self.blocks:
             layer = {name: factor[:, columns] for name, factor in block.factors().items()}
-            if block.post_norm is not None:
-                layer[f"{block.form.post_norm}.scale"] = block.post_norm.scale
+            layer |= {f"{name}.scale": norm.scale for name, norm in block.norms.items() if f"{name}.new_scale" in layer}
             layers.append(layer)
         return tuple(layers)
 

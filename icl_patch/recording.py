@@ -59,6 +59,8 @@ class BlockRecorder:
         self._hidden: list[tuple[Tensor | None, Tensor]] = []
         self.direction: tuple[Tensor, Tensor, Tensor] | None = None
         self._stable_scale: Tensor | None = None
+        self._inner_scale: Tensor | None = None
+        self._beside: Tensor | None = None
         self._open: _Open | None = None
         self._dtype: torch.dtype | None = None
 
@@ -196,13 +198,49 @@ class BlockRecorder:
         return patched
 
     def _invert_norm(self, hidden_down: Tensor) -> Tensor:
+        """The stable update of the block's norm on ``hidden_down`` (B, T, d): what is to be added to that."""
         norm = self.block.post_norm
         assert norm is not None
-        rows = hidden_down.shape[-1]
-        stable = updates.stable_scale(self.wanted().reshape(-1, rows), norm.scale, hidden_down.reshape(-1, rows), norm.eps)
-        self.status = torch.where(self.valid, stable.status.reshape(self.valid.shape), self.status)
-        self._stable_scale = stable.new_scale.reshape(hidden_down.shape)
-        return stable.u.reshape(hidden_down.shape)
+        u, self._stable_scale = self._inverted(self.wanted(), norm, hidden_down)
+        return u
+
+    def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+        """:func:`icl_patch.updates.stable_scale` on (B, T, d): u and m'; the worse status is noted."""
+        flat = [part.reshape(-1, part.shape[-1]) for part in (delta, x)]
+        stable = updates.stable_scale(flat[0], norm.scale, flat[1], norm.eps)
+        status = stable.status.reshape(self.valid.shape)
+        self.status = torch.where(self.valid, torch.maximum(self.status, status.to(self.status.dtype)), self.status)
+        return stable.u.reshape(x.shape), stable.new_scale.reshape(x.shape)
+
+    def on_beside(self, _module: Any, _args: Any, out: Tensor) -> None:
+        """Keep what is added to the experts' norm before the block's norm reads it."""
+        self._beside = self.split(out)[1].clone()
+
+    def invert_norms(self, written: Tensor) -> Tensor:
+        """What the experts have to add to their output (B, T, d): the stable update of the block's norm, by that of the experts' norm.
+
+        The block's norm reads ``beside + m₂ ⊙ Norm(o)``. It asks for a change u of that sum, which is a delta for the norm inside.
+        """
+        inner = self.block.inner_norm
+        assert inner is not None and self._beside is not None
+        added = inner.apply_scale(written, inner.scale)
+        u, self._inner_scale = self._inverted(self._invert_norm(self._beside + added), inner, written)
+        return u
+
+    def inner_norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+        x_ctx, x_own = self.split(x)
+        if self.update == "direct":
+            made = layer.base_layer(x_own)
+        else:
+            assert self._inner_scale is not None and self._beside is not None
+            new_scale = self._inner_scale.to(torch.promote_types(x.dtype, torch.float32))
+            made = layer.apply_scale(x_own, new_scale)
+            # through an exact 0 of the sum no scale of the block's norm can reach: any small number will do instead
+            cancelled = (self._beside + made == 0) & self.exact
+            new_scale = torch.where(cancelled, new_scale * (1 + max(2.0**-12, 2 * torch.finfo(x.dtype).eps)), new_scale)
+            layer.new_scale = torch.where(self.valid.unsqueeze(-1), new_scale, layer.scale.to(new_scale.dtype))
+            made = layer.apply_scale(x_own, layer.new_scale)
+        return self.join(None if x_ctx is None else layer.base_layer(x_ctx), made, x)
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         x_ctx, x_own = self.split(x)
@@ -258,6 +296,10 @@ class BlockRecorder:
             block.down.record(self.down)
         if block.post_norm is not None:
             block.post_norm.record(self.norm)
+        if block.inner_norm is not None and self.form.beside is not None:
+            block.inner_norm.record(self.inner_norm)
+            beside = block.module.get_submodule(self.form.beside)
+            stack.callback(beside.register_forward_hook(self.on_beside).remove)
         block.on_start(stack, self.on_start)
         block.on_residual(stack, self.on_residual)
         block.on_end(stack, self.on_end, first=True)

@@ -48,7 +48,12 @@ def _end(recorder: BlockRecorder, layer: PatchedExperts, read: Tensor, chosen: T
     """The experts' output (B, T, d), from what their input matrices give."""
     h = layer.inner(read)
     out = recorder.unflat(layer.write(h, chosen, weights))
-    return out.to(read.dtype) if recorder.form.writer is not Writer.EXPERTS else _write(recorder, layer, h, weights, out)
+    if recorder.form.inner_norm is not None and recorder.update != "direct":
+        wanted = recorder.invert_norms(out.to(read.dtype))
+        return _write(recorder, layer, h, weights, out, wanted)
+    if recorder.form.writer is not Writer.EXPERTS:
+        return out.to(read.dtype)
+    return _write(recorder, layer, h, weights, out, recorder.wanted())
 
 
 def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, x: Tensor) -> Tensor:
@@ -87,16 +92,17 @@ def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, 
     return layer.with_read(x, add)
 
 
-def _write(recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """The sum over the experts with what delta needs added: ``o + κ u``."""
-    wide = torch.float64 if recorder.exact else torch.promote_types(h.dtype, torch.float32)
+def _write(recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor, wanted: Tensor) -> Tensor:
+    """The sum over the experts with what is wanted added: ``o + κ u``."""
+    closes = recorder.exact and recorder.form.writer is Writer.EXPERTS
+    wide = torch.float64 if closes else torch.promote_types(h.dtype, torch.float32)
     shares, v = recorder.unflat(weights.double()), None
     if not recorder.form.expert_bias:
         v, norm2 = ops.read_direction(h, wide)
         live = recorder.unflat(norm2 != 0)
         v, shares = recorder.unflat(v), torch.where(live, shares, 0)
     total = shares.sum(-1, keepdim=True)
-    wanted = recorder.wanted().to(wide)
+    wanted = wanted.to(wide)
     recorder.refuse(
         f"the weights of the experts that {recorder.form.experts} can use sum to 0", (total[..., 0] == 0) & (wanted != 0).any(-1)
     )
@@ -104,7 +110,7 @@ def _write(recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: T
     u, v = (wanted * share, None) if v is None else (wanted, recorder.zero_padding(v * share.unsqueeze(-1)))
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
     layer.write_u, layer.write_v = recorder.zero_padding(u), v
-    if recorder.exact:
+    if closes:
         recorder.open_loop(out, gain, layer, "write_u")
     return layer.add_written(out, gain, layer.write_u, h.dtype)
 

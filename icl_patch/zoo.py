@@ -185,6 +185,24 @@ ZOO: dict[str, Entry] = {
         },
         "per-layer inputs, layer scalar",
     ),
+    "gemma4-moe": Entry(
+        "Gemma4Text",
+        "scale",
+        "7, 10, 11, B",
+        {
+            "head_dim": 8,
+            **_WINDOWS,
+            "per_layer_config": {},
+            "num_kv_shared_layers": 1,
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 8,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+        "experts beside the MLP, three norms of the residual stream, norms inside a norm",
+    ),
     "llama4": Entry(
         "Llama4Text",
         "weight",
@@ -292,23 +310,6 @@ REFUSED: dict[str, Entry] = {
             "num_key_value_heads": 1,
         },
         "hyper-connections: attention and MLP write into several residual streams, each in its own proportions",
-    ),
-    "gemma4-moe": Entry(
-        "Gemma4Text",
-        "none",
-        "",
-        {
-            "head_dim": 8,
-            **_WINDOWS,
-            "per_layer_config": {},
-            "vocab_size_per_layer_input": 97,
-            "hidden_size_per_layer_input": 8,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 24,
-        },
-        "experts beside the MLP under norms of their own, inside a further norm: not covered yet",
     ),
     "rwkv": Entry(
         "Rwkv", "none", "", {"attention_hidden_size": 32}, "the channel mix reads the token before too: the context enters the MLP itself"

@@ -52,7 +52,7 @@ def change_experts(
     """One parameter of the experts: the matrices (or biases) of the active ones."""
     experts = block["form"]["experts"]
     u = tensors[f"{layers}.{path}.{kind}"][0, 0]
-    v = tensors.get(f"{layers}.{path}.v", tensors.get(f"{layers}.readers.v"))
+    v = next((tensors[f"{layers}.{part}.v"] for part in (path, experts, "readers") if f"{layers}.{part}.v" in tensors), None)
     for slot, expert in enumerate(tensors[f"{layers}.{experts}.index"][0, 0].tolist()):
         own = u if u.dim() == 1 else u[slot]
         if kind == "shift":

@@ -32,6 +32,9 @@ class Form:
         down: the output matrix of a scale, weight or bias writer.
         post_norm: the norm between ``down`` and the residual addition, for a scale writer.
         scale_offset, cast_first: how that norm applies its weight, see :class:`icl_patch.modules.PatchedRMSNorm`.
+        own: those readers, and experts, that read the residual stream through a norm of their own, and so have a ``v`` of their own.
+        inner_norm, beside: where ``post_norm`` reads a sum of two norms' outputs: the norm of the experts, which takes part in the stable
+            update, and the other one.
         experts: the module that holds all experts' matrices, if there is one.
         scaled: whether the experts' weights multiply what they read, see :class:`icl_patch.experts.PatchedScaledExperts`.
         expert_bias: whether the experts' output has a bias, which then is what they write with.
@@ -52,6 +55,9 @@ class Form:
     post_norm: str | None = None
     scale_offset: float = 0.0
     cast_first: bool = True
+    own: tuple[str, ...] = ()
+    inner_norm: str | None = None
+    beside: str | None = None
     experts: str | None = None
     scaled: bool = False
     expert_bias: bool = False
@@ -65,7 +71,8 @@ class Form:
     @property
     def patched(self) -> tuple[str, ...]:
         """The modules of a block whose parameters a patch changes."""
-        return (*self.readers, *(part for part in (self.experts, self.down, self.post_norm) if part is not None))
+        others = (self.experts, self.down, self.inner_norm, self.post_norm)
+        return (*self.readers, *(part for part in others if part is not None))
 
     @property
     def reads(self) -> bool:
@@ -82,15 +89,19 @@ class Form:
         names = {f"{reader}.u": "out" for reader in self.readers}
         if self.reads:
             names["readers.v"] = "hidden"
+        names |= {f"{part}.v": "hidden" for part in self.own}
         if self.experts is not None:
             names[f"{self.experts}.index"] = "index"
             names |= {f"{self.experts}.gate_up_proj.u": "slots"} if self.reads else {}
+        if self.writer is Writer.SCALE and self.inner_norm is not None and update != "direct":
+            names |= {f"{self.experts}.down_proj.u": "hidden", f"{self.experts}.down_proj.v": "slots"}
+            names |= {f"{self.inner_norm}.new_scale": "hidden", f"{self.inner_norm}.scale": "norm"}
         if self.writer is Writer.EXPERTS:
             part = f"{self.experts}.down_proj"
             return names | ({f"{part}.shift": "hidden"} if self.expert_bias else {f"{part}.u": "hidden", f"{part}.v": "slots"})
         if self.writer is Writer.BIAS:
             return names | {f"{self.down}.shift": "hidden"}
-        if self.writer is Writer.WEIGHT or update != "direct":
+        if self.down is not None and (self.writer is Writer.WEIGHT or update != "direct"):
             names |= {f"{self.down}.u": "hidden", f"{self.down}.v": "out"}
         if self.writer is Writer.SCALE:
             names |= {f"{self.post_norm}.new_scale": "hidden", f"{self.post_norm}.scale": "norm"}
@@ -116,7 +127,7 @@ class Form:
         if value["dtype"] not in _DTYPES:
             raise ValueError(f"expected dtype one of {', '.join(_DTYPES)}, got {value['dtype']!r:.80}")
         form = cls(**{**value, **lists, "writer": Writer(value["writer"])})
-        needed = {Writer.SCALE: form.down and form.post_norm, Writer.EXPERTS: form.experts}.get(form.writer, form.down)
+        needed = {Writer.SCALE: (form.down or form.inner_norm) and form.post_norm, Writer.EXPERTS: form.experts}.get(form.writer, form.down)
         if not needed:
             raise ValueError(f"expected the modules of a {form.writer.value} writer, got none")
         return form

@@ -68,6 +68,8 @@ class _Ending:
     writer: Writer
     down: Call | None = None
     norm: Call | None = None
+    inner: Call | None = None  # where the norm reads the sum of two norms' outputs, that of the experts
+    beside: Call | None = None  # and the other
 
 
 class _Reading:
@@ -114,7 +116,9 @@ class _Reading:
     def _mlp_form(self) -> Form:
         z = self._first().given
         readers = [call for call in self.matrices if call.given.same_as(z)]
-        experts = [call for call in self.experts if call.given.same_as(z) or PatchedScaledExperts.fits(call.module)]
+        own = self._readers_of_their_own(z)
+        readers += [call for call in own if call not in self.experts]
+        experts = [call for call in self.experts if call.given.same_as(z) or call in own or PatchedScaledExperts.fits(call.module)]
         if len(self.experts) > 1 or len(experts) != len(self.experts):
             raise self._refuse(f"{self.experts[0].path} does not read what the router reads")
         downs = [call for call in self.matrices if call not in readers]
@@ -132,7 +136,10 @@ class _Reading:
             routers=tuple(call.path for call in patched if call.several),
             down=None if ending.down is None else ending.down.path,
             post_norm=None if ending.norm is None else ending.norm.path,
-            **({} if ending.norm is None else self._norm_form(ending.norm)),
+            own=tuple(call.path for call in own),
+            inner_norm=None if ending.inner is None else ending.inner.path,
+            beside=None if ending.beside is None else ending.beside.path,
+            **self._norm_forms([norm for norm in (ending.norm, ending.inner) if norm is not None]),
             experts=experts[0].path if experts and (not parallel or ending.writer is Writer.EXPERTS) else None,
             expert_bias=bool(experts) and PatchedExperts.has_output_bias(experts[0].module),
             scaled=bool(experts) and PatchedScaledExperts.fits(experts[0].module),
@@ -151,6 +158,8 @@ class _Reading:
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
         norm = next((call for call in after if call.given.same_as(last.made)), None)
         if norm is not None:
+            if last in experts:
+                return self._nested_ending(norm)
             if experts:
                 raise self._refuse(f"{norm.path} follows a mixture of experts")
             return _Ending(Writer.SCALE, last, norm)
@@ -165,6 +174,29 @@ class _Reading:
     def _matrix_ending(down: Call) -> _Ending:
         biased = isinstance(getattr(down.module, "bias", None), Tensor)
         return _Ending(Writer.BIAS if biased else Writer.WEIGHT, down)
+
+    def _nested_ending(self, inner: Call) -> _Ending:
+        """A norm of the sum of the experts' norm and of another one."""
+        for beside in self.norms:
+            for norm in self.norms[self.norms.index(inner) + 1 :] if beside is not inner else []:
+                if beside.made.now.numel() == inner.made.now.numel() == norm.given.now.numel():
+                    shape = norm.given.now.shape
+                    if _close(norm.given.now, beside.made.now.double().reshape(shape), inner.made.now.double().reshape(shape)):
+                        return _Ending(Writer.SCALE, norm=norm, inner=inner, beside=beside)
+        raise self._refuse(f"{inner.path} follows a mixture of experts")
+
+    def _readers_of_their_own(self, z: Value) -> list[Call]:
+        """Experts, and the matrices before them, that read the residual stream through another norm than the first reader."""
+        pre = [call for call in self.norms if call.made.same_as(z)]
+        others = [call for call in self.experts if PatchedExperts.fits(call.module) and not call.given.same_as(z)]
+        through = [norm for norm in self.norms if pre and norm.given.same_as(pre[0].given)]
+        if not others or not any(others[0].given.same_as(norm.made) for norm in through):
+            return []
+        start, end = self.calls.index(self._first()), self.calls.index(others[0])
+        before = [
+            call for call in self.calls[start:end] if is_matrix(call.module) and call not in self.matrices and not _is_norm(call.module)
+        ]
+        return [*before, others[0]]
 
     def _residuals(self, z: Value) -> tuple[bool, list[tuple[str, ...]]]:
         """Whether the block is parallel, and what its residual stream before the MLP may be made of."""
@@ -234,6 +266,12 @@ class _Reading:
         for call in experts:
             if PatchedExperts.is_transposed(call.module) or PatchedScaledExperts.fits(call.module):
                 yield call.path
+
+    def _norm_forms(self, norms: list[Call]) -> dict:
+        forms = [self._norm_form(norm) for norm in norms]
+        if any(form != forms[0] for form in forms):
+            raise self._refuse(f"{norms[0].path} and {norms[1].path} are norms of different kinds")
+        return forms[0] if forms else {}
 
     def _norm_form(self, call: Call) -> dict:
         """How a norm applies its weight: found by trying, bit for bit."""
