@@ -7,6 +7,7 @@ parameters. :class:`ContextPatcher` computes it, :class:`ContextPatch` holds it.
 from icl_patch import ops
 from icl_patch._version import __version__
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError, UnsupportedModelError
+from icl_patch.experts import PatchedExperts
 from icl_patch.modules import PatchedLinear, PatchedRMSNorm
 from icl_patch.patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
@@ -18,6 +19,7 @@ __all__ = [
     "ControllabilityError",
     "FingerprintMismatch",
     "PatchFormatError",
+    "PatchedExperts",
     "PatchedLinear",
     "PatchedRMSNorm",
     "UnsupportedModelError",

@@ -143,7 +143,7 @@ class AttachedBlock:
         if self.experts is not None:
             found |= self._of_experts(self.experts)
         if self.down is not None:
-            held = {"u": self.down.u, "v": self.down.v, "shift": self.down.shift}
+            held = {"u": self.down.u, "v": self.down.v, "bias_change": self.down.bias_change}
             found |= {f"{self.form.down}.{name}": factor for name, factor in held.items() if factor is not None}
         for name, norm in self.norms.items():
             if norm.new_scale is not None:
@@ -152,7 +152,7 @@ class AttachedBlock:
 
     def _of_experts(self, experts: PatchedExperts) -> Factors:
         path = self.form.experts
-        written = "shift" if self.form.expert_bias else "u"
+        written = "bias_change" if self.form.expert_bias else "u"
         held = {
             "gate_up_proj.u": experts.read_u,
             "index": experts.index,
@@ -176,7 +176,7 @@ class AttachedBlock:
                 norm.set_patch(factors[f"{name}.new_scale"])
 
     def _replay_experts(self, experts: PatchedExperts, flat: Factors) -> None:
-        path, written = self.form.experts, "shift" if self.form.expert_bias else "u"
+        path, written = self.form.experts, "bias_change" if self.form.expert_bias else "u"
         experts.off()
         own = path in self.form.own
         experts.read_u, experts.read_v = flat.get(f"{path}.gate_up_proj.u"), flat.get(f"{path}.v" if own else "readers.v")
@@ -186,12 +186,12 @@ class AttachedBlock:
 
     def _replay_down(self, down: PatchedLinear, flat: Factors) -> None:
         path = self.form.down
-        written = flat.get(f"{path}.u", flat.get(f"{path}.shift"))
+        written = flat.get(f"{path}.u", flat.get(f"{path}.bias_change"))
         if written is None:
             return
         out_dtype = torch.float64 if self.post_norm is None and written.dtype == torch.float64 else None
-        if f"{path}.shift" in flat:
-            down.set_shift(written, out_dtype=out_dtype)
+        if f"{path}.bias_change" in flat:
+            down.set_bias_change(written, out_dtype=out_dtype)
         else:
             down.set_patch(written, flat[f"{path}.v"], out_dtype=out_dtype)
 

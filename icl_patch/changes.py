@@ -66,8 +66,8 @@ def changes_of(form: Form, layer: Mapping[str, Tensor]) -> Iterator[Change]:
         yield Change(reader, "weight", layer[f"{reader}.u"], _read_v(form, layer, reader), transposed=reader in form.transposed)
     if form.experts is not None:
         yield from _of_experts(form, layer)
-    if f"{form.down}.shift" in layer:
-        yield Change(str(form.down), "bias", layer[f"{form.down}.shift"])
+    if f"{form.down}.bias_change" in layer:
+        yield Change(str(form.down), "bias", layer[f"{form.down}.bias_change"])
     if f"{form.down}.u" in layer:
         yield Change(str(form.down), "weight", layer[f"{form.down}.u"], layer[f"{form.down}.v"], transposed=form.down in form.transposed)
     for norm in (form.inner_norm, form.post_norm):
@@ -88,6 +88,6 @@ def _of_experts(form: Form, layer: Mapping[str, Tensor]) -> Iterator[Change]:
     if form.writer is not Writer.EXPERTS and f"{path}.down_proj.u" not in layer:
         return
     if form.expert_bias:
-        yield Change(f"{path}.down_proj_bias", "", layer[f"{path}.down_proj.shift"], None, index)
+        yield Change(f"{path}.down_proj_bias", "", layer[f"{path}.down_proj.bias_change"], None, index)
     else:
         yield Change(f"{path}.down_proj", "", layer[f"{path}.down_proj.u"], layer[f"{path}.down_proj.v"], index, transposed)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from icl_patch import streams
+from icl_patch.passes import Computation
 from icl_patch.patch import ContextPatch
-from icl_patch.patcher import Computation, ContextPatcher
+from icl_patch.patcher import ContextPatcher
 
 
 @dataclass(frozen=True, eq=False)

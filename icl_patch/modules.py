@@ -76,7 +76,7 @@ class PatchedLinear(PatchedModule):
 
         layer = PatchedLinear(model.lm_head)
         layer.set_patch(u, v)      # u (1, R, N), v (1, R, K): the same change for every row; u (M, N), v (M, K): one a row
-        layer.set_shift(shift)     # a change of the bias instead
+        layer.set_bias_change(bias_change)     # a change of the bias instead
         layer.clear_patch()
 
     Source: Goldwaser et al. (2025), Lemmas 6, 8 and 9.
@@ -86,7 +86,7 @@ class PatchedLinear(PatchedModule):
         super().__init__(base_layer)
         self.u: Tensor | None = None
         self.v: Tensor | None = None
-        self.shift: Tensor | None = None
+        self.bias_change: Tensor | None = None
         self.out_dtype: torch.dtype | None = None
 
     def set_patch(self, u: Tensor, v: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
@@ -105,10 +105,10 @@ class PatchedLinear(PatchedModule):
         self.off()
         self.u, self.v, self.out_dtype, self.mode = u, v, out_dtype, Mode.REPLAY
 
-    def set_shift(self, shift: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
-        """Apply ``b + Δb`` from now on: ``shift`` (N,), or one per row of the input (..., K): (..., N) or flat (M, N)."""
+    def set_bias_change(self, bias_change: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
+        """Apply ``b + Δb`` from now on: ``bias_change`` (N,), or one per row of the input (..., K): (..., N) or flat (M, N)."""
         self.off()
-        self.shift, self.out_dtype, self.mode = shift, out_dtype, Mode.REPLAY
+        self.bias_change, self.out_dtype, self.mode = bias_change, out_dtype, Mode.REPLAY
 
     def clear_patch(self) -> None:
         """Drop the patch and be the base module again."""
@@ -117,7 +117,7 @@ class PatchedLinear(PatchedModule):
     def off(self) -> None:
         """Be the base module again, bit for bit; the factors are dropped."""
         super().off()
-        self.u = self.v = self.shift = self.out_dtype = None
+        self.u = self.v = self.bias_change = self.out_dtype = None
 
     def forward(self, z: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
@@ -126,8 +126,8 @@ class PatchedLinear(PatchedModule):
         if self.mode is Mode.RECORD:
             assert self.recorder is not None
             return self.recorder(self, z)
-        if self.shift is not None:
-            return add_shift(self.base_layer(z), self.shift, self.out_dtype)
+        if self.bias_change is not None:
+            return add_bias_change(self.base_layer(z), self.bias_change, self.out_dtype)
         return self._replay(z)
 
     def _replay(self, z: Tensor) -> Tensor:
@@ -151,11 +151,11 @@ class PatchedLinear(PatchedModule):
         return factor.flatten(0, -2)
 
 
-def add_shift(y: Tensor, shift: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def add_bias_change(y: Tensor, bias_change: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """``y + Δb`` for rows y (..., N) and Δb (..., N), flat (M, N) or (N,), rounded once to ``out_dtype`` or y's dtype."""
-    wide = torch.promote_types(torch.promote_types(y.dtype, shift.dtype), torch.float32)
-    shift = shift if shift.dim() == 1 else shift.reshape(y.shape)
-    return (y.to(wide) + shift.to(wide)).to(out_dtype or y.dtype)
+    wide = torch.promote_types(torch.promote_types(y.dtype, bias_change.dtype), torch.float32)
+    bias_change = bias_change if bias_change.dim() == 1 else bias_change.reshape(y.shape)
+    return (y.to(wide) + bias_change.to(wide)).to(out_dtype or y.dtype)
 
 
 class PatchedRMSNorm(PatchedModule):

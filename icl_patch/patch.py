@@ -7,11 +7,11 @@ name                                    meaning
 ======================================= ====================================================================================
 ``{reader}.u``, ``readers.v``           ``W_reader + u vᵀ``; all readers of a block share v
 ``{down}.u``, ``{down}.v``              ``W_down + u vᵀ`` (absent in a direct patch of a scale writer)
-``{down}.shift``                        ``b + Δb``
+``{down}.bias_change``                        ``b + Δb``
 ``{norm}.new_scale``, ``{norm}.scale``  m' in place of m; the latter is (width,), the norm's own, so that Δm = m' - m is at hand
 ``{experts}.index``                     (B, T, k) int64, the token's active experts; slot j holds the factors of expert ``index[j]``
 ``{experts}.gate_up_proj.u``            (B, T, k, width), ``W_j + u_j vᵀ`` with the readers' v
-``{experts}.down_proj.u``, ``.v``       (B, T, d) and (B, T, k, width), ``W_j + u v_jᵀ``; or ``.shift`` (B, T, d), ``b_j + Δb``
+``{experts}.down_proj.u``, ``.v``       (B, T, d) and (B, T, k, width), ``W_j + u v_jᵀ``; or ``.bias_change`` (B, T, d), ``b_j + Δb``
 ======================================= ====================================================================================
 
 Its metadata entry ``icl_patch`` is a JSON object: the fields of :class:`PatchInfo`, the path and form of every block, and ids, masks,

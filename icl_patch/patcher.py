@@ -1,7 +1,7 @@
 """ContextPatcher: attach to a model, compute a context's patch, replay it, generate with it, detach."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,16 +11,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch import fingerprints, streams
-from icl_patch.attached import AttachedBlock, BlockTape, Factors, replaying
-from icl_patch.attention import Visibility, check_attention
+from icl_patch.attached import AttachedBlock
+from icl_patch.attention import check_attention
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import Writer, blocks_of, check_language_model, family_of, vocabulary
 from icl_patch.modules import PatchedModule
-from icl_patch.observing import observe
-from icl_patch.patch import ContextPatch, PatchReport
+from icl_patch.passes import Computation, Passes
+from icl_patch.patch import ContextPatch
 from icl_patch.patch_file import UPDATES, PatchInfo
 from icl_patch.probe import Probe
-from icl_patch.recording import BlockRecorder, recording
 from icl_patch.states import is_recurrent
 from icl_patch.streams import Sequences
 
@@ -28,16 +27,7 @@ if TYPE_CHECKING:
     from icl_patch.generation import GenerationStep
 
 
-@dataclass(frozen=True, eq=False)
-class Computation:
-    """A computed patch, the reduced stream's logits (B, T, V), and what the blocks did with the context (one tape a block)."""
-
-    patch: ContextPatch
-    reduced_logits: Tensor
-    tapes: list[BlockTape]
-
-
-class ContextPatcher:
+class ContextPatcher(Passes):
     """Turns contexts into changes of a model's weights.
 
     Attaching swaps the readers and writers of every block for patched modules, in place; ``detach`` (or leaving the ``with`` block)
@@ -200,59 +190,6 @@ class ContextPatcher:
         streams.run_head(self.model, sequences, cache)
         return self._compute_closing(cache, sequences, "exact")
 
-    def _compute_two_stream(self, cache: DynamicCache, sequences: Sequences) -> Computation:
-        """Both streams in one pass of 2B rows."""
-        batch, columns = len(sequences.tail_ids), sequences.kept_columns
-        valid = sequences.tail_mask & ~sequences.tail_absorbed
-        recorders = [BlockRecorder(block, self.update, valid, None) for block in self.blocks]
-        with recording(recorders):
-            logits = streams.run_two_streams(self.model, sequences, cache)[:, columns]
-            layers = self._factors(columns)
-        patch = self._empty_patch(sequences, logits[:batch], passes=1)
-        patch = replace(patch, layers=layers, report=_report([recorders], columns))
-        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders])
-
-    def _compute_closing(self, cache: DynamicCache, sequences: Sequences, update: str) -> Computation:
-        """A pass of the untouched model over the tail, then one over the kept tokens alone that chooses the factors."""
-        columns = sequences.kept_columns
-        logits, tapes = self._observe_tail(cache, sequences)
-        patch = self._empty_patch(sequences, logits[:, columns], passes=2)
-        prefix = self._prefix_cache(patch)
-        recorded: list[list[BlockRecorder]] = []
-        layers: list[tuple[Factors, ...]] = []
-        reduced: list[Tensor] = []
-        for part in self._calls(patch.kept_ids.shape[1]):
-            mask = patch.kept_mask[:, part]
-            recorders = [BlockRecorder(block, update, mask, tape.part(part)) for block, tape in zip(self.blocks, tapes, strict=True)]
-            with recording(recorders):
-                reduced.append(self._run_kept(patch, prefix, part))
-                layers.append(self._factors(slice(None)))
-            recorded.append(recorders)
-        patch = replace(patch, layers=_joined_layers(layers), report=_report(recorded, slice(None)))
-        return Computation(patch, torch.cat(reduced, 1), tapes)
-
-    def _calls(self, tokens: int) -> list[slice]:
-        """The columns of each call of the model: all in one, but token by token for a recurrent model, whose classes continue so only."""
-        return [slice(token, token + 1) for token in range(tokens)] if self.recurrent else [slice(0, tokens)]
-
-    def _observe_tail(self, cache: DynamicCache, sequences: Sequences) -> tuple[Tensor, list[BlockTape]]:
-        """The untouched model on the tail: its logits (B, S, V), and one tape a block of the kept tokens."""
-        logits, tapes = [], []
-        for part in self._calls(sequences.tail_ids.shape[1]):
-            with observe(self.blocks) as seen:
-                logits.append(streams.run_tail(self.model, sequences, cache, part))
-            tapes.append(seen)
-        kept = sequences.kept_columns
-        return torch.cat(logits, 1), [BlockTape.joined(parts).part(kept) for parts in zip(*tapes, strict=True)]
-
-    def _factors(self, columns: Tensor | slice) -> tuple[dict[str, Tensor], ...]:
-        layers = []
-        for block in self.blocks:
-            layer = {name: factor[:, columns] for name, factor in block.factors().items()}
-            layer |= {f"{name}.scale": norm.scale for name, norm in block.norms.items() if f"{name}.new_scale" in layer}
-            layers.append(layer)
-        return tuple(layers)
-
     def _empty_patch(self, sequences: Sequences, logits: Tensor, passes: int) -> ContextPatch:
         """The patch of the kept tokens, without any factors yet."""
         positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
@@ -324,7 +261,7 @@ class ContextPatcher:
             ValueError: the tokens are not those the patch is for, or the patch is a part that cannot be replayed.
         """
         self._check_replay(kept_ids, patch, kept_mask)
-        return self.replay(patch)[0]
+        return torch.cat([logits for logits, _ in self._replay(patch, lambda _blocks: nullcontext([]))], 1)
 
     def _check_replay(self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None) -> None:
         self.require_attached()
@@ -340,38 +277,6 @@ class ContextPatcher:
                 f"expected the kept tokens that the patch was computed for, {tuple(patch.kept_ids.shape)}, "
                 f"got others, {tuple(kept_ids.shape)}"
             )
-
-    @torch.no_grad()
-    def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockTape]]:
-        """:meth:`forward` without its checks, with what the blocks did: logits (B, T, V) and one tape a block."""
-        cache = self._prefix_cache(patch)
-        logits, tapes = [], []
-        for part in self._calls(patch.kept_ids.shape[1]):
-            layers = [{name: x if x.dim() == 1 else x[:, part] for name, x in layer.items()} for layer in patch.layers]
-            with observe(self.blocks) as seen, replaying(self.blocks, layers):
-                logits.append(self._run_kept(patch, cache, part))
-            tapes.append(seen)
-        return torch.cat(logits, 1), [BlockTape.joined(parts) for parts in zip(*tapes, strict=True)]
-
-    def _prefix_cache(self, patch: ContextPatch) -> DynamicCache:
-        """A cache of the prefix alone, as the untouched model makes it."""
-        cache = streams.new_cache(self.model)
-        if patch.prefix_ids.shape[1]:
-            streams.run(self.model, patch.prefix_ids, patch.prefix_mask, patch.prefix_positions, cache, last_logits=1)
-        return cache
-
-    def _run_kept(self, patch: ContextPatch, cache: DynamicCache, part: slice = slice(None)) -> Tensor:
-        """Kept tokens on top of the prefix and the kept tokens before them, masked as if the context stood between."""
-        mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
-        positions = torch.cat([patch.prefix_positions, patch.position_ids], 1)
-        slots = torch.cat([patch.prefix_slots, patch.kept_slots], 1)
-        # chunks are counted from the first token that is not padding: in the whole sequence it stood elsewhere
-        moved = (~patch.prefix_mask).sum(1) - (patch.kept_slots - patch.position_ids)[:, 0]
-        slots = slots + moved.unsqueeze(1)
-        part = slice(*part.indices(patch.kept_ids.shape[1]))
-        until = slice(0, patch.prefix_mask.shape[1] + part.stop)
-        visibility = Visibility(torch.ones_like(mask)[:, until], slots[:, until], positions[:, until])
-        return streams.run(self.model, patch.kept_ids[:, part], mask[:, until], patch.position_ids[:, part], cache, visibility)
 
     # -- generation
 
@@ -406,23 +311,3 @@ def _drops(model: PreTrainedModel) -> bool:
     """Whether the model drops anything out while it trains."""
     rates = [value for name, value in vars(model.config.get_text_config(decoder=True)).items() if "drop" in name or name.endswith("pdrop")]
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
-
-
-def _joined_layers(parts: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
-    """The factors of all calls, token after token."""
-    return tuple(
-        {name: x if x.dim() == 1 or len(parts) == 1 else torch.cat([part[i][name] for part in parts], 1) for name, x in layer.items()}
-        for i, layer in enumerate(parts[0])
-    )
-
-
-def _report(recorded: list[list[BlockRecorder]], columns: Tensor | slice) -> PatchReport:
-    """What the recorders of every call observed; raises ControllabilityError if no patch can do what is wanted."""
-    for token, recorders in enumerate(recorded):
-        for recorder in recorders:
-            recorder.check(columns, token)
-
-    def stack(name: str) -> Tensor:
-        return torch.cat([torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders]) for recorders in recorded], 2)
-
-    return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})

@@ -16,7 +16,7 @@ from icl_patch.attached import AttachedBlock, BlockTape
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.experts import PatchedRouter, PatchedScaledExperts
 from icl_patch.families import Writer
-from icl_patch.modules import PatchedLinear, PatchedRMSNorm, add_shift
+from icl_patch.modules import PatchedLinear, PatchedRMSNorm, add_bias_change
 from icl_patch.recording_experts import record_experts, record_scaled_experts
 
 
@@ -172,9 +172,9 @@ class BlockRecorder:
             wanted = wanted + self.zero_padding(updates.reader_update(reference, y))
         out_dtype = torch.float64 if self.exact else None
         if self.form.writer is Writer.BIAS:
-            layer.shift = wanted.double() if self.exact else wanted
-            gain, name = torch.ones_like(wanted[..., :1], dtype=torch.float64), "shift"
-            patched = add_shift(y, layer.shift, out_dtype)
+            layer.bias_change = wanted.double() if self.exact else wanted
+            gain, name = torch.ones_like(wanted[..., :1], dtype=torch.float64), "bias_change"
+            patched = add_bias_change(y, layer.bias_change, out_dtype)
         else:
             v, norm2 = ops.read_direction(h_own, out_dtype)
             self.refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (wanted != 0).any(-1))

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from icl_patch import embedded, metrics, streams
 from icl_patch.attached import BlockTape
 from icl_patch.generation import History
-from icl_patch.patcher import Computation, ContextPatcher
+from icl_patch.passes import Computation
+from icl_patch.patcher import ContextPatcher
 from icl_patch.streams import Sequences
 
 MARS_PROMPT = "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed robot:"

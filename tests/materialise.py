@@ -23,7 +23,7 @@ def read_patch(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def materialise(model: torch.nn.Module, header: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """``W + u vᵀ`` for every ``….u``, ``b + Δb`` for every ``….shift``, ``w + (m' - m)`` for every ``….new_scale``.
+    """``W + u vᵀ`` for every ``….u``, ``b + Δb`` for every ``….bias_change``, ``w + (m' - m)`` for every ``….new_scale``.
 
     A weight stored as ``w = m - 1`` moves by the same Δm; one stored as (in, out) by the transpose; of experts those that are active.
     """
@@ -36,9 +36,9 @@ def materialise(model: torch.nn.Module, header: dict, tensors: dict[str, torch.T
         if kind == "new_scale":
             parameters[f"{block['path']}.{path}.weight"].data += x - tensors[f"{layers}.{path}.scale"]
         elif experts is not None and path.startswith(f"{experts}."):
-            if kind in ("u", "shift"):
+            if kind in ("u", "bias_change"):
                 change_experts(parameters, block, tensors, layers, path, kind)
-        elif kind == "shift":
+        elif kind == "bias_change":
             parameters[f"{block['path']}.{path}.bias"].data += x
         elif kind == "u":
             v = tensors.get(f"{layers}.{path}.v", tensors.get(f"{layers}.readers.v"))[0, 0]
@@ -55,7 +55,7 @@ def change_experts(
     v = next((tensors[f"{layers}.{part}.v"] for part in (path, experts, "readers") if f"{layers}.{part}.v" in tensors), None)
     for slot, expert in enumerate(tensors[f"{layers}.{experts}.index"][0, 0].tolist()):
         own = u if u.dim() == 1 else u[slot]
-        if kind == "shift":
+        if kind == "bias_change":
             parameters[f"{block['path']}.{path}_bias"].data[expert] += own
             continue
         read = v[0, 0] if v.dim() == 3 else v[0, 0, slot]

@@ -223,6 +223,36 @@ def test_quantised_readers_and_writers(family: str, kind: str, dtype: torch.dtyp
             assert error <= 1e-4
 
 
+# -- adapters
+
+
+class Adapter(nn.Module):
+    """A matrix of low rank beside a matrix, as one module with the weight of the base."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.reads, self.writes = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.writes(self.reads(x))
+
+
+@pytest.mark.parametrize("update", ["direct", "exact"])
+def test_an_adapter_is_one_linear_map_with_its_base(update: str) -> None:
+    model = build("llama", 0, num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.mlp.gate_proj, layer.mlp.down_proj = Adapter(layer.mlp.gate_proj), Adapter(layer.mlp.down_proj)
+    with ContextPatcher(model, update) as patcher:
+        assert patcher.blocks[0].form.readers == ("mlp.gate_proj", "mlp.up_proj")
+        assert patcher.blocks[0].form.down == "mlp.down_proj"
+        works(patcher)
+
+
 # -- generation
 
 

@@ -98,9 +98,9 @@ class Form:
             names |= {f"{self.inner_norm}.new_scale": "hidden", f"{self.inner_norm}.scale": "norm"}
         if self.writer is Writer.EXPERTS:
             part = f"{self.experts}.down_proj"
-            return names | ({f"{part}.shift": "hidden"} if self.expert_bias else {f"{part}.u": "hidden", f"{part}.v": "slots"})
+            return names | ({f"{part}.bias_change": "hidden"} if self.expert_bias else {f"{part}.u": "hidden", f"{part}.v": "slots"})
         if self.writer is Writer.BIAS:
-            return names | {f"{self.down}.shift": "hidden"}
+            return names | {f"{self.down}.bias_change": "hidden"}
         if self.down is not None and (self.writer is Writer.WEIGHT or update != "direct"):
             names |= {f"{self.down}.u": "hidden", f"{self.down}.v": "out"}
         if self.writer is Writer.SCALE:

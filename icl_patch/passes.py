@@ -1,0 +1,156 @@
+"""The passes that a patch takes: both streams at once, or the untouched model and then a closing pass; and its replay."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from icl_patch import streams
+from icl_patch.attached import AttachedBlock, BlockTape, Factors, replaying
+from icl_patch.attention import Visibility
+from icl_patch.observing import observe
+from icl_patch.patch import ContextPatch, PatchReport
+from icl_patch.recording import BlockRecorder, recording
+from icl_patch.streams import Sequences
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """A computed patch, the reduced stream's logits (B, T, V), and what the blocks did with the context (one tape a block)."""
+
+    patch: ContextPatch
+    reduced_logits: Tensor
+    tapes: list[BlockTape]
+
+
+class Passes:
+    """A model with its attached blocks, run for a patch.
+
+    Attributes:
+        model: the model. blocks: its attached blocks, in order. update: "direct", "stable" or "exact".
+        recurrent: whether some layer's state sums up the tokens before; the model then takes one token a call.
+    """
+
+    model: PreTrainedModel
+    blocks: list[AttachedBlock]
+    update: str
+    recurrent: bool
+
+    def _empty_patch(self, sequences: Sequences, logits: Tensor, passes: int) -> ContextPatch:
+        raise NotImplementedError
+
+    def _compute_two_stream(self, cache: DynamicCache, sequences: Sequences) -> Computation:
+        """Both streams in one pass of 2B rows."""
+        batch, columns = len(sequences.tail_ids), sequences.kept_columns
+        valid = sequences.tail_mask & ~sequences.tail_absorbed
+        recorders = [BlockRecorder(block, self.update, valid, None) for block in self.blocks]
+        with recording(recorders):
+            logits = streams.run_two_streams(self.model, sequences, cache)[:, columns]
+            layers = self._factors(columns)
+        patch = self._empty_patch(sequences, logits[:batch], passes=1)
+        patch = replace(patch, layers=layers, report=_report([recorders], columns))
+        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders])
+
+    def _compute_closing(self, cache: DynamicCache, sequences: Sequences, update: str) -> Computation:
+        """A pass of the untouched model over the tail, then one over the kept tokens alone that chooses the factors."""
+        columns = sequences.kept_columns
+        logits, tapes = self._observe_tail(cache, sequences)
+        patch = self._empty_patch(sequences, logits[:, columns], passes=2)
+        prefix = self._prefix_cache(patch)
+        recorded: list[list[BlockRecorder]] = []
+        layers: list[tuple[Factors, ...]] = []
+        reduced: list[Tensor] = []
+        for part in self._calls(patch.kept_ids.shape[1]):
+            mask = patch.kept_mask[:, part]
+            recorders = [BlockRecorder(block, update, mask, tape.part(part)) for block, tape in zip(self.blocks, tapes, strict=True)]
+            with recording(recorders):
+                reduced.append(self._run_kept(patch, prefix, part))
+                layers.append(self._factors(slice(None)))
+            recorded.append(recorders)
+        patch = replace(patch, layers=_joined_layers(layers), report=_report(recorded, slice(None)))
+        return Computation(patch, torch.cat(reduced, 1), tapes)
+
+    def _calls(self, tokens: int) -> list[slice]:
+        """The columns of each call of the model: all in one, but token by token for a recurrent model, whose classes continue so only."""
+        return [slice(token, token + 1) for token in range(tokens)] if self.recurrent else [slice(0, tokens)]
+
+    def _observe_tail(self, cache: DynamicCache, sequences: Sequences) -> tuple[Tensor, list[BlockTape]]:
+        """The untouched model on the tail: its logits (B, S, V), and one tape a block of the kept tokens."""
+        logits, tapes = [], []
+        for part in self._calls(sequences.tail_ids.shape[1]):
+            with observe(self.blocks) as seen:
+                logits.append(streams.run_tail(self.model, sequences, cache, part))
+            tapes.append(seen)
+        kept = sequences.kept_columns
+        return torch.cat(logits, 1), [BlockTape.joined(parts).part(kept) for parts in zip(*tapes, strict=True)]
+
+    def _factors(self, columns: Tensor | slice) -> tuple[dict[str, Tensor], ...]:
+        layers = []
+        for block in self.blocks:
+            layer = {name: factor[:, columns] for name, factor in block.factors().items()}
+            layer |= {f"{name}.scale": norm.scale for name, norm in block.norms.items() if f"{name}.new_scale" in layer}
+            layers.append(layer)
+        return tuple(layers)
+
+    @torch.no_grad()
+    def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockTape]]:
+        """The kept tokens with the patch's factors, unchecked, and what the blocks did: logits (B, T, V) and one tape a block."""
+        logits, tapes = [], []
+        for made, seen in self._replay(patch, observe):
+            logits.append(made)
+            tapes.append(seen)
+        return torch.cat(logits, 1), [BlockTape.joined(parts) for parts in zip(*tapes, strict=True)]
+
+    def _replay(
+        self, patch: ContextPatch, watching: Callable[[list[AttachedBlock]], AbstractContextManager[list[BlockTape]]]
+    ) -> Iterator[tuple[Tensor, list[BlockTape]]]:
+        """Every call of the replay: its logits, and what ``watching`` the blocks gave."""
+        cache = self._prefix_cache(patch)
+        for part in self._calls(patch.kept_ids.shape[1]):
+            layers = [{name: x if x.dim() == 1 else x[:, part] for name, x in layer.items()} for layer in patch.layers]
+            with watching(self.blocks) as seen, replaying(self.blocks, layers):
+                logits = self._run_kept(patch, cache, part)
+            yield logits, seen
+
+    def _prefix_cache(self, patch: ContextPatch) -> DynamicCache:
+        """A cache of the prefix alone, as the untouched model makes it."""
+        cache = streams.new_cache(self.model)
+        if patch.prefix_ids.shape[1]:
+            streams.run(self.model, patch.prefix_ids, patch.prefix_mask, patch.prefix_positions, cache, last_logits=1)
+        return cache
+
+    def _run_kept(self, patch: ContextPatch, cache: DynamicCache, part: slice = slice(None)) -> Tensor:
+        """Kept tokens on top of the prefix and the kept tokens before them, masked as if the context stood between."""
+        mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
+        positions = torch.cat([patch.prefix_positions, patch.position_ids], 1)
+        slots = torch.cat([patch.prefix_slots, patch.kept_slots], 1)
+        # chunks are counted from the first token that is not padding: in the whole sequence it stood elsewhere
+        moved = (~patch.prefix_mask).sum(1) - (patch.kept_slots - patch.position_ids)[:, 0]
+        slots = slots + moved.unsqueeze(1)
+        part = slice(*part.indices(patch.kept_ids.shape[1]))
+        until = slice(0, patch.prefix_mask.shape[1] + part.stop)
+        visibility = Visibility(torch.ones_like(mask)[:, until], slots[:, until], positions[:, until])
+        return streams.run(self.model, patch.kept_ids[:, part], mask[:, until], patch.position_ids[:, part], cache, visibility)
+
+
+def _joined_layers(parts: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
+    """The factors of all calls, token after token."""
+    return tuple(
+        {name: x if x.dim() == 1 or len(parts) == 1 else torch.cat([part[i][name] for part in parts], 1) for name, x in layer.items()}
+        for i, layer in enumerate(parts[0])
+    )
+
+
+def _report(recorded: list[list[BlockRecorder]], columns: Tensor | slice) -> PatchReport:
+    """What the recorders of every call observed; raises ControllabilityError if no patch can do what is wanted."""
+    for token, recorders in enumerate(recorded):
+        for recorder in recorders:
+            recorder.check(columns, token)
+
+    def stack(name: str) -> Tensor:
+        return torch.cat([torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders]) for recorders in recorded], 2)
+
+    return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
