@@ -385,3 +385,27 @@ def test_repr_names_the_base_and_the_mode() -> None:
     assert repr(layer) == "PatchedLinear(Linear(in_features=12, out_features=7, bias=True), mode=off)"
     layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
     assert "mode=replay" in repr(layer)
+
+
+# -- the bias
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("shape", [(5, K), (2, 3, K), (1, K)])
+def test_a_change_of_the_bias(name: str, shape: tuple[int, ...]) -> None:
+    base, z = BASES[name](), torch.randn(shape)
+    layer, plain = PatchedLinear(base), base(z)
+    weight, bias = matrix(base)
+    for change in (torch.randn(N), torch.randn(*shape[:-1], N)):
+        layer.set_bias_change(change)
+        torch.testing.assert_close(layer(z).double(), z.double() @ weight.T + bias + change.double(), rtol=1e-5, atol=1e-5)
+        assert layer(z).dtype == plain.dtype
+    flat = torch.randn(len(z.flatten(0, -2)), N)
+    layer.set_bias_change(flat.double(), out_dtype=torch.float64)
+    assert torch.equal(layer(z), plain.double() + flat.double().reshape(*shape[:-1], N))
+    layer.clear_patch()
+    assert layer.bias_change is None
+    assert torch.equal(layer(z), plain)
+    layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
+    layer.set_bias_change(torch.zeros(N))
+    assert layer.u is None
