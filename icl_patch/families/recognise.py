@@ -83,9 +83,9 @@ class _Reading:
         self.norms = [call for call in calls if _is_norm(call.module)]
         self.experts = [call for call in calls if PatchedExperts.fits(call.module) or PatchedScaledExperts.fits(call.module)]
         matrices = [call for call in calls if is_matrix(call.module) and not _is_norm(call.module)]
+        matrices = [call for call in matrices if not any(inside(call.path, experts.path) for experts in self.experts)]
         # the outermost: an adapter around a matrix is one linear map with it
-        outer = [call.path for call in (*self.experts, *matrices)]
-        matrices = [call for call in matrices if not any(inside(call.path, path) for path in outer if path != call.path)]
+        matrices = [call for call in matrices if not any(inside(call.path, other.path) for other in matrices if other.path != call.path)]
         self.matrices = [call for call in matrices if call.path.split(".")[0] in _MLPS] or matrices
         self.trace = trace
 
