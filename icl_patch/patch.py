@@ -249,14 +249,14 @@ class ContextPatch:
 
     def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:
         """Raises FingerprintMismatch unless the weights that the patch changes, and their dtype, are this model's."""
+        name = model.config._name_or_path or type(model).__name__
         try:
             got = fingerprint or weight_fingerprint(model, self.blocks)
-        except AttributeError:
-            got = "other modules"
+        except AttributeError as error:
+            raise FingerprintMismatch(f"expected a patch of {name} (with other modules: {error}), got one of {self.info.model}") from error
         if got != self.info.fingerprint:
             raise FingerprintMismatch(
-                f"expected a patch of {model.config._name_or_path or type(model).__name__} (weights {got[:12]}…), "
-                f"got one of {self.info.model} (weights {self.info.fingerprint[:12]}…)"
+                f"expected a patch of {name} (weights {got[:12]}…), got one of {self.info.model} (weights {self.info.fingerprint[:12]}…)"
             )
         if DTYPES[self.info.dtype] != model.dtype:
             raise FingerprintMismatch(f"expected a patch of a {model.dtype} model, got one of a {self.info.dtype} model")
