@@ -20,13 +20,13 @@ $(RUN): build/interpreter requirements.txt pyproject.toml setup.py $(SOURCES)
 demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof
 	$(RUN) -m icl_patch demo
 
-test: $(RUN) ## the whole test suite
-	$(RUN) -m pytest
+test: $(RUN) ## the whole test suite, on as many cores as there are
+	$(RUN) -m pytest $$($(RUN) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
 
 stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion, thousands of them against 100 digits
 	$(RUN) -m pytest -m stress
 
-kernels: $(RUN) ## registers and spills of every CUDA kernel, compiled ahead of time; fails if one spills
+kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills
 	$(RUN) tools/kernel_resources.py
 
 bench: $(RUN) ## time the kernels beside what they replace, on the CPU; tables in bench/results

@@ -157,7 +157,7 @@ if __name__ == "__main__":
     setup(
         packages=[*find_packages(include=["icl_patch", "icl_patch.*"]), "icl_patch.kernels", "icl_patch.bench"],
         package_dir={"icl_patch.kernels": "triton_kernels", "icl_patch.bench": "bench"},
-        package_data={"icl_patch": ["py.typed"], "icl_patch.embedded": ["model/*"]},
+        package_data={"icl_patch": ["py.typed"], "icl_patch.embedded": ["model/*"], "icl_patch.kernels": ["configs/*.json"]},
         ext_modules=[native] if native else [],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": PythonlessWheel},
     )

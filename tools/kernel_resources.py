@@ -31,8 +31,7 @@ def demangled(name: str) -> str:
 
 def empty_table(title: str) -> Table:
     """The columns that both kinds share."""
-    numbers = (f"{what} (bytes)" for what in ("spill stores", "spill loads", "stack", "shared"))
-    return Table("kernel", "architecture", *numbers, "registers", title=title)
+    return Table("kernel", "for", "spill stores", "spill loads", "stack", "shared", "registers", title=f"{title} (bytes)")
 
 
 def cuda_kernels(console: Console) -> list[str]:

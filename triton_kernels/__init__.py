@@ -1,4 +1,38 @@
-"""Triton kernels, installed as ``icl_patch.kernels``; this directory is never imported under its own name."""
+"""Triton kernels, installed as ``icl_patch.kernels``; this directory is never imported under its own name.
+
+They run on CUDA tensors, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1). Importing this needs triton, touches no device
+and compiles nothing. Every op is deterministic: no atomics, no tuning at run time, one order of summation that depends on the shapes of
+the weight, the dtype and the GPU.
+"""
 
 if __name__ == "triton_kernels":
     raise ImportError("import icl_patch.kernels: the top-level name triton_kernels belongs to the Triton project's own package")
+
+from icl_patch.kernels.coefficients import coefficients
+from icl_patch.kernels.config import Config, config_for
+from icl_patch.kernels.direction import Direction, read_direction
+from icl_patch.kernels.gated import gated_product
+from icl_patch.kernels.launching import INTERPRETED
+from icl_patch.kernels.linear import patched_linear, regime_of
+from icl_patch.kernels.norms import NormPair, norm_pair, patched_rms_norm
+from icl_patch.kernels.recording import Recorded, record_linear
+from icl_patch.kernels.tuning import candidates, tune
+
+__all__ = [
+    "INTERPRETED",
+    "Config",
+    "Direction",
+    "NormPair",
+    "Recorded",
+    "candidates",
+    "coefficients",
+    "config_for",
+    "gated_product",
+    "norm_pair",
+    "patched_linear",
+    "patched_rms_norm",
+    "read_direction",
+    "record_linear",
+    "regime_of",
+    "tune",
+]

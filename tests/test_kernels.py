@@ -1,0 +1,275 @@
+"""The Triton kernels without a GPU: in Triton's interpreter, compiled ahead of time, and their configurations."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from numeric import check_refused
+
+pytest.importorskip("triton")
+
+from icl_patch import kernels
+from icl_patch.kernels import Config, aot, config, launching, specialisations, tuning
+from icl_patch.kernels.config import DTYPES, REGIMES, Entry, config_for
+from icl_patch.kernels.direction import Direction, plan_direction
+from icl_patch.kernels.gated import plan_gated
+from icl_patch.kernels.linear import plan_linear
+from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
+
+CHECKS = Path(__file__).with_name("kernel_checks.py")
+EVERYTHING = dict(specialisations.linear_launches()) | dict(specialisations.other_launches())
+
+
+def test_in_the_interpreter() -> None:
+    """In a process of its own: triton is interpreted or not from its import on."""
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", str(CHECKS)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CHECKS.parent.parent, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+# Compiled ahead of time; tools/kernel_resources.py compiles every configuration
+
+COMPILED = [
+    "default: stream bfloat16 N ≤ 16384, rank 1",
+    "default: stream bfloat16 N ≤ 4096, Conv1D",
+    "default: tile bfloat16, recording",
+    "default: stream float32, rank 4, 4 rows",
+    "coefficients K = 5376",
+    "direction K = 5376",
+    "norm_pair Gemma",
+    "patched_rms_norm Llama",
+    "gated_product gelu_tanh",
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills(name: str, capability: int) -> None:
+    found = aot.resources(EVERYTHING[name], capability)
+    assert found.problem(capability) is None
+    assert 16 <= found.registers <= 255
+
+
+ODD = [(1, 1, 1), (3, 7, 0), (40, 1, 3), (5, 2**31 + 1, 2)]
+
+
+@pytest.mark.parametrize("sizes", ODD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Sizes and strides of 1 are constants to the compiler, and those beyond 32 bits have another type; the interpreter knows neither."""
+    rows, n, k = sizes
+    chosen = config_for("", dtype, 8, 8, kernels.regime_of(rows))
+
+    def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    z, w, y, bias = empty(rows, k, dtype=dtype), empty(n, k, dtype=dtype), empty(rows, n, dtype=dtype), empty(n, dtype=dtype)
+    u, v, index = empty(4, 2, n), empty(4, 2, k, dtype=dtype), empty(rows, dtype=torch.int32)
+    pair, y_pair, u_out, coeff = empty(2 * rows, k, dtype=dtype), empty(2 * rows, n, dtype=dtype), empty(rows, n), empty(rows, 1)
+    planned = [
+        plan_linear(z, w, u, v, bias, index, None, y, None, chosen),
+        plan_linear(pair, w, None, None, None, None, coeff, y_pair, u_out, chosen),
+    ]
+    for launch in planned:
+        assert aot.compile_ahead(launch, 90).asm["cubin"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 2**31 + 1])
+def test_odd_rows_compile(size: int) -> None:
+    x, wide = torch.empty(2 * size, 1, device="meta"), torch.empty(size, 1, device="meta")
+    direction = Direction(wide, wide[:, 0], wide)
+    planned = [
+        plan_norm_pair(x, x[0], 1e-6, 0.0, True, x, wide, direction),
+        plan_rms_norm(x, x[0], 1e-6, 0.0, True, x),
+        plan_direction(x, direction),
+        plan_gated(x, x, "silu", x),
+    ]
+    for launch in planned:
+        assert aot.compile_ahead(launch, 90).asm["cubin"]
+
+
+def test_a_spill_would_be_seen() -> None:
+    """A tile far too large for its warps."""
+    entry = Entry("stream", "float32", None, None, Config(False, 16, 32, 64, 1, 1))
+    found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 16), 90)
+    assert found.problem(90) == "spills registers"
+
+
+def test_too_much_shared_memory_would_be_seen() -> None:
+    entry = Entry("tile", "bfloat16", None, None, Config(True, 128, 128, 128, 8, 5))
+    found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 64), 90)
+    assert found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {227 * 1024}"
+
+
+@pytest.mark.parametrize("name", ["stream bfloat16 N ≤ 16384", "tile bfloat16", "stream float32"])
+def test_the_weight_is_read_in_large_pieces(name: str) -> None:
+    """16 bytes at a time, past the registers, in either layout."""
+    for variant in ("rank 1", "Conv1D"):
+        ptx = aot.compile_ahead(EVERYTHING[f"default: {name}, {variant}"], 90).asm["ptx"]
+        assert "cp.async.cg.shared.global" in ptx
+
+
+def test_matrix_units_are_used() -> None:
+    ptx = aot.compile_ahead(EVERYTHING["default: stream bfloat16, rank 1"], 90).asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned" in ptx
+    ptx = aot.compile_ahead(EVERYTHING["default: stream bfloat16, rank 1"], 80).asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in ptx
+
+
+def test_no_atomics() -> None:
+    for name in COMPILED:
+        ptx = aot.compile_ahead(EVERYTHING[name], 90).asm["ptx"]
+        assert re.search(r"\b(atom|red)\.", ptx) is None
+
+
+# Configurations
+
+
+def test_every_shape_has_a_configuration() -> None:
+    for file in config.data_files():
+        for dtype in DTYPES:
+            for regime in REGIMES:
+                for n, k in ((1, 1), (640, 2048), (5376, 21504), (262144, 5376), (10**7, 10**6)):
+                    found = config_for(file, dtype, n, k, regime)
+                    assert found.block_m >= (1 if regime == "stream" else 16)
+
+
+def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None:
+    """And fits GPUs with less shared memory than those it is compiled for."""
+    for name, launch in EVERYTHING.items():
+        if name in (
+            "default: stream bfloat16, rank 4, 4 rows",
+            "default: stream bfloat16, rank 1, 16 rows",
+            "default: tile bfloat16, rank 1",
+        ):
+            assert aot.resources(launch, 90).shared <= 99 * 1024
+    text = (Path(config.__file__).parent / "configs" / "default.json").read_text(encoding="utf-8")
+    assert "Not measured" in text
+
+
+def test_a_gpu_never_seen_gets_the_default() -> None:
+    assert config_for("NVIDIA Nothing 9000", torch.bfloat16, 100, 100, "stream") == config_for("", torch.bfloat16, 100, 100, "stream")
+    assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
+
+
+def test_a_data_file_comes_back() -> None:
+    entries = config.entries_for("")
+    assert config.parse(config.dump("NVIDIA H200", "measured", entries)) == entries
+
+
+def test_the_first_entry_that_serves() -> None:
+    small, large = (Config(True, 16, n, 64, 4, 2) for n in (16, 64))
+    entries = (Entry("stream", "bfloat16", 100, 50, small), Entry("stream", "bfloat16", None, None, large))
+    chosen = [next(e.config for e in entries if e.serves("stream", "bfloat16", n, k)) for n, k in ((100, 50), (101, 50), (100, 51))]
+    assert chosen == [small, large, large]
+    assert not entries[1].serves("tile", "bfloat16", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_n": 48}, "expected block_n to be a power of two, got 48"),
+        ({"block_m": 8}, "expected block_m and block_n of 16 or more for matrix units, got 8 and 64"),
+        ({"block_k": 32}, "expected block_k to be a multiple of 64, got 32"),
+        ({"num_stages": 9}, "expected num_stages from 1 to 8, got 9"),
+        ({"num_warps": 0}, "expected num_warps to be a power of two, got 0"),
+    ],
+)
+def test_bad_configurations_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Config(True, 16, 64, 64, 4, 2), **change)
+
+
+def test_bad_data_files_are_refused() -> None:
+    for entry in ('{"regime": "stream"}', '{"regime": "slow", "dtype": "bfloat16", "max_n": null, "max_k": null}'):
+        with pytest.raises(ValueError, match="expected"):
+            config.parse(f'{{"entries": [{entry}]}}')
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_candidates(regime: str) -> None:
+    for dtype in DTYPES:
+        found = tuning.candidates(dtype, regime)
+        assert len(found) == len(set(found)) > 4
+
+
+def test_tune_takes_the_best_of_each_class() -> None:
+    """Fastest on average, relative to the best at each shape; what fails anywhere in its class is out."""
+    tried = tuning.candidates(torch.bfloat16, "stream")
+    small, large, broken = tried[3], tried[7], tried[0]
+
+    def measure(chosen: Config, n: int, k: int) -> float | None:
+        if chosen == broken:
+            return None if k == 64 else 0.001
+        times = {small: 1.0 if n <= 4096 else 9.0, large: 2.0 if n <= 4096 else 3.0}
+        return k * times.get(chosen, 5.0)
+
+    shapes = [(1000, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
+    entries = tuning.tune(torch.bfloat16, "stream", shapes, measure)
+    assert [(entry.max_n, entry.config) for entry in entries] == [(4096, small), (16384, large), (None, large)]
+    assert config.parse(config.dump("x", "y", entries)) == entries
+    assert [e.max_n for e in tuning.tune(torch.bfloat16, "stream", shapes[3:], measure)] == [None]
+    with pytest.raises(ValueError, match="expected a candidate that runs at a shape with N > 16384, found none"):
+        tuning.tune(torch.bfloat16, "stream", shapes[:1], measure)
+    with pytest.raises(ValueError, match="found none"):
+        tuning.tune(torch.bfloat16, "stream", shapes, lambda *_: None)
+
+
+def test_a_second_launch_goes_to_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a tensor lies at an address that the first was not compiled for."""
+    seen = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple) -> object:
+            def run(*arguments: object, **options: object) -> object:
+                seen.append((self.name, grid, arguments[2:], options))
+                return Kernel("compiled")
+
+            return run
+
+    monkeypatch.setattr(launching, "INTERPRETED", True)
+    launch = launching.Launch(Kernel("kernel"), 5, (7, True), 4, 2)
+    x = torch.ones(64)
+    x = x[(-x.data_ptr() % 16) // 4 :]
+    for tensors in ((x, None), (x[4:], None), (x[1:], None), (x, x), (x, None)):
+        launch.with_tensors(x.device, *tensors)
+    assert [(name, grid) for name, grid, *_ in seen] == [
+        ("kernel", (5,)),
+        ("compiled", (5, 1, 1)),
+        ("kernel", (5,)),
+        ("kernel", (5,)),
+        ("compiled", (5, 1, 1)),
+    ]
+    assert all(arguments == (7, True) for _, _, arguments, _ in seen)
+    assert seen[0][3] == {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+
+
+def test_tensors_that_no_kernel_serves() -> None:
+    x = torch.ones(2, 3)
+    calls = (
+        lambda: kernels.patched_linear(x, x),
+        lambda: kernels.patched_linear(x, x.clone().requires_grad_()),
+        lambda: kernels.record_linear(x, x),
+        lambda: kernels.norm_pair(x, x[0], 1e-5),
+        lambda: kernels.patched_rms_norm(x, x, 1e-5),
+        lambda: kernels.gated_product(x, x, "silu"),
+        lambda: kernels.read_direction(x),
+    )
+    for call in calls:
+        check_refused(ValueError, "expected tensors on cuda, got cpu", call)
+
+
+def test_regimes() -> None:
+    assert [kernels.regime_of(rows) for rows in (0, 1, 16, 17, 512)] == ["stream"] * 3 + ["tile"] * 2

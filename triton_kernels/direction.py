@@ -1,0 +1,148 @@
+"""``v = z / ‖z‖²``, the read direction, with the coefficient ``z·v`` that goes with it."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from icl_patch.kernels import library
+from icl_patch.kernels.coefficients import CHUNKS, LANE_BITS, LANES, add_segments, log2, pair_sum, segments_of, steps_of
+from icl_patch.kernels.launching import Launch, ceil_div, check_floats, needs_op, power_of_two
+
+TINY = tl.constexpr(2.0**-126)
+HUGE = tl.constexpr(3.4028234663852886e38)
+
+
+class Direction(NamedTuple):
+    """v (M, K) fp32, ``z/‖z‖²``; inverse_norm2 (M,) fp32, ``1/‖z‖²``; coeff (M, 1) fp32, ``z·v`` as a linear op sums it.
+
+    Where z = 0, or where v or ``1/‖z‖²`` leaves fp32's range, all three are 0, and the caller must look.
+    """
+
+    v: Tensor
+    inverse_norm2: Tensor
+    coeff: Tensor
+
+
+@triton.jit
+def row_offsets(SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the first WIDTH elements of every segment of a row lie, (SEGMENTS, WIDTH)."""
+    return tl.arange(0, SEGMENTS).to(tl.int64)[:, None] * (LANES * CHUNKS) + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def sum_all(x):
+    """The sum of x (SEGMENTS, WIDTH), (1,): neighbours first, whatever the layout."""
+    return pair_sum(tl.reshape(pair_sum(x, log2(x.shape[1])), (1, x.shape[0])), log2(x.shape[0]))
+
+
+@triton.jit
+def norm2(squares):
+    """``‖z‖²`` from its parts in fp64, (1,). Their order may follow the layout: what is derived from it is stored, never summed again."""
+    return tl.reshape(tl.sum(tl.sum(squares, axis=1), axis=0, keep_dims=True), (1,))
+
+
+@triton.jit
+def inverse_of(total, largest):
+    """``1/‖z‖²`` for ``‖z‖²`` (1,) and ``max |z|`` in fp64, 0 where there is no v in fp32."""
+    inverse = 1.0 / total
+    steepest = largest * inverse
+    lost = (total == 0) | (inverse > HUGE) | (inverse < TINY) | (steepest > HUGE) | (steepest < TINY)
+    return tl.where(lost, 0.0, inverse)
+
+
+@triton.jit
+def _direction_kernel(
+    z_ptr, v_ptr, inverse_ptr, coeff_ptr, stride_zm, stride_zk,
+    K: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    z_ptr += m * stride_zm
+    first = row_offsets(SEGMENTS, WIDTH)
+    squares = tl.zeros((SEGMENTS, WIDTH), tl.float64)
+    largest = tl.zeros((SEGMENTS, WIDTH), tl.float32)
+    for j in tl.range(0, ROUNDS):
+        offs_k = first + j * WIDTH
+        z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
+        squares = tl.fma(z.to(tl.float64), z.to(tl.float64), squares)
+        largest = tl.maximum(largest, tl.abs(z))
+    inverse = inverse_of(norm2(squares), tl.max(largest).to(tl.float64))
+    for j in tl.range(0, ROUNDS):
+        offs_k = first + j * WIDTH
+        z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
+        tl.store(v_ptr + m * K + offs_k, (z.to(tl.float64) * inverse[:, None]).to(tl.float32), mask=offs_k < K)
+    lanes = row_offsets(SEGMENTS, LANES)
+    partial = tl.zeros((SEGMENTS, LANES), tl.float32)
+    for j in tl.range(0, STEPS, UNROLL):  # v is computed again rather than read back
+        for i in tl.static_range(UNROLL):
+            offs_k = lanes + (j + i) * LANES
+            z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
+            partial = tl.fma(z, (z.to(tl.float64) * inverse[:, None]).to(tl.float32), partial)
+    one = tl.arange(0, 1)
+    tl.store(inverse_ptr + m + one, inverse.to(tl.float32))
+    tl.store(coeff_ptr + m + one, pair_sum(add_segments(partial, SEGMENTS), LANE_BITS))
+
+
+def row_blocks(k: int) -> tuple[int, int, int, int, int]:
+    """STEPS, UNROLL, SEGMENTS, WIDTH and ROUNDS of the kernels that serve one row of k elements with each program."""
+    segments = segments_of(k)
+    segment = min(power_of_two(k), LANES.value * CHUNKS.value)
+    width = max(min(segment, 4096 // segments), LANES.value)
+    return *steps_of(k), segments, width, ceil_div(segment, width)
+
+
+def row_warps(k: int) -> int:
+    """Eight warps for a long row, so that a thread holds 16 elements at a time."""
+    return 8 if k > 2048 else 4
+
+
+def plan_direction(z: Tensor, direction: Direction) -> Launch:
+    """The launch that fills ``direction`` for z (M, K)."""
+    k = z.shape[1]
+    return Launch(_direction_kernel, len(z), (z, *direction, *z.stride(), k, *row_blocks(k)), row_warps(k))
+
+
+def empty_direction(rows: int, k: int, device: torch.device) -> Direction:
+    """Room for the directions of ``rows`` rows."""
+    sizes = ((rows, k), (rows,), (rows, 1))
+    return Direction(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
+
+
+def launch_direction(z: Tensor) -> Direction:
+    """:func:`read_direction`, straight to the kernel."""
+    direction = empty_direction(z.shape[0], z.shape[1], z.device)
+    plan_direction(z, direction)(z.device)
+    return direction
+
+
+library.define("triton_read_direction(Tensor z) -> (Tensor, Tensor, Tensor)", launch_direction)
+
+
+@library.fake("triton_read_direction")
+def _(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = z.shape
+    wide = z.new_empty((rows, k), dtype=torch.float32)
+    return wide, wide.new_empty((rows,)), wide.new_empty((rows, 1))
+
+
+def read_direction(z: Tensor) -> Direction:
+    """``v = z / ‖z‖²``, ``1/‖z‖²`` and ``z·v`` in one launch; ``‖z‖²`` is summed in fp64 and v rounded once.
+
+    Args:
+        z: (M, K) fp32, bf16 or fp16, any strides, K ≥ 1.
+
+    Returns:
+        Direction(v, inverse_norm2, coeff). Not differentiable.
+
+    Raises:
+        TypeError: z's dtype does not fit.
+        ValueError: its shape does not.
+
+    Source: Goldwaser et al. (2025), Lemma 6.
+    """
+    if z.dim() != 2 or not z.shape[1]:
+        raise ValueError(f"expected z (M, K) with K ≥ 1, got {tuple(z.shape)}")
+    check_floats(z, z=z)
+    return Direction(*torch.ops.icl_patch.triton_read_direction(z)) if needs_op(z) else launch_direction(z)

@@ -1,0 +1,273 @@
+"""``y = z Wᵀ + bias + Σ_r (z·v_r) u_r`` in one pass over W."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from icl_patch.kernels import library
+from icl_patch.kernels.coefficients import coefficients
+from icl_patch.kernels.config import STREAM, STREAM_ROWS, TILE, Config, config_for, gpu_name
+from icl_patch.kernels.gradients import backward, setup
+from icl_patch.kernels.launching import FLOATS, INTERPRETED, Launch, ceil_div, check, check_floats, needs_op, power_of_two
+from icl_patch.kernels.linear_kernels import _dot_linear_kernel, _fma_linear_kernel
+
+MAX_RANK = 64
+_TENSORS = 9  # the kernels' first arguments
+
+
+def regime_of(rows: int) -> str:
+    """``"stream"`` up to 16 rows, else ``"tile"``."""
+    return STREAM if rows <= STREAM_ROWS else TILE
+
+
+@cache
+def blocks(config: Config, rows: int, record: bool) -> tuple[int, int]:
+    """Rows and outputs per program. With multiply-adds both may follow the number of rows: neither is seen in a row's bits."""
+    if config.dot:
+        return config.block_m, config.block_n
+    block_m = min(config.block_m, power_of_two(rows))
+    return block_m, max(config.block_n * 4 // max(4, block_m * (1 + record)), 1)
+
+
+def coefficient_rows(block_m: int, rows: int) -> int:
+    """For how many of its rows a program sums coefficients: none for padding."""
+    return min(block_m, power_of_two(rows))
+
+
+def sums_coefficients(config: Config, rows: int, rank: int) -> bool:
+    """Whether the linear kernel sums the coefficients z·v itself."""
+    return power_of_two(rank) * coefficient_rows(config.block_m, rows) <= config.fused
+
+
+def plan_linear(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    coeff: Tensor | None,
+    y: Tensor,
+    u_out: Tensor | None,
+    config: Config,
+) -> Launch:
+    """The launch that fills y (M, N); with ``u_out`` z and y are (2M, ·), and ``u_out`` (M, N) is the patch it makes.
+
+    u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``coeff`` (M, R), v is not read.
+    """
+    n, k = weight.shape
+    record = u_out is not None
+    rows = len(z) // 2 if record else len(z)
+    rank, fused = 0, 0
+    u_strides: tuple[int, ...] = (0, 0, 0)
+    v_strides = u_strides
+    if u is not None and v is not None:
+        rank = u.shape[1]
+        u_strides, v_strides = u.stride(), v.stride()
+        if index is None and u.shape[0] == 1:
+            u_strides, v_strides = (0, *u_strides[1:]), (0, *v_strides[1:])
+        fused = 0 if coeff is not None else power_of_two(rank)
+    block_m, block_n = blocks(config, rows, record)
+    arguments = (
+        z, weight, bias, u, v, index, coeff, y, u_out,
+        rows, n, *z.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), *u_strides, *v_strides,
+        k, rank, fused, record, index is not None, bias is not None,
+        block_m, block_n, config.block_k, coefficient_rows(block_m, rows), config.num_stages, INTERPRETED,
+    )  # fmt: skip
+    kernel = _dot_linear_kernel if config.dot else _fma_linear_kernel
+    return Launch(kernel, ceil_div(rows, block_m) * ceil_div(n, block_n), arguments, config.num_warps, config.num_stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call needs beside its tensors: it is found once for all calls whose tensors have the same shapes, strides and dtypes."""
+
+    size: tuple[int, int]
+    dtype: torch.dtype
+    rank_summed_before: int  # coefficients that a launch of their own sums; 0 for none
+    launch: Launch | None  # with the tensors' sizes and strides, but not the tensors
+
+    def __call__(self, z: Tensor, weight: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None, index: Tensor | None) -> Tensor:
+        y = torch.empty(self.size, dtype=self.dtype, device=z.device)
+        if self.launch is not None:
+            coeff = None
+            if self.rank_summed_before:
+                assert v is not None
+                coeff = coefficients(z, v if v.dim() == 3 else v.unsqueeze(1), index)
+            self.launch.with_tensors(z.device, z, weight, bias, u, v, index, coeff, y, None)
+        return y
+
+
+def _find_call(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    out_dtype: torch.dtype | None,
+    regime: str | None,
+    config: Config | None = None,
+) -> _Call:
+    rows, size, dtype = len(z), (len(z), len(weight)), out_dtype or z.dtype
+    if config is None:
+        config = config_for(gpu_name(z.device), weight.dtype, *weight.shape, regime or regime_of(rows))
+    if not rows or not len(weight):
+        return _Call(size, dtype, 0, None)
+    summed_before = 0
+    if u is not None and v is not None:
+        if u.dim() == 2:
+            u, v = u.unsqueeze(1), v.unsqueeze(1)
+        if not len(u):  # an empty pool: no row has a patch
+            u = v = index = None
+        elif not sums_coefficients(config, rows, u.shape[1]):
+            summed_before = u.shape[1]
+    coeff = z if summed_before else None  # it is there or not: where it lies comes later
+    return _Call(size, dtype, summed_before, plan_linear(z, weight, u, v, bias, index, coeff, z, None, config).without(_TENSORS))
+
+
+def launch_linear(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    regime: str | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """:func:`patched_linear` with arguments that fit and without gradients, straight to the kernel."""
+    return _find_call(z, weight, u, v, bias, index, out_dtype, regime, config)(z, weight, u, v, bias, index)
+
+
+library.define(
+    "triton_patched_linear(Tensor z, Tensor weight, Tensor? u, Tensor? v, Tensor? bias, Tensor? index, ScalarType? out_dtype, str? regime)"
+    " -> Tensor",
+    launch_linear,
+)
+
+
+@library.fake("triton_patched_linear")
+def _(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    out_dtype: torch.dtype | None,
+    regime: str | None,
+) -> Tensor:
+    return z.new_empty((z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype)
+
+
+def patched_linear(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    index: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    regime: str | None = None,
+) -> Tensor:
+    """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r``, accumulated in fp32 and rounded once.
+
+    Args:
+        z: (M, K) fp32, bf16 or fp16, any strides.
+        weight: logically (N, K), z's dtype, any strides; fast with either dimension contiguous.
+        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with ``index``; R from 1 to 64; fp32, bf16 or
+            fp16. Without u and v the op is the plain linear map.
+        v: as ``u`` with K for N.
+        bias: (N,), z's dtype.
+        index: (M,) integer rows of the pool, which are not looked at on the host; a negative one gives the row the bits of the plain map.
+        out_dtype: of the result; z's dtype by default.
+        regime: ``"stream"`` or ``"tile"`` for any number of rows; by default ``"stream"`` up to 16 rows. Within a regime a row's bits
+            depend on nothing but the row, its factors, the weight, the bias and the GPU.
+
+    Returns:
+        (M, N). Differentiable in z, weight, u, v and bias.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+
+    Source: Goldwaser et al. (2025), Lemmas 6 and 9.
+    """
+    if needs_op(z, weight, u, v, bias):
+        _check(z, weight, u, v, bias, index, out_dtype)
+        return torch.ops.icl_patch.triton_patched_linear(z, weight, u, v, bias, index, out_dtype, regime)
+    key = (z.device, out_dtype, regime, *map(_form, (z, weight, u, v, bias, index)))
+    call = _calls.get(key)
+    if call is None:
+        _check(z, weight, u, v, bias, index, out_dtype)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        call = _calls[key] = _find_call(z, weight, u, v, bias, index, out_dtype, regime)
+    return call(z, weight, u, v, bias, index)
+
+
+_calls: dict[tuple, _Call] = {}
+_MOST_CALLS = 4096
+
+
+def _form(x: Tensor | None) -> tuple | None:
+    """All that the checks and the compiler see of a tensor, but for the alignment of its address."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
+def _check(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    check_linear(z, weight, bias, out_dtype)
+    if u is not None or v is not None:
+        _check_factors(z, weight, u, v, index)
+    elif index is not None:
+        raise ValueError("expected u and v with index, got none")
+
+
+def check_linear(z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    """Raise for what does not fit."""
+    if z.dim() != 2 or weight.dim() != 2 or z.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected z (M, K) and weight (N, K), got {tuple(z.shape)} and {tuple(weight.shape)}")
+    check_floats(z, z=z, weight=weight, bias=bias)
+    check(weight.dtype == z.dtype, f"weight in z's dtype {z.dtype}", weight.dtype, TypeError)
+    if bias is not None:
+        check(bias.shape == weight.shape[:1], f"bias ({weight.shape[0]},)", bias.shape)
+        check(bias.dtype == z.dtype, f"bias in z's dtype {z.dtype}", bias.dtype, TypeError)
+    if out_dtype is not None:
+        check(out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)
+
+
+def _check_factors(z: Tensor, weight: Tensor, u: Tensor | None, v: Tensor | None, index: Tensor | None) -> None:
+    if u is None or v is None:
+        raise ValueError("expected both u and v or neither, got one of them")
+    check_floats(z, u=u, v=v)
+    rows = z.shape[0]
+    for name, factor, width in (("u", u, weight.shape[0]), ("v", v, weight.shape[1])):
+        pool = index is not None and factor.dim() == 3
+        own = index is None and ((factor.dim() in (2, 3) and factor.shape[0] == rows) or (factor.dim() == 3 and factor.shape[0] == 1))
+        if not (pool or own) or factor.shape[-1] != width:
+            wanted = f"(P, R, {width})" if index is not None else f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
+            raise ValueError(f"expected {name} {wanted}, got {tuple(factor.shape)}")
+    if u.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"expected u and v with the same rows and rank, got {tuple(u.shape)} and {tuple(v.shape)}")
+    if u.dim() == 3 and not 1 <= u.shape[1] <= MAX_RANK:
+        raise ValueError(f"expected a rank from 1 to {MAX_RANK}, got {u.shape[1]}")
+    if index is not None:
+        good = index.shape == (rows,) and not index.is_floating_point() and index.dtype != torch.bool
+        check(good, f"index ({rows},) of integers", index.shape)
+        check(index.device == z.device, f"index on {z.device}", index.device)
+
+
+library.autograd("triton_patched_linear", backward, setup)

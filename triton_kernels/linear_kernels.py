@@ -1,0 +1,212 @@
+"""The two kernels behind every linear op: plain, patched or recording, on matrix units or with fused multiply-adds.
+
+Both walk K in one order that is fixed by the configuration, and give a row the same bits wherever it stands among the others:
+
+- ``_dot_linear_kernel`` puts the weight on the left, ``W zᵀ``, so that up to 16 rows ride as columns of the smallest matrix instruction;
+- ``_fma_linear_kernel`` keeps one running sum per row, output and lane of BLOCK_K, and adds the lanes in pairs at the end.
+
+What follows the sum is the same in both: ``+ bias``, then ``+ c_r u_r`` rank by rank, each one fused multiply-add, then one rounding.
+"""
+
+import triton
+import triton.language as tl
+
+from icl_patch.kernels.coefficients import LANE_BITS, LANES, coefficient_step, log2, pair_sum
+
+
+@triton.jit
+def _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX: tl.constexpr):
+    """The rows' places in u and v, and which rows have a patch."""
+    if HAS_INDEX:
+        row = tl.load(index_ptr + offs_m, mask=mask_m, other=-1).to(tl.int64)
+        patched = mask_m & (row >= 0)
+    else:
+        row = offs_m
+        patched = mask_m
+    return row, patched
+
+
+@triton.jit
+def _coefficient_steps(
+    partial, total, z_ptr, v_ptr, offs_m, row, patched, k0, stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
+    K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_K elements of ``z·v_r``, for FUSED ≥ R ranks: partial and total are (FUSED, ROWS, 64)."""
+    offs_r = tl.arange(0, FUSED)[:, None, None]
+    for j in tl.static_range(BLOCK_K // LANES):
+        k = k0 + j * LANES
+        offs_k = (k + tl.arange(0, LANES)).to(tl.int64)[None, None, :]
+        mask = patched[None, :, None] & (offs_k < K)
+        z = tl.load(z_ptr + offs_m[None, :, None] * stride_zm + offs_k * stride_zk, mask=mask, other=0.0).to(tl.float32)
+        v_ptrs = v_ptr + row[None, :, None] * stride_vm + offs_r.to(tl.int64) * stride_vr + offs_k * stride_vk
+        v = tl.load(v_ptrs, mask=mask & (offs_r < R), other=0.0).to(tl.float32)
+        partial, total = coefficient_step(partial, total, z, v, k)
+    return partial, total
+
+
+@triton.jit
+def _sum_lanes(lanes, FUSED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The coefficients of (FUSED, ROWS, 64) lanes, spread to (FUSED, BLOCK_M): each is added to zeros only."""
+    coeff = tl.reshape(pair_sum(tl.reshape(lanes, (FUSED * ROWS, LANES)), LANE_BITS), (FUSED, ROWS, 1))
+    own = tl.arange(0, ROWS)[None, :, None] == tl.arange(0, BLOCK_M)[None, None, :]
+    return tl.sum(tl.where(own, coeff, 0.0), axis=1)
+
+
+@triton.jit
+def _add_patch(
+    acc, coeff, coeff_ptr, u_ptr, offs_m, offs_n, row, patched, mask_n, stride_um, stride_ur, stride_un,
+    R: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """``acc + Σ_r c_r u_r`` for acc (BLOCK_N, BLOCK_M), rank by rank; rows without a patch keep their bits."""
+    mask = mask_n[:, None] & patched[None, :]
+    u_offsets = row[None, :] * stride_um + offs_n[:, None] * stride_un
+    for r in tl.range(0, R):
+        if FUSED:
+            chosen = tl.arange(0, FUSED)[:, None] == r
+            c = tl.sum(tl.where(chosen, coeff, 0.0), axis=0)  # one number and zeros
+        else:
+            c = tl.load(coeff_ptr + offs_m * R + r, mask=patched, other=0.0)
+        u = tl.load(u_ptr + u_offsets, mask=mask, other=0.0).to(tl.float32)
+        acc = tl.where(mask, tl.fma(tl.broadcast_to(c[None, :], acc.shape), u, acc), acc)
+        u_ptr += stride_ur
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc, acc_ctx, coeff, bias_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr, offs_m, offs_n, mask_m, mask_n,
+    M, N, stride_b, stride_um, stride_ur, stride_un,
+    R: tl.constexpr, FUSED: tl.constexpr, RECORD: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """From the sums (BLOCK_N, BLOCK_M) to the outputs."""
+    mask = mask_n[:, None] & mask_m[None, :]
+    offsets = offs_m[None, :] * N + offs_n[:, None]
+    y = acc
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_n * stride_b, mask=mask_n, other=0.0).to(tl.float32)[:, None]
+        y = acc + bias
+    if RECORD:
+        u = acc_ctx - acc
+        tl.store(u_out_ptr + offsets, u, mask=mask)
+        c = tl.load(coeff_ptr + offs_m, mask=mask_m, other=0.0)
+        y = tl.fma(tl.broadcast_to(c[None, :], y.shape), u, y)
+        y_ctx = acc_ctx
+        if HAS_BIAS:
+            y_ctx = acc_ctx + bias
+        tl.store(y_ptr + offsets, y_ctx.to(y_ptr.dtype.element_ty), mask=mask)
+        offsets = (offs_m + M)[None, :] * N + offs_n[:, None]
+    elif R:
+        row, patched = _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX)
+        y = _add_patch(
+            y, coeff, coeff_ptr, u_ptr, offs_m, offs_n, row, patched, mask_n, stride_um, stride_ur, stride_un, R, FUSED
+        )  # fmt: skip
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dot_linear_kernel(
+    z_ptr, w_ptr, bias_ptr, u_ptr, v_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr,
+    M, N, stride_zm, stride_zk, stride_wn, stride_wk, stride_b, stride_um, stride_ur, stride_un, stride_vm, stride_vr, stride_vk,
+    K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, RECORD: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, NUM_STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs share outputs, not rows: the second reads the weight from L2.
+    pid = tl.program_id(0).to(tl.int64)
+    row_blocks = tl.cdiv(M, BLOCK_M)
+    offs_m = (pid % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = (pid // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    offs_c = (pid % row_blocks) * BLOCK_M + tl.arange(0, ROWS)
+    row, patched = _factor_rows(index_ptr, offs_c, offs_c < M, HAS_INDEX)
+    reduced_m = offs_m
+    if RECORD:
+        reduced_m = offs_m + M
+
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_ctx = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    coeff = tl.zeros((1, 1), tl.float32)
+    if FUSED:
+        partial = tl.zeros((FUSED, ROWS, LANES), tl.float32)
+        total = tl.zeros((FUSED, ROWS, LANES), tl.float32)
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        offs_k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
+        mask_w, mask_z = mask_n[:, None], mask_m[:, None]
+        if K % BLOCK_K:
+            mask_w, mask_z = mask_w & (offs_k < K)[None, :], mask_z & (offs_k < K)[None, :]
+        w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk, mask=mask_w, other=0.0)
+        z = tl.load(z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0)
+        if WIDEN:
+            w, z = w.to(tl.float32), z.to(tl.float32)
+        acc = tl.dot(w, tl.trans(z), acc, input_precision="ieee")
+        if RECORD:
+            z_ctx = tl.load(z_ptr + offs_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0)
+            if WIDEN:
+                z_ctx = z_ctx.to(tl.float32)
+            acc_ctx = tl.dot(w, tl.trans(z_ctx), acc_ctx, input_precision="ieee")
+        if FUSED:
+            partial, total = _coefficient_steps(
+                partial, total, z_ptr, v_ptr, offs_c, row, patched, k0, stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
+                K, R, FUSED, BLOCK_K,
+            )  # fmt: skip
+    if FUSED:
+        coeff = _sum_lanes(total + partial, FUSED, ROWS, BLOCK_M)
+    _finish(
+        acc, acc_ctx, coeff, bias_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr, offs_m, offs_n, mask_m, mask_n,
+        M, N, stride_b, stride_um, stride_ur, stride_un, R, FUSED, RECORD, HAS_INDEX, HAS_BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fma_linear_kernel(
+    z_ptr, w_ptr, bias_ptr, u_ptr, v_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr,
+    M, N, stride_zm, stride_zk, stride_wn, stride_wk, stride_b, stride_um, stride_ur, stride_un, stride_vm, stride_vr, stride_vk,
+    K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, RECORD: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, NUM_STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    row_blocks = tl.cdiv(M, BLOCK_M)
+    offs_m = (pid % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = (pid // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    offs_c = (pid % row_blocks) * BLOCK_M + tl.arange(0, ROWS)
+    row, patched = _factor_rows(index_ptr, offs_c, offs_c < M, HAS_INDEX)
+    reduced_m = offs_m
+    if RECORD:
+        reduced_m = offs_m + M
+
+    sums = tl.zeros((BLOCK_N, BLOCK_M, BLOCK_K), tl.float32)
+    sums_ctx = tl.zeros((BLOCK_N, BLOCK_M, BLOCK_K if RECORD else 1), tl.float32)
+    coeff = tl.zeros((1, 1), tl.float32)
+    if FUSED:
+        partial = tl.zeros((FUSED, ROWS, LANES), tl.float32)
+        total = tl.zeros((FUSED, ROWS, LANES), tl.float32)
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        offs_k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
+        mask_w, mask_z = mask_n[:, None], mask_m[:, None]
+        if K % BLOCK_K:
+            mask_w, mask_z = mask_w & (offs_k < K)[None, :], mask_z & (offs_k < K)[None, :]
+        w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk, mask=mask_w, other=0.0)
+        w = w.to(tl.float32)[:, None, :]
+        z = tl.load(z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0).to(tl.float32)[None, :, :]
+        sums = tl.fma(tl.broadcast_to(w, sums.shape), tl.broadcast_to(z, sums.shape), sums)
+        if RECORD:
+            z_ctx = tl.load(z_ptr + offs_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0).to(tl.float32)[
+                None, :, :
+            ]
+            sums_ctx = tl.fma(tl.broadcast_to(w, sums.shape), tl.broadcast_to(z_ctx, sums.shape), sums_ctx)
+        if FUSED:
+            partial, total = _coefficient_steps(
+                partial, total, z_ptr, v_ptr, offs_c, row, patched, k0, stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
+                K, R, FUSED, BLOCK_K,
+            )  # fmt: skip
+    BITS: tl.constexpr = log2(BLOCK_K)  # noqa: N806
+    acc = tl.reshape(pair_sum(tl.reshape(sums, (BLOCK_N * BLOCK_M, BLOCK_K)), BITS), (BLOCK_N, BLOCK_M))
+    acc_ctx = acc
+    if RECORD:
+        acc_ctx = tl.reshape(pair_sum(tl.reshape(sums_ctx, (BLOCK_N * BLOCK_M, BLOCK_K)), BITS), (BLOCK_N, BLOCK_M))
+    if FUSED:
+        coeff = _sum_lanes(total + partial, FUSED, ROWS, BLOCK_M)
+    _finish(
+        acc, acc_ctx, coeff, bias_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr, offs_m, offs_n, mask_m, mask_n,
+        M, N, stride_b, stride_um, stride_ur, stride_un, R, FUSED, RECORD, HAS_INDEX, HAS_BIAS,
+    )  # fmt: skip

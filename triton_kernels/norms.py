@@ -1,0 +1,235 @@
+"""The norm before the MLP for both streams, and an RMSNorm whose scale differs from row to row.
+
+Both sum the squares in one order, whatever the layout, so a row gets the same bits from either.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from icl_patch.kernels import library
+from icl_patch.kernels.coefficients import LANE_BITS, LANES, add_segments, pair_sum
+from icl_patch.kernels.direction import Direction, empty_direction, inverse_of, norm2, row_blocks, row_offsets, row_warps, sum_all
+from icl_patch.kernels.launching import Launch, check, check_floats, needs_op
+
+
+class NormPair(NamedTuple):
+    """z_pair (2M, d), both streams' normed rows; dz (M, d) fp32, ``z_ctx - z``; the direction of z."""
+
+    z_pair: Tensor
+    dz: Tensor
+    direction: Direction
+
+    @property
+    def z_ctx(self) -> Tensor:
+        """(M, d), of the context stream."""
+        return self.z_pair[: len(self.dz)]
+
+    @property
+    def z(self) -> Tensor:
+        """(M, d), of the reduced stream."""
+        return self.z_pair[len(self.dz) :]
+
+
+@triton.jit
+def _reciprocal_rms(x_ptr, stride_k, eps, D: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr):
+    """``1/sqrt(mean(x²) + eps)`` of one row, (1, 1)."""
+    first = row_offsets(SEGMENTS, WIDTH)
+    squares = tl.zeros((SEGMENTS, WIDTH), tl.float32)
+    for j in tl.range(0, ROUNDS):
+        offs = first + j * WIDTH
+        x = tl.load(x_ptr + offs * stride_k, mask=offs < D, other=0.0).to(tl.float32)
+        squares = tl.fma(x, x, squares)
+    mean = tl.div_rn(sum_all(squares), tl.full((1,), D, tl.float32))
+    return tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
+
+
+@triton.jit
+def _scaled(x, reciprocal, scale, CAST_FIRST: tl.constexpr):
+    """``scale · x · reciprocal``, rounded to x's dtype: after the scale, or (CAST_FIRST) also before it."""
+    normed = x.to(tl.float32) * reciprocal
+    if CAST_FIRST:
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * scale).to(x.dtype)
+
+
+@triton.jit
+def _norm_pair_kernel(
+    hidden_ptr, weight_ptr, z_ptr, dz_ptr, v_ptr, inverse_ptr, coeff_ptr, M, stride_hm, stride_hk, stride_w, eps, offset,
+    D: tl.constexpr, CAST_FIRST: tl.constexpr,
+    STEPS: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    ctx_ptr, reduced_ptr = hidden_ptr + m * stride_hm, hidden_ptr + (M + m) * stride_hm
+    reciprocal_ctx = _reciprocal_rms(ctx_ptr, stride_hk, eps, D, SEGMENTS, WIDTH, ROUNDS)
+    reciprocal = _reciprocal_rms(reduced_ptr, stride_hk, eps, D, SEGMENTS, WIDTH, ROUNDS)
+    first = row_offsets(SEGMENTS, WIDTH)
+    squares = tl.zeros((SEGMENTS, WIDTH), tl.float64)
+    largest = tl.zeros((SEGMENTS, WIDTH), tl.float32)
+    for j in tl.range(0, ROUNDS):
+        offs = first + j * WIDTH
+        mask = offs < D
+        scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
+        x_ctx = tl.load(ctx_ptr + offs * stride_hk, mask=mask, other=0.0)
+        x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
+        z_ctx, z = _scaled(x_ctx, reciprocal_ctx, scale, CAST_FIRST), _scaled(x, reciprocal, scale, CAST_FIRST)
+        wide = z.to(tl.float32)
+        tl.store(z_ptr + m * D + offs, z_ctx, mask=mask)
+        tl.store(z_ptr + (M + m) * D + offs, z, mask=mask)
+        tl.store(dz_ptr + m * D + offs, z_ctx.to(tl.float32) - wide, mask=mask)
+        squares = tl.fma(wide.to(tl.float64), wide.to(tl.float64), squares)
+        largest = tl.maximum(largest, tl.abs(wide))
+    inverse = inverse_of(norm2(squares), tl.max(largest).to(tl.float64))
+    # From here on z is computed again rather than read back.
+    for j in tl.range(0, ROUNDS):
+        offs = first + j * WIDTH
+        mask = offs < D
+        scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
+        x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
+        wide = _scaled(x, reciprocal, scale, CAST_FIRST).to(tl.float32)
+        tl.store(v_ptr + m * D + offs, (wide.to(tl.float64) * inverse[:, None]).to(tl.float32), mask=mask)
+    lanes = row_offsets(SEGMENTS, LANES)
+    partial = tl.zeros((SEGMENTS, LANES), tl.float32)
+    for j in tl.range(0, STEPS, UNROLL):
+        for i in tl.static_range(UNROLL):
+            offs = lanes + (j + i) * LANES
+            mask = offs < D
+            scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
+            x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
+            wide = _scaled(x, reciprocal, scale, CAST_FIRST).to(tl.float32)
+            partial = tl.fma(wide, (wide.to(tl.float64) * inverse[:, None]).to(tl.float32), partial)
+    one = tl.arange(0, 1)
+    tl.store(inverse_ptr + m + one, inverse.to(tl.float32))
+    tl.store(coeff_ptr + m + one, pair_sum(add_segments(partial, SEGMENTS), LANE_BITS))
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, scale_ptr, y_ptr, stride_xm, stride_xk, stride_sm, stride_sk, eps, offset,
+    D: tl.constexpr, CAST_FIRST: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    first = row_offsets(SEGMENTS, WIDTH)
+    reciprocal = _reciprocal_rms(x_ptr + m * stride_xm, stride_xk, eps, D, SEGMENTS, WIDTH, ROUNDS)
+    for j in tl.range(0, ROUNDS):
+        offs = first + j * WIDTH
+        mask = offs < D
+        scale = tl.load(scale_ptr + m * stride_sm + offs * stride_sk, mask=mask, other=0.0).to(tl.float32) + offset
+        x = tl.load(x_ptr + m * stride_xm + offs * stride_xk, mask=mask, other=0.0)
+        tl.store(y_ptr + m * D + offs, _scaled(x, reciprocal, scale, CAST_FIRST), mask=mask)
+
+
+def plan_norm_pair(
+    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool, z_pair: Tensor, dz: Tensor, direction: Direction
+) -> Launch:
+    """The launch that fills z_pair, dz and direction."""
+    rows, d = len(hidden) // 2, hidden.shape[1]
+    arguments = (
+        hidden, weight, z_pair, dz, *direction, rows, *hidden.stride(), weight.stride(0), float(eps), float(offset),
+        d, cast_first, *row_blocks(d),
+    )  # fmt: skip
+    return Launch(_norm_pair_kernel, rows, arguments, row_warps(d))
+
+
+def launch_norm_pair(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> tuple[Tensor, ...]:
+    """:func:`norm_pair`, straight to the kernel: z_pair, dz, v, inverse_norm2, coeff."""
+    rows, d = len(hidden) // 2, hidden.shape[1]
+    z_pair = torch.empty((2 * rows, d), dtype=hidden.dtype, device=hidden.device)
+    dz = torch.empty((rows, d), dtype=torch.float32, device=hidden.device)
+    direction = empty_direction(rows, d, hidden.device)
+    plan_norm_pair(hidden, weight, eps, offset, cast_first, z_pair, dz, direction)(hidden.device)
+    return z_pair, dz, *direction
+
+
+def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool, y: Tensor) -> Launch:
+    """The launch that fills y."""
+    d = x.shape[1]
+    strides = scale.stride() if scale.dim() == 2 else (0, scale.stride(0))
+    arguments = (x, scale, y, *x.stride(), *strides, float(eps), float(offset), d, cast_first, *row_blocks(d)[2:])
+    return Launch(_rms_norm_kernel, len(x), arguments, row_warps(d))
+
+
+def launch_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
+    """:func:`patched_rms_norm`, straight to the kernel."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    plan_rms_norm(x, scale, eps, offset, cast_first, y)(x.device)
+    return y
+
+
+library.define(
+    "triton_norm_pair(Tensor hidden, Tensor weight, float eps, float offset, bool cast_first) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch_norm_pair,
+)
+library.define("triton_rms_norm(Tensor x, Tensor scale, float eps, float offset, bool cast_first) -> Tensor", launch_rms_norm)
+
+
+@library.fake("triton_norm_pair")
+def _(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> tuple[Tensor, ...]:
+    rows, d = hidden.shape[0] // 2, hidden.shape[1]
+    dz = hidden.new_empty((rows, d), dtype=torch.float32)
+    return (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format),
+        dz,
+        dz.new_empty((rows, d)),
+        dz.new_empty((rows,)),
+        dz.new_empty((rows, 1)),
+    )
+
+
+@library.fake("triton_rms_norm")
+def _(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> NormPair:
+    """``z = (o + w) ⊙ x / sqrt(mean(x²) + eps)`` for both streams, ``z_ctx - z`` and the direction of z, in one launch.
+
+    Args:
+        hidden: (2M, d) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced stream.
+        weight: (d,), any of these dtypes.
+        eps: the norm's.
+        scale_offset: o; 1 for Gemma, 0 for Llama.
+        cast_first: whether the normalised row is rounded to the model's dtype before it is scaled (Llama), or only after (Gemma).
+
+    Returns:
+        NormPair(z_pair, dz, direction). Not differentiable.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+    """
+    if hidden.dim() != 2 or hidden.shape[0] % 2 or not hidden.shape[1]:
+        raise ValueError(f"expected hidden (2M, d) with d ≥ 1, got {tuple(hidden.shape)}")
+    check_floats(hidden, hidden=hidden, weight=weight)
+    check(weight.shape == hidden.shape[1:], f"weight ({hidden.shape[1]},)", weight.shape)
+    run = torch.ops.icl_patch.triton_norm_pair if needs_op(hidden, weight) else launch_norm_pair
+    z_pair, dz, *direction = run(hidden, weight, eps, scale_offset, cast_first)
+    return NormPair(z_pair, dz, Direction(*direction))
+
+
+def patched_rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
+    """``y = (o + m') ⊙ x / sqrt(mean(x²) + eps)``, with a scale per row.
+
+    Args:
+        x: (M, d) fp32, bf16 or fp16, any strides.
+        scale: m', (M, d) per row, or (d,), any of these dtypes.
+        eps, scale_offset, cast_first: as for :func:`norm_pair`.
+
+    Returns:
+        (M, d) in x's dtype. With the norm's own weight the bits of :func:`norm_pair`. Not differentiable.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+
+    Source: Goldwaser et al. (2025), Lemma 10.
+    """
+    if x.dim() != 2 or not x.shape[1]:
+        raise ValueError(f"expected x (M, d) with d ≥ 1, got {tuple(x.shape)}")
+    check_floats(x, x=x, scale=scale)
+    check(scale.shape in (x.shape, x.shape[1:]), f"scale {tuple(x.shape)} or ({x.shape[1]},)", scale.shape)
+    run = torch.ops.icl_patch.triton_rms_norm if needs_op(x, scale) else launch_rms_norm
+    return run(x, scale, eps, scale_offset, cast_first)

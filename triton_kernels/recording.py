@@ -1,0 +1,92 @@
+"""Both streams through one linear map in one pass over W: the outputs and the patch they differ by."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from icl_patch.kernels import library
+from icl_patch.kernels.config import Config, config_for, gpu_name
+from icl_patch.kernels.direction import Direction, read_direction
+from icl_patch.kernels.launching import check, needs_op
+from icl_patch.kernels.linear import check_linear, plan_linear, regime_of
+
+
+class Recorded(NamedTuple):
+    """y_pair (2M, N), the context rows' output and the reduced rows' patched output; u (M, N) fp32; the reduced rows' direction."""
+
+    y_pair: Tensor
+    u: Tensor
+    direction: Direction
+
+    @property
+    def y_ctx(self) -> Tensor:
+        """(M, N), of the context stream."""
+        return self.y_pair[: len(self.u)]
+
+    @property
+    def y(self) -> Tensor:
+        """(M, N), of the reduced stream, with its patch."""
+        return self.y_pair[len(self.u) :]
+
+
+def launch_record(
+    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None = None, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`record_linear` for given coefficients, straight to the kernel: y_pair and u."""
+    rows, n, device = len(z_pair) // 2, weight.shape[0], z_pair.device
+    y_pair = torch.empty((2 * rows, n), dtype=z_pair.dtype, device=device)
+    u = torch.empty((rows, n), dtype=torch.float32, device=device)
+    if u.numel():
+        if config is None:
+            config = config_for(gpu_name(device), weight.dtype, *weight.shape, regime or regime_of(rows))
+        plan_linear(z_pair, weight, None, None, bias, None, coeff, y_pair, u, config)(device)
+    return y_pair, u
+
+
+library.define(
+    "triton_record_linear(Tensor z_pair, Tensor weight, Tensor? bias, Tensor coeff, str? regime) -> (Tensor, Tensor)", launch_record
+)
+
+
+@library.fake("triton_record_linear")
+def _(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None) -> tuple[Tensor, Tensor]:
+    y_pair = z_pair.new_empty((z_pair.shape[0], weight.shape[0]))
+    return y_pair, z_pair.new_empty((z_pair.shape[0] // 2, weight.shape[0]), dtype=torch.float32)
+
+
+def record_linear(
+    z_pair: Tensor, weight: Tensor, bias: Tensor | None = None, *, direction: Direction | None = None, regime: str | None = None
+) -> Recorded:
+    """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``, reading W once.
+
+    u is the difference of the two fp32 sums, before the bias. ``patched_linear(z, weight, u, v, bias)`` gives y again bit for bit, and
+    ``patched_linear(z_ctx, weight, None, None, bias)`` y_ctx, in the regime of M rows.
+
+    Args:
+        z_pair: (2M, K) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced stream.
+        weight, bias: as for :func:`icl_patch.kernels.patched_linear`.
+        direction: of the reduced rows, from :func:`read_direction` or :func:`icl_patch.kernels.norm_pair`; it is shared by all linear maps
+            that read one z. Computed by a launch of its own if not given.
+        regime: ``"stream"`` or ``"tile"``; by default as ``patched_linear`` chooses for M rows.
+
+    Returns:
+        Recorded(y_pair, u, direction). Not differentiable.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+
+    Source: Goldwaser et al. (2025), Lemma 6.
+    """
+    check_linear(z_pair, weight, bias, None)
+    check(z_pair.shape[0] % 2 == 0, "z_pair (2M, K)", z_pair.shape)
+    rows = z_pair.shape[0] // 2
+    if direction is None:
+        direction = read_direction(z_pair[rows:])
+    coeff = direction.coeff
+    good = coeff.shape == (rows, 1) and coeff.dtype == torch.float32 and coeff.is_contiguous()
+    check(good, f"contiguous coefficients ({rows}, 1) in fp32", coeff.shape)
+    run = torch.ops.icl_patch.triton_record_linear if needs_op(z_pair, weight, bias) else launch_record
+    y_pair, u = run(z_pair, weight, bias, coeff, regime)
+    return Recorded(y_pair, u, direction)

@@ -1,0 +1,80 @@
+"""One launch of every kernel and every configuration in the data files, on tensors without storage: what is compiled ahead of time."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from icl_patch.kernels.coefficients import plan_coefficients
+from icl_patch.kernels.config import STREAM, Entry, data_files
+from icl_patch.kernels.direction import Direction, plan_direction
+from icl_patch.kernels.gated import ACTIVATIONS, plan_gated
+from icl_patch.kernels.launching import Launch
+from icl_patch.kernels.linear import plan_linear, sums_coefficients
+from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
+
+# Name, rank, rows for the regimes "stream" and "tile"; where a rank is not given there is no patch.
+VARIANTS = (
+    ("plain", 0, 1, 64),
+    ("rank 1", 1, 1, 64),
+    ("rank 1, 16 rows", 1, 16, None),
+    ("rank 4, 4 rows", 4, 4, None),
+    ("rank 16, pool", 16, 4, 64),
+    ("recording", None, 16, 64),
+    ("Conv1D", 1, 4, 64),
+)
+
+
+def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def linear_launch(entry: Entry, variant: str, rank: int | None, rows: int) -> Launch:
+    """One of the VARIANTS at a shape of the entry's class."""
+    dtype, config = getattr(torch, entry.dtype), entry.config
+    n, k = min(entry.max_n or 21504, 21504), min(entry.max_k or 5376, 5376)
+    weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
+    if rank is None:
+        return plan_linear(
+            _empty(2 * rows, k, dtype=dtype), weight, None, None, None, None, _empty(rows, 1), _empty(2 * rows, n, dtype=dtype),
+            _empty(rows, n), config,
+        )  # fmt: skip
+    z, y = _empty(rows, k, dtype=dtype), _empty(rows, n, dtype=dtype)
+    if not rank:
+        return plan_linear(z, weight, None, None, None, None, None, y, None, config)
+    coeff = None if sums_coefficients(config, rows, rank) else _empty(rows, rank)
+    index = _empty(rows, dtype=torch.int64) if "pool" in variant else None
+    return plan_linear(z, weight, _empty(rows, rank, n), _empty(rows, rank, k), _empty(n, dtype=dtype), index, coeff, y, None, config)
+
+
+def linear_launches() -> Iterator[tuple[str, Launch]]:
+    """Every configuration; those that fp16 shares with bf16 are compiled for bf16."""
+    seen = set()
+    for file, entries in data_files().items():
+        for entry in entries:
+            key = (entry.regime, entry.dtype.replace("bfloat", "float"), entry.config)
+            if key in seen:
+                continue
+            seen.add(key)
+            size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
+            for variant, rank, stream_rows, tile_rows in VARIANTS:
+                rows = stream_rows if entry.regime == STREAM else tile_rows
+                if rows is not None:
+                    yield f"{file}: {entry.regime} {entry.dtype}{size}, {variant}", linear_launch(entry, variant, rank, rows)
+
+
+def other_launches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Launch]]:
+    """The kernels without a configuration, for rows of 5376 and 21504 elements."""
+    for width in (5376, 21504):
+        z, wide = _empty(4, width, dtype=dtype), _empty(4, width)
+        direction = Direction(wide, _empty(4), _empty(4, 1))
+        yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None, _empty(4, 16))
+        yield f"direction K = {width}", plan_direction(z, direction)
+    d = 5376
+    pair, z, wide = _empty(8, d, dtype=dtype), _empty(4, d, dtype=dtype), _empty(4, d)
+    for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):
+        direction = Direction(wide, _empty(4), _empty(4, 1))
+        yield f"norm_pair {name}", plan_norm_pair(pair, _empty(d, dtype=dtype), 1e-6, offset, cast_first, pair, wide, direction)
+        yield f"patched_rms_norm {name}", plan_rms_norm(z, wide, 1e-6, offset, cast_first, z)
+    for activation in ACTIVATIONS:
+        yield f"gated_product {activation}", plan_gated(z, z, activation, z)
