@@ -1,5 +1,6 @@
 """The passes that a patch takes: both streams at once, or the untouched model and then a closing pass; and its replay."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -26,7 +27,7 @@ class Computation:
     tapes: list[BlockTape]
 
 
-class Passes:
+class Passes(ABC):
     """A model with its attached blocks, run for a patch.
 
     Attributes:
@@ -39,8 +40,9 @@ class Passes:
     update: str
     recurrent: bool
 
+    @abstractmethod
     def _empty_patch(self, sequences: Sequences, logits: Tensor, passes: int) -> ContextPatch:
-        raise NotImplementedError
+        """A patch of these sequences without factors."""
 
     def _compute_two_stream(self, cache: DynamicCache, sequences: Sequences) -> Computation:
         """Both streams in one pass of 2B rows."""

@@ -79,6 +79,7 @@ ZOO: dict[str, Entry] = {
     "gpt_neox": Entry("GPTNeoX", "bias", "12, 8", note="parallel"),
     "gpt_neox-sequential": Entry("GPTNeoX", "bias", "7, 8", {"use_parallel_residual": False}),
     "gptj": Entry("GPTJ", "bias", "12, 8", {"rotary_dim": 4}, "parallel, one norm"),
+    "codegen": Entry("CodeGen", "bias", "12, 8", {"n_ctx": 128, "n_positions": 128, "rotary_dim": 4}, "parallel, one norm"),
     "phi": Entry("Phi", "bias", "12, 8", {"num_key_value_heads": 4}, "parallel, one norm"),
     "opt": Entry("OPT", "bias", "7, 8", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt-post-norm": Entry(
@@ -95,6 +96,7 @@ ZOO: dict[str, Entry] = {
     ),
     "starcoder2": Entry("Starcoder2", "bias", "7, 8", {"sliding_window": 6}),
     "gpt_bigcode": Entry("GPTBigCode", "bias", "7, 8", {"n_embd": 32, "n_layer": 4, "n_head": 4}),
+    "xglm": Entry("XGLM", "bias", "7, 8", {"num_layers": 4, "attention_heads": 4, "ffn_dim": 48}),
     # Σ s_j W_j h_j
     "mixtral": Entry("Mixtral", "experts", "7, 11", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "qwen2_moe": Entry(
