@@ -20,7 +20,11 @@ $(RUN): build/interpreter requirements.txt pyproject.toml setup.py $(SOURCES)
 demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof
 	$(RUN) -m icl_patch demo
 
-test: $(RUN) ## the whole test suite, on as many cores as there are
+# Apart from the rest: transformers imports torchao wherever it finds it, which prints to every command.
+build/torchao: | $(RUN)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao==0.18.0 || echo "test: no torchao, its tests will skip"
+
+test: $(RUN) build/torchao ## the whole test suite, on as many cores as there are
 	$(RUN) -m pytest $$($(RUN) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
 
 stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion, thousands of them against 100 digits

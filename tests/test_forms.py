@@ -1,5 +1,7 @@
 """How forms are recognised, what is refused and why, and what else is covered: images, quantised weights, generation."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +198,7 @@ def quantise(model: nn.Module, kind: str) -> None:
                 if isinstance(child, nn.Linear) and child is not model.lm_head:
                     setattr(module, name, Int8Linear(child))
         return
+    sys.path.append(str(Path(__file__).parent.parent / "build" / "torchao"))  # where make test puts it
     torchao = pytest.importorskip("torchao.quantization", reason="needs torchao")
     config = torchao.Int8WeightOnlyConfig() if kind == "int8" else torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)
     torchao.quantize_(model.model, config)
