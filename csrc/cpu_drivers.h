@@ -8,6 +8,8 @@
   namespace icl_patch::isa {                                                                                                \
   void invert_rows(const Inversion& call, int64_t begin, int64_t end);                                                      \
   void linear_outputs(const Linear& call, const float* z, int64_t z_stride, const float* coefficients, int64_t begin, int64_t end); \
+  void low_rank_outputs(const Linear& call, const float* coefficients, int64_t begin, int64_t end);                         \
+  void read_direction(const Matrix& z, int64_t row, int64_t count, void* v, void* inverse, bool wide);                      \
   void to_single(const Matrix& x, int64_t row, int64_t count, float* to);                                                   \
   float dot(const float* x, const float* y, int64_t count);                                                                 \
   }

@@ -56,11 +56,13 @@ struct CpuDriver {
   bool supported;
   decltype(&portable::invert_rows) invert_rows;
   decltype(&portable::linear_outputs) linear_outputs;
+  decltype(&portable::low_rank_outputs) low_rank_outputs;
+  decltype(&portable::read_direction) read_direction;
   decltype(&portable::to_single) to_single;
   decltype(&portable::dot) dot;
 };
 
-#define ICL_PATCH_DRIVERS(isa) isa::invert_rows, isa::linear_outputs, isa::to_single, isa::dot
+#define ICL_PATCH_DRIVERS(isa) isa::invert_rows, isa::linear_outputs, isa::low_rank_outputs, isa::read_direction, isa::to_single, isa::dot
 
 // The widest instruction set of this processor, or the one that ICL_PATCH_CPU names; null if it names none of this processor's.
 const CpuDriver* find_cpu_driver() {
@@ -83,11 +85,16 @@ const CpuDriver* cpu_driver() {
   return driver;
 }
 
-void run_cpu(const Inversion& call, const Tensor&) {
+const CpuDriver& cpu() {
   const CpuDriver* driver = cpu_driver();
   STD_TORCH_CHECK(driver != nullptr, "ICL_PATCH_CPU names no instruction set of this processor");
+  return *driver;
+}
+
+void run_cpu(const Inversion& call, const Tensor&) {
+  const CpuDriver& driver = cpu();
   const int64_t grain = std::max<int64_t>(1, 16384 / call.n);
-  torch::stable::parallel_for(0, call.rows, grain, [&](int64_t begin, int64_t end) { driver->invert_rows(call, begin, end); });
+  torch::stable::parallel_for(0, call.rows, grain, [&](int64_t begin, int64_t end) { driver.invert_rows(call, begin, end); });
 }
 
 #ifdef ICL_PATCH_CUDA
@@ -171,10 +178,9 @@ Factor factor(const char* name, const Tensor& x, const Tensor& z, int64_t width,
 
 Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(z.dim() == 2 && weight.dim() == 2 && weight.size(1) == z.size(1), "expected z (M, K) and weight (N, K)");
-  STD_TORCH_CHECK(z.size(0) <= kMaxLinearRows, "expected at most ", kMaxLinearRows, " rows, got ", z.size(0));
   check_place("weight", weight, z);
   Linear call;
-  call.rows = z.size(0);
+  call.all = z.size(0);
   call.n = weight.size(0);
   call.k = z.size(1);
   call.z = {z.const_data_ptr(), dtype_of("z", z), z.stride(0), z.stride(1)};
@@ -190,66 +196,114 @@ Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>
 }
 
 // z in fp32, and the coefficients z·v of every row and rank; then the outputs, side by side.
-void run_linear(const Linear& call) {
-  const CpuDriver* driver = cpu_driver();
-  STD_TORCH_CHECK(driver != nullptr, "ICL_PATCH_CPU names no instruction set of this processor");
-  const int64_t rank = call.factors.rank, width = (call.k + 15) / 16 * 16, patched_from = call.u ? call.rows / 2 : 0;
+void run_pass(const Linear& call) {
+  const CpuDriver& driver = cpu();
+  const int64_t rank = call.factors.rank, width = (call.k + 15) / 16 * 16, patched_from = call.context_rows();
   std::vector<float> z(call.rows * width), direction(call.k), coefficients((call.rows - patched_from) * rank);
-  for (int64_t m = 0; m < call.rows; ++m) driver->to_single(call.z, m, call.k, &z[m * width]);
+  for (int64_t m = 0; m < call.rows; ++m) driver.to_single(call.z, call.row_of(m), call.k, &z[m * width]);
   for (int64_t m = patched_from; m < call.rows; ++m) {
-    const int64_t row = m - patched_from, patch = call.factors.patch_of(row);
+    const int64_t row = m - patched_from, patch = call.factors.patch_of(call.first + row);
     for (int64_t r = 0; patch >= 0 && r < rank; ++r) {
-      driver->to_single(call.factors.v.rows(patch), r, call.k, direction.data());
-      coefficients[row * rank + r] = driver->dot(&z[m * width], direction.data(), call.k);
+      driver.to_single(call.factors.v.rows(patch), r, call.k, direction.data());
+      coefficients[row * rank + r] = driver.dot(&z[m * width], direction.data(), call.k);
     }
   }
-  const int64_t block = call.transposed ? 512 : 16, blocks = (call.n + block - 1) / block;
-  const int64_t grain = std::max<int64_t>(1, 65536 / (block * std::max<int64_t>(call.k, 1)));
-  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    driver->linear_outputs(call, z.data(), width, coefficients.data(), begin * block, std::min(end * block, call.n));
+  const bool no_weight = call.plain.data != nullptr;
+  const int64_t block = no_weight || call.transposed ? 512 : 16, blocks = (call.n + block - 1) / block;
+  const int64_t work = block * (no_weight ? call.rows * rank : call.k);
+  torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, 65536 / std::max<int64_t>(work, 1)), [&](int64_t begin, int64_t end) {
+    begin *= block, end = std::min(end * block, call.n);
+    if (no_weight)
+      driver.low_rank_outputs(call, coefficients.data(), begin, end);
+    else
+      driver.linear_outputs(call, z.data(), width, coefficients.data(), begin, end);
   });
+}
+
+// A pass over W for every 16 rows.
+void run_linear(Linear call) {
+  const int64_t streams = call.u ? 2 : 1, most = kMaxLinearRows / streams;
+  for (; call.first * streams < call.all && call.n; call.first += most) {
+    call.rows = std::min(most * streams, call.all - call.first * streams);
+    run_pass(call);
+  }
+}
+
+void set_output(Linear& call, Tensor& y) {
+  call.y = y.mutable_data_ptr();
+  call.y_dtype = dtype_of("out_dtype", y);
+  STD_TORCH_CHECK(call.y_dtype != Float::kDouble, "expected out_dtype fp32, bf16 or fp16");
+}
+
+void set_factors(Linear& call, const Tensor& z, const Tensor& u, const Tensor& v, const std::optional<Tensor>& index) {
+  call.factors.u = factor("u", u, z, call.n, call.factors, index.has_value());
+  call.factors.v = factor("v", v, z, call.k, call.factors, index.has_value());
+  STD_TORCH_CHECK(u.size(0) == v.size(0), "expected u and v for the same rows, got ", u.size(0), " and ", v.size(0));
+  if (!index) return;
+  STD_TORCH_CHECK(index->dim() == 1 && index->size(0) == call.all && index->is_contiguous() && index->scalar_type() == ScalarType::Long,
+                  "expected index (", call.all, ",) of contiguous int64");
+  call.factors.index = static_cast<const int64_t*>(index->const_data_ptr());
+  for (int64_t m = 0; m < call.all; ++m)
+    STD_TORCH_CHECK(-1 <= call.factors.index[m] && call.factors.index[m] < u.size(0),
+                    "expected index from -1 to ", u.size(0) - 1, ", got ", call.factors.index[m]);
 }
 
 Tensor patched_linear(const Tensor& z, const Tensor& weight, std::optional<Tensor> u, std::optional<Tensor> v, std::optional<Tensor> bias,
                       std::optional<Tensor> index, std::optional<ScalarType> out_dtype) {
   Linear call = linear(z, weight, bias);
   STD_TORCH_CHECK(u.has_value() == v.has_value() && (u || !index), "expected u and v together, and index only with them");
-  if (u) {
-    call.factors.u = factor("u", *u, z, call.n, call.factors, index.has_value());
-    call.factors.v = factor("v", *v, z, call.k, call.factors, index.has_value());
-    STD_TORCH_CHECK(u->size(0) == v->size(0), "expected u and v for the same rows, got ", u->size(0), " and ", v->size(0));
-  }
-  if (index) {
-    STD_TORCH_CHECK(index->dim() == 1 && index->size(0) == call.rows && index->is_contiguous() && index->scalar_type() == ScalarType::Long,
-                    "expected index (", call.rows, ",) of contiguous int64");
-    call.factors.index = static_cast<const int64_t*>(index->const_data_ptr());
-    for (int64_t m = 0; m < call.rows; ++m)
-      STD_TORCH_CHECK(-1 <= call.factors.index[m] && call.factors.index[m] < u->size(0),
-                      "expected index from -1 to ", u->size(0) - 1, ", got ", call.factors.index[m]);
-  }
-  Tensor y = torch::stable::new_empty(z, {call.rows, call.n}, out_dtype.value_or(z.scalar_type()));
-  call.y = y.mutable_data_ptr();
-  call.y_dtype = dtype_of("out_dtype", y);
-  STD_TORCH_CHECK(call.y_dtype != Float::kDouble, "expected out_dtype fp32, bf16 or fp16");
-  if (call.rows && call.n) run_linear(call);
+  if (u) set_factors(call, z, *u, *v, index);
+  Tensor y = torch::stable::new_empty(z, {call.all, call.n}, out_dtype.value_or(z.scalar_type()));
+  set_output(call, y);
+  run_linear(call);
+  return y;
+}
+
+Tensor add_low_rank(const Tensor& plain, const Tensor& z, const Tensor& u, const Tensor& v, std::optional<Tensor> index,
+                    std::optional<ScalarType> out_dtype) {
+  STD_TORCH_CHECK(plain.dim() == 2 && z.dim() == 2 && plain.size(0) == z.size(0), "expected y (M, N) and z (M, K)");
+  Linear call;
+  call.all = z.size(0);
+  call.n = plain.size(1);
+  call.k = z.size(1);
+  call.z = matrix("z", z, z, call.all, call.k);
+  call.plain = matrix("y", plain, z, call.all, call.n);
+  set_factors(call, z, u, v, index);
+  Tensor y = torch::stable::new_empty(z, {call.all, call.n}, out_dtype.value_or(plain.scalar_type()));
+  set_output(call, y);
+  run_linear(call);
   return y;
 }
 
 std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& weight, const Tensor& v, std::optional<Tensor> bias) {
   Linear call = linear(z_pair, weight, bias);
-  const int64_t pairs = call.rows / 2;
-  STD_TORCH_CHECK(call.rows == 2 * pairs, "expected z_pair (2 M, K), got ", call.rows, " rows");
+  const int64_t pairs = call.all / 2;
+  STD_TORCH_CHECK(call.all == 2 * pairs, "expected z_pair (2 M, K), got ", call.all, " rows");
   STD_TORCH_CHECK(v.dim() == 2 && v.size(0) == pairs && v.size(1) == call.k, "expected v (", pairs, ", ", call.k, ")");
   check_place("v", v, z_pair);
   call.factors.rank = 1;
   call.factors.v = {{v.const_data_ptr(), dtype_of("v", v), 0, v.stride(1)}, v.stride(0)};
-  Tensor y = torch::stable::new_empty(z_pair, {call.rows, call.n}, z_pair.scalar_type());
+  Tensor y = torch::stable::new_empty(z_pair, {call.all, call.n}, z_pair.scalar_type());
   Tensor u = torch::stable::new_empty(z_pair, {pairs, call.n}, ScalarType::Float);
-  call.y = y.mutable_data_ptr();
-  call.y_dtype = call.z.dtype;
+  set_output(call, y);
   call.u = static_cast<float*>(u.mutable_data_ptr());
-  if (pairs && call.n) run_linear(call);
+  run_linear(call);
   return {y, u};
+}
+
+std::tuple<Tensor, Tensor> read_direction(const Tensor& z, bool wide) {
+  STD_TORCH_CHECK(z.dim() == 2, "expected z (M, K)");
+  const int64_t rows = z.size(0), k = z.size(1);
+  const Matrix from = matrix("z", z, z, rows, k);
+  const ScalarType dtype = wide ? ScalarType::Double : ScalarType::Float;
+  Tensor v = torch::stable::new_empty(z, {rows, k}, dtype), inverse = torch::stable::new_empty(z, {rows}, dtype);
+  auto *to = static_cast<char*>(v.mutable_data_ptr()), *inverses = static_cast<char*>(inverse.mutable_data_ptr());
+  const CpuDriver& driver = cpu();
+  const int64_t size = wide ? 8 : 4;
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(k, 1)), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) driver.read_direction(from, m, k, to + m * k * size, inverses + m * size, wide);
+  });
+  return {v, inverse};
 }
 
 }  // namespace
@@ -265,6 +319,8 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
   m.def(
       "patched_linear(Tensor z, Tensor weight, Tensor? u=None, Tensor? v=None, Tensor? bias=None, Tensor? index=None,"
       " ScalarType? out_dtype=None) -> Tensor");
+  m.def("add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index=None, ScalarType? out_dtype=None) -> Tensor");
+  m.def("read_direction(Tensor z, bool wide=False) -> (Tensor v, Tensor inverse_norm2)");
   m.def("record_linear(Tensor z_pair, Tensor weight, Tensor v, Tensor? bias=None) -> (Tensor y, Tensor u)");
 }
 
@@ -272,6 +328,8 @@ STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
   m.impl("invert_rmsnorm", TORCH_BOX(&icl_patch::invert_rmsnorm<&icl_patch::run_cpu>));
   m.impl("stable_scale", TORCH_BOX(&icl_patch::stable_scale<&icl_patch::run_cpu>));
   m.impl("patched_linear", TORCH_BOX(&icl_patch::patched_linear));
+  m.impl("add_low_rank", TORCH_BOX(&icl_patch::add_low_rank));
+  m.impl("read_direction", TORCH_BOX(&icl_patch::read_direction));
   m.impl("record_linear", TORCH_BOX(&icl_patch::record_linear));
 }
 

@@ -1,11 +1,11 @@
-// The patched linear map for a handful of rows on the CPU: y = z Wᵀ + bias + Σ_r (z·v_r) u_r.
+// The patched linear map on the CPU: y = z Wᵀ + bias + Σ_r (z·v_r) u_r.
 #pragma once
 
 #include "rows.h"
 
 namespace icl_patch {
 
-constexpr int64_t kMaxLinearRows = 16;  // beyond, a matrix product that blocks W is faster
+constexpr int64_t kMaxLinearRows = 16;  // of one pass over W
 
 // (P, R, ·) factors of any strides.
 struct Factor {
@@ -14,8 +14,7 @@ struct Factor {
 
   ICL_PATCH_CALLABLE Matrix rows(int64_t p) const {
     Matrix rows = of_rank;
-    const int64_t size = rows.dtype == Float::kDouble ? 8 : rows.dtype == Float::kSingle ? 4 : 2;
-    rows.data = static_cast<const char*>(rows.data) + p * patch * size;
+    rows.data = static_cast<const char*>(rows.data) + p * patch * size_of(rows.dtype);
     return rows;
   }
 };
@@ -30,8 +29,10 @@ struct Factors {
   ICL_PATCH_CALLABLE int64_t patch_of(int64_t m) const { return rank == 0 ? -1 : shared ? 0 : index ? index[m] : m; }
 };
 
+// One pass: as many rows as it takes, out of all.
 struct Linear {
   int64_t rows = 0, n = 0, k = 0;
+  int64_t first = 0, all = 0;  // where the pass begins among all rows
   Matrix z;                   // (M, K)
   const void* weight = nullptr;
   Float weight_dtype = Float::kSingle;
@@ -44,6 +45,14 @@ struct Linear {
   // Two streams: the first half of the rows sees the context. y is that of both, the reduced rows patched with u = W z_ctx - W z and
   // the direction factors.v.
   float* u = nullptr;         // (M / 2, N) contiguous
+  Matrix plain;               // (M, N), in place of z Wᵀ + bias where there is no weight
+
+  // Of the pass's rows, how many see the context; of both streams the pass takes the same.
+  ICL_PATCH_CALLABLE int64_t context_rows() const { return u ? rows / 2 : 0; }
+  // Where row m of the pass stands among all rows.
+  ICL_PATCH_CALLABLE int64_t row_of(int64_t m) const {
+    return m < context_rows() || !u ? first + m : all / 2 + first + m - context_rows();
+  }
 };
 
 }  // namespace icl_patch

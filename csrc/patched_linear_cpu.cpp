@@ -1,8 +1,10 @@
-// The CPU driver of the patched linear map, compiled once per instruction set. W streams through the cache once for all rows of z, and
+// The CPU driver of the patched linear map, compiled once per instruction set. W streams through the cache once for a pass's rows, and
 // the low-rank term rides in the epilogue. A row's bits depend on nothing but the row: every dot product is summed in the same lanes
 // in the same order, however many rows there are.
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 #ifdef ICL_PATCH_X86
 #include <immintrin.h>
@@ -124,13 +126,12 @@ class Epilogue {
 
   // products: (rows, count) with a stride, of outputs [first, first + count). In this order: + bias, + c_r u_r rank by rank, rounding.
   void operator()(const float* products, int64_t stride, int64_t first, int64_t count) const {
-    const int64_t reduced_from = call_.u ? call_.rows / 2 : 0;
     for (int64_t m = 0; m < call_.rows; ++m) {
       const float* product = products + m * stride;
       float sums[kColumns];
       for (int64_t i = 0; i < count; ++i) sums[i] = call_.bias.data ? product[i] + bias(first + i) : product[i];
-      if (m >= reduced_from) patch(products, product, stride, m - reduced_from, first, count, sums);
-      store(sums, m, first, count);
+      if (m >= call_.context_rows()) patch(products, product, stride, m - call_.context_rows(), first, count, sums);
+      store(sums, call_.row_of(m), first, count);
     }
   }
 
@@ -139,12 +140,12 @@ class Epilogue {
     const Factors& factors = call_.factors;
     if (call_.u) {
       const float* own = context + m * stride;
-      float* u = call_.u + m * call_.n + first;
+      float* u = call_.u + (call_.first + m) * call_.n + first;
       for (int64_t i = 0; i < count; ++i) u[i] = own[i] - reduced[i];
       add({u, Float::kSingle, 0, 1}, 0, 0, count, coefficients_[m], sums);
       return;
     }
-    const int64_t patch = factors.patch_of(m);
+    const int64_t patch = factors.patch_of(call_.first + m);
     if (patch < 0) return;
     const Matrix u = factors.u.rows(patch);
     for (int64_t r = 0; r < factors.rank; ++r) add(u, r, first, count, coefficients_[m * factors.rank + r], sums);
@@ -161,8 +162,8 @@ class Epilogue {
 
   float bias(int64_t i) const { return static_cast<float>(call_.bias.at(0, i)); }
 
-  void store(const float* sums, int64_t m, int64_t first, int64_t count) const {
-    const int64_t at = m * call_.n + first;
+  void store(const float* sums, int64_t row, int64_t first, int64_t count) const {
+    const int64_t at = row * call_.n + first;
     switch (call_.y_dtype) {
       case Float::kSingle: memcpy(static_cast<float*>(call_.y) + at, sums, count * sizeof(float)); break;
       case Float::kBrain:
@@ -235,6 +236,37 @@ void columns_of_weight(const Linear& call, const float* z, int64_t z_stride, con
   }
 }
 
+template <class V, class Z>
+void write_direction(const Z* z, int64_t count, double norm2, double largest, V* v, V* inverse) {
+  const double most = largest / norm2;
+  const bool none = !(norm2 > 0) || most < std::numeric_limits<V>::min() || most > std::numeric_limits<V>::max();
+  const V least = std::numeric_limits<V>::min();  // 0 says that there is no v
+  *inverse = norm2 != norm2 ? static_cast<V>(norm2) : none ? 0 : std::max(static_cast<V>(1 / norm2), least);
+  for (int64_t k = 0; k < count; ++k) v[k] = none ? 0 : static_cast<V>(z[k] / norm2);
+}
+
+// v = z / ‖z‖² and 1 / ‖z‖², both 0 where there is no such v that V can hold. Summed in fp64.
+template <class Z>
+void write_direction(const Z* z, int64_t count, void* v, void* inverse, bool wide) {
+  constexpr int kSums = 16;
+  double sums[kSums] = {}, largest[kSums] = {};
+  for (int64_t k = 0; k < count; k += kSums)
+    for (int64_t i = 0; i < std::min<int64_t>(kSums, count - k); ++i) {
+      const double value = z[k + i], size = value < 0 ? -value : value;
+      sums[i] += value * value;
+      largest[i] = size > largest[i] ? size : largest[i];
+    }
+  for (int width = kSums / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) {
+      sums[i] += sums[i + width];
+      largest[i] = std::max(largest[i], largest[i + width]);
+    }
+  if (wide)
+    write_direction(z, count, sums[0], largest[0], static_cast<double*>(v), static_cast<double*>(inverse));
+  else
+    write_direction(z, count, sums[0], largest[0], static_cast<float*>(v), static_cast<float*>(inverse));
+}
+
 template <class W>
 void outputs(const Linear& call, const float* z, int64_t z_stride, const float* coefficients, int64_t begin, int64_t end) {
   const Epilogue epilogue(call, coefficients);
@@ -249,6 +281,30 @@ void linear_outputs(const Linear& call, const float* z, int64_t z_stride, const 
     case Float::kBrain: return outputs<Brain>(call, z, z_stride, coefficients, begin, end);
     default: return outputs<Half>(call, z, z_stride, coefficients, begin, end);
   }
+}
+
+// The same epilogue on an output that is there already.
+void low_rank_outputs(const Linear& call, const float* coefficients, int64_t begin, int64_t end) {
+  const Epilogue epilogue(call, coefficients);
+  float plain[kMaxRows][kColumns];
+  for (int64_t first = begin; first < end; first += kColumns) {
+    const int64_t count = std::min(kColumns, end - first);
+    Matrix part = call.plain;
+    part.data = static_cast<const char*>(part.data) + first * part.column * size_of(part.dtype);
+    for (int64_t m = 0; m < call.rows; ++m) to_single(part, call.row_of(m), count, plain[m]);
+    epilogue(&plain[0][0], kColumns, first, count);
+  }
+}
+
+void read_direction(const Matrix& z, int64_t row, int64_t count, void* v, void* inverse, bool wide) {
+  if (z.dtype == Float::kDouble) {
+    std::vector<double> values(count);
+    for (int64_t k = 0; k < count; ++k) values[k] = z.at(row, k);
+    return write_direction(values.data(), count, v, inverse, wide);
+  }
+  std::vector<float> values(count);
+  to_single(z, row, count, values.data());
+  write_direction(values.data(), count, v, inverse, wide);
 }
 
 void to_single(const Matrix& x, int64_t row, int64_t count, float* to) {

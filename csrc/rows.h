@@ -55,6 +55,8 @@ ICL_PATCH_CALLABLE uint16_t to_half(float value) {
   return sign | static_cast<uint16_t>((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
 }
 
+ICL_PATCH_CALLABLE int64_t size_of(Float dtype) { return dtype == Float::kDouble ? 8 : dtype == Float::kSingle ? 4 : 2; }
+
 // A (B, n) matrix of any float dtype and any strides, in elements; a vector that all rows share has row stride 0.
 struct Matrix {
   const void* data = nullptr;

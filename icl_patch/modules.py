@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
 
@@ -127,19 +128,45 @@ class PatchedLinear(PatchedModule):
             assert self.recorder is not None
             return self.recorder(self, z)
         if self.bias_change is not None:
-            return add_bias_change(self.base_layer(z), self.bias_change, self.out_dtype)
+            plain, dtype = self.plain(z)
+            return add_bias_change(plain, self.bias_change, self.out_dtype or dtype)
         return self._replay(z)
+
+    def matrix_for(self, z: Tensor) -> Tensor | None:
+        """The base module's matrix (N, K), if ``F.linear(z, matrix, bias)`` is all that the module does."""
+        base = self.base_layer
+        if base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base) or torch.is_autocast_enabled(z.device.type):
+            return None
+        weight = base.weight if type(base) in (nn.Linear, Conv1D) else None
+        if type(weight) is not nn.Parameter or weight.dtype != z.dtype:
+            return None
+        return weight.T if type(base) is Conv1D else weight
+
+    def plain(self, z: Tensor, rows: int | None = None) -> tuple[Tensor, torch.dtype]:
+        """What the patch is added to, (..., K) -> (..., N), and the dtype of the base module's output.
+
+        It is that output, in fp32 before its rounding where our kernels compute it. ``rows``: of how many rows the regime is to be
+        (:func:`icl_patch.ops.regime_of`), those of z by default.
+        """
+        matrix = self.matrix_for(z)
+        if matrix is None:
+            plain = self.base_layer(z)
+            return plain, plain.dtype
+        flat = z.reshape(-1, z.shape[-1])
+        wide = torch.promote_types(z.dtype, torch.float32)
+        regime = ops.regime_of(flat, len(flat) if rows is None else rows)
+        y = ops.patched_linear(flat, matrix, bias=self.base_layer.bias, out_dtype=wide, regime=regime)
+        return y.reshape(*z.shape[:-1], y.shape[-1]), z.dtype
 
     def _replay(self, z: Tensor) -> Tensor:
         assert self.u is not None and self.v is not None
         rows = z.reshape(-1, z.shape[-1])
         u, v = (self._by_row(factor, z, len(rows)) for factor in (self.u, self.v))
-        base = self.base_layer
-        plain_call = not (base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base))
-        if type(base) is nn.Linear and type(base.weight) is nn.Parameter and plain_call:
-            y = ops.patched_linear(rows, base.weight, u, v, base.bias, out_dtype=self.out_dtype)
+        matrix = self.matrix_for(z)
+        if matrix is not None:
+            y = ops.patched_linear(rows, matrix, u, v, self.base_layer.bias, out_dtype=self.out_dtype)
         else:
-            plain = base(z)
+            plain = self.base_layer(z)
             y = ops.add_low_rank(plain.reshape(-1, plain.shape[-1]), rows, u, v, out_dtype=self.out_dtype)
         return y.reshape(*z.shape[:-1], y.shape[-1])
 

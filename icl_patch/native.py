@@ -117,3 +117,14 @@ if _lacking is None:
     def _(z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows, n = z_pair.shape[0], weight.shape[0]
         return z_pair.new_empty((rows, n)), z_pair.new_empty((rows // 2, n), dtype=torch.float32)
+
+    @torch.library.register_fake("icl_patch::add_low_rank")
+    def _(
+        y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return z.new_empty(y.shape, dtype=out_dtype or y.dtype)
+
+    @torch.library.register_fake("icl_patch::read_direction")
+    def _(z: Tensor, wide: bool = False) -> tuple[Tensor, Tensor]:
+        dtype = torch.float64 if wide else torch.float32
+        return z.new_empty(z.shape, dtype=dtype), z.new_empty(z.shape[:1], dtype=dtype)

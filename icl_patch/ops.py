@@ -1,16 +1,21 @@
 """The typed face of every op: what a kernel can do better than a line of torch is reached through here and nowhere else.
 
-Each function checks its arguments, names what was expected and what came, and hands over to an implementation: the native library
-where it serves the device (:func:`icl_patch.native.serves`), else the plain torch of :mod:`icl_patch.reference`.
+Each function checks its arguments, names what was expected and what came, and hands over to an implementation: Triton's kernels on
+CUDA, the native library, or the plain torch of :mod:`icl_patch.reference`; :mod:`icl_patch.backends` says which.
 """
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import native, reference
+from icl_patch.backends import STREAM, TILE, native_for, regime_of, triton_for, wanted
 from icl_patch.reference import InversionStatus, RMSNormInverse, StableScale
 
 __all__ = [
+    "Direction",
     "InversionStatus",
     "RMSNormInverse",
     "StableScale",
@@ -18,6 +23,8 @@ __all__ = [
     "invert_rmsnorm",
     "patched_linear",
     "read_direction",
+    "record_linear",
+    "regime_of",
     "rms_normalize",
     "stable_scale",
 ]
@@ -26,30 +33,42 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _METHODS = ("newton", "bisection")
 
 
+class Direction(NamedTuple):
+    """v (..., K), ``1/‖z‖²`` (...), and ``z·v`` (M, 1) where the kernels have summed it."""
+
+    v: Tensor
+    inverse_norm2: Tensor
+    coeff: Tensor | None = None
+
+
 def patched_linear(
     z: Tensor,
     weight: Tensor,
-    u: Tensor,
-    v: Tensor,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     index: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    regime: str | None = None,
 ) -> Tensor:
     """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r``: a linear map with a low-rank change of its weight, which is never built.
 
     Args:
         z: (M, K) float.
-        weight: logically (N, K), any strides, z's dtype.
-        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with ``index``. Any float dtype.
+        weight: logically (N, K), any strides, z's dtype; fast with either dimension contiguous.
+        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with ``index``. Any float dtype. Without u and v
+            the op is the plain linear map.
         v: as ``u`` with K for N.
         bias: (N,), z's dtype.
-        index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map.
+        index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map. Not looked at on the host for CUDA tensors.
         out_dtype: of the result; z's dtype by default.
+        regime: ``"stream"`` or ``"tile"`` for any number of rows; by default :func:`icl_patch.backends.regime_of` says. Within a regime
+            of our kernels a row's bits depend on nothing but the row, its factors, the weight and the bias.
 
     Returns:
-        (M, N). ``z Wᵀ + bias`` is rounded to z's dtype, as ``nn.Linear`` does; the low-rank term is accumulated in fp32 (fp64 where z, u
-        or v is) and the sum is rounded once.
+        (M, N), accumulated in fp32 and rounded once; in fp64 where z, u, v or ``out_dtype`` is. On the CPU in the regime ``"tile"``, and
+        where gradients are wanted, ``z Wᵀ + bias`` is torch's own and rounded to z's dtype first, as ``nn.Linear`` does.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -57,54 +76,131 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
+    if (kernels := triton_for(z, weight, u, v, bias, dtypes=(out_dtype,))) is not None and (u is None or u.dim() < 3 or u.shape[1] <= 64):
+        return kernels.patched_linear(z, weight, u, v, bias, index=index, out_dtype=out_dtype, regime=regime)
     _check_patched_linear(z, weight, bias)
-    _check_factors(z, u, v, weight.shape[0], index)
-    return reference.patched_linear(z, weight, u, v, bias, index, out_dtype)
+    _check_regime(regime)
+    if u is not None or v is not None:
+        _check_factors(z, u, v, weight.shape[0], index)
+    elif index is not None:
+        raise ValueError("expected u and v with index, got none")
+    if z.dtype != torch.float64 and torch.float64 in (out_dtype, *(x.dtype for x in (u, v) if x is not None)):
+        plain = patched_linear(z, weight, bias=bias, out_dtype=torch.float32, regime=regime)
+        return _with_low_rank(plain, z, u, v, index, out_dtype or z.dtype)
+    streams = (regime or regime_of(z, len(z))) == STREAM and 1 in weight.stride()
+    if streams and (native_ops := native_for(z, weight, u, v, bias, dtypes=(out_dtype,))) is not None:
+        return native_ops.patched_linear(z, weight, u, v, bias, _as_int64(index), out_dtype)
+    return _with_low_rank(F.linear(z, weight, bias), z, u, v, index, out_dtype or z.dtype)
 
 
-def add_low_rank(y: Tensor, z: Tensor, u: Tensor, v: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """``y + Σ_r (z·v_r) u_r``: the low-rank term on an output that some other module computed (quantised, convolutional, …).
+def record_linear(
+    z_pair: Tensor, weight: Tensor, bias: Tensor | None = None, *, direction: Direction | None = None
+) -> tuple[Tensor, Tensor, Direction]:
+    """Both streams through one linear map, reading W once: the outputs, and the patch they differ by.
 
-    ``patched_linear(z, W, u, v, b)`` equals ``add_low_rank(F.linear(z, W, b), z, u, v)`` bit for bit.
+    ``y_ctx = W z_ctx + b``, ``u = W z_ctx - W z`` and ``y = W z + b + (z·v) u`` with ``v = z/‖z‖²``.
 
     Args:
-        y: (M, N) float, the plain output.
-        z: (M, K) float, the input it came from.
-        u, v: per row or shared, as in :func:`patched_linear`.
-        out_dtype: of the result; y's dtype by default.
+        z_pair: (2M, K) float: M rows of the context stream, then M of the reduced stream.
+        weight, bias: as for :func:`patched_linear`.
+        direction: :func:`read_direction` of the reduced rows; all maps that read one z share it.
+
+    Returns:
+        y_pair (2M, N) in z's dtype, u (M, N) fp32 (fp64 for fp64 z), and the direction. ``patched_linear(z, weight, u, direction.v,
+        bias)`` gives y again, bit for bit.
 
     Raises:
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit.
+
+    Source: Goldwaser et al. (2025), Lemma 6.
+    """
+    _check_patched_linear(z_pair, weight, bias)
+    if len(z_pair) % 2:
+        raise ValueError(f"expected z_pair (2M, K), got {tuple(z_pair.shape)}")
+    rows = len(z_pair) // 2
+    z = z_pair[rows:]
+    direction = direction or read_direction(z)
+    if direction.v.shape != z.shape:
+        raise ValueError(f"expected a direction of {tuple(z.shape)}, got {tuple(direction.v.shape)}")
+    if direction.coeff is not None and (kernels := triton_for(z_pair, weight, bias, direction.v)) is not None:
+        y_pair, u, _ = kernels.record_linear(z_pair, weight, bias, direction=direction)
+        return y_pair, u, direction
+    regime = regime_of(z, rows)
+    streams = regime == STREAM and 1 in weight.stride()
+    if streams and (native_ops := native_for(z_pair, weight, bias, direction.v)) is not None:
+        y_pair, u = native_ops.record_linear(z_pair, weight, direction.v, bias)
+        return y_pair, u, direction
+    plain_ctx, plain = patched_linear(
+        z_pair, weight, bias=bias, out_dtype=reference.accumulation_dtype(z), regime=regime
+    ).chunk(2)
+    u = plain_ctx - plain
+    return torch.cat([plain_ctx.to(z.dtype), _with_low_rank(plain, z, u, direction.v, None, z.dtype)]), u, direction
+
+
+def add_low_rank(
+    y: Tensor, z: Tensor, u: Tensor, v: Tensor, *, index: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``y + Σ_r (z·v_r) u_r``: the low-rank term on an output that some other module computed (quantised, convolutional, …).
+
+    ``patched_linear(z, W, u, v, b)`` bit for bit where y is ``patched_linear(z, W, None, None, b, out_dtype=torch.float32)``.
+
+    Args:
+        y: (M, N) float, the plain output.
+        z: (M, K) float, the input it came from.
+        u, v, index: as for :func:`patched_linear`.
+        out_dtype: of the result; y's dtype by default.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit, or an index lies outside the pool.
     """
     _check_matrix("y", y)
     _check_matrix("z", z)
     if y.shape[0] != z.shape[0]:
         raise ValueError(f"expected y and z with the same number of rows, got {tuple(y.shape)} and {tuple(z.shape)}")
     _check_floats(y=y, z=z)
-    _check_factors(z, u, v, y.shape[1], None)
-    return (y + reference.low_rank_term(z, u, v)).to(out_dtype or y.dtype)
+    _check_factors(z, u, v, y.shape[1], index)
+    return _with_low_rank(y, z, u, v, index, out_dtype or y.dtype)
 
 
-def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """``v = z / ‖z‖²``, the vector with ``v·z = 1``, and ``‖z‖²``.
+def _with_low_rank(
+    y: Tensor, z: Tensor, u: Tensor | None, v: Tensor | None, index: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """:func:`add_low_rank` with arguments that fit; without factors y alone."""
+    if u is None or v is None:
+        return y.to(out_dtype)
+    fits = u.dim() < 3 or 1 <= u.shape[1] <= 64
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (y, z, u, v))
+    if fits and not gradients and (kernels := triton_for(y, z, u, v, dtypes=(out_dtype,))) is not None:
+        return kernels.add_low_rank(y, z, u, v, index=index, out_dtype=out_dtype)
+    if (native_ops := native_for(y, z, u, v, dtypes=(out_dtype,))) is not None:
+        return native_ops.add_low_rank(y, z, u, v, _as_int64(index), out_dtype)
+    return reference.add_low_rank(y, z, u, v, index, out_dtype)
+
+
+def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> Direction:
+    """``v = z / ‖z‖²``, the vector with ``v·z = 1``, and ``1/‖z‖²``, summed in fp64.
 
     Args:
         z: (..., K) float.
-        dtype: fp32 or fp64, of the arithmetic and the results; fp32 by default (fp64 for fp64 ``z``).
+        dtype: fp32 or fp64, of the results; fp32 by default (fp64 for fp64 ``z``).
 
     Returns:
-        v (..., K) and ``‖z‖²`` (...). Where z = 0 there is no such vector: v and the norm are 0, and the caller must look. The same
-        where v leaves its dtype's range.
+        Direction(v, inverse_norm2, coeff). Where z = 0 there is no such vector: both are 0, and the caller must look. The same where v
+        leaves its dtype's range.
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    wide = z.double()
-    norm2 = wide.square().sum(-1, keepdim=True)
-    v = torch.where(norm2 > 0, wide / norm2, 0.0).to(dtype or reference.accumulation_dtype(z))
-    lost = (v.isinf() | ((v.abs() < torch.finfo(v.dtype).tiny) & (z.abs() == z.abs().amax(-1, keepdim=True)))).any(-1, keepdim=True)
-    v, norm2 = v.masked_fill(lost, 0), norm2.masked_fill(lost, 0)
-    return v, norm2.squeeze(-1).to(v.dtype)
+    dtype = dtype or reference.accumulation_dtype(z)
+    rows = z.reshape(-1, z.shape[-1])
+    if dtype == torch.float32 and z.shape[-1] and (kernels := triton_for(z)) is not None:
+        v, inverse, coeff = kernels.read_direction(rows)
+        return Direction(v.reshape(z.shape), inverse.reshape(z.shape[:-1]), coeff)
+    if z.device.type == "cpu" and wanted != "torch" and not (torch.is_grad_enabled() and z.requires_grad) and native.serves("cpu"):
+        v, inverse = torch.ops.icl_patch.read_direction(rows, dtype == torch.float64)
+        return Direction(v.reshape(z.shape), inverse.reshape(z.shape[:-1]))
+    return Direction(*reference.read_direction(z, dtype))
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
@@ -236,7 +332,18 @@ def _check_patched_linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Non
             raise TypeError(f"expected bias in z's dtype {z.dtype}, got {bias.dtype}")
 
 
-def _check_factors(z: Tensor, u: Tensor, v: Tensor, n: int, index: Tensor | None) -> None:
+def _check_regime(regime: str | None) -> None:
+    if regime not in (None, STREAM, TILE):
+        raise ValueError(f"expected regime {STREAM!r} or {TILE!r}, got {regime!r}")
+
+
+def _as_int64(index: Tensor | None) -> Tensor | None:
+    return None if index is None else index.to(torch.int64).contiguous()
+
+
+def _check_factors(z: Tensor, u: Tensor | None, v: Tensor | None, n: int, index: Tensor | None) -> None:
+    if u is None or v is None:
+        raise ValueError("expected both u and v or neither, got one of them")
     _check_floats(z=z, u=u, v=v)
     rows, k = z.shape
     for name, factor, width in (("u", u, n), ("v", v, k)):
@@ -253,5 +360,7 @@ def _check_factors(z: Tensor, u: Tensor, v: Tensor, n: int, index: Tensor | None
             raise ValueError(f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}")
         if index.device != z.device:
             raise ValueError(f"expected index on {z.device}, got {index.device}")
+        if index.is_cuda or torch.compiler.is_compiling():  # to look would wait for the device
+            return
         if rows and not -1 <= int(index.min()) <= int(index.max()) < u.shape[0]:
             raise ValueError(f"expected index from -1 to {u.shape[0] - 1}, got {int(index.min())} to {int(index.max())}")

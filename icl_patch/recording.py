@@ -57,7 +57,7 @@ class BlockRecorder:
         self.correction = torch.zeros(valid.shape, dtype=torch.float64, device=valid.device)
         self.reader_error = torch.zeros(valid.shape, device=valid.device)
         self._hidden: list[tuple[Tensor | None, Tensor]] = []
-        self.direction: tuple[Tensor, Tensor, Tensor] | None = None
+        self.direction: tuple[Tensor, ops.Direction] | None = None
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
         self._beside: Tensor | None = None
@@ -119,25 +119,38 @@ class BlockRecorder:
         return self.delta / self.form.branch
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
-        return self._read(name, layer, z, layer.base_layer(z))
+        matrix = layer.matrix_for(z)
+        if self.tape is not None or matrix is None:
+            return self._read(name, layer, z, *layer.plain(z, self.valid.numel()))
+        direction = self.direction_of(self.split(z)[1])
+        flat = ops.Direction(direction.v.flatten(0, 1), direction.inverse_norm2.flatten(), direction.coeff)
+        out, u, _ = ops.record_linear(z.reshape(-1, z.shape[-1]), matrix, layer.base_layer.bias, direction=flat)
+        y_ctx, patched = self.split(out)
+        assert y_ctx is not None
+        self._keep(name, layer, y_ctx, patched, self.unflat(u))
+        return out.reshape(*z.shape[:-1], out.shape[-1])
 
     def router(self, name: str, layer: PatchedRouter, z: Tensor, *others: Any) -> Any:
-        return layer.with_logits(z, lambda logits: self._read(name, layer, z, logits).reshape(logits.shape), *others)
+        return layer.with_logits(z, lambda logits: self._read(name, layer, z, logits, logits.dtype).reshape(logits.shape), *others)
 
-    def _read(self, name: str, layer: PatchedLinear, z: Tensor, out: Tensor) -> Tensor:
-        """A reader's output with its change, which is computed here."""
+    def _read(self, name: str, layer: PatchedLinear, z: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """A reader's output in ``dtype`` with its change, which is computed here from what it is without: ``out``."""
         y_ctx, y = self.split(out)
         reference = y_ctx if self.tape is None else self.tape.readers[name]
         assert reference is not None
-        self.seen.readers[name] = reference
         _, z = self.split(z)
         u = self.zero_padding(updates.reader_update(reference, y))
-        v, norm2 = self.direction_of(z)
-        self.refuse(f"the input z of {name} is 0", (norm2 == 0) & (u != 0).any(-1))
-        layer.u, layer.v = u, v
-        patched = _add(y, z, u, v)
-        self.note_error(patched, reference, y)
+        patched = _add(y, z, u, self.direction_of(z).v, dtype)
+        self._keep(name, layer, reference.to(dtype), patched, u)
         return self.join(y_ctx, patched, out)
+
+    def _keep(self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor) -> None:
+        """A reader's factors, its output with the context, and how far the patched one is from it."""
+        assert self.direction is not None
+        self.seen.readers[name] = reference
+        layer.u, layer.v = self.zero_padding(u), self.direction[1].v
+        self.refuse(f"the input z of {name} is 0", (self.direction[1].inverse_norm2 == 0) & (layer.u != 0).any(-1))
+        self.note_error(patched, reference, reference - u)
 
     def note_error(self, patched: Tensor, reference: Tensor, plain: Tensor) -> None:
         """Relative to the larger of the outputs with and without the context: a gate has one number, which may be near 0."""
@@ -146,54 +159,57 @@ class BlockRecorder:
         error = error if error.dim() == 2 else error.amax(-1)
         self.reader_error = torch.where(self.valid, torch.maximum(self.reader_error, error), 0.0)
 
-    def direction_of(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """``v`` of the readers' common input, computed once a block."""
+    def direction_of(self, z: Tensor) -> ops.Direction:
+        """The direction of the readers' common input, computed once a block."""
         if self.direction is None or self.direction[0].data_ptr() != z.data_ptr():
-            v, norm2 = ops.read_direction(z)
-            self.direction = (z, self.zero_padding(v), norm2)
-        return self.direction[1:]
+            found = ops.read_direction(z)
+            self.direction = (z, found._replace(v=self.zero_padding(found.v)))
+        return self.direction[1]
 
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (M, ...) as (B, T, ...)."""
         return x.reshape(*self.valid.shape, *x.shape[1:])
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
-        plain = layer.base_layer(h)
+        if self.form.writer is Writer.SCALE and self.update == "direct":
+            plain: Tensor = layer.base_layer(h)
+            return plain
+        plain, dtype = layer.plain(h, self.valid.numel())
         y_ctx, y = self.split(plain)
         _, h_own = self.split(h)
         if self.form.writer is Writer.SCALE:
-            patched = y if self.update == "direct" else self._stable_down(layer, h_own, y)
-            return self.join(y_ctx, patched, plain)
+            return self.join(y_ctx, self._stable_down(layer, h_own, y, dtype), plain)
         wanted = self.wanted()
         if self.form.mixer:
             reference = self.tape.written if self.tape is not None else y_ctx
             assert reference is not None
-            self.seen.written = reference
+            self.seen.written = reference.to(dtype)
             wanted = wanted + self.zero_padding(updates.reader_update(reference, y))
-        out_dtype = torch.float64 if self.exact else None
+        if self.exact:
+            dtype = torch.float64
         if self.form.writer is Writer.BIAS:
             layer.bias_change = wanted.double() if self.exact else wanted
             gain, name = torch.ones_like(wanted[..., :1], dtype=torch.float64), "bias_change"
-            patched = add_bias_change(y, layer.bias_change, out_dtype)
+            patched = add_bias_change(y, layer.bias_change, dtype)
         else:
-            v, norm2 = ops.read_direction(h_own, out_dtype)
-            self.refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (wanted != 0).any(-1))
+            v, inverse, _ = ops.read_direction(h_own, dtype if self.exact else None)
+            self.refuse(f"the input h of {self.form.down} is 0", (inverse == 0) & (wanted != 0).any(-1))
             layer.u, layer.v = wanted.to(v.dtype), self.zero_padding(v)
             gain, name = (h_own.double() * layer.v).sum(-1, keepdim=True), "u"
-            patched = _add(y, h_own, layer.u, layer.v, out_dtype)
+            patched = _add(y, h_own, layer.u, layer.v, dtype)
         if self.exact:
             self.open_loop(y, gain, layer, name)
         return self.join(y_ctx, patched, plain)
 
-    def _stable_down(self, layer: PatchedLinear, h: Tensor, y: Tensor) -> Tensor:
+    def _stable_down(self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         """The output matrix's share of a stable update."""
-        v, norm2 = ops.read_direction(h)
+        v, inverse, _ = ops.read_direction(h)
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(v)
-        self.refuse(f"the input h of {self.form.down} is 0", (norm2 == 0) & (u != 0).any(-1))
-        patched = _add(y, h, u, v)
+        self.refuse(f"the input h of {self.form.down} is 0", (inverse == 0) & (u != 0).any(-1))
+        patched = _add(y, h, u, v, dtype)
         if self.exact:
             u = self.zero_padding(updates.off_zero(u, patched, y))
-            patched = _add(y, h, u, v)
+            patched = _add(y, h, u, v, dtype)
         layer.u, layer.v = u, v
         return patched
 
@@ -324,7 +340,7 @@ def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
         yield
 
 
-def _add(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def _add(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:
     """:func:`icl_patch.ops.add_low_rank` on (B, T, ·)."""
     flat = [x.reshape(-1, x.shape[-1]) for x in (y, z, u, v)]
     return ops.add_low_rank(*flat, out_dtype=out_dtype).reshape(y.shape)

@@ -36,8 +36,8 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
         return recorder.join(out_ctx, _end(recorder, layer, read, chosen, weights), z)
     read_ctx = layer.read(z_ctx.flatten(0, 1), chosen)
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
-    v, norm2 = recorder.direction_of(z_own)
-    recorder.refuse(f"the input z of {recorder.form.experts} is 0", (norm2 == 0) & (u != 0).flatten(2).any(-1))
+    v, inverse, _ = recorder.direction_of(z_own)
+    recorder.refuse(f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1))
     layer.read_u, layer.read_v = u, v
     patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
     recorder.note_error(*map(recorder.unflat, (patched, read_ctx, read)))
@@ -72,7 +72,7 @@ def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, 
     recorder.experts_changed = torch.where(recorder.valid, _changed(*map(recorder.unflat, (index, index_ctx))), 0)
     read = layer.read(slots, index)
     wanted = layer.read(slots_ctx, index_ctx).take_along_dim(_slots_of(index, index_ctx).unsqueeze(-1), 1)
-    v = recorder.direction[1].flatten(0, 1) if recorder.direction is not None else None
+    v = recorder.direction[1].v.flatten(0, 1) if recorder.direction is not None else None
     if v is None:
         raise UnsupportedModelError(f"{recorder.block.block.path}: {recorder.form.experts} runs before anything reads the MLP's input")
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
@@ -98,8 +98,8 @@ def _write(recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: T
     wide = torch.float64 if closes else torch.promote_types(h.dtype, torch.float32)
     shares, v = recorder.unflat(weights.double()), None
     if not recorder.form.expert_bias:
-        v, norm2 = ops.read_direction(h, wide)
-        live = recorder.unflat(norm2 != 0)
+        v, inverse, _ = ops.read_direction(h, wide)
+        live = recorder.unflat(inverse != 0)
         v, shares = recorder.unflat(v), torch.where(live, shares, 0)
     total = shares.sum(-1, keepdim=True)
     wanted = wanted.to(wide)

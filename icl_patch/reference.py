@@ -92,11 +92,24 @@ def patched_linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``z Wᵀ + bias``, rounded to z's dtype as the stock module does, then ``+ Σ_r (z·v_r) u_r`` and one more rounding."""
-    plain = F.linear(z, weight, bias)
-    patched = (plain + low_rank_term(z, u, v, index)).to(out_dtype or z.dtype)
-    if index is None:
-        return patched
-    return torch.where((index < 0).unsqueeze(1), plain.to(patched.dtype), patched)
+    return add_low_rank(F.linear(z, weight, bias), z, u, v, index, out_dtype or z.dtype)
+
+
+def add_low_rank(y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """``y + Σ_r (z·v_r) u_r``, accumulated in fp32 (fp64 where something is) and rounded once; rows without a patch stay ``y``."""
+    patched = (y + low_rank_term(z, u, v, index)).to(out_dtype)
+    return patched if index is None else torch.where((index < 0).unsqueeze(1), y.to(out_dtype), patched)
+
+
+def read_direction(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``v = z/‖z‖²`` and ``1/‖z‖²``; both 0 where there is no v that the dtype can hold."""
+    wide = z.double()
+    norm2 = wide.square().sum(-1, keepdim=True)
+    limits = torch.finfo(dtype)
+    largest = wide.abs().amax(-1, keepdim=True) / norm2 if z.shape[-1] else norm2
+    none = (norm2 == 0) | (largest < limits.tiny) | (largest > limits.max)
+    v = torch.where(none | norm2.isnan(), 0.0, wide / norm2).to(dtype)
+    return v, torch.where(none, 0.0, (1 / norm2).clamp(min=limits.tiny)).squeeze(-1).to(dtype)  # 0 says that there is no v
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:

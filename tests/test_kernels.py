@@ -45,6 +45,7 @@ COMPILED = [
     "default: stream float32, rank 4, 4 rows",
     "coefficients K = 5376",
     "direction K = 5376",
+    "add_low_rank N = 5376",
     "norm_pair Gemma",
     "patched_rms_norm Llama",
     "gated_product gelu_tanh",

@@ -276,11 +276,18 @@ def test_no_matrix_of_a_weights_size_is_made(family: str, update: str, monkeypat
         def add_low_rank(y: Tensor, z: Tensor, u: Tensor, v: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
             return (y + materialised(z, u, v)).to(out_dtype or y.dtype)
 
-        def patched_linear(z: Tensor, weight: Tensor, u: Tensor, v: Tensor, bias: Any, *, out_dtype: torch.dtype | None = None) -> Tensor:
-            return add_low_rank(F.linear(z, weight, bias), z, u, v, out_dtype=out_dtype)
+        def patched_linear(z: Tensor, weight: Tensor, u: Any = None, v: Any = None, bias: Any = None, **options: Any) -> Tensor:
+            plain = F.linear(z, weight, bias)
+            return plain if u is None else add_low_rank(plain, z, u, v, out_dtype=options.get("out_dtype"))
+
+        def record_linear(z_pair: Tensor, weight: Tensor, bias: Any = None, *, direction: ops.Direction) -> tuple:
+            plain_ctx, plain = F.linear(z_pair, weight, bias).chunk(2)
+            u = plain_ctx - plain
+            return torch.cat([plain_ctx, add_low_rank(plain, z_pair[len(u) :], u, direction.v)]), u, direction
 
         monkeypatch.setattr(ops, "add_low_rank", add_low_rank)
         monkeypatch.setattr(ops, "patched_linear", patched_linear)
+        monkeypatch.setattr(ops, "record_linear", record_linear)
         building, _ = largest_of(lambda: patcher.compute(**inputs))
         applying, same = largest_of(lambda: patcher.forward(patch.kept_ids, patch))
     assert metrics.linf(same, logits).max() <= 1e-4

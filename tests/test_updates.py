@@ -43,7 +43,7 @@ def test_a_reader_gives_what_it_gave_with_the_context(bias: bool, mistake: str |
     z, z_ctx, weight = normal(0, 5, 48), normal(1, 5, 48), normal(2, 72, 48)
     b = normal(3, 72) if bias else torch.zeros(72).double()
     u = updates.reader_update(F.linear(z_ctx, weight, b), F.linear(z, weight, b))
-    v, _ = ops.read_direction(z_ctx if mistake == "direction of z_ctx" else z)
+    v = ops.read_direction(z_ctx if mistake == "direction of z_ctx" else z).v
     if mistake == "direction not scaled":
         v = z
     elif mistake == "sign":

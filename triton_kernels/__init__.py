@@ -14,6 +14,7 @@ from icl_patch.kernels.direction import Direction, read_direction
 from icl_patch.kernels.gated import gated_product
 from icl_patch.kernels.launching import INTERPRETED
 from icl_patch.kernels.linear import patched_linear, regime_of
+from icl_patch.kernels.low_rank import add_low_rank
 from icl_patch.kernels.norms import NormPair, norm_pair, patched_rms_norm
 from icl_patch.kernels.recording import Recorded, record_linear
 from icl_patch.kernels.tuning import candidates, tune
@@ -24,6 +25,7 @@ __all__ = [
     "Direction",
     "NormPair",
     "Recorded",
+    "add_low_rank",
     "candidates",
     "coefficients",
     "config_for",

@@ -231,7 +231,7 @@ def _check(
 ) -> None:
     check_linear(z, weight, bias, out_dtype)
     if u is not None or v is not None:
-        _check_factors(z, weight, u, v, index)
+        check_factors(z, weight.shape[0], u, v, index)
     elif index is not None:
         raise ValueError("expected u and v with index, got none")
 
@@ -249,12 +249,13 @@ def check_linear(z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torc
         check(out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)
 
 
-def _check_factors(z: Tensor, weight: Tensor, u: Tensor | None, v: Tensor | None, index: Tensor | None) -> None:
+def check_factors(z: Tensor, n: int, u: Tensor | None, v: Tensor | None, index: Tensor | None) -> None:
+    """Raise for what does not fit z (M, K) and outputs (M, n)."""
     if u is None or v is None:
         raise ValueError("expected both u and v or neither, got one of them")
     check_floats(z, u=u, v=v)
     rows = z.shape[0]
-    for name, factor, width in (("u", u, weight.shape[0]), ("v", v, weight.shape[1])):
+    for name, factor, width in (("u", u, n), ("v", v, z.shape[1])):
         pool = index is not None and factor.dim() == 3
         own = index is None and ((factor.dim() in (2, 3) and factor.shape[0] == rows) or (factor.dim() == 3 and factor.shape[0] == 1))
         if not (pool or own) or factor.shape[-1] != width:

@@ -11,6 +11,7 @@ from icl_patch.kernels.direction import Direction, plan_direction
 from icl_patch.kernels.gated import ACTIVATIONS, plan_gated
 from icl_patch.kernels.launching import Launch
 from icl_patch.kernels.linear import plan_linear, sums_coefficients
+from icl_patch.kernels.low_rank import plan_low_rank
 from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
 
 # Name, rank, rows for the regimes "stream" and "tile"; where a rank is not given there is no patch.
@@ -70,6 +71,7 @@ def other_launches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, L
         direction = Direction(wide, _empty(4), _empty(4, 1))
         yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None, _empty(4, 16))
         yield f"direction K = {width}", plan_direction(z, direction)
+        yield f"add_low_rank N = {width}", plan_low_rank(wide, _empty(4, 1, width), None, _empty(4, 1), z)
     d = 5376
     pair, z, wide = _empty(8, d, dtype=dtype), _empty(4, d, dtype=dtype), _empty(4, d)
     for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):

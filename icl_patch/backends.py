@@ -1,0 +1,74 @@
+"""Which implementation serves a product: Triton's kernels, the native library or plain torch.
+
+``ICL_PATCH_OPS`` in the environment says it for all calls: ``auto`` (the default: Triton on CUDA, the native library on the CPU),
+``torch`` (the specification, :mod:`icl_patch.reference`, everywhere) or ``triton`` (also on the CPU, in Triton's interpreter).
+"""
+
+import logging
+import os
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from icl_patch import native
+
+STREAM, TILE = "stream", "tile"
+_STREAM_ROWS = 16
+_STREAM_ROWS_BESIDE_AMX = 4
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+wanted = os.environ.get("ICL_PATCH_OPS") or "auto"
+if wanted not in ("auto", "torch", "triton"):
+    raise ValueError(f"expected ICL_PATCH_OPS=auto, torch or triton, got {wanted!r}")
+
+
+@cache
+def _kernels() -> Any:
+    """:mod:`icl_patch.kernels`, or None where there is no Triton."""
+    try:
+        return import_module("icl_patch.kernels")
+    except ImportError as error:
+        logging.getLogger(__name__).warning("icl_patch runs on plain torch on CUDA: its kernels need triton, %s", error)
+        return None
+
+
+def triton_for(z: Tensor, *others: Tensor | None, dtypes: tuple[torch.dtype | None, ...] = ()) -> Any:
+    """Triton's kernels if they serve these tensors, else None."""
+    if not (z.is_cuda if wanted == "auto" else wanted == "triton") or not _are_narrow(z, *others, dtypes=dtypes):
+        return None
+    return _kernels()
+
+
+def native_for(z: Tensor, *others: Tensor | None, dtypes: tuple[torch.dtype | None, ...] = ()) -> Any:
+    """``torch.ops.icl_patch`` if its CPU drivers serve these tensors, else None; they have no gradients."""
+    if z.device.type not in ("cpu", "meta") or wanted == "torch" or not _are_narrow(z, *others, dtypes=dtypes):
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *others)):
+        return None
+    return torch.ops.icl_patch if native.serves("cpu") else None
+
+
+def _are_narrow(*tensors: Tensor | None, dtypes: tuple[torch.dtype | None, ...]) -> bool:
+    """Whether fp32 is wide enough to accumulate in."""
+    return all(x is None or x.dtype in _NARROW for x in tensors) and all(dtype is None or dtype in _NARROW for dtype in dtypes)
+
+
+def regime_of(z: Tensor, rows: int) -> str:
+    """``"stream"`` or ``"tile"``: in which of the two products with z's dtype on z's device are computed for so many rows.
+
+    Within a regime a row's bits do not depend on the number of rows. On the CPU a tile is a product of torch's own, from 17 rows on;
+    in bf16 from 5 rows on where the processor has matrix units.
+    """
+    if rows > _STREAM_ROWS or (z.device.type == "cpu" and rows > _cpu_stream_rows(z.dtype)):
+        return TILE
+    return STREAM
+
+
+@cache
+def _cpu_stream_rows(dtype: torch.dtype) -> int:
+    names = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
+    units = getattr(torch.cpu, names.get(dtype, ""), lambda: False)
+    return _STREAM_ROWS_BESIDE_AMX if units() and wanted != "triton" else _STREAM_ROWS
