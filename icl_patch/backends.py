@@ -24,6 +24,14 @@ wanted = os.environ.get("ICL_PATCH_OPS") or "auto"
 if wanted not in ("auto", "torch", "triton"):
     raise ValueError(f"expected ICL_PATCH_OPS=auto, torch or triton, got {wanted!r}")
 
+# By the dtypes for which the processor has matrix units, whose products of a few rows already are faster than a streamed one.
+_MATRIX_UNITS = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
+_CPU_STREAM_ROWS = {
+    dtype: _STREAM_ROWS_BESIDE_AMX
+    for dtype, name in _MATRIX_UNITS.items()
+    if wanted != "triton" and getattr(torch.cpu, name, lambda: False)()
+}
+
 
 @cache
 def _kernels() -> Any:
@@ -31,7 +39,7 @@ def _kernels() -> Any:
     try:
         return import_module("icl_patch.kernels")
     except ImportError as error:
-        logging.getLogger(__name__).warning("icl_patch runs on plain torch on CUDA: its kernels need triton, %s", error)
+        logging.getLogger(__name__).warning("icl_patch runs on plain torch: its kernels need triton, %s", error)
         return None
 
 
@@ -62,13 +70,6 @@ def regime_of(z: Tensor, rows: int) -> str:
     Within a regime a row's bits do not depend on the number of rows. On the CPU a tile is a product of torch's own, from 17 rows on;
     in bf16 from 5 rows on where the processor has matrix units.
     """
-    if rows > _STREAM_ROWS or (z.device.type == "cpu" and rows > _cpu_stream_rows(z.dtype)):
+    if rows > _STREAM_ROWS or (z.device.type == "cpu" and rows > _CPU_STREAM_ROWS.get(z.dtype, _STREAM_ROWS)):
         return TILE
     return STREAM
-
-
-@cache
-def _cpu_stream_rows(dtype: torch.dtype) -> int:
-    names = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
-    units = getattr(torch.cpu, names.get(dtype, ""), lambda: False)
-    return _STREAM_ROWS_BESIDE_AMX if units() and wanted != "triton" else _STREAM_ROWS

@@ -7,6 +7,7 @@ Three modes: ``off`` (the base module, bit for bit), ``record`` (a recorder comp
 them) and ``replay`` (the given factors are applied).
 """
 
+import copy
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
@@ -77,6 +78,8 @@ class PatchedLinear(PatchedModule):
 
         layer = PatchedLinear(model.lm_head)
         layer.set_patch(u, v)      # u (1, R, N), v (1, R, K): the same change for every row; u (M, N), v (M, K): one a row
+        layer.update_patch(u, v)   # other numbers in the same places: a captured CUDA graph goes on with them
+        merged = layer.merge()     # a plain module with W + Σ_r u_r v_rᵀ, rounded to its dtype
         layer.set_bias_change(bias_change)     # a change of the bias instead
         layer.clear_patch()
 
@@ -106,6 +109,57 @@ class PatchedLinear(PatchedModule):
         self.off()
         self.u, self.v, self.out_dtype, self.mode = u, v, out_dtype, Mode.REPLAY
 
+    def update_patch(self, u: Tensor, v: Tensor) -> None:
+        """Copy other factors into those that are set, which keep their places in memory.
+
+        Raises:
+            ValueError: no patch is set, or its factors have other shapes; nothing is changed then.
+        """
+        if self.u is None or self.v is None:
+            raise ValueError("expected a patch to update, got a module without one: call set_patch first")
+        if u.shape != self.u.shape or v.shape != self.v.shape:
+            expected = f"u {tuple(self.u.shape)} and v {tuple(self.v.shape)}"
+            raise ValueError(f"expected {expected}, as they were set, got {tuple(u.shape)} and {tuple(v.shape)}")
+        with torch.no_grad():
+            self.u.copy_(u)
+            self.v.copy_(v)
+
+    def merge(self) -> nn.Module:
+        """A copy of the base module with the patch in its parameters: ``W + Σ_r u_r v_rᵀ`` or ``b + Δb``, rounded to their dtype once.
+
+        Raises:
+            TypeError: the base module is not an ``nn.Linear`` or a Conv1D with a plain weight.
+            ValueError: the patch is not the same for all rows, or a bias is to change and there is none.
+        """
+        base = self.base_layer
+        if type(base) not in (nn.Linear, Conv1D) or type(base.weight) is not nn.Parameter:
+            raise TypeError(f"expected an nn.Linear or a Conv1D to merge into, got {type(base).__name__}")
+        changes: dict[str, Tensor] = {}
+        if self.u is not None and self.v is not None:
+            if self.u.dim() != 3 or self.u.shape[0] != 1:
+                raise ValueError(f"expected a patch that all rows share, u (1, R, N), got {tuple(self.u.shape)}")
+            change = torch.einsum("rn,rk->nk", self.u[0].double(), self.v[0].double())
+            changes["weight"] = change.T if type(base) is Conv1D else change
+        if self.bias_change is not None:
+            if self.bias_change.dim() != 1 or base.bias is None:
+                raise ValueError(f"expected a bias and a change (N,) of it, got {base.bias is not None}, {tuple(self.bias_change.shape)}")
+            changes["bias"] = self.bias_change
+        merged = copy.deepcopy(base)
+        with torch.no_grad():
+            for name, change in changes.items():
+                parameter = getattr(merged, name)
+                parameter.copy_(parameter.double() + change.double())
+        return merged
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PatchedLinear":
+        """Factors follow a move to another device; their dtype is their own."""
+        super()._apply(fn, recurse)
+        for name in ("u", "v", "bias_change"):
+            factor = getattr(self, name)
+            if factor is not None:
+                setattr(self, name, factor.to(fn(factor[:0]).device))
+        return self
+
     def set_bias_change(self, bias_change: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
         """Apply ``b + Δb`` from now on: ``bias_change`` (N,), or one per row of the input (..., K): (..., N) or flat (M, N)."""
         self.off()
@@ -132,15 +186,17 @@ class PatchedLinear(PatchedModule):
             return add_bias_change(plain, self.bias_change, self.out_dtype or dtype)
         return self._replay(z)
 
-    def matrix_for(self, z: Tensor) -> Tensor | None:
-        """The base module's matrix (N, K), if ``F.linear(z, matrix, bias)`` is all that the module does."""
+    def linear_map(self, z: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """The base module's matrix (N, K) and bias, if ``F.linear(z, matrix, bias)`` is all that the module does."""
         base = self.base_layer
         if base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base) or torch.is_autocast_enabled(z.device.type):
             return None
         weight = base.weight if type(base) in (nn.Linear, Conv1D) else None
         if type(weight) is not nn.Parameter or weight.dtype != z.dtype:
             return None
-        return weight.T if type(base) is Conv1D else weight
+        bias = base.bias
+        assert bias is None or isinstance(bias, Tensor)
+        return (weight.T if type(base) is Conv1D else weight), bias
 
     def plain(self, z: Tensor, rows: int | None = None) -> tuple[Tensor, torch.dtype]:
         """What the patch is added to, (..., K) -> (..., N), and the dtype of the base module's output.
@@ -148,23 +204,23 @@ class PatchedLinear(PatchedModule):
         It is that output, in fp32 before its rounding where our kernels compute it. ``rows``: of how many rows the regime is to be
         (:func:`icl_patch.ops.regime_of`), those of z by default.
         """
-        matrix = self.matrix_for(z)
-        if matrix is None:
+        linear = self.linear_map(z)
+        if linear is None:
             plain = self.base_layer(z)
             return plain, plain.dtype
         flat = z.reshape(-1, z.shape[-1])
         wide = torch.promote_types(z.dtype, torch.float32)
         regime = ops.regime_of(flat, len(flat) if rows is None else rows)
-        y = ops.patched_linear(flat, matrix, bias=self.base_layer.bias, out_dtype=wide, regime=regime)
+        y = ops.patched_linear(flat, linear[0], bias=linear[1], out_dtype=wide, regime=regime)
         return y.reshape(*z.shape[:-1], y.shape[-1]), z.dtype
 
     def _replay(self, z: Tensor) -> Tensor:
         assert self.u is not None and self.v is not None
         rows = z.reshape(-1, z.shape[-1])
         u, v = (self._by_row(factor, z, len(rows)) for factor in (self.u, self.v))
-        matrix = self.matrix_for(z)
-        if matrix is not None:
-            y = ops.patched_linear(rows, matrix, u, v, self.base_layer.bias, out_dtype=self.out_dtype)
+        linear = self.linear_map(z)
+        if linear is not None:
+            y = ops.patched_linear(rows, linear[0], u, v, linear[1], out_dtype=self.out_dtype)
         else:
             plain = self.base_layer(z)
             y = ops.add_low_rank(plain.reshape(-1, plain.shape[-1]), rows, u, v, out_dtype=self.out_dtype)

@@ -119,9 +119,7 @@ if _lacking is None:
         return z_pair.new_empty((rows, n)), z_pair.new_empty((rows // 2, n), dtype=torch.float32)
 
     @torch.library.register_fake("icl_patch::add_low_rank")
-    def _(
-        y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def _(y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         return z.new_empty(y.shape, dtype=out_dtype or y.dtype)
 
     @torch.library.register_fake("icl_patch::read_direction")

@@ -131,9 +131,7 @@ def record_linear(
     if streams and (native_ops := native_for(z_pair, weight, bias, direction.v)) is not None:
         y_pair, u = native_ops.record_linear(z_pair, weight, direction.v, bias)
         return y_pair, u, direction
-    plain_ctx, plain = patched_linear(
-        z_pair, weight, bias=bias, out_dtype=reference.accumulation_dtype(z), regime=regime
-    ).chunk(2)
+    plain_ctx, plain = patched_linear(z_pair, weight, bias=bias, out_dtype=reference.accumulation_dtype(z), regime=regime).chunk(2)
     u = plain_ctx - plain
     return torch.cat([plain_ctx.to(z.dtype), _with_low_rank(plain, z, u, direction.v, None, z.dtype)]), u, direction
 
@@ -164,9 +162,7 @@ def add_low_rank(
     return _with_low_rank(y, z, u, v, index, out_dtype or y.dtype)
 
 
-def _with_low_rank(
-    y: Tensor, z: Tensor, u: Tensor | None, v: Tensor | None, index: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def _with_low_rank(y: Tensor, z: Tensor, u: Tensor | None, v: Tensor | None, index: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """:func:`add_low_rank` with arguments that fit; without factors y alone."""
     if u is None or v is None:
         return y.to(out_dtype)

@@ -119,12 +119,12 @@ class BlockRecorder:
         return self.delta / self.form.branch
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
-        matrix = layer.matrix_for(z)
-        if self.tape is not None or matrix is None:
+        linear = layer.linear_map(z)
+        if self.tape is not None or linear is None:
             return self._read(name, layer, z, *layer.plain(z, self.valid.numel()))
         direction = self.direction_of(self.split(z)[1])
         flat = ops.Direction(direction.v.flatten(0, 1), direction.inverse_norm2.flatten(), direction.coeff)
-        out, u, _ = ops.record_linear(z.reshape(-1, z.shape[-1]), matrix, layer.base_layer.bias, direction=flat)
+        out, u, _ = ops.record_linear(z.reshape(-1, z.shape[-1]), *linear, direction=flat)
         y_ctx, patched = self.split(out)
         assert y_ctx is not None
         self._keep(name, layer, y_ctx, patched, self.unflat(u))

@@ -243,6 +243,24 @@ def test_both_kernels_serve_every_dtype(dtype: torch.dtype, dot: bool) -> None:
     check_linear(case, launch_linear(**case.arguments, config=config), dtype)
 
 
+@pytest.mark.parametrize("layout", ["row", "shared", "pool"])
+@every_float
+def test_the_low_rank_term_alone(dtype: torch.dtype, layout: str) -> None:
+    """On the plain map before its rounding it has the bits of the whole, whichever way the coefficients are summed there."""
+    for rows in (3, 18) if layout == "pool" else (3,):
+        case = linear_case(layout, (rows, 600, 70), 2, dtype)
+        plain = kernels.patched_linear(**case.plain, out_dtype=torch.float32)
+        parts = {"u": in_gaps(case.u), "v": case.v, "index": case.index}
+        for out_dtype in (torch.float32, dtype):
+            out = kernels.add_low_rank(in_gaps(plain), case.z, **parts, out_dtype=out_dtype)
+            assert same_bits(out, kernels.patched_linear(**case.arguments, out_dtype=out_dtype))
+    if layout == "pool":
+        nothing = kernels.add_low_rank(plain, case.z, case.u[:0], case.v[:0], index=torch.full((len(plain),), -1, device=DEVICE))
+        assert same_bits(nothing, plain)
+    if layout == "shared":
+        assert kernels.add_low_rank(plain[:0], case.z[:0], case.u, case.v).shape == (0, 600)
+
+
 # record_linear, read_direction
 
 
@@ -416,6 +434,7 @@ def operator_calls() -> dict[str, tuple]:
         "triton_patched_linear": (*case.arguments.values(), torch.float16, None),
         "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "tile"),
         "triton_record_linear": (pair, case.weight, case.bias, wide, None),
+        "triton_add_low_rank": (torch.ones(3, 5, device=DEVICE), case.z, case.u, case.v, case.index, torch.float16),
         "triton_read_direction": (pair,),
         "triton_norm_pair": (pair, pair[0], 1e-5, 1.0, False),
         "triton_rms_norm": (pair, pair, 1e-5, 0.0, True),
@@ -427,6 +446,7 @@ OPERATORS = (
     "triton_patched_linear",
     "triton_patched_linear plain",
     "triton_record_linear",
+    "triton_add_low_rank",
     "triton_read_direction",
     "triton_norm_pair",
     "triton_rms_norm",
@@ -458,6 +478,7 @@ def test_compiled_without_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None
         normed = kernels.norm_pair(pair, pair[0], 1e-5)
         recorded = kernels.record_linear(normed.z_pair, case.weight, case.bias, direction=normed.direction)
         y = kernels.patched_linear(z, case.weight, case.u, case.v, case.bias)
+        y = kernels.add_low_rank(y, z, case.u, case.v)
         return kernels.gated_product(recorded.y, y, "gelu_tanh"), kernels.patched_rms_norm(y, y, 1e-5), recorded.u
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
@@ -509,6 +530,7 @@ def test_the_others_refuse() -> None:
     check_refused(ValueError, "expected hidden (2M, d) with d ≥ 1, got (3, 5)", lambda: kernels.norm_pair(x, x[0], 1e-5))
     check_refused(ValueError, "expected weight (5,), got (4,)", lambda: kernels.norm_pair(x[:2], x[0, :4], 1e-5))
     check_refused(ValueError, "expected scale (3, 5) or (5,), got (2, 5)", lambda: kernels.patched_rms_norm(x, x[:2], 1e-5))
+    check_refused(ValueError, "expected y (M, N) and z (M, K), got (3, 5) and (2, 5)", lambda: kernels.add_low_rank(x, x[:2], x, x))
     check_refused(ValueError, "expected gate and up (M, N), got (3, 5) and (2, 5)", lambda: kernels.gated_product(x, x[:2], "silu"))
     check_refused(ValueError, "expected activation 'gelu_tanh' or 'silu', got 'relu'", lambda: kernels.gated_product(x, x, "relu"))
     check_refused(ValueError, "expected z (M, K) with K ≥ 1, got (5,)", lambda: kernels.read_direction(x[0]))

@@ -194,6 +194,86 @@ def test_a_deep_copy_is_on_its_own() -> None:
     assert torch.equal(layer(z), before)
 
 
+def test_factors_follow_to_another_device_and_keep_their_dtype() -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K, dtype=torch.float64))
+    layer.to(torch.bfloat16)
+    assert (layer.weight.dtype, layer.u.dtype, layer.v.dtype) == (torch.bfloat16, torch.float32, torch.float64)
+    layer.to("meta")
+    assert layer.weight.device == layer.u.device == layer.v.device == torch.device("meta")
+
+
+def test_factors_are_updated_where_they_lie() -> None:
+    layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(3, K)
+    with pytest.raises(ValueError, match="expected a patch to update"):
+        layer.update_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K))
+    places, before = (layer.u.data_ptr(), layer.v.data_ptr()), layer(z)
+    u, v = torch.randn(1, 2, N), torch.randn(1, 2, K)
+    layer.update_patch(u, v)
+    assert (layer.u.data_ptr(), layer.v.data_ptr()) == places
+    assert not torch.equal(layer(z), before)
+    other = PatchedLinear(layer.base_layer)
+    other.set_patch(u, v)
+    assert torch.equal(layer(z), other(z))
+    with pytest.raises(ValueError, match=r"expected u \(1, 2, 7\) and v \(1, 2, 12\), as they were set, got \(1, 1, 7\)"):
+        layer.update_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    assert torch.equal(layer.u, u)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["linear", "conv1d"])
+def test_merged_weights_do_what_the_patch_does(kind: type, dtype: torch.dtype) -> None:
+    base = (nn.Linear(K, N) if kind is nn.Linear else Conv1D(N, K)).to(dtype)
+    layer, z = PatchedLinear(base), torch.randn(5, K).to(dtype)
+    u, v = torch.randn(1, 3, N), torch.randn(1, 3, K)
+    layer.set_patch(u, v)
+    merged = layer.merge()
+    change = u[0].double().T @ v[0].double()
+    expected = base.weight.double() + (change.T if kind is Conv1D else change)
+    assert type(merged) is kind
+    assert torch.equal(merged.weight, expected.to(dtype))
+    assert torch.equal(merged.bias, base.bias)
+    assert metrics.linf(merged(z), layer(z)).max() <= 8 * EPSILON[dtype]
+    assert not torch.equal(merged.weight, base.weight)
+    layer.set_bias_change(torch.randn(N))
+    assert metrics.linf(layer.merge()(z), layer(z)).max() <= 8 * EPSILON[dtype]
+
+
+def test_what_cannot_be_merged() -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    layer.set_patch(torch.randn(3, N), torch.randn(3, K))
+    with pytest.raises(ValueError, match="that all rows share"):
+        layer.merge()
+    without_bias = PatchedLinear(nn.Linear(K, N, bias=False))
+    without_bias.set_bias_change(torch.randn(N))
+    with pytest.raises(ValueError, match="expected a bias"):
+        without_bias.merge()
+    with pytest.raises(TypeError, match="got Wider"):
+        PatchedLinear(type("Wider", (nn.Linear,), {})(K, N)).merge()
+
+
+@pytest.mark.parametrize("kind", ["off", "shared", "row", "bias"])
+@pytest.mark.parametrize("name", ["linear", "conv1d"])
+def test_compiles_without_a_graph_break(name: str, kind: str) -> None:
+    base = nn.Linear(K, N) if name == "linear" else Conv1D(N, K)
+    layer, z = PatchedLinear(base), torch.randn(3, K)
+    if kind == "bias":
+        layer.set_bias_change(torch.randn(N))
+    elif kind != "off":
+        rows = (1, 2) if kind == "shared" else (3,)
+        layer.set_patch(torch.randn(*rows, N), torch.randn(*rows, K))
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(compiled(z), layer(z), rtol=0, atol=1e-6)
+    with torch.no_grad():
+        if kind == "row":
+            layer.update_patch(2 * layer.u, layer.v)
+            assert torch.equal(compiled(z), layer(z))
+
+
 @pytest.mark.parametrize("patched", [False, True])
 def test_hooks_on_the_base_still_run(patched: bool) -> None:
     base, z = nn.Linear(K, N), torch.randn(3, K)

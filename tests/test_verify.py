@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from models import build
+from torch import Tensor
 
-from icl_patch import embedded, metrics, verify
+from icl_patch import embedded, metrics, ops, verify
 from icl_patch.embedded.train import build_tokenizer
 from icl_patch.generation import History
 from icl_patch.patcher import ContextPatcher
@@ -71,7 +72,12 @@ def test_partial_contexts(update: str, keep_last: int, family: str) -> None:
 
 def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the readers' part of the patch the check must fail, and by far."""
-    monkeypatch.setattr("icl_patch.updates.reader_update", lambda y_ctx, y: torch.zeros_like(y))
+
+    def unpatched(z_pair: Tensor, weight: Tensor, bias: Tensor | None, *, direction: ops.Direction) -> tuple[Tensor, Tensor, ops.Direction]:
+        y_pair = torch.nn.functional.linear(z_pair, weight, bias)
+        return y_pair, torch.zeros(len(y_pair) // 2, y_pair.shape[1]), direction
+
+    monkeypatch.setattr(ops, "record_linear", unpatched)
     monkeypatch.setattr("icl_patch.probe.Probe.check", lambda *_: None)  # attaching would notice
     model = build("gemma3", 0, vocab_size=RANDOM_VOCABULARY)
     report = verify(model, build_tokenizer(), context="some context that matters", max_new_tokens=20, update="stable")

@@ -26,7 +26,7 @@ def _low_rank_kernel(
     row = m
     if HAS_INDEX:
         row = tl.load(index_ptr + m).to(tl.int64)
-    patched = mask & (row >= 0)
+    patched = offs_n < tl.where(row >= 0, N, 0)
     u_ptrs = u_ptr + row * stride_um + offs_n * stride_un
     for r in tl.range(0, R):
         c = tl.load(coeff_ptr + m * R + r)
@@ -61,7 +61,9 @@ def launch_low_rank(
     return y
 
 
-library.define("triton_add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index, ScalarType? out_dtype) -> Tensor", launch_low_rank)
+library.define(
+    "triton_add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index, ScalarType? out_dtype) -> Tensor", launch_low_rank
+)
 
 
 @library.fake("triton_add_low_rank")
