@@ -4,7 +4,7 @@ SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -nam
 RUN := build/python
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test stress kernels bench gpu lint format train clean
+.PHONY: FORCE help demo test stress kernels bench figures gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,13 +33,30 @@ stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion, thou
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills
 	$(RUN) tools/kernel_resources.py
 
-bench: $(RUN) ## time the kernels beside what they replace, on the CPU; tables in bench/results
-	$(RUN) -m icl_patch bench
+# Apart from the rest, as torchao: transformers imports it wherever it finds it.
+build/peft: | $(RUN)
+	@$(RUN) -c 'import peft' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "bench: no peft, its column will be left out"
 
-gpu: $(RUN) ## on a machine with a CUDA device: the tests that need one, the memory checks, the benchmarks
-	$(RUN) -m pytest -m gpu
-	@sh tools/sanitize.sh
-	$(RUN) -m icl_patch bench --device cuda --quick
+bench: $(RUN) build/peft ## time the kernels beside what they replace, on the CPU, in less than ten minutes; tables in bench/results
+	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh
+	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
+
+figures: $(RUN) ## draw the benchmarks' tables and pictures, and the README's table, again from their numbers
+	$(RUN) -m icl_patch bench --plots --out bench/results
+	$(RUN) tools/readme.py
+
+gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: the tests that need one, the headline benchmarks, the memory checks
+	@sh tools/gpu.sh
+
+PART ?= 1/1
+gpu-full: $(RUN) ## there, the whole grid of benchmarks, or PART=i/n of it; goes on where it stopped
+	$(RUN) -m icl_patch bench --device cuda --part $(PART)
+
+tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file
+	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs
+
+profile: $(RUN) ## what Nsight Compute and torch.profiler see of the kernels and of a decode step; a page in docs/profiles
+	@sh tools/profile.sh
 
 lint: $(RUN) ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -1,6 +1,7 @@
 """Benchmarks, installed as ``icl_patch.bench``: ``icl-patch bench``. Each checks its results before it times anything.
 
-A benchmark is a module with ``run(device, quick, results)``, which adds rows to the results and yields what it is about to measure.
+A benchmark is a module with ``cases(device, quick, results)``, a list of :class:`icl_patch.bench.harness.Case`, the most telling first;
+its docstring stands above its table.
 """
 
-BENCHMARKS = ("inversion", "linear")
+BENCHMARKS = ("linear", "throughput", "inversion")

@@ -1,22 +1,36 @@
-"""Timing side by side, and the tables that come of it."""
+"""Timing side by side after a check of the results, and the tables that come of it.
 
-import json
-import os
-import platform
+A benchmark is a list of :class:`Case`. :func:`measure` builds each, checks what its calls compute, times those that compute it right and
+writes the table after every one, so that what was measured survives a stop and a later run goes on from there.
+"""
+
+import itertools
+import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from rich.table import Table
-
-import icl_patch
-from icl_patch import native
 
 Call = Callable[[], object]
+
+
+class InTurn:
+    """A call that takes the next of several inputs each time, so that none of them is in a cache when its turn comes.
+
+    On a GPU :func:`compare` replays such calls as a CUDA graph.
+    """
+
+    def __init__(self, function: Callable[[Any], object], inputs: Sequence[Any]) -> None:
+        self.inputs = inputs
+        self._function, self._turn = function, itertools.cycle(inputs)
+
+    def __call__(self) -> object:
+        return self._function(next(self._turn))
 
 
 @dataclass(frozen=True)
@@ -27,21 +41,44 @@ class Timing:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Timing":
+        """The summary of some samples, of one as well."""
+        if len(samples) == 1:
+            return cls(*samples * 3)
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high)
 
-def compare(calls: Mapping[str, Call], device: torch.device, rounds: int = 15, least_seconds: float = 0.02) -> dict[str, Timing]:
-    """Time calls side by side: every round times each of them once, so that what drifts, drifts for all.
 
-    On the CPU a round repeats a call until ``least_seconds`` have passed and takes the mean, with warm caches. On a GPU it is one call
-    between two events with L2 overwritten before it.
+def compare(
+    calls: Mapping[str, Call], device: torch.device, rounds: int = 15, least_seconds: float = 0.02, most_seconds: float = math.inf
+) -> dict[str, Timing]:
+    """Time calls side by side: every round times each of them once, in another order, so that what drifts, drifts for all.
+
+    On the CPU a round repeats a call until ``least_seconds`` have passed and takes the mean; other calls, or :class:`InTurn`, keep its
+    inputs out of the caches. On a GPU an :class:`InTurn` call is replayed as a CUDA graph of many calls, at least one an input; any other
+    is one call between two events with L2 overwritten before it. A call that takes long gets fewer rounds, about ``most_seconds`` in all.
     """
-    for call in calls.values():
-        call()
-    seconds = _device_seconds(device) if device.type == "cuda" else lambda call: _host_seconds(call, least_seconds)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            samples[name].append(seconds(call))
-    return {name: _summary(values) for name, values in samples.items()}
+    timers = {name: _timer(call, device, least_seconds) for name, call in calls.items()}
+    first = {name: timer() for name, timer in timers.items()}
+    wanted = {name: max(1, int(min(rounds, most_seconds / max(value, 1e-9)))) for name, value in first.items()}
+    # What is measured once is not measured again.
+    samples: dict[str, list[float]] = {name: [value] if value > most_seconds else [] for name, value in first.items()}
+    order, shuffle = list(timers), random.Random(0).shuffle
+    for turn in range(rounds):
+        shuffle(order)  # a call may have to wait for what the one before it wrote
+        for name in order:
+            if turn < wanted[name] and not (turn == 0 and samples[name]):
+                samples[name].append(timers[name]())
+    return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def _timer(call: Call, device: torch.device, least_seconds: float) -> Callable[[], float]:
+    """What gives the seconds of one call each time; the call is warm."""
+    if device.type != "cuda":
+        return lambda: _host_seconds(call, least_seconds)
+    call()
+    return _graph_timer(call) if isinstance(call, InTurn) else _event_timer(call, device)
 
 
 def _host_seconds(call: Call, least: float) -> float:
@@ -52,126 +89,203 @@ def _host_seconds(call: Call, least: float) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _device_seconds(device: torch.device) -> Callable[[Call], float]:
-    size = torch.cuda.get_device_properties(device).L2_cache_size
-    flush = torch.empty(2 * size, dtype=torch.int8, device=device)
+def _elapsed(run: Call) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
-    def seconds(call: Call) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+def _event_timer(call: Call, device: torch.device) -> Callable[[], float]:
+    flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+
+    def seconds() -> float:
         flush.zero_()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return _elapsed(call)
 
     return seconds
 
 
-def _summary(values: Sequence[float]) -> Timing:
-    if len(values) == 1:
-        return Timing(*values * 3)
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Timing(median, low, high)
+def _graph_timer(call: InTurn, least_seconds: float = 2e-3, most_calls: int = 1000) -> Callable[[], float]:
+    """Replays of a graph that takes every input at least once and lasts ``least_seconds``."""
+    count = len(call.inputs)
+    graph = _captured(call, count)
+    again = int(least_seconds / max(_elapsed(graph.replay), 1e-6))
+    if again > 1:
+        count *= min(again, max(1, most_calls // count))
+        graph = _captured(call, count)
+    graph.replay()
+    return lambda: _elapsed(graph.replay) / count
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Where the numbers come from."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "cpu_instructions": native.cpu_instructions,
-        "icl_patch": icl_patch.__version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
+def _captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
+    stream = torch.cuda.Stream()  # libraries choose their workspaces here, before the capture
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor() or "CPU")
+def last_level_cache(device: torch.device) -> int:
+    """Bytes, as CUDA or Linux tells; 64 MiB where neither does."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    return max((int(path.read_text().strip().removesuffix("K")) * 1024 for path in sizes), default=64 * 2**20)
 
 
-@dataclass
-class Results:
-    """Rows of one benchmark, written after every row so that what was measured survives a stop."""
+@dataclass(frozen=True)
+class Comparison:
+    """Calls that do the same work.
 
-    benchmark: str
+    ours: the call that the others are compared with. check: the error of a call's result, by the call's name; raises AssertionError with
+    what was expected and what came. nbytes: what each call must move at least, and ceiling: the bandwidth measured here, in bytes a
+    second. apart: calls that write so much that the others would wait for their writes; they are timed after them. units: how many of
+    something each call does, which then are what is compared, and unit: what they are. notes: further numbers about our call.
+    """
+
+    ours: str
+    calls: Mapping[str, Call]
+    check: Callable[[str, Any], float | None]
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+    ceiling: float | None = None
+    apart: Collection[str] = ()
+    units: Mapping[str, float] = field(default_factory=dict)
+    unit: str = ""
+    notes: Mapping[str, float] = field(default_factory=dict)
+    least_seconds: float = 0.02
+    most_seconds: float = math.inf
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a table: its name, how the comparison is made (when its turn comes: it may take much memory), what it is sorted by."""
+
+    name: str
+    build: Callable[[], Comparison]
+    parameters: Mapping[str, str | int] = field(default_factory=dict)
+
+
+class Recorder(Protocol):
+    """What takes up what was measured: :class:`icl_patch.bench.results.Results`."""
+
     device: torch.device
-    folder: Path
-    rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.environment = environment(self.device)
+    def has(self, name: str) -> bool:
+        """Whether a case was measured already, with this code and in this environment."""
 
-    @property
-    def path(self) -> Path:
-        """Of the JSON file; the table lies beside it."""
-        words = self.environment["device"].replace("(R)", "").replace("(TM)", "").split()
-        return self.folder / f"{self.benchmark}-{'-'.join(words).lower()}.json"
-
-    def add(
-        self,
-        case: str,
-        timings: Mapping[str, Timing],
-        ours: str,
-        nbytes: Mapping[str, int] | None = None,
-        notes: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> None:
-        """What was measured side by side in one case: a row per call, with its time over that of ``ours``, and GB/s from ``nbytes``."""
-        for name, timing in timings.items():
-            row: dict[str, Any] = {"case": case, "call": name, "seconds": asdict(timing)}
-            row["ratio"] = timing.median / timings[ours].median
-            if nbytes and name in nbytes:
-                row["GB/s"] = nbytes[name] / timing.median / 1e9
-            self.rows.append(row | dict((notes or {}).get(name, {})))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        self.path.with_suffix(".md").write_text(self.markdown(), encoding="utf-8")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As it is written."""
-        return {"benchmark": self.benchmark, "environment": self.environment, "rows": self.rows}
-
-    def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Column names and rows as text."""
-        extra = list(dict.fromkeys(name for row in self.rows for name in row if name not in ("case", "call", "seconds", "ratio")))
-        rows = []
-        for row in self.rows:
-            times = [_seconds(row["seconds"][name]) for name in ("median", "low", "high")]
-            cells = [row["case"], row["call"], times[0], f"{times[1]} – {times[2]}", f"{row['ratio']:.3g}"]
-            rows.append(cells + [f"{row[name]:.3g}" if name in row else "" for name in extra])
-        return ["case", "call", "median", "middle half", "ratio", *extra], rows
-
-    def markdown(self) -> str:
-        """The table with its environment."""
-        names, rows = self.cells()
-        where = ", ".join(f"{name} {value}" for name, value in self.environment.items() if value)
-        lines = [f"# {self.benchmark}", "", where, "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-        return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
-
-    def table(self) -> Table:
-        """For a terminal."""
-        names, rows = self.cells()
-        table = Table(*names, title=f"{self.benchmark} on {self.environment['device']}, {self.environment['threads']} threads")
-        for row in rows:
-            table.add_row(*row)
-        return table
+    def add(self, case: Case, rows: list[dict[str, Any]]) -> None:
+        """Write the rows of a case, a row a call."""
 
 
-def _seconds(value: float) -> str:
+def part_of(cases: Sequence[Case], part: tuple[int, int]) -> Sequence[Case]:
+    """The i-th of n parts, for (i, n) with i from 1."""
+    i, n = part
+    if not 1 <= i <= n:
+        raise ValueError(f"expected a part i/n with 1 ≤ i ≤ n, got {i}/{n}")
+    return cases[len(cases) * (i - 1) // n : len(cases) * i // n]
+
+
+def measure(
+    cases: Sequence[Case], results: Recorder, rounds: int = 15, fresh: bool = False, seconds: float = math.inf
+) -> Iterator[tuple[str, bool]]:
+    """Measure the cases that are not among the results; yields lines that say how it goes, and whether nothing failed so far.
+
+    Args:
+        cases: in the order of their importance.
+        results: what takes up the rows.
+        rounds: how often each call is timed.
+        fresh: measure again what is there.
+        seconds: begin no case after so many.
+    """
+    end = time.monotonic() + seconds
+    left = [case for case in cases if fresh or not results.has(case.name)]
+    good = True
+    if len(left) < len(cases):
+        yield f"{len(cases) - len(left)} of {len(cases)} cases were measured before, with this code", good
+    for number, case in enumerate(left, 1):
+        if time.monotonic() > end:
+            yield f"out of time: {len(left) - number + 1} of {len(left)} cases left", good
+            return
+        yield f"{number}/{len(left)} {case.name}", good
+        rows = _rows(case, results.device, rounds)
+        good = good and not any("failed" in row for row in rows)
+        results.add(case, rows)
+        yield "  " + describe(rows), good
+
+
+def _rows(case: Case, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    head = {"case": case.name, **({"parameters": dict(case.parameters)} if case.parameters else {})}
+    try:
+        comparison = case.build()
+    except Exception as error:  # whatever it is, the other cases are worth having
+        return [head | {"call": "", "ours": True, "failed": _reason(error)}]
+    failed, errors = {}, {}
+    for name, call in comparison.calls.items():
+        try:
+            errors[name] = comparison.check(name, call())
+        except Exception as error:
+            failed[name] = _reason(error)
+    timings: dict[str, Timing] = {}
+    for apart in (False, True):
+        calls = {name: call for name, call in comparison.calls.items() if name not in failed and (name in comparison.apart) is apart}
+        try:
+            timings |= compare(calls, device, rounds, comparison.least_seconds, comparison.most_seconds)
+        except Exception as error:
+            failed |= dict.fromkeys(calls, _reason(error))
+    rows = []
+    for name in comparison.calls:
+        row = head | {"call": name, "ours": name == comparison.ours}
+        row |= {"failed": failed[name]} if name in failed else _numbers(comparison, name, timings, errors[name])
+        rows.append(row)
+    return rows
+
+
+def _numbers(comparison: Comparison, name: str, timings: Mapping[str, Timing], error: float | None) -> dict[str, Any]:
+    timing, ours = timings[name], timings.get(comparison.ours)
+    row: dict[str, Any] = {"seconds": vars(timing)}
+    units = comparison.units
+    if ours is not None:
+        row["ratio"] = timing.median / units.get(name, 1) / (ours.median / units.get(comparison.ours, 1))
+    if name in comparison.nbytes:
+        row["GB/s"] = comparison.nbytes[name] / timing.median / 1e9
+        if comparison.ceiling is not None:
+            row["of ceiling"] = comparison.nbytes[name] / timing.median / comparison.ceiling
+    if name in units:
+        row |= {"unit": f"{comparison.unit}/s", "rate": units[name] / timing.median}
+    if error is not None:
+        row["error"] = error
+    return row | (dict(comparison.notes) if name == comparison.ours else {})
+
+
+def _reason(error: Exception) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return first if isinstance(error, AssertionError) and first else f"{type(error).__name__}: {first}"
+
+
+def describe(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of one case in a line."""
+    return "; ".join(f"{row['call']} {cell(row)}".strip() for row in rows)
+
+
+def cell(row: Mapping[str, Any]) -> str:
+    """What there is to say of a call beside ours: its time, or how many a second, and its ratio to ours, or why there is none."""
+    if "failed" in row:
+        return f"FAILED: {row['failed']}"
+    text = f"{row['rate']:.3g} {row['unit']}" if "rate" in row else format_seconds(row["seconds"]["median"])
+    return text if row.get("ours") or "ratio" not in row else f"{text} ({row['ratio']:.3g}×)"
+
+
+def format_seconds(value: float) -> str:
+    """Three digits and a unit."""
     unit, size = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if value >= pair[1]), ("µs", 1e-6))
     return f"{float(f'{value / size:.3g}'):g} {unit}"
-
-
-def default_folder() -> Path:
-    """``$ICL_RESULTS``, else ``bench/results`` in a checkout, else ``icl-patch-bench`` here."""
-    if given := os.environ.get("ICL_RESULTS"):
-        return Path(given)
-    checkout = Path(__file__).parent
-    return checkout / "results" if (checkout.parent / "pyproject.toml").exists() else Path("icl-patch-bench")

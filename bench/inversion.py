@@ -1,14 +1,21 @@
-"""The RMSNorm inversion against 64-step bisection in plain torch, and against one RMSNorm of the same tensor."""
+"""The RMSNorm inversion against 64-step bisection in plain torch, and against one RMSNorm of the same tensor.
 
+`inversion` is ours, `bisection` the other method of the native library, `whole update` all of the stable update in one launch, `torch
+bisection` 64 steps of the whole batch in plain torch. A row is read for its extent, for e and p, for their sums and for the result
+besides its evaluations; these rows have a pole, so no φ(0).
+"""
+
+import functools
 import itertools
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops, reference
-from icl_patch.bench.harness import Call, Results, compare
+from icl_patch.bench.harness import Call, Case, Comparison
+from icl_patch.bench.results import Results
 
 SHAPES = [(1, 1152), (32, 2560), (4096, 5376)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -33,53 +40,51 @@ def check(result: ops.RMSNormInverse, target: Tensor, scale: Tensor, rms: Tensor
     if not torch.equal(result.status[rows], expected.status):
         raise AssertionError("the statuses differ from the reference's")
     error = float(((result.hidden[rows] - expected.hidden).abs().amax(1) / rms[rows]).max())
-    if error > 1e-5:
+    if not error <= 1e-5:
         raise AssertionError(f"expected the reference's result within 1e-5, got {error}")
     return error
 
 
-def run(device: torch.device, quick: bool, results: Results) -> Iterator[str]:
-    """Adds a row per shape and dtype; yields what it is about to measure."""
+def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
+    """A case per shape and dtype."""
+    found = []
     for (batch, n), dtype in itertools.product(SHAPES, DTYPES):
         if quick and device.type == "cpu":
             batch = min(batch, 512)
-        name = str(dtype).removeprefix("torch.")
-        yield f"({batch}, {n}) {name}"
-        delta, scale, h = update_rows(batch, n, dtype, device)
-        rms = h.double().square().mean(1).sqrt().to(dtype)
-        target = (delta + scale * ops.rms_normalize(h, EPS)).to(dtype)
-        result = ops.invert_rmsnorm(target, scale, rms, EPS, h)
-        error = check(result, target, scale, rms)
-        evaluations = result.evaluations.double()
-        calls: dict[str, Call] = {
-            "RMSNorm": lambda h=h, n=n, scale=scale: F.rms_norm(h, (n,), scale, EPS),
-            "inversion": lambda a=(target, scale, rms, EPS, h): ops.invert_rmsnorm(*a),
-            "bisection": lambda a=(target, scale, rms, EPS, h): ops.invert_rmsnorm(*a, method="bisection"),
-            "whole update": lambda a=(delta, scale, h, EPS): ops.stable_scale(*a),
-        }
-        if device.type == "cuda":
-            one = torch.zeros(1, device=device)
-            calls["empty launch"] = one.zero_
-        timings = compare(calls, device, rounds=7 if quick else 15)
-        slow = compare(
-            {"torch": lambda a=(target, scale, rms, EPS, h): reference.invert_rmsnorm(*a, method="bisection")},
-            device,
-            rounds=3 if batch * n < 1 << 22 else 1,
-        )["torch"]
-        moved = sum(x.numel() * x.element_size() for x in (target, scale, rms, result.hidden, result.new_scale))
-        quantiles = {f"evaluations {name}": float(evaluations.quantile(q)) for name, q in (("p99", 0.99), ("max", 1.0))}
-        results.add(
-            f"{batch} × {n} {name}",
-            {**timings, "torch bisection, 64 steps": slow},
-            ours="inversion",
-            nbytes={"inversion": moved, "RMSNorm": 2 * h.numel() * h.element_size()},
-            notes={
-                # a row is read for its extent, for e and p, for their sums and for the result besides; these rows have a pole, so no φ(0)
-                "inversion": {
-                    "evaluations": float(evaluations.mean()),
-                    **quantiles,
-                    "passes": float(evaluations.mean()) + 4,
-                    "error": error,
-                }
-            },
-        )
+        build = functools.partial(comparison, batch, n, dtype, device)
+        found.append(Case(f"{batch} × {n} {str(dtype).removeprefix('torch.')}", build, {"batch": batch, "n": n}))
+    return found
+
+
+def comparison(batch: int, n: int, dtype: torch.dtype, device: torch.device) -> Comparison:
+    """What is timed in one case."""
+    delta, scale, h = update_rows(batch, n, dtype, device)
+    rms = h.double().square().mean(1).sqrt().to(dtype)
+    target = (delta + scale * ops.rms_normalize(h, EPS)).to(dtype)
+    result = ops.invert_rmsnorm(target, scale, rms, EPS, h)
+    evaluations = result.evaluations.double()
+    calls: dict[str, Call] = {
+        "inversion": lambda: ops.invert_rmsnorm(target, scale, rms, EPS, h),
+        "RMSNorm": lambda: F.rms_norm(h, (n,), scale, EPS),
+        "bisection": lambda: ops.invert_rmsnorm(target, scale, rms, EPS, h, method="bisection"),
+        "whole update": lambda: ops.stable_scale(delta, scale, h, EPS),
+        "torch bisection": lambda: reference.invert_rmsnorm(target, scale, rms, EPS, h, method="bisection"),
+    }
+    if device.type == "cuda":
+        one = torch.zeros(1, device=device)
+        calls["empty launch"] = one.zero_
+
+    def check_call(name: str, found: Any) -> float | None:
+        return check(found, target, scale, rms) if isinstance(found, ops.RMSNormInverse) else None
+
+    moved = sum(x.numel() * x.element_size() for x in (target, scale, rms, result.hidden, result.new_scale))
+    quantiles = {f"evaluations {name}": float(evaluations.quantile(q)) for name, q in (("p99", 0.99), ("max", 1.0))}
+    notes = {"evaluations": float(evaluations.mean()), **quantiles, "passes": float(evaluations.mean()) + 4}
+    return Comparison(
+        ours="inversion",
+        calls=calls,
+        check=check_call,
+        nbytes={"inversion": moved, "RMSNorm": 2 * h.numel() * h.element_size()},
+        notes=notes,
+        most_seconds=8,
+    )

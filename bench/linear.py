@@ -1,103 +1,268 @@
-"""The patched linear against the plain one, the materialised one, and the low-rank term as operations of its own."""
+"""The patched linear map against the plain one, and against other ways to the same result.
 
+`patched_linear` is ours, every row with factors of its own; `F.linear` is the plain map, without a patch. `unfused` adds the low-rank
+term in operations of its own. `W + ΔW` builds the changed weight and multiplies, `W + ΔW in a buffer` builds it in memory that is there
+already, and `PEFT` is that library's LoRA layer; these three have one patch for all rows, which is less than what ours does. Weights are
+used in turn, so that none is in a cache. GB/s counts every operand once; the ceiling is the bandwidth of the best read (CPU) or copy (GPU)
+measured here. The error is the largest difference from fp64, relative to the largest output.
+"""
+
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from icl_patch import ops
-from icl_patch.bench.harness import Call, Results, compare
+from icl_patch.bench.harness import Call, Case, Comparison, InTurn, compare, last_level_cache
+from icl_patch.bench.results import Results
 
-# (N, K) of the readers and the writer of an MLP.
+# (N, K) of the readers and writers of an MLP, the most telling first.
 SHAPES = {
-    "Qwen3-0.6B up": (3072, 1024),
     "Gemma-3-1B up": (6912, 1152),
     "Gemma-3-1B down": (1152, 6912),
-    "Gemma-3-4B up": (10240, 2560),
     "Llama-3-8B up": (14336, 4096),
     "Llama-3-8B down": (4096, 14336),
+    "Gemma-3-4B up": (10240, 2560),
+    "Gemma-3-4B down": (2560, 10240),
     "Gemma-3-12B up": (15360, 3840),
+    "Gemma-3-12B down": (3840, 15360),
     "Gemma-3-27B up": (21504, 5376),
+    "Gemma-3-27B down": (5376, 21504),
     "Llama-3-70B up": (28672, 8192),
+    "Llama-3-70B down": (8192, 28672),
+    "Qwen3-0.6B up": (3072, 1024),
+    "Qwen3-0.6B down": (1024, 3072),
 }
-QUICK = ("Gemma-3-1B up", "Gemma-3-4B up", "Llama-3-8B up")
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 RANKS = (1, 4, 16)
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One case: a matrix by name, its dtype, the number of rows and the rank."""
+
+    matrix: str
+    dtype: torch.dtype
+    rows: int
+    rank: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return SHAPES[self.matrix]
+
+    @property
+    def name(self) -> str:
+        """As in the tables."""
+        n, k = self.shape
+        return f"{self.matrix} {n} × {k} {dtype_name(self.dtype)} M={self.rows} R={self.rank}"
+
+    @property
+    def parameters(self) -> dict[str, str | int]:
+        """As in the JSON."""
+        n, k = self.shape
+        return {"matrix": self.matrix, "n": n, "k": k, "dtype": dtype_name(self.dtype), "rows": self.rows, "rank": self.rank}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def settings(device: torch.device, quick: bool) -> list[Setting]:
+    """The whole grid, or what fits into a few minutes; every part of it that shares weights in one piece."""
+    everything = [Setting(matrix, dtype, rows, rank) for matrix, dtype, rank, rows in itertools.product(SHAPES, DTYPES, RANKS, ROWS)]
+    if not quick:
+        return everything
+    return [setting for setting in everything if (_headline if device.type == "cuda" else _quick_on_cpu)(setting)]
+
+
+def _headline(setting: Setting) -> bool:
+    """On a GPU: bf16; rank 1 everywhere, other ranks at the first two shapes."""
+    if setting.dtype is not torch.bfloat16:
+        return False
+    return setting.rank == 1 or (setting.matrix in list(SHAPES)[:3] and setting.rows in (1, 8, 32))
+
+
+def _quick_on_cpu(setting: Setting) -> bool:
+    """On a CPU: weights from 16 MB to 0.23 GB; other ranks and many rows at the smallest."""
+    if setting.matrix not in ("Gemma-3-1B up", "Gemma-3-1B down", "Gemma-3-4B up", "Llama-3-8B up"):
+        return False
+    if setting.matrix == "Gemma-3-1B up":
+        return setting.rank == 1 or setting.rows in (1, 2)
+    return setting.rank == 1 and setting.rows <= 16
+
+
+def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
+    """The cases of the grid."""
+    if reason := _no_peft():
+        results.skip("PEFT", reason)
+    return [Case(found.name, functools.partial(comparison, found, device), found.parameters) for found in settings(device, quick)]
+
+
+def prepare(cases: Sequence[Case], device: torch.device) -> None:
+    """Compile side by side what the cases will launch: it takes longer than to measure them."""
+    if find_spec("triton") is None:
+        return
+    from icl_patch.kernels import config_for, regime_of, tuning
+    from icl_patch.kernels.config import gpu_name
+
+    major, minor = torch.cuda.get_device_capability(device)
+    calls = []
+    for case in cases:
+        n, k, rows, rank = (int(case.parameters[name]) for name in ("n", "k", "rows", "rank"))
+        dtype = getattr(torch, str(case.parameters["dtype"]))
+        config = config_for(gpu_name(device), dtype, n, k, regime_of(rows))
+        calls.append((tuning.Variant(dtype, n, k, rows, rank, config), 10 * major + minor))
+    tuning.side_by_side(tuning.compile_variant, calls)
+
+
+@functools.lru_cache(maxsize=1)
 def cold(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """As many weights of a shape as no cache holds: used in turn, each is read from memory."""
-    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else last_level_cache()
+    """Copies of one weight, as many as no cache holds: used in turn, each is read from memory."""
     size = shape[0] * shape[1] * dtype.itemsize
-    count = max(2, min(-(-2 * cache // size) + 1, 4 * 2**30 // size))
-    return [torch.randn(shape, device=device, dtype=dtype) / shape[1] ** 0.5 for _ in range(count)]
+    count = max(2, min(-(-2 * last_level_cache(device) // size) + 1, 4 * 2**30 // size))
+    weight = (torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device) / shape[1] ** 0.5).to(dtype)
+    return [weight, *(weight.clone() for _ in range(count - 1))]
 
 
-def last_level_cache() -> int:
-    """Bytes, as Linux tells; 64 MiB where it does not."""
-    sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    return max((int(path.read_text().strip().removesuffix("K")) * 1024 for path in sizes), default=64 * 2**20)
+def comparison(setting: Setting, device: torch.device) -> Comparison:
+    """What is timed in one case, on operands of the size that a model has."""
+    (n, k), rows, rank, dtype = setting.shape, setting.rows, setting.rank, setting.dtype
+    weights = cold(device, setting.shape, dtype)
+    rng = torch.Generator(device).manual_seed(1)
+    z, u, v = (torch.randn(size, generator=rng, device=device) for size in ((rows, k), (rows, rank, n), (rows, rank, k)))
+    z, v = z.to(dtype), v / k**0.5  # a patch as large as the plain output: one that is missing shows
+    expected = {"own": _expected(weights[0], z, u, v), "shared": _expected(weights[0], z, u[:1], v[:1]), "plain": _expected(weights[0], z)}
+    calls = {
+        "patched_linear": InTurn(lambda weight: ops.patched_linear(z, weight, u, v), weights),
+        "F.linear": InTurn(lambda weight: F.linear(z, weight), weights),
+        "unfused": InTurn(_unfused(z, u.to(dtype), v.to(dtype)), weights),
+        **_materialised(weights, z, u[0].to(dtype), v[0].to(dtype)),
+    }
+    if _no_peft() is None:
+        calls["PEFT"] = InTurn(lambda layer: layer(z), [_lora(weight, u[0], v[0]) for weight in weights])
+
+    def check(name: str, result: Any) -> float:
+        wanted = expected["plain" if name == "F.linear" else "own" if name in ("patched_linear", "unfused") else "shared"]
+        # one rounding of the output, and fp32 sums; the others round the weight, the factors or the parts too
+        roundings = 1 if name in ("patched_linear", "F.linear") else 8
+        return relative_error(result, wanted, roundings * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * k**0.5)
+
+    size, ends = n * k * dtype.itemsize, rows * (n + k) * dtype.itemsize
+    factors = rows * rank * (n + k) * u.itemsize
+    return Comparison(
+        ours="patched_linear",
+        calls=calls,
+        check=check,
+        nbytes={"patched_linear": size + ends + factors, "F.linear": size + ends},
+        ceiling=ceiling(device, setting.shape, dtype),
+        apart=("W + ΔW", "W + ΔW in a buffer"),
+        notes={"ceiling GB/s": ceiling(device, setting.shape, dtype) / 1e9},
+        least_seconds=2e-3,
+        most_seconds=1.5,
+    )
 
 
-def in_turn(function: Callable[[Tensor], object], weights: Sequence[Tensor]) -> Call:
-    """Calls the function with the next weight each time."""
-    turn = itertools.cycle(weights)
-    return lambda: function(next(turn))
-
-
-def check(weight: Tensor, z: Tensor, u: Tensor, v: Tensor) -> float:
-    """Raises unless the op agrees with fp64 to the rounding of the output; returns the error relative to the largest output."""
-    got = ops.patched_linear(z, weight, u, v).double()
-    term = torch.einsum("mk,mrk,mrn->mn", z.double(), v.double(), u.double())
-    want = z.double() @ weight.double().T + term
-    error = float((got - want).abs().max() / want.abs().max())
-    if error > 2 * torch.finfo(z.dtype).eps:
-        raise AssertionError(f"expected the patched product within {2 * torch.finfo(z.dtype).eps:.1e} of the largest, got {error:.1e}")
+def relative_error(result: Tensor, expected: Tensor, most: float) -> float:
+    """The largest difference relative to the largest element; raises AssertionError if it is more than ``most`` or not a number."""
+    if result.shape != expected.shape:
+        raise AssertionError(f"expected {tuple(expected.shape)}, got {tuple(result.shape)}")
+    error = float((result.double() - expected).abs().max() / expected.abs().max())
+    if not error <= most:
+        raise AssertionError(f"expected the fp64 result within {most:.1e} of the largest element, got {error:.1e}")
     return error
 
 
-def calls_for(weights: list[Tensor], z: Tensor, u: Tensor, v: Tensor) -> dict[str, Call]:
-    """Ours first; materialised only for one row, whose weight it is."""
-    narrow_u, narrow_v = u.to(z.dtype), v.to(z.dtype)
+def _expected(weight: Tensor, z: Tensor, u: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+    """In fp64, block by block: a wide copy of the whole weight may not fit."""
+    plain = torch.cat([z.double() @ part.double().T for part in weight.split(max(1, 2**25 // weight.shape[1]))], 1)
+    if u is None or v is None:
+        return plain
+    coeff = (z.double().unsqueeze(1) * v.double()).sum(-1)  # (M, R)
+    return plain + (coeff.unsqueeze(-1) * u.double()).sum(1)
 
-    def unfused(weight: Tensor) -> Tensor:
-        coeff = torch.einsum("mk,mrk->mr", z, narrow_v)
-        return F.linear(z, weight) + torch.einsum("mr,mrn->mn", coeff, narrow_u)
 
-    calls = {
-        "patched_linear": in_turn(lambda weight: ops.patched_linear(z, weight, u, v), weights),
-        "F.linear": in_turn(lambda weight: F.linear(z, weight), weights),
-        "unfused": in_turn(unfused, weights),
-        "read": in_turn(lambda weight: weight.view(-1).view(torch.float32).sum(), weights),
+def _unfused(z: Tensor, u: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+    """``F.linear`` and two small products, as LoRA layers do it, with factors (M, R, ·) for every row."""
+    column = z.unsqueeze(2)
+
+    def call(weight: Tensor) -> Tensor:
+        coeff = torch.bmm(v, column)  # (M, R, 1)
+        return F.linear(z, weight) + torch.bmm(coeff.mT, u).squeeze(1)
+
+    return call
+
+
+def _materialised(weights: list[Tensor], z: Tensor, u: Tensor, v: Tensor) -> dict[str, Call]:
+    """``W + Σ_r u_r v_rᵀ`` for all rows, in new memory and in a buffer."""
+    buffer, outer = torch.empty_like(weights[0]), len(u) == 1
+
+    def build(weight: Tensor) -> Tensor:
+        return weight + (torch.outer(u[0], v[0]) if outer else u.T @ v)
+
+    def rebuild(weight: Tensor) -> Tensor:
+        return torch.addr(weight, u[0], v[0], out=buffer) if outer else torch.addmm(weight, u.T, v, out=buffer)
+
+    return {
+        "W + ΔW": InTurn(lambda weight: F.linear(z, build(weight)), weights),
+        "W + ΔW in a buffer": InTurn(lambda weight: F.linear(z, rebuild(weight)), weights),
     }
-    if len(z) == 1 and u.shape[1] == 1:
-        column, row = narrow_u[0, 0], narrow_v[0, 0]
-        buffer = torch.empty_like(weights[0])
-        calls["W + outer"] = in_turn(lambda weight: F.linear(z, weight + torch.outer(column, row)), weights)
-        calls["addr into a buffer"] = in_turn(lambda weight: F.linear(z, torch.addr(weight, column, row, out=buffer)), weights)
-    return calls
 
 
-def run(device: torch.device, quick: bool, results: Results) -> Iterator[str]:
-    """Adds the rows of every shape, dtype, number of rows and rank; yields what it is about to measure."""
-    names = QUICK if quick else SHAPES
-    for name, dtype in itertools.product(names, DTYPES):
-        n, k = SHAPES[name]
-        weights = cold(device, (n, k), dtype)
-        for rows, rank in itertools.product(ROWS, RANKS):
-            if rank > 1 and rows > 1:
-                continue
-            case = f"{name} {n} × {k} {str(dtype).removeprefix('torch.')} M={rows} R={rank}"
-            yield case
-            z = torch.randn(rows, k, device=device, dtype=dtype)
-            u, v = torch.randn(rows, rank, n, device=device), torch.randn(rows, rank, k, device=device) / k
-            error = check(weights[0], z, u, v)
-            timings = compare(calls_for(weights, z, u, v), device, rounds=7 if quick else 15, least_seconds=0)
-            size = weights[0].numel() * weights[0].element_size()
-            share = timings["read"].median / timings["patched_linear"].median
-            nbytes = {call: size for call in timings if call not in ("W + outer", "addr into a buffer")}
-            results.add(case, timings, ours="patched_linear", nbytes=nbytes, notes={"patched_linear": {"of read": share, "error": error}})
+@functools.cache
+def _no_peft() -> str | None:
+    """None, or why there is no PEFT to compare with."""
+    if find_spec("peft") is None:
+        return "peft is not installed"
+    try:
+        import peft.tuners.lora  # noqa: F401
+    except Exception as error:  # a half-installed optional library must not cost the other rows
+        return f"peft does not import: {type(error).__name__}: {error}"
+    return None
+
+
+def _lora(weight: Tensor, u: Tensor, v: Tensor) -> nn.Module:
+    """PEFT's layer around this weight, with factors u (R, N) and v (R, K) in its dtype, unmerged."""
+    from peft import LoraConfig
+    from peft.tuners import lora
+
+    base = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    base.weight = nn.Parameter(weight, requires_grad=False)
+    config = LoraConfig(r=len(u), lora_alpha=len(u), lora_dropout=0.0)
+    layer = lora.Linear(base, "default", config, r=len(u), lora_alpha=len(u)).requires_grad_(False).eval()
+    for name, factor in (("lora_A", v), ("lora_B", u.T.contiguous())):
+        getattr(layer, name)["default"].weight = nn.Parameter(factor.to(weight.device, weight.dtype), requires_grad=False)
+    return layer
+
+
+@functools.lru_cache(maxsize=1)
+def ceiling(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> float:
+    """Bytes a second at best: on a CPU of reads and copies of as many bytes as a weight has, on a GPU of a large copy."""
+    if device.type == "cuda":
+        return copy_bandwidth(device)
+    weights = [weight.view(-1)[: weight.numel() // 2 * 2].view(torch.float32) for weight in cold(device, shape, dtype)]
+    size, target = weights[0].nbytes, torch.empty_like(weights[0])
+    reads: dict[str, tuple[Callable[[Tensor], object], int]] = {
+        "sum": (lambda x: x.sum(), size),
+        "dot": (lambda x: torch.dot(x, x), size),
+        "copy": (lambda x: target.copy_(x), 2 * size),
+    }
+    timings = compare({name: InTurn(read, weights) for name, (read, _) in reads.items()}, device, rounds=11, least_seconds=2e-3)
+    return max(moved / timings[name].median for name, (_, moved) in reads.items())
+
+
+@functools.cache
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by copies between tensors of 1 GiB, a quarter of the free memory at most."""
+    size = min(2**30, torch.cuda.mem_get_info(device)[0] // 8)
+    source = [torch.randint(-128, 127, (size,), dtype=torch.int8, device=device) for _ in range(2)]
+    target = torch.empty_like(source[0])
+    return 2 * size / compare({"copy": InTurn(target.copy_, source)}, device, rounds=15)["copy"].median

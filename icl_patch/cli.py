@@ -1,4 +1,4 @@
-"""The command line: ``icl-patch demo | verify | generate | extract | inspect | bench``.
+"""The command line: ``icl-patch demo | verify | generate | extract | inspect | bench | tune``.
 
 Every command prints text and tables for people, or with ``--json`` one JSON object on stdout and nothing else. Progress goes to
 stderr, and only to a terminal. Exit status: 0 fine, 1 the check failed (a patch that is broken or of another model, an effect that no
@@ -6,8 +6,8 @@ change of weights can have), 2 bad usage, 130 interrupted.
 """
 
 import argparse
-import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,8 @@ from transformers.utils import logging as transformers_logging
 import icl_patch
 from icl_patch import demo, embedded, report, survey
 from icl_patch.bench import BENCHMARKS
-from icl_patch.bench.harness import Results, default_folder
+from icl_patch.bench.results import Results, default_folder
+from icl_patch.bench.running import Plan, redraw, run
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 from icl_patch.patch import ContextPatch
 from icl_patch.patch_file import UPDATES
@@ -40,6 +41,7 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+_TUNED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,8 +113,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("name", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all)")
     command.add_argument("--device", type=_device, metavar="DEVICE", default=torch.device("cpu"), help="cpu, cuda, … (default: cpu)")
     command.add_argument("--threads", type=_positive, metavar="N", help="of the CPU (default: torch's)")
-    command.add_argument("--quick", action="store_true", help="smaller shapes and fewer rounds")
+    command.add_argument("--quick", action="store_true", help="a few minutes: the most telling shapes, fewer rounds")
+    command.add_argument("--part", type=_part, metavar="I/N", default=(1, 1), help="only the I-th of N parts of the cases")
+    command.add_argument("--fresh", action="store_true", help="measure again what the tables have of this code and environment")
+    command.add_argument("--seconds", type=_positive, metavar="S", default=math.inf, help="begin no case of a benchmark after S seconds")
+    command.add_argument("--plots", action="store_true", help="measure nothing: draw the pictures and tables of what was measured")
     command.add_argument("--out", type=Path, metavar="DIR", help="folder of the tables (default: $ICL_RESULTS, else bench/results)")
+
+    command = _command(commands, "tune", _tune, "choose the kernels' configurations for this GPU, by measuring, and write its data file")
+    command.add_argument("--device", type=_device, metavar="DEVICE", default=torch.device("cpu"), help="cuda, cuda:1, … (required)")
+    command.add_argument("--dtype", type=_dtype, nargs="+", metavar="DTYPE", default=list(_TUNED), help="default: bf16 fp16 fp32")
+    command.add_argument("--quick", action="store_true", help="a shape per class and fewer numbers of rows")
+    command.add_argument("--workers", type=_positive, metavar="N", default=os.cpu_count(), help="compiling processes (default: the cores)")
+    command.add_argument("--out", type=Path, metavar="DIR", help="folder of the data file (default: where the kernels look for it)")
     return parser
 
 
@@ -147,6 +160,13 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a number ≥ 1, got {text}")
     return number
+
+
+def _part(text: str) -> tuple[int, int]:
+    i, slash, n = text.partition("/")
+    if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
+        raise argparse.ArgumentTypeError(f"expected I/N with 1 ≤ I ≤ N, got {text!r}")
+    return int(i), int(n)
 
 
 def _dtype(text: str) -> torch.dtype:
@@ -362,15 +382,34 @@ def _replay(options: argparse.Namespace, patch: ContextPatch) -> list[str]:
 def _bench(options: argparse.Namespace) -> int:
     if unknown := [name for name in options.name if name not in BENCHMARKS]:
         raise ValueError(f"expected a benchmark of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}")
+    folder = options.out or default_folder()
+    if options.plots:
+        files = [str(path) for path in redraw(folder)]
+        _print(options, {"files": files}, *files)
+        return 0
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    names = options.name or BENCHMARKS
-    everything = [Results(name, options.device, options.out or default_folder()) for name in names]
-    console = Console(stderr=True)
+    plan = Plan(options.device, options.quick, options.part, options.fresh, options.seconds)
+    everything = [Results(name, options.device, folder) for name in options.name or BENCHMARKS]
+    good = True
     for results in everything:
-        benchmark = importlib.import_module(f"icl_patch.bench.{results.benchmark}")
-        for case in benchmark.run(options.device, options.quick, results):
-            console.print(f"{results.benchmark}: {case}", highlight=False)
+        for line, good_so_far in run(results, plan):
+            print(f"{results.benchmark}: {line}", file=sys.stderr, flush=True)
+            good = good and good_so_far
     tables = [line for results in everything for line in (results.table(), f"written to {results.path}")]
     _print(options, {results.benchmark: results.to_dict() for results in everything}, *tables)
+    return 0 if good else 1
+
+
+def _tune(options: argparse.Namespace) -> int:
+    if options.device.type != "cuda":
+        raise ValueError(f"expected a CUDA device (--device cuda), got {options.device}: configurations are measured on their own GPU")
+    from icl_patch.bench import tuning  # imports triton, which is not everywhere
+
+    plan = tuning.Plan(options.device, tuple(options.dtype), options.quick, options.workers)
+    path, entries = tuning.write(plan, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True))
+    rows = [[entry.regime, entry.dtype, entry.max_n or "any", *vars(entry.config).values()] for entry in entries]
+    columns = ["regime", "dtype", "N up to", *vars(entries[0].config)]
+    result = {"file": str(path), "entries": [dict(zip(columns, row, strict=True)) for row in rows]}
+    _print(options, result, report.table(str(path), columns, rows))
     return 0

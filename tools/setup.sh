@@ -26,7 +26,7 @@ if "$python" tools/has_requirements.py; then
     "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target build/site.new . ||
         fail "laying out the package in build/site failed; see above"
     mv build/site.new build/site
-    run="PYTHONPATH='$here/build/site' exec '$(command -v "$python")'"
+    run="PYTHONPATH='$here/build/site'\${PYTHONPATH:+:\$PYTHONPATH} exec '$(command -v "$python")'"
 else
     if [ ! -x .venv/bin/python ]; then
         rm -rf .venv

@@ -1,11 +1,24 @@
 """Choosing configurations: what there is to try, and which of it to keep. The measuring is the caller's; nothing here runs by itself."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 
+from icl_patch.kernels import aot, specialisations
+from icl_patch.kernels.coefficients import plan_coefficients
 from icl_patch.kernels.config import DTYPES, STREAM, Config, Entry
+from icl_patch.kernels.launching import Launch
+from icl_patch.kernels.linear import plan_linear, sums_coefficients
+
+FUSED = (1, 4, 16, 32, 64)
+"""How many coefficients a program may sum itself, to try once the blocks are chosen: the bits are the same."""
 
 
 def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
@@ -40,12 +53,22 @@ def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
     return tuple(Config(**values) for values in found)
 
 
+def classes(shapes: Sequence[tuple[int, int]], limits: Sequence[int]) -> Iterator[tuple[int, int | None, list[tuple[int, int]]]]:
+    """The classes of N: above which, up to which (None: any), and the shapes (N, K) in it. One without shapes is left out but the last."""
+    for lower, upper in zip((0, *limits), (*limits, None), strict=True):
+        mine = [(n, k) for n, k in shapes if n > lower and (upper is None or n <= upper)]
+        if mine or upper is None:
+            yield lower, upper, mine
+
+
 def tune(
     dtype: torch.dtype,
     regime: str,
     shapes: Sequence[tuple[int, int]],
     measure: Callable[[Config, int, int], float | None],
     limits: Sequence[int] = (4096, 16384),
+    problem: Callable[[Entry], str | None] = lambda entry: None,
+    tried: Sequence[Config] | None = None,
 ) -> tuple[Entry, ...]:
     """One entry for every class of N: the candidate that is closest to the fastest at each of the class's shapes, on average.
 
@@ -56,21 +79,110 @@ def tune(
             is wrong.
         limits: the classes' largest N, ascending; one more class has none. A class without a shape gets no entry of its own: the next
             larger one serves it.
+        problem: why an entry cannot be kept, or None; asked of the best, then of the next best, until one can.
+        tried: the configurations; :func:`candidates` by default.
 
     Raises:
-        ValueError: no candidate runs at all shapes of a class, or there is no shape for the last class.
+        ValueError: no candidate runs at all shapes of a class and can be kept, or there is no shape for the last class.
     """
     entries = []
-    for lower, upper in zip((0, *limits), (*limits, None), strict=True):
-        mine = [(n, k) for n, k in shapes if n > lower and (upper is None or n <= upper)]
-        if not mine and upper is not None:
-            continue
-        times = {config: [measure(config, n, k) for n, k in mine] for config in candidates(dtype, regime)}
+    for lower, upper, mine in classes(shapes, limits):
+        times = {config: [measure(config, n, k) for n, k in mine] for config in tried or candidates(dtype, regime)}
         whole = {config: [t for t in found if t is not None] for config, found in times.items()}
         whole = {config: found for config, found in whole.items() if len(found) == len(mine)}
-        if not mine or not whole:
-            raise ValueError(f"expected a candidate that runs at {mine or 'a shape'} with N > {lower}, found none")
         best = [min(found) for found in zip(*whole.values(), strict=True)]
-        chosen = min(whole, key=lambda config: sum(t / b for t, b in zip(whole[config], best, strict=True)))
-        entries.append(Entry(regime, DTYPES[dtype], upper, None, chosen))
+        ranked = sorted(whole, key=lambda config: sum(t / b for t, b in zip(whole[config], best, strict=True))) if mine else []
+        possible = (Entry(regime, DTYPES[dtype], upper, None, config) for config in ranked)
+        entry = next((entry for entry in possible if problem(entry) is None), None)
+        if entry is None:
+            raise ValueError(f"expected a candidate that runs at {mine or 'a shape'} with N > {lower}, found none")
+        entries.append(entry)
     return tuple(entries)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call to compile: a weight (N, K), rows, the rank of factors (rows, R, ·) in fp32, and how; ``record`` for both streams."""
+
+    dtype: torch.dtype
+    n: int
+    k: int
+    rows: int
+    rank: int
+    config: Config
+    record: bool = False
+
+    def launches(self) -> Iterator[Launch]:
+        """Its kernels, on tensors without storage."""
+
+        def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device="meta")
+
+        rows, rank, streams = self.rows, self.rank, 1 + self.record
+        z, y = (empty(streams * rows, width, dtype=self.dtype) for width in (self.k, self.n))
+        weight = empty(self.n, self.k, dtype=self.dtype)
+        if self.record:
+            yield plan_linear(z, weight, None, None, None, None, empty(rows, 1), y, empty(rows, self.n), self.config)
+            return
+        u, v, coeff = empty(rows, rank, self.n), empty(rows, rank, self.k), None
+        if not sums_coefficients(self.config, rows, rank):
+            coeff = empty(rows, rank)
+            yield plan_coefficients(z, v, None, coeff)
+        yield plan_linear(z, weight, u, v, None, None, coeff, y, None, self.config)
+
+
+class _Ahead:
+    """What Triton asks of a driver while it compiles: the GPU there is to be, without touching it."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_variant(variant: Variant, capability: int) -> str | None:
+    """Compile into Triton's cache on disk what launching the variant would compile; None, or why it does not compile.
+
+    For a process of its own: it makes Triton believe in a GPU that need not be there.
+    """
+    triton.runtime.driver.set_active(_Ahead(capability))
+    try:
+        for launch in variant.launches():
+            launch.kernel.warmup(*launch.arguments, grid=(launch.programs,), **launch.options)
+    except Exception as error:  # the compiler's errors have no common class
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def entry_problem(entry: Entry, capabilities: Sequence[int] = tuple(aot.SHARED_MEMORY)) -> str | None:
+    """Why an entry cannot be in a data file: one of its kernels spills or does not fit on a GPU that it is compiled ahead for."""
+    for variant, rank, stream_rows, tile_rows in specialisations.VARIANTS:
+        rows = stream_rows if entry.regime == STREAM else tile_rows
+        if rows is None:
+            continue
+        launch = specialisations.linear_launch(entry, variant, rank, rows)
+        for capability in capabilities:
+            if problem := aot.resources(launch, capability).problem(capability):
+                return f"{variant} on sm_{capability} {problem}"
+    return None
+
+
+def side_by_side(function: Callable[..., Any], calls: Sequence[tuple], workers: int | None = None) -> list[Any]:
+    """``[function(*call) for call in calls]`` in processes of their own: compilation takes seconds a kernel and one core."""
+    workers = min(workers or os.cpu_count() or 1, len(calls))
+    if workers <= 0:
+        return []
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(function, *zip(*calls, strict=True), chunksize=max(1, len(calls) // (8 * workers))))
+
+
+def with_fused(config: Config) -> tuple[Config, ...]:
+    """The configuration with every number of coefficients to try."""
+    return tuple(replace(config, fused=fused) for fused in FUSED)

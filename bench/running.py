@@ -1,0 +1,55 @@
+"""Running benchmarks by name, and drawing what they measured."""
+
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from icl_patch.bench import BENCHMARKS
+from icl_patch.bench.harness import measure, part_of
+from icl_patch.bench.results import Results, load_all, markdown, write_whole
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a benchmark is measured: see ``icl-patch bench --help``."""
+
+    device: torch.device
+    quick: bool = False
+    part: tuple[int, int] = (1, 1)
+    fresh: bool = False
+    seconds: float = math.inf
+
+
+def run(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
+    """Measure what is not measured yet; yields how it goes and whether nothing failed so far."""
+    if results.dropped is not None:
+        yield results.dropped, True
+    benchmark = importlib.import_module(f"icl_patch.bench.{results.benchmark}")
+    cases = benchmark.cases(plan.device, plan.quick, results)
+    cases = part_of(cases, plan.part)
+    missing = [case for case in cases if plan.fresh or not results.has(case.name)]
+    if plan.device.type == "cuda" and missing and hasattr(benchmark, "prepare"):
+        yield f"compiling for {len(missing)} cases", True
+        benchmark.prepare(missing, plan.device)
+    yield from measure(cases, results, rounds=7 if plan.quick else 15, fresh=plan.fresh, seconds=plan.seconds)
+    results.sort([case.name for case in benchmark.cases(plan.device, False, results)])
+    results.write()
+
+
+def redraw(folder: Path) -> list[Path]:
+    """Tables and pictures of every results file in the folder, made again from it."""
+    from icl_patch.bench import plots
+
+    written = []
+    for benchmark in BENCHMARKS:
+        for found in load_all(folder, benchmark):
+            path = folder / f"{found['file']}.md"
+            write_whole(path, markdown(found))
+            written.append(path)
+            if benchmark == "linear":
+                written += plots.draw(found, folder)
+    return written

@@ -1,0 +1,60 @@
+"""The README's tables of the benchmarks, from the committed results files."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from icl_patch.bench.harness import format_seconds
+from icl_patch.bench.results import load_all
+
+MATRICES = ("Gemma-3-1B up", "Gemma-3-4B up", "Llama-3-8B up", "Llama-3-8B down")
+ROWS = (1, 2, 16, 32)
+BASELINES = ("F.linear", "unfused", "PEFT", "W + ΔW", "W + ΔW in a buffer")
+
+
+def summary_markdown(folder: Path) -> str:
+    """What was measured on every device there is a file of, each with its environment."""
+    parts = []
+    for found in load_all(folder, "linear"):
+        parts += [_where(found), *_linear(found["rows"]), ""]
+    for found in load_all(folder, "throughput"):
+        parts += [f"Patches a second, of one layer and one token each. {_where(found)}", *_throughput(found["rows"]), ""]
+    return "\n".join(parts).strip() or "Nothing is measured yet: `make bench`."
+
+
+def _where(found: dict[str, Any]) -> str:
+    environment = found["environment"]
+    place = environment["device"]
+    if environment["cuda"] is None:
+        place += f" ({environment['cpu_instructions'] or 'no native library'}), {environment['threads']} threads"
+    return f"{place}, torch {environment['torch']}:\n"
+
+
+def _linear(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    calls = {(row["case"], row["call"]): row for row in rows}
+    yield "| weight | dtype | rows | `patched_linear` | of the bandwidth | " + " | ".join(f"`{name}`" for name in BASELINES) + " |"
+    yield "|" + "---|" * (5 + len(BASELINES))
+    for row in rows:
+        found = row.get("parameters", {})
+        if not row["ours"] or found["rank"] != 1 or found["matrix"] not in MATRICES or found["rows"] not in ROWS:
+            continue
+        others = [_baseline(calls.get((row["case"], name))) for name in BASELINES]
+        head = [f"{found['matrix']} ({found['n']}, {found['k']})", found["dtype"], str(found["rows"])]
+        mine = [format_seconds(row["seconds"]["median"]), f"{100 * row['of ceiling']:.0f} %"] if "seconds" in row else ["FAILED", ""]
+        yield "| " + " | ".join([*head, *mine, *others]) + " |"
+
+
+def _baseline(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    return "FAILED" if "failed" in row else f"{row['ratio']:.2f}×" if "ratio" in row else "-"
+
+
+def _throughput(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    names = list(dict.fromkeys(row["call"] for row in rows if row["call"]))
+    yield "| model | " + " | ".join(names) + " |"
+    yield "|" + "---|" * (1 + len(names))
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = {row["call"]: row for row in rows if row["case"] == case}
+        cells = [f"{mine[name]['rate']:.3g}" if "rate" in mine.get(name, {}) else "-" for name in names]
+        yield f"| {case} | " + " | ".join(cells) + " |"
