@@ -115,13 +115,14 @@ def prepare(cases: Sequence[Case], device: torch.device) -> None:
     from icl_patch.kernels.config import gpu_name
 
     major, minor = torch.cuda.get_device_capability(device)
-    calls = []
+    variants = []
     for case in cases:
         n, k, rows, rank = (int(case.parameters[name]) for name in ("n", "k", "rows", "rank"))
         dtype = getattr(torch, str(case.parameters["dtype"]))
         config = config_for(gpu_name(device), dtype, n, k, regime_of(rows))
-        calls.append((tuning.Variant(dtype, n, k, rows, rank, config), 10 * major + minor))
-    tuning.side_by_side(tuning.compile_variant, calls)
+        variants.append(tuning.Variant(dtype, n, k, rows, rank, config))
+    with tuning.compilers() as pool:
+        tuning.compile_all(pool, variants, 10 * major + minor)
 
 
 @functools.lru_cache(maxsize=1)
@@ -140,7 +141,8 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
     rng = torch.Generator(device).manual_seed(1)
     z, u, v = (torch.randn(size, generator=rng, device=device) for size in ((rows, k), (rows, rank, n), (rows, rank, k)))
     z, v = z.to(dtype), v / k**0.5  # a patch as large as the plain output: one that is missing shows
-    expected = {"own": _expected(weights[0], z, u, v), "shared": _expected(weights[0], z, u[:1], v[:1]), "plain": _expected(weights[0], z)}
+    plain = _plain(weights[0], z)
+    expected = {"plain": plain, "own": plain + _term(z, u, v), "shared": plain + _term(z, u[:1], v[:1])}
     calls = {
         "patched_linear": InTurn(lambda weight: ops.patched_linear(z, weight, u, v), weights),
         "F.linear": InTurn(lambda weight: F.linear(z, weight), weights),
@@ -181,13 +183,17 @@ def relative_error(result: Tensor, expected: Tensor, most: float) -> float:
     return error
 
 
-def _expected(weight: Tensor, z: Tensor, u: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-    """In fp64, block by block: a wide copy of the whole weight may not fit."""
-    plain = torch.cat([z.double() @ part.double().T for part in weight.split(max(1, 2**25 // weight.shape[1]))], 1)
-    if u is None or v is None:
-        return plain
-    coeff = (z.double().unsqueeze(1) * v.double()).sum(-1)  # (M, R)
-    return plain + (coeff.unsqueeze(-1) * u.double()).sum(1)
+def _plain(weight: Tensor, z: Tensor) -> Tensor:
+    """``z Wᵀ`` in fp64, block by block: a wide copy of the whole weight may not fit."""
+    return torch.cat([z.double() @ part.double().T for part in weight.split(max(1, 2**25 // weight.shape[1]))], 1)
+
+
+def _term(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """``Σ_r (z·v_r) u_r`` in fp64, rank by rank, for factors (M, R, ·) or (1, R, ·)."""
+    term = torch.zeros(len(z), u.shape[2], dtype=torch.float64, device=z.device)
+    for r in range(u.shape[1]):
+        term += (z.double() * v[:, r].double()).sum(1, keepdim=True) * u[:, r].double()
+    return term
 
 
 def _unfused(z: Tensor, u: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:

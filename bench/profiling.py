@@ -22,6 +22,7 @@ from icl_patch.bench.results import environment, write_whole
 
 # Matrix, rows and rank of what Nsight Compute watches.
 HEADLINE = (("Gemma-3-1B up", 1, 1), ("Gemma-3-1B down", 1, 1), ("Llama-3-8B up", 1, 1), ("Llama-3-8B up", 8, 1), ("Llama-3-8B up", 32, 1))
+STEPS = 8
 METRICS = {
     "gpu__time_duration.sum": "time",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "DRAM throughput, % of peak",
@@ -102,7 +103,7 @@ def kernels_markdown(kernels: Sequence[dict[str, Any]]) -> Iterable[str]:
         yield f"| `{entry['kernel']}` | " + " | ".join(cells) + f" | {stalls} |"
 
 
-def decode_profile(device: torch.device, name: str = "Gemma-3-1B", steps: int = 8) -> str:
+def decode_profile(device: torch.device, name: str, steps: int) -> str:
     """The operators of decode steps that recompute and apply every layer's patch, and of plain ones, by their own time."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = throughput.model_of(name, dtype, device)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -57,7 +58,8 @@ def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tu
     if plan.device.type != "cuda":
         raise ValueError(f"expected a CUDA device to tune for, got {plan.device}")
     gpu = gpu_name(plan.device)
-    entries = choose(plan, entries_for(gpu), progress)
+    with tuning.compilers(plan.workers) as pool:
+        entries = choose(plan, entries_for(gpu), functools.partial(Measuring, plan, pool, progress), progress)
     found = environment(plan.device)
     where = ", ".join(f"{name} {found[name]}" for name in ("icl_patch", "torch", "triton", "cuda"))
     note = f"Measured on this GPU by icl-patch tune{' --quick' if plan.quick else ''}: {where}."
@@ -67,17 +69,14 @@ def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tu
 
 
 def choose(
-    plan: Plan,
-    known: Sequence[Entry],
-    progress: Progress,
-    measuring: "Callable[[Plan, torch.dtype, str, Progress], Measuring] | None" = None,
+    plan: Plan, known: Sequence[Entry], measuring: "Callable[[torch.dtype, str], Measuring]", progress: Progress
 ) -> tuple[Entry, ...]:
-    """The entries of the tuned dtypes, then those of the others as they were."""
+    """The entries of the tuned dtypes, by what ``measuring(dtype, regime)`` says, then those of the others as they were."""
     chosen: list[Entry] = []
     for dtype in plan.dtypes:
         for regime in REGIMES:
             progress(f"{DTYPES[dtype]}, {regime}")
-            chosen += _choose(plan, dtype, regime, (measuring or Measuring)(plan, dtype, regime, progress))
+            chosen += _choose(plan, dtype, regime, measuring(dtype, regime))
     tuned = {DTYPES[dtype] for dtype in plan.dtypes}
     return tuple(chosen + [entry for entry in known if entry.dtype not in tuned])
 
@@ -103,8 +102,8 @@ def _choose(plan: Plan, dtype: torch.dtype, regime: str, measuring: "Measuring")
 class Measuring:
     """Times of configurations of one dtype and regime on a GPU, relative to ``F.linear``; results are checked before."""
 
-    def __init__(self, plan: Plan, dtype: torch.dtype, regime: str, progress: Progress) -> None:
-        self._plan, self._dtype, self._regime, self._progress = plan, dtype, regime, progress
+    def __init__(self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, regime: str) -> None:
+        self._plan, self._pool, self._progress, self._dtype, self._regime = plan, pool, progress, dtype, regime
         self._plains: dict[tuple[int, int, int], float] = {}
 
     def compile(self, configs: Iterable[Config], cases: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, int]]) -> None:
@@ -112,14 +111,13 @@ class Measuring:
         variants = [tuning.Variant(self._dtype, n, k, rows, rank, c) for c in configs for n, k in shapes for rows, rank in cases]
         capability = torch.cuda.get_device_capability(self._plan.device)
         self._progress(f"compiling {len(variants)} variants")
-        target = 10 * capability[0] + capability[1]
-        problems = tuning.side_by_side(tuning.compile_variant, [(variant, target) for variant in variants], self._plan.workers)
+        problems = tuning.compile_all(self._pool, variants, 10 * capability[0] + capability[1])
         if failed := [problem for problem in problems if problem is not None]:
             self._progress(f"{len(failed)} of them do not compile; the first: {failed[0].splitlines()[0]:.200}")
 
     def problem(self, entry: Entry) -> str | None:
         """Spills and the like, in any kernel that the entry is compiled to."""
-        found = tuning.entry_problem(entry)
+        found = tuning.entry_problem(self._pool, entry)
         self._progress(f"{entry.config}: {found or 'chosen'}")
         return found
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from icl_patch import cli, ops
-from icl_patch.bench import BENCHMARKS, harness, linear, naive, plots, summary, throughput
+from icl_patch.bench import BENCHMARKS, harness, linear, naive, plots, profiling, summary, throughput
 from icl_patch.bench.harness import Case, Comparison, InTurn, compare, measure, part_of
 from icl_patch.bench.results import Results, load_all
 
@@ -268,10 +268,9 @@ def test_throughput(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_naive_refuses_what_it_does_not_know() -> None:
-    from models import build
-
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2, n_positions=64)).eval()
     with pytest.raises(ValueError, match="expected sequential blocks"):
-        naive.Naive(build("gpt2", 0))
+        naive.Naive(model)
 
 
 # What is committed
@@ -315,7 +314,7 @@ def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
 
 def test_pictures_have_the_same_bytes_for_the_same_numbers(tmp_path: Path) -> None:
     rows = []
-    for setting in linear.settings(CPU, True):
+    for setting in linear.settings(CPU, True)[:3]:
         for call in ("patched_linear", "F.linear"):
             numbers = {"seconds": {"median": 1e-3, "low": 1e-3, "high": 1e-3}, "of ceiling": 0.9}
             rows.append({"case": setting.name, "parameters": setting.parameters, "call": call, "ours": call != "F.linear", **numbers})
@@ -323,6 +322,54 @@ def test_pictures_have_the_same_bytes_for_the_same_numbers(tmp_path: Path) -> No
     first = [path.read_bytes() for path in plots.draw(found, tmp_path)]
     assert [path.read_bytes() for path in plots.draw(found, tmp_path)] == first
     assert plots.draw(found | {"rows": []}, tmp_path) == []
+
+
+# Profiles
+
+NCU = """==PROF== Connected to process 1
+==PROF== Profiling "_fma": 0%....50%....100% - 8 passes
+"ID","Process ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"sm__warps_active.avg.pct_of_peak_sustained_active","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","smsp__average_warps_issue_stalled_membar_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+"","","","us","%","%","inst","inst","inst","inst"
+"0","1","_dot_linear_kernel","1,234.50","91.25","40.10","0.20","1.50","0.00","12.75"
+"1","1","_coefficient_kernel","2.50","3.00","12.00","0.10","","0.30","1.00"
+""".replace("\\\n", "")
+
+
+def test_what_nsight_compute_prints_is_read() -> None:
+    first, second = profiling.read_ncu(NCU)
+    assert first["kernel"] == "_dot_linear_kernel"
+    assert first["numbers"] == {"time": pytest.approx(1.2345e-3), "DRAM throughput, % of peak": 91.25, "occupancy, % of warps": 40.1}
+    assert first["stalls"] == [("long_scoreboard", 12.75), ("barrier", 1.5), ("wait", 0.2)]
+    assert second["stalls"] == [("long_scoreboard", 1.0), ("membar", 0.3), ("wait", 0.1)]
+    lines = list(profiling.kernels_markdown([first, second]))
+    assert "| `_dot_linear_kernel` | 1.23 ms | 91.2 | 40.1 | long scoreboard 12.8, barrier 1.5, wait 0.2 |" in lines
+    assert all(name in profiling.metric_names() for name in profiling.METRICS)
+    for text in ("==ERROR== ERR_NVGPUCTRPERM - no permission", "", "Killed"):
+        with pytest.raises(ValueError, match=r"expected a table of Nsight Compute, got (==ERROR== ERR_NVGPUCTRPERM|nothing|Killed)"):
+            profiling.read_ncu(text)
+
+
+def test_a_page_without_counters_has_the_decode_step_and_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "MODELS", {"Gemma-3-1B": TINY["gemma"]})
+    monkeypatch.setattr(throughput, "LAYERS", 2)
+    monkeypatch.setattr(profiling, "STEPS", 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused = tmp_path / "ncu.csv"
+    refused.write_text("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+    assert profiling.main(["page", str(tmp_path / "pages"), str(refused)]) == 0
+    [page] = (tmp_path / "pages").iterdir()
+    text = page.read_text(encoding="utf-8")
+    assert "Skipped: expected a table of Nsight Compute, got ==ERROR== ERR_NVGPUCTRPERM" in text
+    assert "### patched, 2 tokens" in text
+    assert "### plain, 2 tokens" in text
+    assert re.search(r"\| `aten::\w+` \| [\d.]+ % \| ", text)
+    monkeypatch.setattr(profiling, "decode_profile", lambda *_: "")
+    assert "Skipped: there is no GPU" in profiling.page(CPU, None, "there is no GPU")
+    assert profiling.main(["nonsense"]) == 2
+    throughput.model_of.cache_clear()
 
 
 @pytest.mark.parametrize("arguments", [["--part", "3/2"], ["--part", "x"], ["nonsense"], ["--seconds", "0"]])

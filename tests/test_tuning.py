@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,7 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
     tried = {regime: tuning.candidates(BF16, regime) for regime in REGIMES}
     fakes = {regime: Fake(found[2:6], wrong=found[2:3], spilling=found[3:4]) for regime, found in tried.items()}
     known = data_files()["default"]
-    entries = bench_tuning.choose(plan(quick), known, lambda line: None, lambda _plan, _dtype, regime, _progress: fakes[regime])
+    entries = bench_tuning.choose(plan(quick), known, lambda _, regime: fakes[regime], print)
     mine = [entry for entry in entries if entry.dtype == "bfloat16"]
     for regime in REGIMES:
         blocks = {
@@ -78,9 +80,9 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
 def test_nothing_that_can_be_kept_is_an_error() -> None:
     everything = tuning.candidates(BF16, STREAM)
     with pytest.raises(ValueError, match="found none"):
-        bench_tuning.choose(plan(), (), lambda line: None, Fake([], wrong=everything))
+        bench_tuning.choose(plan(), (), Fake([], wrong=everything), print)
     with pytest.raises(ValueError, match="found none"):
-        bench_tuning.choose(plan(), (), lambda line: None, Fake([], spilling=everything))
+        bench_tuning.choose(plan(), (), Fake([], spilling=everything), print)
 
 
 def test_quick_shapes_have_one_in_each_class() -> None:
@@ -94,7 +96,7 @@ def test_the_file_is_whole_and_says_where_it_comes_from(tmp_path: Path, monkeypa
     monkeypatch.setattr(bench_tuning, "Measuring", Fake(tuning.candidates(BF16, STREAM)[5:6]))
     target = tmp_path / "nvidia-test-9.json"
     target.write_text("of another day")
-    path, entries = bench_tuning.write(bench_tuning.Plan(torch.device("cuda"), (BF16,)), tmp_path, lambda line: None)
+    path, entries = bench_tuning.write(bench_tuning.Plan(torch.device("cuda"), (BF16,)), tmp_path, print)
     assert path == target
     assert [file.name for file in tmp_path.iterdir()] == [target.name]
     assert parse(target.read_text()) == entries
@@ -104,7 +106,7 @@ def test_the_file_is_whole_and_says_where_it_comes_from(tmp_path: Path, monkeypa
     # a run that fails leaves what was there
     monkeypatch.setattr(bench_tuning, "Measuring", Fake([], wrong=tuning.candidates(BF16, STREAM)))
     with pytest.raises(ValueError, match="found none"):
-        bench_tuning.write(bench_tuning.Plan(torch.device("cuda"), (BF16,)), tmp_path, lambda line: None)
+        bench_tuning.write(bench_tuning.Plan(torch.device("cuda"), (BF16,)), tmp_path, print)
     assert parse(target.read_text()) == entries
 
 
@@ -113,14 +115,16 @@ def test_the_command_refuses_what_is_no_gpu(capsys: pytest.CaptureFixture, tmp_p
     assert "expected a CUDA device (--device cuda), got cpu" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="expected a CUDA device"):
-        bench_tuning.write(plan(), tmp_path, lambda line: None)
+        bench_tuning.write(plan(), tmp_path, print)
 
 
-def test_entries_of_the_default_file_can_be_kept_and_one_that_takes_too_much_cannot() -> None:
+def test_entries_of_the_default_file_can_be_kept_and_one_that_takes_too_much_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning.specialisations, "VARIANTS", tuning.specialisations.VARIANTS[:1])
     entry = next(entry for entry in data_files()["default"] if entry.regime == "tile" and entry.dtype == "bfloat16")
-    assert tuning.entry_problem(entry, [90]) is None
-    large = Entry("tile", "bfloat16", None, None, Config(True, 128, 128, 64, 4, 8))
-    assert "shared memory" in str(tuning.entry_problem(large, [80]))
+    with ThreadPoolExecutor(1) as pool:
+        assert tuning.entry_problem(pool, entry, [90]) is None
+        large = replace(entry, config=replace(entry.config, block_n=128, block_m=128, num_warps=4))
+        assert tuning.entry_problem(pool, large, [80]) == "plain on sm_80 spills registers"
 
 
 COMPILE = """
@@ -132,17 +136,17 @@ def kernels():
     return sum(name.endswith(".cubin") for _, _, names in os.walk(os.environ["TRITON_CACHE_DIR"]) for name in names)
 
 if __name__ == "__main__":
-    config = Config(True, 16, 16, 64, 4, 2, fused=1)
-    variants = [tuning.Variant(torch.bfloat16, 64, 128, 2, 1, config), tuning.Variant(torch.bfloat16, 64, 128, 2, 1, config, record=True)]
-    assert tuning.side_by_side(tuning.compile_variant, [(variant, 90) for variant in variants], 1) == [None, None]
-    assert kernels() == 3, kernels()  # the coefficients', the linear, the recording
-    assert [tuning.compile_variant(variant, 90) for variant in variants] == [None, None]
-    assert kernels() == 3, kernels()  # found in the cache, by another process
-    assert tuning.compile_variant(tuning.Variant(torch.bfloat16, 64, 128, 2, 1, config), 80) is None
-    assert kernels() == 5, kernels()
-    failed = tuning.compile_variant(tuning.Variant(torch.float64, 64, 128, 2, 1, config), 90)
+    variant = tuning.Variant(torch.bfloat16, 64, 128, 2, 1, Config(True, 16, 16, 64, 4, 2, fused=1))
+    with tuning.compilers(1) as pool:
+        assert tuning.compile_all(pool, [variant], 90) == [None]
+    assert kernels() == 2, kernels()  # the coefficients' and the linear one
+    assert tuning.compile_variant(variant, 90) is None
+    assert kernels() == 2, kernels()  # found in the cache, by another process
+    recording = tuning.Variant(torch.bfloat16, 64, 128, 2, 1, variant.config, record=True)
+    assert tuning.compile_variant(recording, 80) is None
+    assert kernels() == 3, kernels()
+    failed = tuning.compile_variant(tuning.Variant(torch.float64, 64, 128, 2, 1, variant.config), 90)
     assert failed is not None and "Error" in failed, failed
-    assert tuning.side_by_side(tuning.compile_variant, []) == []
 """
 
 CHECK = """
@@ -150,9 +154,9 @@ import torch
 from icl_patch.bench import tuning
 from icl_patch.kernels import Config, linear
 
-weight = torch.randn(40, 96).bfloat16() / 10
-config = Config(True, 16, 32, 64, 4, 2)
-operands = tuning.operands_of(weight, 3, 2)
+weight = torch.randn(17, 70).bfloat16() / 8
+config = Config(True, 16, 32, 128, 4, 2)
+operands = tuning.operands_of(weight, 2, 1)
 assert tuning.check(operands, weight, config) is None, tuning.check(operands, weight, config)
 right = tuning.launch_linear
 calls = []

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from multiprocessing import get_context
 from typing import Any
 
@@ -141,7 +143,7 @@ class _Ahead:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self._target.arch)  # kernels are kept by device: those for another target are others
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -161,26 +163,31 @@ def compile_variant(variant: Variant, capability: int) -> str | None:
     return None
 
 
-def entry_problem(entry: Entry, capabilities: Sequence[int] = tuple(aot.SHARED_MEMORY)) -> str | None:
+@contextmanager
+def compilers(workers: int | None = None) -> Iterator[Executor]:
+    """Processes to compile in, side by side, as many as there are cores: a kernel takes seconds and one core."""
+    with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+def compile_all(pool: Executor, variants: Sequence[Variant], capability: int) -> list[str | None]:
+    """:func:`compile_variant` of each."""
+    return list(pool.map(compile_variant, variants, repeat(capability)))
+
+
+def entry_problem(pool: Executor, entry: Entry, capabilities: Sequence[int] = tuple(aot.SHARED_MEMORY)) -> str | None:
     """Why an entry cannot be in a data file: one of its kernels spills or does not fit on a GPU that it is compiled ahead for."""
+    calls = []
     for variant, rank, stream_rows, tile_rows in specialisations.VARIANTS:
         rows = stream_rows if entry.regime == STREAM else tile_rows
-        if rows is None:
-            continue
-        launch = specialisations.linear_launch(entry, variant, rank, rows)
-        for capability in capabilities:
-            if problem := aot.resources(launch, capability).problem(capability):
-                return f"{variant} on sm_{capability} {problem}"
-    return None
+        if rows is not None:
+            calls += [(entry, variant, rank, rows, capability) for capability in capabilities]
+    return next((problem for problem in pool.map(_kernel_problem, *zip(*calls, strict=True)) if problem is not None), None)
 
 
-def side_by_side(function: Callable[..., Any], calls: Sequence[tuple], workers: int | None = None) -> list[Any]:
-    """``[function(*call) for call in calls]`` in processes of their own: compilation takes seconds a kernel and one core."""
-    workers = min(workers or os.cpu_count() or 1, len(calls))
-    if workers <= 0:
-        return []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(function, *zip(*calls, strict=True), chunksize=max(1, len(calls) // (8 * workers))))
+def _kernel_problem(entry: Entry, variant: str, rank: int | None, rows: int, capability: int) -> str | None:
+    problem = aot.resources(specialisations.linear_launch(entry, variant, rank, rows), capability).problem(capability)
+    return problem and f"{variant} on sm_{capability} {problem}"
 
 
 def with_fused(config: Config) -> tuple[Config, ...]:
