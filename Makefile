@@ -2,6 +2,7 @@
 PYTHON ?= python3
 SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -name '*.pyc' ! -name '*.so' ! -path 'bench/results/*' | sort)
 RUN := build/python
+RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
 .PHONY: FORCE help demo test stress kernels bench figures gpu gpu-full tune profile lint format train clean
@@ -38,7 +39,7 @@ build/peft: | $(RUN)
 	@$(RUN) -c 'import peft' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "bench: no peft, its column will be left out"
 
 bench: $(RUN) build/peft ## time the kernels beside what they replace, on the CPU, in less than ten minutes; tables in bench/results
-	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh
+	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
 	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
 figures: $(RUN) ## draw the benchmarks' tables and pictures, and the README's table, again from their numbers
@@ -49,8 +50,9 @@ gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: the tests that nee
 	@sh tools/gpu.sh
 
 PART ?= 1/1
+
 gpu-full: $(RUN) ## there, the whole grid of benchmarks, or PART=i/n of it; goes on where it stopped
-	$(RUN) -m icl_patch bench --device cuda --part $(PART)
+	$(RUN) -m icl_patch bench --device cuda --part $(PART) --out "$(RESULTS)"
 
 tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file
 	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs

@@ -121,15 +121,19 @@ def _graph_timer(call: InTurn, least_seconds: float = 2e-3, most_calls: int = 10
 
 
 def _captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
-    stream = torch.cuda.Stream()  # libraries choose their workspaces here, before the capture
+    """So many calls as a graph that has run once; ``torch.cuda.graph`` would collect garbage first, which takes longer than the rest."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()
+        call()  # libraries choose their workspaces here, before the capture
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        try:
+            for _ in range(count):
+                call()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
     graph.replay()
     torch.cuda.synchronize()
     return graph

@@ -55,13 +55,10 @@ def code_fingerprint() -> str:
     root = Path(icl_patch.__file__).parent
     folders = [root] if (root / "kernels").exists() else [root, Path(__file__).parent.parent / "triton_kernels"]
     aside = {"bench", "embedded", "cli.py", "report.py", "demo.py"}
-    digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            name = path.relative_to(folder)
-            if name.parts[0] not in aside and path.suffix in (".py", ".so", ".json"):
-                digest.update(str(name).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    files = [path for folder in folders for path in folder.rglob("*") if path.relative_to(folder).parts[0] not in aside]
+    kept = [path for path in files if path.suffix in (".py", ".so", ".json")]
+    parts = sorted(hashlib.sha256(path.name.encode() + path.read_bytes()).hexdigest() for path in kept)
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
 
 
 @dataclass

@@ -171,6 +171,31 @@ def test_a_file_of_another_environment_is_begun_anew(tmp_path: Path) -> None:
     assert Results("linear", CPU, tmp_path / "none").dropped is None
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_takes_every_input() -> None:
+    device = torch.device("cuda")
+    inputs = [torch.full((2**22,), float(i), device=device) for i in range(5)]
+    total = torch.zeros(2**22, device=device)
+    graph = harness._captured(InTurn(total.add_, inputs), 5)
+    total.zero_()
+    graph.replay()
+    assert total.unique().tolist() == [10.0]
+    found = compare({"graph": InTurn(total.add_, inputs), "eager": lambda: total.add_(inputs[0])}, device, rounds=5)
+    assert all(0 < timing.low <= timing.median <= timing.high for timing in found.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_linear_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SHAPES", {"one": (1024, 512)})
+    monkeypatch.setattr(linear, "ROWS", (1, 40))
+    assert cli.main(["bench", "linear", "--device", "cuda", "--out", str(tmp_path), "--json"]) == 0
+    [found] = load_all(tmp_path, "linear")
+    assert len({row["case"] for row in found["rows"]}) == 2 * 2 * 3
+    assert all(row["seconds"]["median"] > 0 for row in found["rows"])
+
+
 # The benchmarks themselves
 
 SMALL = {"one": (95, 63)}

@@ -145,7 +145,7 @@ if __name__ == "__main__":
     recording = tuning.Variant(torch.bfloat16, 64, 128, 2, 1, variant.config, record=True)
     assert tuning.compile_variant(recording, 80) is None
     assert kernels() == 3, kernels()
-    failed = tuning.compile_variant(tuning.Variant(torch.float64, 64, 128, 2, 1, variant.config), 90)
+    failed = tuning.compile_variant(tuning.Variant(torch.complex64, 64, 128, 2, 1, variant.config), 90)
     assert failed is not None and "Error" in failed, failed
 """
 

@@ -5,13 +5,14 @@ set -u
 
 run=build/python
 failed=""
+results=${ICL_RESULTS:-bench/results}
 
 part() { # NAME SECONDS COMMAND...
     name=$1 seconds=$2
     shift 2
     echo "gpu: $name, at most $seconds s"
     begun=$(date +%s)
-    timeout "$seconds" "$@"
+    timeout -k 5 "$seconds" "$@"
     status=$?
     [ $status -eq 124 ] && echo "gpu: $name ran out of time"
     [ $status -eq 0 ] || failed="$failed $name"
@@ -20,6 +21,6 @@ part() { # NAME SECONDS COMMAND...
 
 workers=$($run -c 'import xdist; print("-n 6 --dist worksteal")' 2>/dev/null)
 part tests 190 $run -m pytest -m gpu $workers
-part benchmarks 200 $run -m icl_patch bench linear inversion throughput --device cuda --quick --fresh --seconds 75
+part benchmarks 200 $run -m icl_patch bench linear inversion throughput --device cuda --quick --fresh --seconds 75 --out "$results"
 part sanitizer 100 sh tools/sanitize.sh
 [ -z "$failed" ] || { echo "gpu: failed:$failed"; exit 1; }

@@ -13,7 +13,7 @@ elif ! command -v ncu >/dev/null; then
     watched="there is no ncu"
 else
     # the clocks are left as they are: the machine may be shared
-    ncu --csv --page raw --clock-control none --nvtx --nvtx-include "regex:icl-patch.*/" --metrics "$($run -m icl_patch.bench.profiling metrics)" \
+    ncu --csv --page raw --clock-control none --nvtx --nvtx-include icl-patch/ --metrics "$($run -m icl_patch.bench.profiling metrics)" \
         $run -m icl_patch.bench.profiling kernels >"$csv" 2>build/profile/ncu.err || cat build/profile/ncu.err >>"$csv"
     watched=$csv
 fi
