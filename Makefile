@@ -54,8 +54,8 @@ PART ?= 1/1
 gpu-full: $(RUN) ## there, the whole grid of benchmarks, or PART=i/n of it; goes on where it stopped
 	$(RUN) -m icl_patch bench --device cuda --part $(PART) --out "$(RESULTS)"
 
-tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file
-	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs
+tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file; TUNE=--quick takes minutes
+	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs $(TUNE)
 
 profile: $(RUN) ## what Nsight Compute and torch.profiler see of the kernels and of a decode step; a page in docs/profiles
 	@sh tools/profile.sh

@@ -105,6 +105,8 @@ class Measuring:
     def __init__(self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, regime: str) -> None:
         self._plan, self._pool, self._progress, self._dtype, self._regime = plan, pool, progress, dtype, regime
         self._plains: dict[tuple[int, int, int], float] = {}
+        self._weights: dict[tuple[int, int], list[Tensor]] = {}
+        operands_of.cache_clear()
 
     def compile(self, configs: Iterable[Config], cases: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, int]]) -> None:
         """Everything that will be measured, side by side, into Triton's cache."""
@@ -130,8 +132,7 @@ class Measuring:
         return self._measure(config, n, k, FUSED_CASES)
 
     def _measure(self, config: Config, n: int, k: int, cases: Sequence[tuple[int, int]]) -> float | None:
-        weights = cold(self._plan.device, (n, k), self._dtype)
-        total = 0.0
+        weights, total = self._cold(n, k), 0.0
         for rows, rank in cases:
             operands = operands_of(weights[0], rows, rank)
             try:
@@ -145,10 +146,16 @@ class Measuring:
             total += seconds / self._plain(n, k, rows)
         return total
 
+    def _cold(self, n: int, k: int) -> list[Tensor]:
+        """Weights in turn; those of all shapes are kept, as every configuration goes through them."""
+        if (n, k) not in self._weights:
+            self._weights[n, k] = cold(self._plan.device, (n, k), self._dtype)
+        return self._weights[n, k]
+
     def _plain(self, n: int, k: int, rows: int) -> float:
         """Seconds of ``F.linear``."""
         if (n, k, rows) not in self._plains:
-            weights = cold(self._plan.device, (n, k), self._dtype)
+            weights = self._cold(n, k)
             z = operands_of(weights[0], rows, 1).z
             self._plains[n, k, rows] = _seconds(lambda weight: F.linear(z, weight), weights, self._plan.device)
         return self._plains[n, k, rows]
@@ -168,7 +175,7 @@ class Operands:
     expected: Tensor
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=256)
 def operands_of(weight: Tensor, rows: int, rank: int) -> Operands:
     """Random operands for a weight, the same every time."""
     n, k = weight.shape

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     command = _command(commands, "tune", _tune, "choose the kernels' configurations for this GPU, by measuring, and write its data file")
     command.add_argument("--device", type=_device, metavar="DEVICE", default=torch.device("cpu"), help="cuda, cuda:1, … (required)")
     command.add_argument("--dtype", type=_dtype, nargs="+", metavar="DTYPE", default=list(_TUNED), help="default: bf16 fp16 fp32")
-    command.add_argument("--quick", action="store_true", help="a shape per class and fewer numbers of rows")
+    command.add_argument("--quick", action="store_true", help="minutes: a shape per class, fewer numbers of rows")
     command.add_argument("--workers", type=_positive, metavar="N", default=os.cpu_count(), help="compiling processes (default: the cores)")
     command.add_argument("--out", type=Path, metavar="DIR", help="folder of the data file (default: where the kernels look for it)")
     return parser
@@ -404,7 +405,9 @@ def _bench(options: argparse.Namespace) -> int:
 def _tune(options: argparse.Namespace) -> int:
     if options.device.type != "cuda":
         raise ValueError(f"expected a CUDA device (--device cuda), got {options.device}: configurations are measured on their own GPU")
-    from icl_patch.bench import tuning  # imports triton, which is not everywhere
+    if find_spec("triton") is None:
+        raise ValueError("expected triton, whose kernels are what is tuned: it is not installed")
+    from icl_patch.bench import tuning
 
     plan = tuning.Plan(options.device, tuple(options.dtype), options.quick, options.workers)
     path, entries = tuning.write(plan, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True))
