@@ -155,7 +155,7 @@ def page(device: torch.device, ncu: str | None, reason: str) -> str:
         "",
         f"## Decoding, {throughput.LAYERS} layers of {name}, a context of 64 tokens (torch.profiler)",
         "",
-        decode_profile(device, name),
+        decode_profile(device, name, STEPS),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
