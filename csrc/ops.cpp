@@ -238,7 +238,7 @@ void set_output(Linear& call, Tensor& y) {
 void set_factors(Linear& call, const Tensor& z, const Tensor& u, const Tensor& v, const std::optional<Tensor>& index) {
   call.factors.u = factor("u", u, z, call.n, call.factors, index.has_value());
   call.factors.v = factor("v", v, z, call.k, call.factors, index.has_value());
-  STD_TORCH_CHECK(u.size(0) == v.size(0), "expected u and v for the same rows, got ", u.size(0), " and ", v.size(0));
+  STD_TORCH_CHECK(u.dim() == v.dim() && u.size(0) == v.size(0), "expected u and v for the same rows, got ", u.size(0), " and ", v.size(0));
   if (!index) return;
   STD_TORCH_CHECK(index->dim() == 1 && index->size(0) == call.all && index->is_contiguous() && index->scalar_type() == ScalarType::Long,
                   "expected index (", call.all, ",) of contiguous int64");

@@ -18,7 +18,7 @@ from icl_patch import native
 STREAM, TILE = "stream", "tile"
 _STREAM_ROWS = 16
 _STREAM_ROWS_BESIDE_AMX = 4
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 wanted = os.environ.get("ICL_PATCH_OPS") or "auto"
 if wanted not in ("auto", "torch", "triton"):
@@ -43,25 +43,28 @@ def _kernels() -> Any:
         return None
 
 
-def triton_for(z: Tensor, *others: Tensor | None, dtypes: tuple[torch.dtype | None, ...] = ()) -> Any:
+def triton_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None = None) -> Any:
     """Triton's kernels if they serve these tensors, else None."""
-    if not (z.is_cuda if wanted == "auto" else wanted == "triton") or not _are_narrow(z, *others, dtypes=dtypes):
+    if not (z.is_cuda if wanted == "auto" else wanted == "triton") or not _are_narrow(z, *others, out_dtype=out_dtype):
         return None
     return _kernels()
 
 
-def native_for(z: Tensor, *others: Tensor | None, dtypes: tuple[torch.dtype | None, ...] = ()) -> Any:
-    """``torch.ops.icl_patch`` if its CPU drivers serve these tensors, else None; they have no gradients."""
-    if z.device.type not in ("cpu", "meta") or wanted == "torch" or not _are_narrow(z, *others, dtypes=dtypes):
+def native_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None = None) -> Any:
+    """``torch.ops.icl_patch`` if its CPU drivers serve tensors of these dtypes, else None; they have no gradients."""
+    if not (z.is_cpu or z.is_meta) or wanted == "torch" or not _are_narrow(z, *others, out_dtype=out_dtype):
         return None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *others)):
         return None
     return torch.ops.icl_patch if native.serves("cpu") else None
 
 
-def _are_narrow(*tensors: Tensor | None, dtypes: tuple[torch.dtype | None, ...]) -> bool:
+def _are_narrow(*tensors: Tensor | None, out_dtype: torch.dtype | None) -> bool:
     """Whether fp32 is wide enough to accumulate in."""
-    return all(x is None or x.dtype in _NARROW for x in tensors) and all(dtype is None or dtype in _NARROW for dtype in dtypes)
+    for tensor in tensors:  # not any(): this stands before every product of a decoding step
+        if tensor is not None and tensor.dtype not in _NARROW:
+            return False
+    return out_dtype is None or out_dtype in _NARROW
 
 
 def regime_of(z: Tensor, rows: int) -> str:
@@ -70,6 +73,6 @@ def regime_of(z: Tensor, rows: int) -> str:
     Within a regime a row's bits do not depend on the number of rows. On the CPU a tile is a product of torch's own, from 17 rows on;
     in bf16 from 5 rows on where the processor has matrix units.
     """
-    if rows > _STREAM_ROWS or (z.device.type == "cpu" and rows > _CPU_STREAM_ROWS.get(z.dtype, _STREAM_ROWS)):
+    if rows > (_CPU_STREAM_ROWS.get(z.dtype, _STREAM_ROWS) if z.is_cpu else _STREAM_ROWS):
         return TILE
     return STREAM

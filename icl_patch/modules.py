@@ -217,7 +217,7 @@ class PatchedLinear(PatchedModule):
     def _replay(self, z: Tensor) -> Tensor:
         assert self.u is not None and self.v is not None
         rows = z.reshape(-1, z.shape[-1])
-        u, v = (self._by_row(factor, z, len(rows)) for factor in (self.u, self.v))
+        u, v = self._by_row(self.u, z, len(rows)), self._by_row(self.v, z, len(rows))
         linear = self.linear_map(z)
         if linear is not None:
             y = ops.patched_linear(rows, linear[0], u, v, linear[1], out_dtype=self.out_dtype)
@@ -229,6 +229,8 @@ class PatchedLinear(PatchedModule):
     @staticmethod
     def _by_row(factor: Tensor, z: Tensor, rows: int) -> Tensor:
         """A factor in a form that the ops take: (1, R, ·), (M, R, ·) or (M, ·)."""
+        if factor.dim() == 2:
+            return factor
         if factor.dim() == 3 and (factor.shape[0] == 1 or (factor.shape[0] == rows and factor.shape[:-1] != z.shape[:-1])):
             return factor
         return factor.flatten(0, -2)

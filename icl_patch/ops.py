@@ -76,20 +76,26 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
-    if (kernels := triton_for(z, weight, u, v, bias, dtypes=(out_dtype,))) is not None and (u is None or u.dim() < 3 or u.shape[1] <= 64):
+    if (kernels := triton_for(z, weight, u, v, bias, out_dtype=out_dtype)) is not None and (u is None or u.dim() < 3 or u.shape[1] <= 64):
         return kernels.patched_linear(z, weight, u, v, bias, index=index, out_dtype=out_dtype, regime=regime)
+    streams = (regime or regime_of(z, len(z))) == STREAM
+    native_ops = native_for(z, weight, u, v, bias, out_dtype=out_dtype) if streams else None
+    if native_ops is not None and not torch.compiler.is_compiling():
+        try:
+            return native_ops.patched_linear(z, weight, u, v, bias, _as_int64(index), out_dtype)
+        except RuntimeError:  # it checks as it goes; what follows says what does not fit, or serves what it does not
+            native_ops = None
     _check_patched_linear(z, weight, bias)
     _check_regime(regime)
     if u is not None or v is not None:
         _check_factors(z, u, v, weight.shape[0], index)
     elif index is not None:
         raise ValueError("expected u and v with index, got none")
+    if native_ops is not None and 1 in weight.stride():
+        return native_ops.patched_linear(z, weight, u, v, bias, _as_int64(index), out_dtype)
     if z.dtype != torch.float64 and torch.float64 in (out_dtype, *(x.dtype for x in (u, v) if x is not None)):
         plain = patched_linear(z, weight, bias=bias, out_dtype=torch.float32, regime=regime)
         return _with_low_rank(plain, z, u, v, index, out_dtype or z.dtype)
-    streams = (regime or regime_of(z, len(z))) == STREAM and 1 in weight.stride()
-    if streams and (native_ops := native_for(z, weight, u, v, bias, dtypes=(out_dtype,))) is not None:
-        return native_ops.patched_linear(z, weight, u, v, bias, _as_int64(index), out_dtype)
     return _with_low_rank(F.linear(z, weight, bias), z, u, v, index, out_dtype or z.dtype)
 
 
@@ -115,22 +121,25 @@ def record_linear(
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    _check_patched_linear(z_pair, weight, bias)
-    if len(z_pair) % 2:
-        raise ValueError(f"expected z_pair (2M, K), got {tuple(z_pair.shape)}")
     rows = len(z_pair) // 2
     z = z_pair[rows:]
-    direction = direction or read_direction(z)
-    if direction.v.shape != z.shape:
-        raise ValueError(f"expected a direction of {tuple(z.shape)}, got {tuple(direction.v.shape)}")
+    direction = read_direction(z) if direction is None else direction
     if direction.coeff is not None and (kernels := triton_for(z_pair, weight, bias, direction.v)) is not None:
         y_pair, u, _ = kernels.record_linear(z_pair, weight, bias, direction=direction)
         return y_pair, u, direction
-    regime = regime_of(z, rows)
-    streams = regime == STREAM and 1 in weight.stride()
-    if streams and (native_ops := native_for(z_pair, weight, bias, direction.v)) is not None:
-        y_pair, u = native_ops.record_linear(z_pair, weight, direction.v, bias)
-        return y_pair, u, direction
+    regime = regime_of(z_pair, rows)
+    native_ops = native_for(z_pair, weight, bias, direction.v) if regime == STREAM else None
+    if native_ops is not None:
+        try:
+            y_pair, u = native_ops.record_linear(z_pair, weight, direction.v, bias)
+            return y_pair, u, direction
+        except RuntimeError:  # as in patched_linear
+            pass
+    _check_patched_linear(z_pair, weight, bias)
+    if len(z_pair) % 2:
+        raise ValueError(f"expected z_pair (2M, K), got {tuple(z_pair.shape)}")
+    if direction.v.shape != z.shape:
+        raise ValueError(f"expected a direction of {tuple(z.shape)}, got {tuple(direction.v.shape)}")
     plain_ctx, plain = patched_linear(z_pair, weight, bias=bias, out_dtype=reference.accumulation_dtype(z), regime=regime).chunk(2)
     u = plain_ctx - plain
     return torch.cat([plain_ctx.to(z.dtype), _with_low_rank(plain, z, u, direction.v, None, z.dtype)]), u, direction
@@ -153,6 +162,12 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit, or an index lies outside the pool.
     """
+    native_ops = native_for(y, z, u, v, out_dtype=out_dtype) if wanted != "triton" and not torch.compiler.is_compiling() else None
+    if native_ops is not None:
+        try:
+            return native_ops.add_low_rank(y, z, u, v, _as_int64(index), out_dtype)
+        except RuntimeError:  # as in patched_linear
+            pass
     _check_matrix("y", y)
     _check_matrix("z", z)
     if y.shape[0] != z.shape[0]:
@@ -168,9 +183,9 @@ def _with_low_rank(y: Tensor, z: Tensor, u: Tensor | None, v: Tensor | None, ind
         return y.to(out_dtype)
     fits = u.dim() < 3 or 1 <= u.shape[1] <= 64
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (y, z, u, v))
-    if fits and not gradients and (kernels := triton_for(y, z, u, v, dtypes=(out_dtype,))) is not None:
+    if fits and not gradients and (kernels := triton_for(y, z, u, v, out_dtype=out_dtype)) is not None:
         return kernels.add_low_rank(y, z, u, v, index=index, out_dtype=out_dtype)
-    if (native_ops := native_for(y, z, u, v, dtypes=(out_dtype,))) is not None:
+    if (native_ops := native_for(y, z, u, v, out_dtype=out_dtype)) is not None:
         return native_ops.add_low_rank(y, z, u, v, _as_int64(index), out_dtype)
     return reference.add_low_rank(y, z, u, v, index, out_dtype)
 
@@ -189,14 +204,15 @@ def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> Direction:
     Source: Goldwaser et al. (2025), Lemma 6.
     """
     dtype = dtype or reference.accumulation_dtype(z)
-    rows = z.reshape(-1, z.shape[-1])
-    if dtype == torch.float32 and z.shape[-1] and (kernels := triton_for(z)) is not None:
-        v, inverse, coeff = kernels.read_direction(rows)
-        return Direction(v.reshape(z.shape), inverse.reshape(z.shape[:-1]), coeff)
-    if z.device.type == "cpu" and wanted != "torch" and not (torch.is_grad_enabled() and z.requires_grad) and native.serves("cpu"):
-        v, inverse = torch.ops.icl_patch.read_direction(rows, dtype == torch.float64)
-        return Direction(v.reshape(z.shape), inverse.reshape(z.shape[:-1]))
-    return Direction(*reference.read_direction(z, dtype))
+    shape = z.shape
+    rows = z if len(shape) == 2 else z.reshape(-1, shape[-1])
+    if dtype == torch.float32 and shape[-1] and (kernels := triton_for(z)) is not None:
+        found = Direction(*kernels.read_direction(rows))
+    elif z.is_cpu and wanted != "torch" and not (torch.is_grad_enabled() and z.requires_grad) and native.serves("cpu"):
+        found = Direction(*torch.ops.icl_patch.read_direction(rows, dtype == torch.float64))
+    else:
+        found = Direction(*reference.read_direction(rows, dtype))
+    return found if len(shape) == 2 else Direction(found.v.reshape(shape), found.inverse_norm2.reshape(shape[:-1]), found.coeff)
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
