@@ -191,7 +191,10 @@ Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>
   call.transposed = weight.stride(1) != 1 && call.k > 1;
   STD_TORCH_CHECK(!call.transposed || weight.stride(0) == 1 || call.n == 1, "expected weight or its transpose with contiguous rows");
   call.weight_stride = weight.stride(call.transposed ? 1 : 0);
-  if (bias) call.bias = matrix("bias", *bias, z, 1, call.n);
+  if (bias) {
+    call.bias = matrix("bias", *bias, z, 1, call.n);
+    STD_TORCH_CHECK(call.bias.dtype == call.z.dtype, "expected bias in z's dtype");
+  }
   return call;
 }
 
@@ -240,6 +243,7 @@ void set_factors(Linear& call, const Tensor& z, const Tensor& u, const Tensor& v
   call.factors.v = factor("v", v, z, call.k, call.factors, index.has_value());
   STD_TORCH_CHECK(u.dim() == v.dim() && u.size(0) == v.size(0), "expected u and v for the same rows, got ", u.size(0), " and ", v.size(0));
   if (!index) return;
+  STD_TORCH_CHECK(u.dim() == 3, "expected u and v (P, R, .) with index");
   STD_TORCH_CHECK(index->dim() == 1 && index->size(0) == call.all && index->is_contiguous() && index->scalar_type() == ScalarType::Long,
                   "expected index (", call.all, ",) of contiguous int64");
   call.factors.index = static_cast<const int64_t*>(index->const_data_ptr());

@@ -54,6 +54,9 @@ def native_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None 
     """``torch.ops.icl_patch`` if its CPU drivers serve tensors of these dtypes, else None; they have no gradients."""
     if not (z.is_cpu or z.is_meta) or wanted == "torch" or not _are_narrow(z, *others, out_dtype=out_dtype):
         return None
+    for tensor in others:  # torch would send a mixed call to whichever device comes first with it
+        if tensor is not None and (tensor.is_cpu, tensor.is_meta) != (z.is_cpu, z.is_meta):
+            return None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *others)):
         return None
     return torch.ops.icl_patch if native.serves("cpu") else None

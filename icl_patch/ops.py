@@ -79,7 +79,7 @@ def patched_linear(
     if (kernels := triton_for(z, weight, u, v, bias, out_dtype=out_dtype)) is not None and (u is None or u.dim() < 3 or u.shape[1] <= 64):
         return kernels.patched_linear(z, weight, u, v, bias, index=index, out_dtype=out_dtype, regime=regime)
     streams = (regime or regime_of(z, len(z))) == STREAM
-    native_ops = native_for(z, weight, u, v, bias, out_dtype=out_dtype) if streams else None
+    native_ops = native_for(z, weight, u, v, bias, out_dtype=out_dtype) if streams and _beside(index, z) else None
     if native_ops is not None and not torch.compiler.is_compiling():
         try:
             return native_ops.patched_linear(z, weight, u, v, bias, _as_int64(index), out_dtype)
@@ -162,8 +162,8 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit, or an index lies outside the pool.
     """
-    native_ops = native_for(y, z, u, v, out_dtype=out_dtype) if wanted != "triton" and not torch.compiler.is_compiling() else None
-    if native_ops is not None:
+    native_ops = native_for(y, z, u, v, out_dtype=out_dtype) if wanted != "triton" and _beside(index, z) else None
+    if native_ops is not None and not torch.compiler.is_compiling():
         try:
             return native_ops.add_low_rank(y, z, u, v, _as_int64(index), out_dtype)
         except RuntimeError:  # as in patched_linear
@@ -350,7 +350,14 @@ def _check_regime(regime: str | None) -> None:
 
 
 def _as_int64(index: Tensor | None) -> Tensor | None:
-    return None if index is None else index.to(torch.int64).contiguous()
+    """As the native ops take it; what is no index at all they refuse."""
+    if index is None or index.is_floating_point() or index.dtype == torch.bool:
+        return index
+    return index.to(torch.int64).contiguous()
+
+
+def _beside(index: Tensor | None, z: Tensor) -> bool:
+    return index is None or index.device == z.device
 
 
 def _check_factors(z: Tensor, u: Tensor | None, v: Tensor | None, n: int, index: Tensor | None) -> None:

@@ -169,6 +169,9 @@ def test_nothing_to_do() -> None:
     assert same_bits(none_to_sum, bias.expand(3, 9))
 
 
+POOLED = {"u": torch.ones(3, 1, 7), "v": torch.ones(3, 1, 5)}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -179,8 +182,10 @@ def test_nothing_to_do() -> None:
         ({"u": torch.ones(3, 2, 7)}, "expected u and v of the same rows and rank"),
         ({"v": None}, "expected u and v together"),
         ({"bias": torch.ones(6)}, "expected bias"),
-        ({"index": torch.tensor([0, 3, -1])}, "expected index from -1 to 2, got 3"),
-        ({"index": torch.tensor([0, 1])}, "expected index (3,)"),
+        ({"index": torch.tensor([0, 1, -1])}, "expected u and v (P, R, .) with index"),
+        (POOLED | {"index": torch.tensor([0, 3, -1])}, "expected index from -1 to 2, got 3"),
+        (POOLED | {"index": torch.tensor([0, 1])}, "expected index (3,)"),
+        ({"bias": torch.ones(7).bfloat16()}, "expected bias in z's dtype"),
         ({"out_dtype": torch.float64}, "expected out_dtype fp32, bf16 or fp16"),
     ],
 )
