@@ -3,12 +3,19 @@
 Nothing here loops over rows or blocks, and everything runs in fp64 when given fp64.
 """
 
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from icl_patch.families import Block
 
 ULP = 2.0**-52
 MAX_EVALUATIONS = 64
@@ -308,3 +315,92 @@ def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float, 
         status=inverse.status.masked_fill(unchanged, int(InversionStatus.EASY)),
         evaluations=inverse.evaluations.masked_fill(unchanged, 0),
     )
+
+
+@torch.no_grad()
+def algorithm_1(model: Any, blocks: "Sequence[Block]", ids: Tensor, *, stable: bool = False) -> Any:
+    """Algorithm 1: a copy of the model whose weights are ``θ + Δθ`` written out, which does on x alone what the model does on ``[C, x]``.
+
+    Two runs, layer by layer: one of the model on ``[C, x]`` records the target activations; the second, on x alone, stops at every block
+    for its update. As many passes as there are blocks, and a matrix for every change: the specification of
+    :meth:`icl_patch.ContextPatcher.compute`, not a way to compute patches.
+
+    Args:
+        model: a causal language model. blocks: its blocks, from :func:`icl_patch.families.blocks_of`, without experts.
+        ids: (1, n + 1) int64, the context and the token x, which keeps its position n.
+        stable: Appendix B for the blocks that end in a norm, instead of Theorem 1.
+
+    Raises:
+        ValueError: a block has experts, is a mixer, or has a norm inside its norm.
+
+    Source: Goldwaser et al. (2025), Algorithm 1 with the updates of Theorem 1, Appendix B.1 and Lemmas 6 to 9 and 12.
+    """
+    updated, position = copy.deepcopy(model), torch.tensor([[ids.shape[1] - 1]], device=ids.device)
+    targets = _activations(model, blocks, input_ids=ids)
+    for layer, block in enumerate(blocks):
+        if block.form.experts is not None or block.form.mixer or block.form.inner_norm is not None:
+            raise ValueError(f"expected a block with one MLP and one norm behind it at most, got {block.path} with others")
+        own = _activations(updated, blocks, input_ids=ids[:, -1:], position_ids=position)
+        _update_block(updated.get_submodule(block.path), block, targets[layer], own[layer], stable)
+    return updated
+
+
+def _activations(model: Any, blocks: "Sequence[Block]", **inputs: Tensor) -> list[dict[str, Tensor]]:
+    """By name, for every block: the inputs of its patched modules at the last token, and its residual stream before the MLP, ``""``."""
+    seen: list[dict[str, Tensor]] = [{} for _ in blocks]
+
+    def keep(found: dict[str, Tensor], name: str, given: Any) -> None:
+        while not isinstance(given, Tensor):
+            given = next(iter(given.values())) if isinstance(given, dict) else given[0]
+        last = given.reshape(-1, given.shape[-1])[-1].clone()
+        found[name] = found[name] + last if name == "" and name in found else last
+
+    with ExitStack() as hooks:
+        for block, found in zip(blocks, seen, strict=True):
+            module = model.get_submodule(block.path)
+            for name in block.form.patched:
+                before = module.get_submodule(name).register_forward_pre_hook(lambda _m, args, f=found, n=name: keep(f, n, args))
+                hooks.callback(before.remove)
+            for side, _, path in (part.partition(" of ") for part in block.form.residual):
+                part = module.get_submodule(path)
+                if side == "input":
+                    hook = part.register_forward_pre_hook(lambda _m, args, kw, f=found: keep(f, "", args or kw), with_kwargs=True)
+                else:
+                    hook = part.register_forward_hook(lambda _m, _args, out, f=found: keep(f, "", out))
+                hooks.callback(hook.remove)
+        model(**inputs, use_cache=False)
+    return seen
+
+
+def _update_block(module: Any, block: "Block", target: dict[str, Tensor], own: dict[str, Tensor], stable: bool) -> None:
+    """ComputeSingleBlockUpdate, and ``θ' = θ + Δθ`` in place."""
+    form = block.form
+
+    def add(name: str, u: Tensor, z: Tensor) -> None:
+        change = torch.outer(u, z) / z.square().sum()  # u zᵀ / ‖z‖²
+        parameter = module.get_submodule(name).weight
+        parameter.data += (change.mT if name in form.transposed else change).to(parameter.dtype)
+
+    for name in form.readers:
+        weight = module.get_submodule(name).weight
+        z_ctx, z = target[name], own[name]
+        difference = z_ctx - z
+        add(name, difference @ weight if name in form.transposed else weight @ difference, z)
+    delta = (target[""] - own[""]) / form.branch
+    assert form.down is not None
+    h, down = target[form.down], module.get_submodule(form.down)
+    if form.writer.value == "bias":
+        down.bias.data += delta
+    elif form.writer.value == "weight":
+        add(form.down, delta, h)
+    else:
+        assert form.post_norm is not None
+        norm = module.get_submodule(form.post_norm)
+        eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        h_down, scale = target[form.post_norm], norm.weight + form.scale_offset
+        if stable:
+            found = stable_scale(delta[None], scale, h_down[None], eps)
+            add(form.down, found.u[0], h)
+            norm.weight.data += (found.new_scale[0] - scale).to(scale.dtype)
+        else:
+            norm.weight.data += delta / rms_normalize(h_down, eps)
