@@ -32,10 +32,16 @@ class Change:
         """``‖u‖ ‖v‖``, ``‖Δb‖`` or ``‖Δm‖``: (B, T)."""
         size = self.u.norm(dim=-1)
         if self.index is not None:
-            u, v = (self._slots(x) for x in (self.u, self.v))
-            size = u.norm(dim=-1) if v is None else u.norm(dim=-1) * v.norm(dim=-1)  # type: ignore[union-attr]
+            u, v = self.in_slots()
+            size = u.norm(dim=-1) if v is None else u.norm(dim=-1) * v.norm(dim=-1)
             return size.norm(dim=-1)
         return size if self.v is None else size * self.v.norm(dim=-1)
+
+    def in_slots(self) -> tuple[Tensor, Tensor | None]:
+        """Experts' ``u`` and ``v`` with a slot for each: (B, T, k, ·)."""
+        u = self._slots(self.u)
+        assert u is not None
+        return u, self._slots(self.v)
 
     def _slots(self, x: Tensor | None) -> Tensor | None:
         """A factor that all slots share, once a slot."""
@@ -48,8 +54,7 @@ class Change:
             v = None if self.v is None else self.v[row, token]
             yield f"{self.name}.{self.parameter}", self._product(self.u[row, token], v)
             return
-        u, v = self._slots(self.u), self._slots(self.v)
-        assert u is not None
+        u, v = self.in_slots()
         for slot, expert in enumerate(self.index[row, token].tolist()):
             read = None if v is None else v[row, token, slot]
             yield f"{self.name}[{expert}]", self._product(u[row, token, slot], read)

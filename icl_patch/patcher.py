@@ -24,6 +24,7 @@ from icl_patch.states import is_recurrent
 from icl_patch.streams import Sequences
 
 if TYPE_CHECKING:
+    from icl_patch.dynamics import Dynamics
     from icl_patch.generation import GenerationStep
 
 
@@ -174,8 +175,12 @@ class ContextPatcher(Passes):
         cache = streams.new_cache(self.model)
         if sequences.head_ids.shape[1]:
             streams.run_head(self.model, sequences, cache, **model_inputs)
-            if not self._closes:
-                streams.stack_cache(cache, len(sequences.head_ids))
+        return self.with_rows(cache, sequences)
+
+    def with_rows(self, cache: DynamicCache, sequences: Sequences) -> DynamicCache:
+        """A cache of the head with the rows that the pass over the tail needs: those of both streams, or as it is."""
+        if sequences.head_ids.shape[1] and not self._closes:
+            streams.stack_cache(cache, len(sequences.head_ids))
         return cache
 
     def compute_from(self, cache: DynamicCache, sequences: Sequences) -> Computation:
@@ -239,6 +244,38 @@ class ContextPatcher(Passes):
     def tokenizer_fingerprint(self) -> str | None:
         """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
         return None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
+
+    def dynamics(
+        self,
+        context_ids: Tensor,
+        kept_ids: Tensor,
+        *,
+        prefix_ids: Tensor | None = None,
+        kept_mask: Tensor | None = None,
+        prefix_mask: Tensor | None = None,
+        layers: slice = slice(None),
+    ) -> "Dynamics":
+        """The implicit learning dynamics: the patches for the context's first 0, 1, … n tokens, ``W_i`` for every changed parameter.
+
+        The kept tokens follow the tokens absorbed so far, at the positions they then have.
+
+        Args:
+            context_ids: (B, n) int64, contexts of one length. The others as in :meth:`compute`.
+            layers: which blocks to keep the factors of; all by default. Patches of some cannot be replayed.
+
+        Returns:
+            The trajectory of every parameter, kept as vectors: its steps, gradients, norms, see :class:`icl_patch.dynamics.Trajectory`.
+
+        Raises:
+            ControllabilityError, ValueError: as :meth:`compute`.
+
+        Source: Dherin et al. (2025), Proposition 3.1.
+        """
+        from icl_patch.dynamics import grow  # it stands above this module
+
+        self.require_attached()
+        sequences = streams.assemble(context_ids, kept_ids, prefix_ids=prefix_ids, kept_mask=kept_mask, prefix_mask=prefix_mask)
+        return grow(self, sequences, sequences.head_ids.shape[1] - context_ids.shape[1], layers)
 
     # -- replay
 
