@@ -1,12 +1,19 @@
 """What can go wrong, by name."""
 
+from typing import Any
+
 
 class UnsupportedModelError(ValueError):
     """The model, or its attention implementation, has a form that is not known to be covered."""
 
 
 class ControllabilityError(ValueError):
-    """No change of the weights can have the wanted effect: an input is zero where the update divides by it."""
+    """No change of the weights can have the wanted effect: an input is zero where the update divides by it.
+
+    ``obstacles``: everything that was found on the way, by block, see :func:`icl_patch.controllability`.
+    """
+
+    obstacles: tuple[tuple[Any, ...], ...] = ()
 
 
 class PatchFormatError(ValueError):

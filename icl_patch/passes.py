@@ -12,19 +12,21 @@ from transformers import DynamicCache, PreTrainedModel
 from icl_patch import streams
 from icl_patch.attached import AttachedBlock, BlockTape, Factors, replaying
 from icl_patch.attention import Visibility
+from icl_patch.errors import ControllabilityError
 from icl_patch.observing import observe
 from icl_patch.patch import ContextPatch, PatchReport
-from icl_patch.recording import BlockRecorder, recording
+from icl_patch.recording import BlockRecorder, Obstacle, recording
 from icl_patch.streams import Sequences
 
 
 @dataclass(frozen=True, eq=False)
 class Computation:
-    """A computed patch, the reduced stream's logits (B, T, V), and what the blocks did with the context (one tape a block)."""
+    """A computed patch, the reduced stream's logits (B, T, V), what the blocks did with the context (one tape a block), and obstacles."""
 
     patch: ContextPatch
     reduced_logits: Tensor
     tapes: list[BlockTape]
+    obstacles: tuple[tuple[Obstacle, ...], ...] = ()
 
 
 class Passes(ABC):
@@ -54,7 +56,7 @@ class Passes(ABC):
             layers = self._factors(columns)
         patch = self._empty_patch(sequences, logits[:batch], passes=1)
         patch = replace(patch, layers=layers, report=_report([recorders], columns))
-        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders])
+        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders], _obstacles([recorders], columns))
 
     def _compute_closing(self, cache: DynamicCache, sequences: Sequences, update: str) -> Computation:
         """A pass of the untouched model over the tail, then one over the kept tokens alone that chooses the factors."""
@@ -73,7 +75,7 @@ class Passes(ABC):
                 layers.append(self._factors(slice(None)))
             recorded.append(recorders)
         patch = replace(patch, layers=_joined_layers(layers), report=_report(recorded, slice(None)))
-        return Computation(patch, torch.cat(reduced, 1), tapes)
+        return Computation(patch, torch.cat(reduced, 1), tapes, _obstacles(recorded, slice(None)))
 
     def _calls(self, tokens: int) -> list[slice]:
         """The columns of each call of the model: all in one, but token by token for a recurrent model, whose classes continue so only."""
@@ -148,11 +150,28 @@ def _joined_layers(parts: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
 
 def _report(recorded: list[list[BlockRecorder]], columns: Tensor | slice) -> PatchReport:
     """What the recorders of every call observed; raises ControllabilityError if no patch can do what is wanted."""
-    for token, recorders in enumerate(recorded):
-        for recorder in recorders:
-            recorder.check(columns, token)
+    try:
+        for token, recorders in enumerate(recorded):
+            for recorder in recorders:
+                recorder.check(columns, token)
+    except ControllabilityError as error:
+        error.obstacles = _obstacles(recorded, columns)
+        raise
 
     def stack(name: str) -> Tensor:
         return torch.cat([torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders]) for recorders in recorded], 2)
 
     return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
+
+
+def _obstacles(recorded: list[list[BlockRecorder]], columns: Tensor | slice) -> tuple[tuple[Obstacle, ...], ...]:
+    """What every block noted, whether or not it is in the way of this patch: the recorders of every call, token after token."""
+
+    def joined(parts: tuple[Obstacle, ...]) -> Obstacle:
+        rows, always = (torch.cat([getattr(part, name)[:, columns] for part in parts], 1) for name in ("rows", "always"))
+        return replace(parts[0], rows=rows, always=always)
+
+    return tuple(
+        tuple(joined(parts) for parts in zip(*(recorder.obstacles.values() for recorder in block), strict=True))
+        for block in zip(*recorded, strict=True)
+    )

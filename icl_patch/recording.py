@@ -32,6 +32,23 @@ class _Open:
     padding: Tensor | float  # the factor of columns that are no tokens
 
 
+@dataclass(frozen=True)
+class Obstacle:
+    """What keeps a block from being controllable, for some of B x T tokens.
+
+    Attributes:
+        side: "input" (Definition 3 of Goldwaser et al.) or "output" (Definition 4).
+        condition: in words.
+        rows: (B, T) bool, the tokens whose own change cannot be made.
+        always: (B, T) bool, the tokens for which some change could not be made, whether it is theirs or not.
+    """
+
+    side: str
+    condition: str
+    rows: Tensor
+    always: Tensor
+
+
 class BlockRecorder:
     """Computes one block's factors from what passes through it, and applies them on the way.
 
@@ -50,7 +67,7 @@ class BlockRecorder:
         self.block, self.form, self.update, self.valid, self.tape = block, block.form, update, valid, tape
         self.exact = update == "exact"
         self.seen = BlockTape()
-        self.uncontrollable: dict[str, Tensor] = {}
+        self.obstacles: dict[str, Obstacle] = {}
         self.status = torch.zeros_like(valid, dtype=torch.int8)
         self.misses = torch.zeros_like(valid, dtype=torch.int64)
         self.experts_changed = torch.zeros_like(valid, dtype=torch.int64)
@@ -80,9 +97,14 @@ class BlockRecorder:
         joined = x if x_ctx is None else torch.cat([x_ctx.to(x.dtype), x])
         return joined.reshape(*like.shape[:-1], x.shape[-1])
 
-    def refuse(self, condition: str, rows: Tensor) -> None:
-        """Note the rows for which no change of the weights has the effect."""
-        self.uncontrollable[condition] = rows & self.valid
+    def refuse(self, condition: str, rows: Tensor, always: Tensor, side: str = "output") -> None:
+        """Note the rows for which no change of the weights has the effect, and those for which none could have every effect."""
+        self.obstacles[condition] = Obstacle(side, condition, rows & self.valid, always & self.valid)
+
+    @property
+    def uncontrollable(self) -> dict[str, Tensor]:
+        """The rows for which no change of the weights has the effect, by the condition."""
+        return {condition: obstacle.rows for condition, obstacle in self.obstacles.items()}
 
     def zero_padding(self, x: Tensor) -> Tensor:
         """Factors (B, T, ...) with 0 in the columns that are no tokens."""
@@ -114,7 +136,7 @@ class BlockRecorder:
         if len(self._hidden) < len(self.form.residual):
             raise UnsupportedModelError(f"{self.block.block.path}: its MLP ends before its residual stream is known")
         if self.form.branch == 0:
-            self.refuse("the factor of the block's branch is 0", (self.delta != 0).any(-1))
+            self.refuse("the factor of the block's branch is 0", (self.delta != 0).any(-1), self.valid)
             return torch.zeros_like(self.delta)
         return self.delta / self.form.branch
 
@@ -149,7 +171,8 @@ class BlockRecorder:
         assert self.direction is not None
         self.seen.readers[name] = reference
         layer.u, layer.v = self.zero_padding(u), self.direction[1].v
-        self.refuse(f"the input z of {name} is 0", (self.direction[1].inverse_norm2 == 0) & (layer.u != 0).any(-1))
+        dead = self.direction[1].inverse_norm2 == 0
+        self.refuse(f"the input z of {name} is 0", dead & (layer.u != 0).any(-1), dead, "input")
         self.note_error(patched, reference, reference - u)
 
     def note_error(self, patched: Tensor, reference: Tensor, plain: Tensor) -> None:
@@ -193,7 +216,7 @@ class BlockRecorder:
             patched = add_bias_change(y, layer.bias_change, dtype)
         else:
             v, inverse, _ = ops.read_direction(h_own, dtype if self.exact else None)
-            self.refuse(f"the input h of {self.form.down} is 0", (inverse == 0) & (wanted != 0).any(-1))
+            self.refuse(f"the input h of {self.form.down} is 0", (inverse == 0) & (wanted != 0).any(-1), inverse == 0)
             layer.u, layer.v = wanted.to(v.dtype), self.zero_padding(v)
             gain, name = (h_own.double() * layer.v).sum(-1, keepdim=True), "u"
             patched = _add(y, h_own, layer.u, layer.v, dtype)
@@ -205,7 +228,7 @@ class BlockRecorder:
         """The output matrix's share of a stable update."""
         v, inverse, _ = ops.read_direction(h)
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(v)
-        self.refuse(f"the input h of {self.form.down} is 0", (inverse == 0) & (u != 0).any(-1))
+        self.refuse(f"the input h of {self.form.down} is 0", (inverse == 0) & (u != 0).any(-1), inverse == 0)
         patched = _add(y, h, u, v, dtype)
         if self.exact:
             u = self.zero_padding(updates.off_zero(u, patched, y))
@@ -264,7 +287,8 @@ class BlockRecorder:
         if self.update == "direct":
             wanted = self.wanted()
             new_scale = updates.direct_scale(wanted, normalized, layer.scale)
-            self.refuse(f"the input of {self.form.post_norm} is 0 where delta is not", ((normalized == 0) & (wanted != 0)).any(-1))
+            dead = normalized == 0
+            self.refuse(f"the input of {self.form.post_norm} is 0 where delta is not", (dead & (wanted != 0)).any(-1), dead.any(-1))
         else:
             assert self._stable_scale is not None
             new_scale = self._stable_scale if self.exact else self._stable_scale.to(normalized.dtype)

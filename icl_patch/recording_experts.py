@@ -37,7 +37,7 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
     read_ctx = layer.read(z_ctx.flatten(0, 1), chosen)
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z_own)
-    recorder.refuse(f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1))
+    recorder.refuse(f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1), inverse == 0, "input")
     layer.read_u, layer.read_v = u, v
     patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
     recorder.note_error(*map(recorder.unflat, (patched, read_ctx, read)))
@@ -78,9 +78,8 @@ def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, 
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
     change = updates.reader_update(wanted, read)
     u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))
-    recorder.refuse(
-        f"the input of {recorder.form.experts} is 0", recorder.unflat((scale == 0) & (change != 0).any(-1, keepdim=True)).flatten(2).any(-1)
-    )
+    dead, needed = recorder.unflat(scale == 0), recorder.unflat((change != 0).any(-1, keepdim=True))
+    recorder.refuse(f"the input of {recorder.form.experts} is 0", (dead & needed).flatten(2).any(-1), dead.flatten(2).any(-1), "input")
     layer.read_u, layer.read_v, layer.index = u, recorder.unflat(v), recorder.unflat(index)
 
     def add(made: Tensor) -> Tensor:
@@ -103,9 +102,8 @@ def _write(recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: T
         v, shares = recorder.unflat(v), torch.where(live, shares, 0)
     total = shares.sum(-1, keepdim=True)
     wanted = wanted.to(wide)
-    recorder.refuse(
-        f"the weights of the experts that {recorder.form.experts} can use sum to 0", (total[..., 0] == 0) & (wanted != 0).any(-1)
-    )
+    none = total[..., 0] == 0
+    recorder.refuse(f"the weights of the experts that {recorder.form.experts} can use sum to 0", none & (wanted != 0).any(-1), none)
     share = torch.where(total == 0, 0, 1 / total).to(wide)
     u, v = (wanted * share, None) if v is None else (wanted, recorder.zero_padding(v * share.unsqueeze(-1)))
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
