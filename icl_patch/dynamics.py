@@ -206,16 +206,22 @@ def grow(patcher: "ContextPatcher", sequences: Sequences, start: int, layers: sl
     """
     patcher.check_vocabulary(sequences)
     model, width, positions = patcher.model, sequences.head_ids.shape[1], sequences.positions
-    cache, patches = streams.new_cache(model), []
-    for stop in range(start, width + 1):
-        head = {name: getattr(sequences, name)[:, :stop] for name in ("head_ids", "head_mask", "head_absorbed")}
-        part = replace(sequences, **head)
-        if stop == start and stop:
-            streams.run_head(model, part, cache)
-        elif stop:
-            new = slice(stop - 1, stop)
-            streams.run(model, part.head_ids[:, new], part.head_mask, positions[:, new], cache, last_logits=1)
-        patches.append(patcher.compute_from(patcher.with_rows(copy.deepcopy(cache), part), part).patch.select(layers=layers))
+
+    def head(stop: int) -> Sequences:
+        return replace(sequences, **{name: getattr(sequences, name)[:, :stop] for name in ("head_ids", "head_mask", "head_absorbed")})
+
+    first = head(start)
+    patches = [patcher.compute_from(patcher.prefill(first), first).patch.select(layers=layers)]
+    cache = streams.new_cache(model)
+    if start:
+        streams.run_head(model, first, cache)
+    for stop in range(start + 1, width + 1):
+        part, new = head(stop), slice(stop - 1, stop)
+        streams.run(model, part.head_ids[:, new], part.head_mask, positions[:, new], cache, last_logits=1)
+        copied = copy.deepcopy(cache)
+        if patches[0].passes == 1:  # one pass over both streams, and rows for both
+            streams.stack_cache(copied, len(part.head_ids))
+        patches.append(patcher.compute_from(copied, part).patch.select(layers=layers))
     return Dynamics(tuple(patches))
 
 

@@ -175,12 +175,8 @@ class ContextPatcher(Passes):
         cache = streams.new_cache(self.model)
         if sequences.head_ids.shape[1]:
             streams.run_head(self.model, sequences, cache, **model_inputs)
-        return self.with_rows(cache, sequences)
-
-    def with_rows(self, cache: DynamicCache, sequences: Sequences) -> DynamicCache:
-        """A cache of the head with the rows that the pass over the tail needs: those of both streams, or as it is."""
-        if sequences.head_ids.shape[1] and not self._closes:
-            streams.stack_cache(cache, len(sequences.head_ids))
+            if not self._closes:
+                streams.stack_cache(cache, len(sequences.head_ids))
         return cache
 
     def compute_from(self, cache: DynamicCache, sequences: Sequences) -> Computation:
