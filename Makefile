@@ -5,7 +5,7 @@ RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test stress kernels bench figures gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test stress kernels bench figures papers gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,6 +45,13 @@ bench: $(RUN) build/peft ## time the kernels beside what they replace, on the CP
 figures: $(RUN) ## draw the benchmarks' tables and pictures, and the README's table, again from their numbers
 	$(RUN) -m icl_patch bench --plots --out bench/results
 	$(RUN) tools/readme.py
+
+# Each writes its pictures, its numbers and its page into docs/papers; make -j2 papers takes two cores.
+EXPERIMENTS := linear_regression table_1
+papers: $(EXPERIMENTS:%=papers-%) ## the papers' experiments in full, into docs/papers
+
+papers-%: $(RUN)
+	$(RUN) examples/papers/$*.py
 
 gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: the tests that need one, the headline benchmarks, the memory checks
 	@sh tools/gpu.sh

@@ -13,16 +13,19 @@ import torch
 from numeric import seeded
 from torch import Tensor, nn
 
+from icl_patch import zoo
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
 sys.path.insert(0, str(SCRIPTS))
 
 import linear_regression  # noqa: E402
 import regression_experiments as experiments  # noqa: E402
+import table_1  # noqa: E402
 from regression_models import Attention, Block, Recurrence, Stack, StackBlock, sample  # noqa: E402
-from regression_pictures import CLAIMS  # noqa: E402
+from regression_pictures import CLAIMS, stem  # noqa: E402
 
-FIGURES = (2, 3, 4, 5, 6)
+FIGURES = (2, 3, 4, 5, 6, "E")
 layers = pytest.mark.parametrize("layer", [Attention, Recurrence], ids=["attention", "rnn"])
 
 
@@ -89,6 +92,14 @@ def test_prefixes_are_contexts_cut_short(layer: type) -> None:
     prefixes = made.prefixes(tasks.context, tasks.query)
     for i in range(10):
         assert torch.allclose(prefixes[:, i], made(tasks.context[:, :i], tasks.query[:, None])[:, 0], atol=1e-6)
+
+
+@torch.no_grad()
+def test_suffixes_are_contexts_without_their_first_tokens() -> None:
+    made, tasks = block().layer, sample(4, 9, seeded(1))
+    suffixes = made.suffixes(tasks.context, tasks.query)
+    for i in range(10):
+        assert torch.allclose(suffixes[:, i], made(tasks.context[:, i:], tasks.query[:, None])[:, 0], atol=1e-6)
 
 
 @torch.no_grad()
@@ -188,6 +199,29 @@ def test_changes_and_alignment_are_those_of_matrices_written_out(monkeypatch: py
     assert against["inner_product_ceiling"]["mean"][-1] == pytest.approx(float(reached.mean()), abs=1e-5)
 
 
+@torch.no_grad()
+def test_factors_of_the_appendix_are_those_of_matrices_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``W_i = W_{i-1} + (W_{i-1} ΔA(c_i)) z_iᵀ/‖z_i‖²`` (equation 27) matrix by matrix, with the context cut short for every i."""
+    sizes, model = experiments.QUICK, block()
+    monkeypatch.setattr(experiments, "trained_attention", lambda *_: experiments.Trained(model, {}))
+    found = experiments.appendix_e(sizes, 0)
+    tasks = sample(sizes.trials, 12, seeded(experiments._TRIALS))
+    steps, cosines = [], []
+    for task in range(sizes.trials):
+        context, query = tasks.context[task : task + 1], tasks.query[None, task : task + 1]
+        z = [model.layer(context[:, i:], query)[0, 0].double() for i in range(13)]
+        weights = [model.first.weight.double()]
+        for before, after in pairwise(z):
+            weights.append(weights[-1] + torch.outer(weights[-1] @ (before - after), after) / after.square().sum())
+        assert torch.allclose(weights[-1] @ z[-1], weights[0] @ z[0], atol=1e-6)
+        steps.append(torch.stack([(b - a).norm() for a, b in pairwise(weights)]))
+        grown = torch.outer(weights[0] @ (z[0] - z[-1]), z[-1]) / z[-1].square().sum()
+        cosines.append(nn.functional.cosine_similarity((weights[-1] - weights[0]).flatten(), grown.flatten(), 0))
+    assert torch.allclose(torch.tensor(found["step"]["mean"]).double(), torch.stack(steps).mean(0), rtol=1e-3)
+    assert found["cosine"]["mean"][0] == pytest.approx(float(torch.stack(cosines).mean()), abs=1e-3)
+    assert found["total_norm_median"] == pytest.approx(found["size_median"][-1], rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("papers")
@@ -218,16 +252,20 @@ def check_equivalence(found: dict) -> None:
     if found["figure"] == 5:
         assert max(found["difference"]["mean"]) <= 1e-5
         assert found["largest_in_fp64"] <= 1e-12
+    if found["figure"] == "E":
+        assert found["largest_difference"] <= 1e-3
+        assert found["largest_difference_in_fp64"] <= 1e-10
+        assert found["largest_difference_on_the_query"] <= 1e-4
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-def test_quick_form_writes_picture_numbers_and_comparison(quick: Path, figure: int) -> None:
-    found = json.loads((quick / f"dherin-figure-{figure}.json").read_text())
+def test_quick_form_writes_picture_numbers_and_comparison(quick: Path, figure: int | str) -> None:
+    found = json.loads((quick / f"{stem(figure)}.json").read_text())
     assert finite(found)
     assert found["claim"] == CLAIMS[figure]
     assert f"--figure {figure} --seed 0 --quick" in found["command"]
     check_equivalence(found)
-    assert (quick / f"dherin-figure-{figure}.png").read_bytes().startswith(b"\x89PNG")
+    assert (quick / f"{stem(figure)}.png").read_bytes().startswith(b"\x89PNG")
     page = (quick / "linear-regression.md").read_text()
     assert found["measured"] in page and found["command"] in page and found["claim"] in page
 
@@ -240,12 +278,35 @@ def test_same_seed_same_numbers(quick: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("figure", FIGURES)
-def test_committed_results_are_of_full_size_and_say_what_they_show(figure: int) -> None:
-    found = json.loads((RESULTS / f"dherin-figure-{figure}.json").read_text())
+def test_committed_results_are_of_full_size_and_say_what_they_show(figure: int | str) -> None:
+    found = json.loads((RESULTS / f"{stem(figure)}.json").read_text())
     assert finite(found)
     assert "--quick" not in found["command"]
     assert found["sizes"]["trials"] == 100
     check_equivalence(found)
     page = (RESULTS / "linear-regression.md").read_text()
     assert found["measured"] in page and found["command"] in page
-    assert (RESULTS / f"dherin-figure-{figure}.png").exists()
+    assert (RESULTS / f"{stem(figure)}.png").exists()
+
+
+# -- Table 1 of Goldwaser et al.
+
+
+def test_table_1_covers_the_papers_lemmas_and_every_family() -> None:
+    assert [row.statement for row in table_1.ROWS] == ["6", "7", "8", "9", "10", "11", "12", "B"]
+    assert all(row.family in table_1.families_of(row) for row in table_1.ROWS)
+    assert {name for row in table_1.ROWS for name in table_1.families_of(row)} == {
+        name for name, entry in zoo.ZOO.items() if not entry.images
+    }
+
+
+def test_table_1_quick_form(tmp_path: Path) -> None:
+    assert table_1.main(["--quick", "--row", "8", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "table-1.json").read_text())
+    assert finite(found) and found["command"].endswith("--row 8 --seed 0 --quick")
+    [row] = found["rows"]
+    assert row["families"] == ["gpt2"] and row["statement"] == "8"
+    assert 0 < row["linf"] <= 1e-5
+    assert row["bit_identical"] == row["input_controllable"] == row["output_controllable"] == 1.0
+    page = (tmp_path / "table-1.md").read_text()
+    assert found["command"] in page and f"| {row['linf']:.1e} |" in page

@@ -1,7 +1,7 @@
-"""The linear-regression experiments of Dherin et al., "Learning without training": Figures 2 to 6.
+"""The linear-regression experiments of Dherin et al., "Learning without training": Figures 2 to 6 and Appendix E.
 
     python examples/papers/linear_regression.py                 # everything, as in docs/papers
-    python examples/papers/linear_regression.py --figure 3      # one figure
+    python examples/papers/linear_regression.py --figure 3      # one figure, or E
     python examples/papers/linear_regression.py --quick         # tiny sizes, seconds: does it run?
 
 Each figure writes a picture and its numbers, and they are collected on one page beside the paper's claims. One thread, fixed seeds.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from regression_experiments import FIGURES, FULL, QUICK
-from regression_pictures import CLAIMS, draw, measured, write_page
+from regression_pictures import CLAIMS, draw, measured, stem, title, write_page
 
 from icl_patch.report import write_json
 
@@ -33,10 +33,16 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
+def _figure(name: str) -> int | str:
+    return int(name) if name.isdigit() else name
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the figures that are asked for."""
-    parser = argparse.ArgumentParser(description="Figures 2 to 6 of Dherin et al., from training to picture.")
-    parser.add_argument("--figure", type=int, choices=sorted(FIGURES), action="append", help="one of them; may be repeated (default: all)")
+    parser = argparse.ArgumentParser(description="Figures 2 to 6 and Appendix E of Dherin et al., from training to picture.")
+    parser.add_argument(
+        "--figure", type=_figure, choices=list(FIGURES), action="append", help="one of them; may be repeated (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/papers"), help="folder for pictures and numbers")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the training")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = QUICK if options.quick else FULL
-    for figure in options.figure or sorted(FIGURES):
+    for figure in options.figure or list(FIGURES):
         started = time.process_time()
         numbers = FIGURES[figure](sizes, options.seed)
         quick = " --quick" if options.quick else ""
@@ -56,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "seed": options.seed,
             "sizes": asdict(sizes),
         }
-        write_json(options.out / f"dherin-figure-{figure}.json", rounded(head | numbers))
-        draw(figure, numbers, options.out / f"dherin-figure-{figure}.png")
-        print(f"Figure {figure}: {head['measured']} [{time.process_time() - started:.0f} s]", file=sys.stderr, flush=True)
+        write_json(options.out / f"{stem(figure)}.json", rounded(head | numbers))
+        draw(figure, numbers, options.out / f"{stem(figure)}.png")
+        print(f"{title(figure)}: {head['measured']} [{time.process_time() - started:.0f} s]", file=sys.stderr, flush=True)
     write_page(options.out, _NOTES.read_text(encoding="utf-8").strip())
     return 0
 

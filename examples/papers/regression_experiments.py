@@ -1,4 +1,4 @@
-"""The measurements behind Figures 2 to 6 of Dherin et al., as numbers."""
+"""The measurements behind Figures 2 to 6 and Appendix E of Dherin et al., as numbers."""
 
 import copy
 from collections.abc import Callable
@@ -7,8 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from regression_models import Attention, Block, Recurrence, Stack, Tasks, Training, half_squared, sample, train
+from regression_models import Attention, Block, Recurrence, Stack, Tasks, Training, half_squared, rank_one, sample, train
 from torch import Tensor, nn
+
+from icl_patch.dynamics import Factorisation, LowRank, Trajectory
 
 # Seeds of the drawn tasks, apart from that of the weights and the training.
 _VALIDATION, _TRIALS, _CHOICE = 1001, 1002, 1003
@@ -138,14 +140,18 @@ def figure_2(sizes: Sizes, seed: int) -> dict[str, Any]:
     return {"curves": trained.curves, "plane": plane, "largest_in_fp64": in_double["largest"]}
 
 
+def dynamics(block: Block, tasks: Tasks) -> Trajectory:
+    """``W_0, …, W_N`` of the first layer as the context grows, equations 6 to 9; leading dimensions (N + 1, B)."""
+    z_ctx = block.layer.prefixes(tasks.context, tasks.query).transpose(0, 1)
+    u, v = rank_one(block.first, z_ctx, z_ctx[:1])
+    return Trajectory.of(u, v.expand_as(z_ctx))
+
+
 @torch.no_grad()
 def convergence(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
-    """``‖ΔW_{i+1} - ΔW_i‖₂ = ‖u_{i+1} - u_i‖ ‖v‖`` for i = 0 … N - 1: all these updates share ``v``, so ΔW is never built."""
+    """``‖ΔW_{i+1} - ΔW_i‖₂`` for i = 0 … N - 1: the steps have rank 1, so this is their Frobenius norm."""
     tasks = sample(sizes.trials, length, torch.Generator().manual_seed(_TRIALS))
-    z_ctx = block.layer.prefixes(tasks.context, tasks.query)
-    y = block.first(z_ctx)
-    v = z_ctx[:, 0] / z_ctx[:, 0].square().sum(-1, keepdim=True)
-    changes = (y[:, 1:] - y[:, :-1]).norm(dim=-1) * v.norm(dim=-1, keepdim=True)  # (trials, N)
+    changes = dynamics(block, tasks).step_norms().T  # (trials, N)
     mean = changes.mean(0)
     tenth = max(1, (length - 3) // 10)
     i = torch.arange(3, length, dtype=torch.float64)
@@ -189,14 +195,15 @@ def _finetune(block: Block, tasks: Tasks, rate: float) -> tuple[Tensor, Tensor]:
     return torch.stack(losses, 1), torch.stack(changes, 1)
 
 
-def alignment(u: Tensor, v: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+def alignment(made: LowRank, change: Tensor) -> tuple[Tensor, Tensor]:
     """``<u vᵀ, M> / (‖u vᵀ‖ ‖M‖)`` in the Frobenius inner product, and ``‖M v‖ / (‖v‖ ‖M‖)``, the most that any u could reach.
 
-    u (B, I, inner), v (B, d + 1), M (B, I, inner, d + 1) -> (B, I) twice; NaN where a factor is 0.
+    Changes of rank 1 and M (B, I, inner, d + 1), leading dimensions (I, B) -> (B, I) twice; NaN where a factor is 0.
     """
-    along = torch.einsum("bink,bk->bin", change, v)
-    size = v.norm(dim=-1)[:, None] * change.flatten(2).norm(dim=-1)
-    return (u * along).sum(-1) / (u.norm(dim=-1) * size), along.norm(dim=-1) / size
+    change = change.transpose(0, 1).double()
+    size, v = change.flatten(2).norm(dim=-1), nn.functional.normalize(made.v.double(), dim=-1)
+    along = (change @ v.mT).norm(dim=(-2, -1))
+    return (made.against(change) / (made.norm() * size)).T, (along / size).T
 
 
 @torch.no_grad()
@@ -209,11 +216,11 @@ def figure_4(sizes: Sizes, seed: int) -> dict[str, Any]:
     tasks = sample(sizes.trials, length, torch.Generator().manual_seed(_TRIALS))
     gd_loss, gd_change = _finetune(block, tasks, rate)
     z_ctx = block.layer.prefixes(tasks.context, tasks.query)
-    z = z_ctx[:, :1]
-    u, v = block.first(z_ctx) - block.first(z), z / z.square().sum(-1, keepdim=True)
-    implicit_loss = half_squared(block.without_context(z.expand_as(z_ctx), u, v.expand_as(z_ctx)), tasks.target[:, None])
-    aligned, ceiling = alignment(u, v[:, 0], gd_change)
-    last_step, _ = alignment(u[:, 1:], v[:, 0], gd_change.diff(dim=1))
+    implicit = dynamics(block, tasks).changes
+    u, v = (factor.squeeze(-2).transpose(0, 1) for factor in (implicit.u, implicit.v))
+    implicit_loss = half_squared(block.without_context(z_ctx[:, :1].expand_as(z_ctx), u, v), tasks.target[:, None])
+    aligned, ceiling = alignment(implicit, gd_change)
+    last_step, _ = alignment(implicit[1:], gd_change.diff(dim=1))
     return {
         "rate": rate,
         "sweep_average_loss": {str(key): value for key, value in sweep.items()},
@@ -255,4 +262,55 @@ def figure_6(sizes: Sizes, seed: int) -> dict[str, Any]:
     return {"curves": trained.curves, "convergence": convergence(trained.model, sizes, sizes.recurrence.length)}
 
 
-FIGURES = {2: figure_2, 3: figure_3, 4: figure_4, 5: figure_5, 6: figure_6}
+def _factorised(block: Block, tasks: Tasks) -> tuple[Factorisation, float]:
+    """The factors of Appendix E, and the largest ``|Φ_{W_i}(c_{i+1}, …, c_n, x) - Φ_{W_0}(c_1, …, c_n, x)|`` over all i and tasks."""
+    inputs = block.layer.suffixes(tasks.context, tasks.query).transpose(0, 1)
+    found = Factorisation(inputs)
+    expected = block.mlp(inputs[0])
+    return found, max(float((block.mlp(found.on(z, i)) - expected).abs().max()) for i, z in enumerate(inputs))
+
+
+def _sizes_so_far(steps: LowRank) -> Tensor:
+    """``‖W_i - W_0‖`` for i = 1 … n, from the inner products of the steps: (n, B) -> (B, n)."""
+    table = steps[:, None].inner(steps[None]).permute(2, 0, 1)
+    return table.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+
+
+@torch.no_grad()
+def appendix_e(sizes: Sizes, seed: int) -> dict[str, Any]:
+    """The context absorbed from its first token on, ``W_n = W_0 Π(1 + h_i A_i)``, beside the dynamics of Proposition 3.1."""
+    block, length = trained_attention(sizes, seed).model, sizes.attention.length
+    tasks = sample(sizes.trials, length, torch.Generator().manual_seed(_TRIALS))
+    found, apart = _factorised(block, tasks)
+    double, weight = copy.deepcopy(block).double(), block.first.weight
+    wide = Tasks(*(getattr(tasks, name).double() for name in ("context", "query", "target", "omega")))
+    steps, total, grown = found.steps(weight), found.total(weight), dynamics(block, tasks)
+    last, determinants = grown.changes[-1], found.determinants()
+    bare, w_0_z = found.inputs[-1], weight @ found.inputs[0].mT
+    return {
+        "token": list(range(1, length + 1)),
+        "step": mean_and_error(steps.norm().T),
+        "step_median": steps.norm().median(1).values.tolist(),
+        "step_growing_median": grown.step_norms().median(1).values.tolist(),
+        "size_median": _sizes_so_far(steps).median(0).values.tolist(),
+        "size_growing_median": grown.norms()[1:].median(1).values.tolist(),
+        "largest_difference": apart,
+        "largest_difference_in_fp64": _factorised(double, wide)[1],
+        "largest_difference_on_the_query": float((total.on(bare) - last.on(bare)).abs().max() / w_0_z.abs().max()),
+        "total_norm_median": float(total.norm().median()),
+        "total_norm_growing_median": float(last.norm().median()),
+        "cosine": mean_and_error(total.cosine(last)[:, None]),
+        "determinant_median": determinants.median(1).values.tolist(),
+        "determinant_nearest_0": float(determinants.flatten()[determinants.abs().argmin()]),
+        "share_of_factors_that_reverse": float((determinants < 0).float().mean()),
+    }
+
+
+FIGURES: dict[int | str, Callable[[Sizes, int], dict[str, Any]]] = {
+    2: figure_2,
+    3: figure_3,
+    4: figure_4,
+    5: figure_5,
+    6: figure_6,
+    "E": appendix_e,
+}

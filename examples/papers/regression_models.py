@@ -73,6 +73,10 @@ class Attention(nn.Module):
         heads = weights[..., :-1] @ values + weights[..., -1:] * own
         return self.output(heads.transpose(1, 2).flatten(2))
 
+    def suffixes(self, context: Tensor, query: Tensor) -> Tensor:
+        """``A(c_{i+1}, …, c_N, x)`` for i = 0 … N, as :meth:`prefixes`: without positions the order of the context does not matter."""
+        return self.prefixes(context.flip(1), query).flip(1)
+
 
 class Recurrence(nn.Module):
     """``A(C, x) = W_H s``, with ``s ← tanh(W_x token + W_s s + b)`` run over C and then x: an RNN as the contextual layer.

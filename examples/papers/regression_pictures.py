@@ -1,4 +1,4 @@
-"""Figures 2 to 6 of Dherin et al. drawn from their numbers, and the page that holds them beside the paper's claims."""
+"""Figures 2 to 6 and Appendix E of Dherin et al. drawn from their numbers, and the page that holds them beside the paper's claims."""
 
 import json
 from collections.abc import Callable
@@ -11,24 +11,36 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-CLAIMS = {
+CLAIMS: dict[int | str, str] = {
     2: "the losses by context and by ΔW are the same at every checkpoint; the outputs agree over the plane to the order of 1e-7",
     3: "the change of ΔW from one more context token decreases and vanishes as the context grows",
     4: "fine-tuning and implicit updates minimise the loss in similar ways, and the two changes of W remain highly aligned",
     5: "the losses are the same, and the output of each of the ten blocks agrees to the order of 1e-6",
     6: "the weight transfer is exact with an RNN too, but the changes of ΔW fail to converge",
+    "E": "absorbed from its first token on, the context multiplies W_0 by factors 1 + h_i A_i; the output is the same at every step",
 }
 _CONTEXT, _PATCHED = "with the context", "by ΔW, without it"
 
 
-def draw(figure: int, numbers: dict[str, Any], path: Path) -> None:
+def title(figure: int | str) -> str:
+    """What the paper calls it."""
+    return f"Figure {figure}" if isinstance(figure, int) else f"Appendix {figure}"
+
+
+def stem(figure: int | str) -> str:
+    """The name of its files, without the ending."""
+    return f"dherin-{title(figure).lower().replace(' ', '-')}"
+
+
+def draw(figure: int | str, numbers: dict[str, Any], path: Path) -> None:
     """Draw a figure from the numbers of :mod:`regression_experiments`; ``path`` ends in .png, .svg or .pdf."""
-    panels: dict[int, tuple[Callable[[Axes, dict[str, Any]], None], ...]] = {
+    panels: dict[int | str, tuple[Callable[[Axes, dict[str, Any]], None], ...]] = {
         2: (_losses, _close_up, _plane),
         3: (_convergence,),
         4: (_test_losses, _alignment),
         5: (_losses, _close_up, _blocks),
         6: (_losses, _close_up, lambda axis, found: _convergence(axis, found["convergence"])),
+        "E": (_factor_steps, _factor_sizes),
     }
     drawn = panels[figure]
     made, axes = plt.subplots(1, len(drawn), figsize=(4.6 * len(drawn) + 0.4, 3.8), layout="constrained", squeeze=False)
@@ -121,10 +133,31 @@ def _blocks(axis: Axes, found: dict[str, Any]) -> None:
     axis.set_title("difference of block outputs", fontsize=11)
 
 
-def measured(figure: int, numbers: dict[str, Any]) -> str:
+def _factor_steps(axis: Axes, found: dict[str, Any]) -> None:
+    axis.plot(found["token"], found["step_median"], color="C0", linewidth=1.4, label=r"$\|W_i - W_{i-1}\|$, absorbed from $c_1$ on")
+    axis.plot(found["token"], found["step_growing_median"], color="C1", linewidth=1.1, linestyle="--", label="context growing (Prop. 3.1)")
+    axis.set_yscale("log")
+    axis.set_xlabel("token i")
+    axis.set_ylabel("Frobenius norm, median")
+    axis.set_title("change of W by one token", fontsize=11)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _factor_sizes(axis: Axes, found: dict[str, Any]) -> None:
+    axis.plot(found["token"], found["size_median"], color="C0", linewidth=1.4, label=r"$W_0\,\Pi(1 + h_j A_j)$, absorbed from $c_1$ on")
+    axis.plot(found["token"], found["size_growing_median"], color="C1", linewidth=1.1, linestyle="--", label="context growing (Prop. 3.1)")
+    axis.set_xlabel("token i")
+    axis.set_ylabel(r"$\|W_i - W_0\|$, median")
+    axis.set_title("change of W so far", fontsize=11)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def measured(figure: int | str, numbers: dict[str, Any]) -> str:
     """The line that stands beside the paper's claim: numbers only."""
     if figure == 3:
         return _converges(numbers)
+    if figure == "E":
+        return _factorises(numbers)
     if figure == 4:
         aligned = numbers["inner_product"]["mean"]
         return (
@@ -153,6 +186,18 @@ def measured(figure: int, numbers: dict[str, Any]) -> str:
     return f"{line}; {_converges(numbers['convergence'])}"
 
 
+def _factorises(found: dict[str, Any]) -> str:
+    return (
+        f"predictions at most {found['largest_difference']:.1e} apart over {len(found['token'])} steps "
+        f"({found['largest_difference_in_fp64']:.0e} in fp64); the growing context's ΔW and this one do the same to A(x), to "
+        f"{found['largest_difference_on_the_query']:.0e}, and are two matrices: norms {found['total_norm_growing_median']:.2g} and "
+        f"{found['total_norm_median']:.2g} (medians), cosine {found['cosine']['mean'][0]:.2f} on average; the step is "
+        f"{found['step_median'][0]:.2g} for the first token and {found['step_median'][-1]:.2g} for the last (medians); "
+        f"{100 * found['share_of_factors_that_reverse']:.2g} % of the factors have a negative determinant, the one nearest 0 is "
+        f"{found['determinant_nearest_0']:.1e}"
+    )
+
+
 def _converges(found: dict[str, Any]) -> str:
     return (
         f"mean change of ΔW {found['first_tenth']:.2g} over the first tenth of context lengths and {found['last_tenth']:.2g} over the last "
@@ -165,14 +210,14 @@ def write_page(folder: Path, notes: str) -> None:
     """Write ``linear-regression.md``: the notes, then each figure found in the folder with its claim, its numbers and its command."""
     parts = ["# The linear-regression experiments of Dherin et al.", notes]
     for figure, claim in CLAIMS.items():
-        path = folder / f"dherin-figure-{figure}.json"
+        path = folder / f"{stem(figure)}.json"
         if not path.exists():
             continue
         found = json.loads(path.read_text(encoding="utf-8"))
         parts += [
-            f"## Figure {figure}",
-            f"![Figure {figure}](dherin-figure-{figure}.png)",
+            f"## {title(figure)}",
+            f"![{title(figure)}]({stem(figure)}.png)",
             f"- The paper: {claim}.\n- Measured: {found['measured']}.\n"
-            f"- Numbers: [dherin-figure-{figure}.json](dherin-figure-{figure}.json)\n- Command: `{found['command']}`",
+            f"- Numbers: [{path.name}]({path.name})\n- Command: `{found['command']}`",
         ]
     (folder / "linear-regression.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
