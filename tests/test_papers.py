@@ -310,3 +310,11 @@ def test_table_1_quick_form(tmp_path: Path) -> None:
     assert row["bit_identical"] == row["input_controllable"] == row["output_controllable"] == 1.0
     page = (tmp_path / "table-1.md").read_text()
     assert found["command"] in page and f"| {row['linf']:.1e} |" in page
+
+
+def test_table_1_committed() -> None:
+    found = json.loads((RESULTS / "table-1.json").read_text())
+    assert "--quick" not in found["command"] and "--row" not in found["command"]
+    assert [row["families"] for row in found["rows"]] == [table_1.families_of(row) for row in table_1.ROWS]
+    assert all(family["passed"] for family in found["families"].values())
+    assert table_1.page(found["rows"], found["command"]) == (RESULTS / "table-1.md").read_text()
