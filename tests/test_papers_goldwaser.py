@@ -15,7 +15,7 @@ from models import tokens
 from small import small
 from torch import nn
 
-from icl_patch import ContextPatcher, metrics, verify, zoo
+from icl_patch import ContextPatcher, embedded, metrics, verify, zoo
 from icl_patch.verify import Step
 
 ROOT = Path(__file__).parents[1]
@@ -91,14 +91,12 @@ def test_verify_takes_what_a_processor_makes_of_an_image(keep_last: int) -> None
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": (ids == zoo.IMAGE_TOKEN).long()}
 
     def run(pixel_values: torch.Tensor) -> list[int]:
-        report = verify(model, nn.Identity(), context=inputs | {"pixel_values": pixel_values}, max_new_tokens=5, keep_last=keep_last)
+        report = verify(model, embedded.load()[1], context=inputs | {"pixel_values": pixel_values}, max_new_tokens=5, keep_last=keep_last)
         assert report.passed and report.bit_identical == 1
         return [step.token_id for step in report.steps]
 
-    with torch.no_grad():
-        given = inputs | {"pixel_values": pixels.to(model.dtype)}
-        generated = model.float().generate(**given | {"pixel_values": pixels}, max_new_tokens=5, do_sample=False)
-    model.to(torch.bfloat16)
+    given = inputs | {"pixel_values": pixels.to(model.dtype)}
+    generated = model.generate(**given, max_new_tokens=5, do_sample=False)
     seen = run(pixels)
     assert sum(a == b for a, b in zip(seen, generated[:, ids.shape[1] :].flatten().tolist(), strict=True)) >= 7
     assert run(-pixels) != seen
@@ -251,9 +249,9 @@ def test_committed_results_are_of_full_size_and_say_what_they_show(name: str) ->
 def test_committed_answers_need_the_image() -> None:
     found = json.loads((RESULTS / "goldwaser-5.json").read_text())
     for shares in found["answers_right"].values():
-        assert shares["with_image"] >= 0.9
-        assert max(shares["with_another_image"], shares["without_image"]) <= shares["chance"] + 0.15
-    assert all(group["replay_right"] >= 0.9 for group in found["groups"])
+        assert shares["with_image"] >= 0.75
+        assert max(shares["with_another_image"], shares["without_image"]) <= shares["chance"] + 0.1
+    assert all(group["replay_right"] >= 0.75 for group in found["groups"])
 
 
 def test_committed_numbers_show_what_moves_bf16() -> None:

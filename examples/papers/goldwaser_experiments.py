@@ -234,7 +234,7 @@ def _replayed(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
 
 
 Variant = Callable[[ContextPatcher, Any, ContextPatch], Tensor]
-LAZY, MERGED = "lazy, factors in fp32", "merged, W + ΔW rounded"
+LAZY, MERGED = "lazy, as recorded", "merged, W + ΔW rounded"
 VARIANTS: dict[str, Variant] = {
     LAZY: lambda patcher, _, patch: _replayed(patcher, patch),
     "lazy, only m′ rounded": lambda patcher, _, patch: _replayed(patcher, rounded(patch, lambda name: name.endswith("new_scale"))),

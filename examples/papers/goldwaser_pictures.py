@@ -31,7 +31,7 @@ CLAIMS = {
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 COLOURS = {"direct": "#d95f02", "stable": "#1f78b4", "exact": "#1b9e77"}
 _MEASURES = {"linf": "L∞ of logits / max |logit|", "tvd": "total variation distance"}
-_ZERO, _BOTTOM, _TOP = 10**-10.6, 10**-11.2, 30.0  # on the logarithmic axes: where an exact 0 is drawn, and their ends
+_TOP, _LOWEST = 30.0, -14  # of the logarithmic axes; the exponent is that of the curves
 
 
 def draw(name: str, numbers: dict[str, Any], path: Path) -> None:
@@ -47,15 +47,17 @@ def dtypes_of(groups: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(group["dtype"] for group in groups))
 
 
-def _logarithmic(axis: Axes) -> None:
-    """A logarithmic axis with a place for exact zeros at its bottom."""
+def _logarithmic(axis: Axes, lowest: int) -> float:
+    """A logarithmic axis from ``10**lowest``, below it a strip for exact zeros; returns where in the strip a zero is drawn."""
     axis.set_yscale("log")
-    axis.set_ylim(_BOTTOM, _TOP)
-    decades = range(-10, 2, 2)
-    axis.set_yticks([_ZERO, *(10.0**decade for decade in decades)], ["0", *(f"$10^{{{decade}}}$" for decade in decades)])
+    bottom, zero = 10 ** (1.12 * lowest), 10 ** (1.06 * lowest)
+    axis.set_ylim(bottom, _TOP)
+    decades = range(lowest, 2, 2)
+    axis.set_yticks([zero, *(10.0**decade for decade in decades)], ["0", *(f"$10^{{{decade}}}$" for decade in decades)])
     axis.minorticks_off()
-    axis.axhspan(_BOTTOM, 10**-10.1, color="0.93", zorder=0)
+    axis.axhspan(bottom, 10 ** (1.01 * lowest), color="0.93", zorder=0)
     axis.grid(alpha=0.3)
+    return zero
 
 
 def _curves(axes: Any, curves: list[dict[str, Any]]) -> None:
@@ -63,9 +65,9 @@ def _curves(axes: Any, curves: list[dict[str, Any]]) -> None:
     for row, dtype in zip(axes, dtypes_of(curves), strict=True):
         own = [curve for curve in curves if curve["dtype"] == dtype]
         for axis, (measure, label) in zip(row, _MEASURES.items(), strict=True):
-            _logarithmic(axis)
+            zero = _logarithmic(axis, _LOWEST)
             for curve in own:
-                _curve(axis, curve, measure)
+                _curve(axis, curve, measure, zero)
             axis.axhline(own[0]["null_floor"][f"{measure}_max"], linestyle=":", linewidth=1.3, color="0.4")
             axis.set_ylabel(f"{DTYPES[dtype]}: {label}")
             tokens = own[0]["tokens"]
@@ -74,9 +76,9 @@ def _curves(axes: Any, curves: list[dict[str, Any]]) -> None:
             axis.margins(x=0.01)
 
 
-def _curve(axis: Axes, curve: dict[str, Any], measure: str) -> None:
+def _curve(axis: Axes, curve: dict[str, Any], measure: str, zero: float) -> None:
     lazy = curve["held"] == LAZY
-    values = [_TOP / 2 if value is None else value or _ZERO for value in curve[measure]]
+    values = [_TOP / 2 if value is None else max(value, 10**_LOWEST) if value else zero for value in curve[measure]]
     style: dict[str, Any] = (
         {"linewidth": 1.5, "marker": "o"} if lazy else {"linewidth": 1.0, "marker": "^", "linestyle": "--", "alpha": 0.8}
     )
@@ -141,20 +143,20 @@ def _answers(axis: Axes, right: dict[str, dict[str, float]]) -> None:
 
 def _violins(axis: Axes, groups: list[dict[str, Any]], measure: str, edges: list[float]) -> None:
     """A histogram of the decimal logarithm for each group, mirrored; zeros and what is not finite in places of their own."""
-    _logarithmic(axis)
+    zero = _logarithmic(axis, int(edges[0]))
     for place, group in enumerate(groups):
         found, color = group[measure], COLOURS[group["update"]]
         widths = [count / group["tokens"] for count in found["histogram"]]
         scale = 0.42 / max(*widths, found["zero"], 1e-9)
         for low, high, width in zip(edges[:-1], edges[1:], widths, strict=True):
-            axis.barh(
-                10**low, 2 * width * scale, 10**high - 10**low, place - width * scale, align="edge", color=color, alpha=0.75, linewidth=0
-            )
+            if width:
+                extent = {"height": 10**high - 10**low, "left": place - width * scale}
+                axis.barh(10**low, 2 * width * scale, **extent, align="edge", color=color, alpha=0.75, linewidth=0)
         if found["zero"]:
-            width = found["zero"] * scale
-            axis.barh(10**-10.9, 2 * width, 10**-10.3 - 10**-10.9, place - width, align="edge", color=color, alpha=0.75, linewidth=0)
+            width, low = found["zero"] * scale, zero / 2
+            axis.barh(low, 2 * width, 3 * low, place - width, align="edge", color=color, alpha=0.75, linewidth=0)
         if found["median"]:
-            axis.plot([place - 0.3, place + 0.3], [found["median"]] * 2, color="black", linewidth=1.3)
+            axis.plot([place - 0.3, place + 0.3], [max(found["median"], 10 ** edges[0])] * 2, color="black", linewidth=1.3)
         if found["not_finite"]:
             axis.text(place, _TOP / 1.3, "∞", ha="center", va="top", color="red", fontsize=13)
         if "null_floor" in group:
@@ -186,7 +188,7 @@ def _figure_4(numbers: dict[str, Any]) -> Figure:
         _violins(axis, groups, measure, numbers["bin_edges_log10"])
     _agreement(axes[2], groups, {"paper, bf16:\nstable 98": 98.0, "paper, bf16:\ndirect 87.5": 87.5})
     axes[2].set_xticks(range(len(groups)), [f"{group['update']}\n{DTYPES[group['dtype']]}" for group in groups])
-    handles = [plt.Line2D([], [], color="black", label="median")]
+    handles = [plt.Line2D([], [], color="black", label="median (what is below $10^{-10}$ stands in the lowest bin)")]
     handles.append(plt.Line2D([], [], color="0.4", linestyle=":", label="null floor: the untouched model against itself, largest"))
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return figure

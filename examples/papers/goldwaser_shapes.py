@@ -55,7 +55,7 @@ CHANCE = {question: len(THINGS) ** -(len(CELLS) if question == EVERYTHING else 1
 SIDE = 24  # of an image, in pixels
 IMAGE_TOKENS = 4
 _HELD_OUT_OF = 5
-_ASKED = 3  # questions in a training document
+_ASKED = 2  # questions in a training document
 _OTHER_TOKENS_WEIGHT = 0.1  # of a token outside an answer: which question comes is a matter of luck
 _IMAGE_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 _CHAT = (
@@ -76,7 +76,7 @@ class Training:
     tower_rate: float = 2e-3
 
 
-FULL = Training(steps=400, tower_steps=150)
+FULL = Training(steps=800, tower_steps=150)
 QUICK = Training(steps=2, tower_steps=2, batch=4)
 
 
