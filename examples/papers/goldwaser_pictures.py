@@ -287,7 +287,9 @@ def held_table(numbers: dict[str, Any]) -> str:
 def agreement_table(many: dict[str, Any], held: dict[str, Any] | None) -> str:
     """Our token agreement beside the paper's, as a Markdown table."""
     paper = {("float32", "direct"): "“perfect token matching”", ("bfloat16", "direct"): "87.5 %", ("bfloat16", "stable"): "98 %"}
-    lines = ["| dtype | update | paper, Gemma 3 1B | ours, lazy | ours, merged into the weights |", "|---|---|---|---|---|"]
+    counts = [f" ({numbers['groups'][0]['tokens']} tokens)" if numbers else "" for numbers in (many, held)]
+    head = f"| dtype | update | paper, Gemma 3 1B | ours, lazy{counts[0]} | ours, merged into the weights{counts[1]} |"
+    lines = [head, "|---|---|---|---|---|"]
     for dtype in dtypes_of(many["groups"]):
         for update in COLOURS:
             merged = "" if held is None else percent(_of(held["groups"], dtype=dtype, update=update, held=MERGED)["token_match"])
