@@ -340,7 +340,7 @@ def _null_floor(
     for token_ids in tokens[:, :-1].unbind(1):
         whole, whole_mask = _extend(whole, whole_mask, token_ids)
     positions = (whole_mask.long().cumsum(1) - 1).clamp(min=0)
-    further = over_columns(inputs, whole.shape[1])
+    further: dict[str, Any] = dict(over_columns(inputs, whole.shape[1]))
     at_once = streams.run(model, whole, whole_mask, positions, streams.new_cache(model), last_logits=steps, **further)
     others = (doubled[:batch], at_once)
     return {
