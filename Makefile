@@ -47,7 +47,7 @@ figures: $(RUN) ## draw the benchmarks' tables and pictures, and the README's ta
 	$(RUN) tools/readme.py
 
 # Each writes its pictures, its numbers and its page into docs/papers; make -j2 papers takes two cores.
-EXPERIMENTS := linear_regression table_1
+EXPERIMENTS := linear_regression table_1 goldwaser
 papers: $(EXPERIMENTS:%=papers-%) ## the papers' experiments in full, into docs/papers
 
 papers-%: $(RUN)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +25,18 @@ class GenerationStep:
 class History:
     """A growing context with its cache: at each step, everything before the current token is absorbed.
 
+    ``model_inputs`` are further inputs of the model for the pass over all of the context but its last token.
     Several histories on one patcher do not mix: all their state is here, and a pass leaves none in the model.
     """
 
-    def __init__(self, patcher: ContextPatcher, context_ids: Tensor, context_mask: Tensor | None) -> None:
+    def __init__(self, patcher: ContextPatcher, context_ids: Tensor, context_mask: Tensor | None, **model_inputs: Any) -> None:
         patcher.require_attached()
         ids, mask = streams.check_context(context_ids, context_mask)
         self._patcher = patcher
         self._sequences = streams.absorb_all_but_last(ids, mask)
         patcher.check_vocabulary(self._sequences)
         with torch.no_grad():
-            self._cache = patcher.prefill(self._sequences)
+            self._cache = patcher.prefill(self._sequences, **model_inputs)
 
     @torch.no_grad()
     def step(self) -> Computation:

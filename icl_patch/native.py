@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_OPS = ("invert_rmsnorm", "stable_scale", "patched_linear", "record_linear", "add_low_rank", "read_direction")
 _LIBRARY = Path(__file__).with_name("_native.so")
 
 
@@ -24,7 +25,8 @@ def _load() -> str | None:
         torch.ops.load_library(str(_LIBRARY))
     except OSError as error:
         return f"it does not load: {error}"
-    return None
+    missing = [name for name in _OPS if not hasattr(torch.ops.icl_patch, name)]
+    return f"it was built from other sources, without {', '.join(missing)}: install again" if missing else None
 
 
 _lacking = _load()

@@ -174,13 +174,13 @@ def plot(report: VerifyReport, tokens: Sequence[str], path: Path) -> None:
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     axes[0].legend(loc="upper left", bbox_to_anchor=(0, 1.2), ncols=3, frameon=False)
-    axes[1].set_xticks(list(positions), [_visible(token) for token in tokens], rotation=90, family="monospace", fontsize=8)
+    axes[1].set_xticks(list(positions), [visible(token) for token in tokens], rotation=90, family="monospace", fontsize=8)
     axes[1].set_xlabel(f"generated tokens, {report.model}")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-def _visible(token: str) -> str:
+def visible(token: str) -> str:
     """A token's text with its white space visible, and no character that would be read as markup."""
     shown = token.replace("\n", "↵").replace(" ", "␣").replace("\t", "→").replace("$", r"\$")
     return shown if shown.isprintable() and shown else repr(token)[1:-1].replace("$", r"\$") or "∅"

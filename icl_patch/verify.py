@@ -9,12 +9,13 @@ Source: Goldwaser et al. (2025), section 4.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -144,7 +145,7 @@ def verify(
     model: PreTrainedModel | str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    context: str | Sequence[str] | None = None,
+    context: str | Sequence[str] | Mapping[str, Tensor] | None = None,
     max_new_tokens: int = 50,
     update: str = "exact",
     dtype: torch.dtype | None = None,
@@ -159,13 +160,14 @@ def verify(
     Args:
         model: a model, a local folder or a hub id; by default (or as "embedded") the embedded model.
         tokenizer: by default the one at ``model``, when that is a path or an id.
-        context: a prompt or several; by default the paper's Mars prompt (the embedded model: its first held-out prompt).
+        context: a prompt or several, or what a processor makes of text and images: ``input_ids`` (B, T), ``attention_mask`` and the
+            model's further inputs; by default the paper's Mars prompt (the embedded model: its first held-out prompt).
         max_new_tokens: steps; end-of-sequence is ignored, there are exactly as many.
         update: ``"direct"``, ``"stable"`` or ``"exact"``.
         dtype, device: where and in what the model runs; by default as it is, or as its files say. A model that is passed in and has to
             be changed for it is copied.
         keep_last: tokens before the current one that stay in the reduced context.
-        chat: apply the tokenizer's chat template to the context.
+        chat: apply the tokenizer's chat template to the context (to text: a processor has applied its own).
         progress: called with (steps done, steps in all).
         name: of the model in the report; by default where it was loaded from.
 
@@ -178,17 +180,16 @@ def verify(
     loaded, tokenizer = load_model(model, tokenizer, dtype, device)
     if context is None:
         context = default_context(loaded)
-    ids, mask = encode_contexts(tokenizer, [context] if isinstance(context, str) else list(context), chat=chat)
-    ids, mask = ids.to(loaded.device), mask.to(loaded.device)
+    ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat)
     if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
         raise ValueError(f"expected contexts of more than {keep_last + 1} tokens, got one of {int(mask.sum(1).min())}")
 
-    baseline, tokens = _baseline(loaded, ids, mask, max_new_tokens, keep_last)
-    floor = _null_floor(loaded, ids, mask, tokens, baseline, keep_last)
+    references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
+    floor = _null_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
     comparison = _Comparison()
     with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
-        steps = _computations(patcher, ids, mask, tokens, keep_last)
-        for number, (reference, computation) in enumerate(zip(baseline.unbind(1), steps, strict=True), 1):
+        steps = _computations(patcher, ids, mask, tokens, keep_last, inputs)
+        for number, (reference, computation) in enumerate(zip(references.unbind(1), steps, strict=True), 1):
             logits, replayed = patcher.replay(computation.patch)
             comparison.add(reference, logits[:, -1], computation, replayed)
             if progress is not None:
@@ -259,7 +260,7 @@ def encode_contexts(tokenizer: PreTrainedTokenizerBase, contexts: Sequence[str],
     if any(len(row) == 0 for row in rows) or not rows:
         raise ValueError("expected contexts of at least one token, got an empty one")
     width = max(map(len, rows))
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=tokenizer.pad_token_id or 0) for row in rows])
+    ids = torch.stack([F.pad(row, (width - len(row), 0), value=tokenizer.pad_token_id or 0) for row in rows])
     mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
     return ids, mask
 
@@ -272,13 +273,37 @@ def default_context(model: PreTrainedModel) -> str:
     return prompt.context + prompt.question
 
 
+def encode_inputs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: str | Sequence[str] | Mapping[str, Tensor], chat: bool = False
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Contexts as ids and mask (B, T) and the model's further inputs, on the model's device and in its dtype."""
+    if isinstance(context, Mapping):
+        inputs = {name: x.to(model.device, model.dtype if x.is_floating_point() else None) for name, x in context.items()}
+        ids = inputs.pop("input_ids")
+        return ids, inputs.pop("attention_mask", torch.ones_like(ids)).bool(), inputs
+    ids, mask = encode_contexts(tokenizer, [context] if isinstance(context, str) else list(context), chat=chat)
+    return ids.to(model.device), mask.to(model.device), {}
+
+
+def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """Further model inputs for the first ``width`` columns: those with an entry a token are cut, or end in 0 for text."""
+    return {name: F.pad(x, (0, width - x.shape[1])) if name.endswith("type_ids") else x for name, x in inputs.items()}
+
+
 @torch.no_grad()
-def _baseline(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, steps: int, keep_last: int, forced: Tensor | None = None
+def baseline(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    steps: int,
+    keep_last: int = 0,
+    inputs: Mapping[str, Tensor] | None = None,
+    forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The model with its context, greedy or along ``forced`` tokens: logits (B, steps, V) and tokens (B, steps).
 
-    Cached, context first; then the kept tokens in one call, or token by token if only the current one is kept.
+    Cached, context first; then the kept tokens in one call, or token by token if only the current one is kept. ``inputs`` are the model's
+    further ones for the context.
     """
     logits: list[Tensor] = []
     tokens: list[Tensor] = []
@@ -287,7 +312,7 @@ def _baseline(
         sequences = _sequences(ids, mask, keep_last)
         if keep_last or not step:
             cache = streams.new_cache(model)
-            streams.run_head(model, sequences, cache)
+            streams.run_head(model, sequences, cache, **over_columns(inputs or {}, sequences.head_ids.shape[1]))
         logits.append(streams.run_tail(model, sequences, cache)[:, -1])
         tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
         ids, mask = _extend(ids, mask, tokens[-1])
@@ -304,32 +329,39 @@ def _extend(ids: Tensor, mask: Tensor, token_ids: Tensor) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def _null_floor(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: Tensor, baseline: Tensor, keep_last: int) -> dict[str, float]:
+def _null_floor(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: Tensor, references: Tensor, keep_last: int, inputs: Mapping[str, Tensor]
+) -> dict[str, float]:
     """The untouched model against itself: 2B rows instead of B, and one pass instead of token by token."""
     steps, batch = tokens.shape[1], len(ids)
-    doubled, _ = _baseline(model, ids.repeat(2, 1), mask.repeat(2, 1), steps, keep_last, tokens.repeat(2, 1))
+    twice = {name: torch.cat([x, x]) for name, x in inputs.items()}
+    doubled, _ = baseline(model, ids.repeat(2, 1), mask.repeat(2, 1), steps, keep_last, twice, tokens.repeat(2, 1))
     whole, whole_mask = ids, mask
     for token_ids in tokens[:, :-1].unbind(1):
         whole, whole_mask = _extend(whole, whole_mask, token_ids)
     positions = (whole_mask.long().cumsum(1) - 1).clamp(min=0)
-    at_once = streams.run(model, whole, whole_mask, positions, streams.new_cache(model), last_logits=steps)
+    further: dict[str, Any] = dict(over_columns(inputs, whole.shape[1]))
+    at_once = streams.run(model, whole, whole_mask, positions, streams.new_cache(model), last_logits=steps, **further)
     others = (doubled[:batch], at_once)
     return {
-        "linf_max": max(float(metrics.linf(other, baseline).max()) for other in others),
-        "tvd_max": max(float(metrics.total_variation(other, baseline).max()) for other in others),
+        "linf_max": max(float(metrics.linf(other, references).max()) for other in others),
+        "tvd_max": max(float(metrics.total_variation(other, references).max()) for other in others),
     }
 
 
-def _computations(patcher: ContextPatcher, ids: Tensor, mask: Tensor, tokens: Tensor, keep_last: int) -> Iterator[Computation]:
+def _computations(
+    patcher: ContextPatcher, ids: Tensor, mask: Tensor, tokens: Tensor, keep_last: int, inputs: Mapping[str, Tensor]
+) -> Iterator[Computation]:
     """The patch of every step, along the baseline's tokens."""
     if keep_last == 0:
-        history = History(patcher, ids, mask)
+        history = History(patcher, ids, mask, **over_columns(inputs, ids.shape[1] - 1))
         for token_ids in tokens.unbind(1):
             yield history.step()
             history.append(token_ids)
         return
     for token_ids in tokens.unbind(1):
-        yield patcher.compute_sequences(_sequences(ids, mask, keep_last))
+        sequences = _sequences(ids, mask, keep_last)
+        yield patcher.compute_sequences(sequences, **over_columns(inputs, sequences.head_ids.shape[1]))
         ids, mask = _extend(ids, mask, token_ids)
 
 
