@@ -4,4 +4,4 @@ A benchmark is a module with ``cases(device, quick, results)``, a list of :class
 its docstring stands above its table.
 """
 
-BENCHMARKS = ("linear", "throughput", "inversion")
+BENCHMARKS = ("linear", "throughput", "inversion", "generation")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from icl_patch import updates
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.experts import PatchedExperts, PatchedRouter, PatchedScaledExperts
 from icl_patch.families import Block
 from icl_patch.families.trace import first_tensor
@@ -165,6 +166,11 @@ class AttachedBlock:
         """Set every module to apply its factors, (B, T, ...)."""
         # flat: one row a token, also in a batch of one, where (1, T, N) would be a shared patch of rank T
         flat = {name: factor.flatten(0, 1) if factor.dim() >= 3 else factor for name, factor in factors.items()}
+        norms = {f"{name}.new_scale": factors[f"{name}.new_scale"] for name in self.norms if f"{name}.new_scale" in factors}
+        self._set(flat | norms)
+
+    def _set(self, flat: Factors) -> None:
+        """Set every module to apply its factors in the form that it takes them."""
         for name, reader in self.readers.items():
             reader.set_patch(flat[f"{name}.u"], flat[f"{name}.v" if name in self.form.own else "readers.v"])
         if self.experts is not None:
@@ -172,8 +178,19 @@ class AttachedBlock:
         if self.down is not None:
             self._replay_down(self.down, flat)
         for name, norm in self.norms.items():
-            if f"{name}.new_scale" in factors:
-                norm.set_patch(factors[f"{name}.new_scale"])
+            if f"{name}.new_scale" in flat:
+                norm.set_patch(flat[f"{name}.new_scale"])
+
+    def apply(self, factors: Factors) -> None:
+        """Set every module to apply one token's factors, (width,) each, to all tokens.
+
+        Raises:
+            UnsupportedModelError: the block has experts: what a token's experts got is no change of the others.
+        """
+        if self.experts is not None:
+            raise UnsupportedModelError(f"{self.block.path} has experts: a token's patch changes the experts it chose, and no others")
+        shared = {name: factor if name.endswith((".new_scale", ".bias_change")) else factor[None, None] for name, factor in factors.items()}
+        self._set(shared)
 
     def _replay_experts(self, experts: PatchedExperts, flat: Factors) -> None:
         path, written = self.form.experts, "bias_change" if self.form.expert_bias else "u"
@@ -273,4 +290,16 @@ def replaying(blocks: Sequence[AttachedBlock], layers: Sequence[Factors]) -> Ite
             stack.callback(block.off)
             block.replay(factors)
             _round_block(block, stack)
+        yield
+
+
+@contextmanager
+def applying(blocks: Sequence[AttachedBlock], layers: Sequence[Factors]) -> Iterator[None]:
+    """Within this context the blocks apply one token's factors, (width,) each, to every token."""
+    with ExitStack() as stack:
+        for block, factors in zip(blocks, layers, strict=True):
+            stack.callback(block.off)
+            block.apply(factors)
+            if any(factor.dtype == torch.float64 for factor in factors.values()):
+                _round_block(block, stack)
         yield

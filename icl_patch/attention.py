@@ -52,10 +52,25 @@ class Visibility:
         return restricted
 
 
+@dataclass(frozen=True)
+class OneToken(Visibility):
+    """Rows ``[:batch]`` see everything, rows ``[batch:]`` nothing but the current token; ``visible`` is not looked at."""
+
+    batch: int = 0
+
+    def restrict(self, rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The model's mask rule for the context rows; a reduced row's token sees itself."""
+
+        def restricted(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return rule(batch, head, query, key) & ((batch < self.batch) | (query == key))
+
+        return restricted
+
+
 _visibility: ContextVar[Visibility | None] = ContextVar("icl_patch_visibility", default=None)
 
 
-class _Override:
+class Override:
     """A function of transformers that is replaced as long as anyone needs it, in this thread or another.
 
     Args:
@@ -69,6 +84,7 @@ class _Override:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
+        """Within this context the replacement is in force."""
         with self._lock:
             if not self._users:
                 self._before = {self._name: self._names[self._name]} if self._name in self._names else {}
@@ -111,16 +127,16 @@ def _repositioning(build_alibi: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _table = ALL_MASK_ATTENTION_FUNCTIONS
-_masks = [_Override(_table._local_mapping, name, _table[name], _restricting) for name in _IMPLEMENTATIONS]
-_alibis: dict[str, _Override] = {}
+_masks = [Override(_table._local_mapping, name, _table[name], _restricting) for name in _IMPLEMENTATIONS]
+_alibis: dict[str, Override] = {}
 
 
-def _alibi_override(model: PreTrainedModel) -> list[_Override]:
+def _alibi_override(model: PreTrainedModel) -> list[Override]:
     """The override of the function with which the model's module builds alibi, if it has one."""
     home = vars(sys.modules[type(model).__module__])
     name = "build_alibi_tensor"
     if name in home and home["__name__"] not in _alibis:
-        _alibis[home["__name__"]] = _Override(home, name, home[name], _repositioning)
+        _alibis[home["__name__"]] = Override(home, name, home[name], _repositioning)
     return [_alibis[home["__name__"]]] if name in home else []
 
 

@@ -6,7 +6,7 @@ from functools import cache as memoize
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from icl_patch.states import module_states
 
@@ -21,7 +21,7 @@ def call(
     ids: Tensor,
     mask: Tensor,
     positions: Tensor,
-    cache: DynamicCache,
+    cache: Cache,
     last_logits: int = 0,
     **model_inputs: Any,
 ) -> Tensor:
@@ -29,12 +29,17 @@ def call(
 
     ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
     """
+    given = inputs(model, ids, mask, positions, cache, last_logits)
+    with module_states(model, cache):
+        logits: Tensor = model(**given, **model_inputs).logits
+    return logits[:, -last_logits:]
+
+
+def inputs(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, last_logits: int = 0) -> dict[str, Any]:
+    """What a model's forward is given for :func:`call`, by its own names."""
     names = _inputs_of(type(model).forward)
     attentionless = "cache_params" in names  # it masks the tokens it is given, not those before
-    given: dict[str, Any] = {"input_ids": ids, "use_cache": True, **model_inputs}
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": True}
     given["attention_mask"] = (mask[:, -ids.shape[1] :] if attentionless else mask).long()
     given["cache_params" if attentionless else "past_key_values"] = cache
-    given |= {name: value for name, value in (("position_ids", positions), ("logits_to_keep", last_logits)) if name in names}
-    with module_states(model, cache):
-        logits: Tensor = model(**given).logits
-    return logits[:, -last_logits:]
+    return given | {name: value for name, value in (("position_ids", positions), ("logits_to_keep", last_logits)) if name in names}

@@ -29,6 +29,7 @@ from icl_patch.bench import BENCHMARKS
 from icl_patch.bench.results import Results, default_folder
 from icl_patch.bench.running import Plan, redraw, run
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
+from icl_patch.generation import LOGITS, GenerationStep
 from icl_patch.patch import ContextPatch
 from icl_patch.patch_file import UPDATES
 from icl_patch.patcher import ContextPatcher
@@ -97,6 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_context(command, "as for verify")
     _add_update(command)
     command.add_argument("--max-new-tokens", type=_positive, default=50, metavar="N", help="at most so many tokens (default 50)")
+    command.add_argument("--logits", choices=LOGITS, default="reduced", help="which logits to choose from (default: reduced)")
+    command.add_argument("--fast", action="store_true", help="both streams over one cache; not for every model, nor for --update exact")
+    command.add_argument("--check-every", type=_positive, default=0, metavar="N", help="replay every N-th token without the context")
+    command.add_argument("--sample", action="store_true", help="sample, as the model's generation configuration says (default: greedy)")
+    command.add_argument("--temperature", type=float, metavar="T", help="with --sample: of the softmax")
 
     command = _command(commands, "extract", _extract, "write the patch of a context to a file")
     _add_model(command)
@@ -317,20 +323,39 @@ def _shares(rows: list[demo.Answers]) -> Any:
 
 def _generate(options: argparse.Namespace) -> int:
     model, tokenizer = _load(options)
+    if options.temperature is not None and not options.sample:
+        raise ValueError("expected --sample with --temperature")
     ids, mask = encode_contexts(tokenizer, [_context(options) or default_context(model)], chat=options.chat)
-    ends = model.generation_config.eos_token_id
-    stop = set(ends if isinstance(ends, list) else [ends])
-    token_ids: list[int] = []
+    choice: dict[str, Any] = {"do_sample": options.sample} | ({"temperature": options.temperature} if options.temperature else {})
+    steps: list[GenerationStep] = []
     with ContextPatcher(model, options.update, tokenizer=tokenizer) as patcher, _progress("generating") as progress:
-        steps = patcher.generate(ids.to(model.device), context_mask=mask.to(model.device), max_new_tokens=options.max_new_tokens)
-        for step in steps:
-            token_ids.append(int(step.token_ids[0]))
-            progress(len(token_ids), options.max_new_tokens)
-            if token_ids[-1] in stop:
-                break
+        for step in patcher.generate(
+            ids.to(model.device),
+            context_mask=mask.to(model.device),
+            max_new_tokens=options.max_new_tokens,
+            logits=options.logits,
+            fast=options.fast,
+            patches=False,
+            check_every=options.check_every,
+            **choice,
+        ):
+            steps.append(step)
+            progress(len(steps), options.max_new_tokens)
+    token_ids = [int(step.token_ids[0]) for step in steps]
+    checks = [
+        {"step": number, "linf": float(step.check.linf[0]), "same_argmax": bool(step.check.same_argmax[0])}
+        for number, step in enumerate(steps, 1)
+        if step.check is not None
+    ]
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    _print(options, {"model": str(model.config._name_or_path), "update": options.update, "token_ids": token_ids, "text": text}, text)
-    return 0
+    result = {"model": str(model.config._name_or_path), "update": options.update, "way": steps[0].way, "token_ids": token_ids, "text": text}
+    shown: list[Any] = [text]
+    if options.check_every:
+        result["checks"] = checks
+        rows = [[check["step"], f"{check['linf']:.2g}", "yes" if check["same_argmax"] else "no"] for check in checks]
+        shown.append(report.table("Replays without the context", ["token", "L∞", "same choice"], rows))
+    _print(options, result, *shown)
+    return 0 if all(check["same_argmax"] for check in checks) else 1
 
 
 def _extract(options: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ def patched_answers(patcher: ContextPatcher, tokenizer: PreTrainedTokenizerBase,
     generated: list[Tensor] = []
     for step in patcher.generate(ids.to(patcher.model.device), context_mask=mask.to(patcher.model.device), max_new_tokens=LONGEST_ANSWER):
         replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
-        if not torch.equal(replayed.argmax(-1), step.token_ids):
+        if not torch.equal(replayed.argmax(-1)[step.live], step.token_ids[step.live]):
             raise RuntimeError("the replay chose another token than the stream it was recorded in")
         generated.append(step.token_ids)
     return decode_answers(tokenizer, torch.stack(generated, 1))

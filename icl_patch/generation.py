@@ -1,25 +1,71 @@
-"""The per-token loop: at every step the context, all of it, becomes a change of weights for the current token."""
+"""The per-token loop: at every step the context, all of it, becomes a change of weights for the current token.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+What is chosen from the logits, and when a row ends, is transformers' own: its generation configuration, logits processors, stopping
+criteria and streamers. The loop is an iterator of steps (:meth:`icl_patch.ContextPatcher.generate`), or a decoding method for
+``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
 
-from icl_patch import streams
+from icl_patch import metrics, streams
+from icl_patch.decoding import Captured, Decoded, Decoding, Way, decode_one_token, fold, prefill
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.families import text_config
 from icl_patch.passes import Computation
 from icl_patch.patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
 
+LOGITS = ("reduced", "context", "replay")
+DEFAULT_NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class ReplayCheck:
+    """A step against the replay of its patch, without context: the logits' distance relative to max |logit|, and the same choice, (B,)."""
+
+    linf: Tensor
+    same_argmax: Tensor
+
 
 @dataclass(frozen=True, eq=False)
 class GenerationStep:
-    """One generated token of every row: ``token_ids`` (B,), the ``logits`` (B, V) it was chosen from, and the ``patch`` it took."""
+    """One generated token of every row.
+
+    Attributes:
+        token_ids: (B,); a row that had ended before has the padding id.
+        logits: (B, V) that were chosen from, in the model's dtype; scores: the same in fp32 after the logits processors.
+        live: (B,) bool, the rows that had not ended before this step; ended: those that have after it.
+        way: how the step ran: ``"two streams"``, ``"fast"``, or ``"two passes"``.
+        check: the step against its replay, where one was asked for.
+    """
 
     token_ids: Tensor
     logits: Tensor
-    patch: ContextPatch
+    scores: Tensor
+    live: Tensor
+    ended: Tensor
+    way: str
+    check: ReplayCheck | None
+    _make_patch: Callable[[], ContextPatch] | None = field(repr=False)
+
+    @cached_property
+    def patch(self) -> ContextPatch:
+        """The patch that the tokens came from, of the current token of every row; made when it is first asked for.
+
+        It has logits with the context where the step computed them: in two passes, or where the choice is made from them.
+        """
+        if self._make_patch is None:
+            raise ValueError("expected patches=True, these steps were generated without their patches")
+        return self._make_patch()
 
 
 class History:
@@ -49,17 +95,227 @@ class History:
         self._sequences = self._sequences.advanced(token_ids)
 
 
-def generate(history: History, max_new_tokens: int) -> Iterator[GenerationStep]:
-    """Greedy generation on top of a history, from the reduced stream's logits; see :meth:`icl_patch.ContextPatcher.generate`."""
-    if max_new_tokens < 0:
+@dataclass(frozen=True)
+class Options:
+    """How to generate, beside what transformers' configuration says; see :meth:`icl_patch.ContextPatcher.generate`."""
+
+    logits: str = "reduced"
+    fast: bool | None = False
+    patches: bool = True
+    check_every: int = 0
+    prefill_chunk: int | None = None
+    graph: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logits not in LOGITS:
+            raise ValueError(f"expected logits {', '.join(LOGITS)}, got {self.logits!r}")
+        if self.check_every < 0:
+            raise ValueError(f"expected check_every ≥ 0, got {self.check_every}")
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(f"expected prefill_chunk ≥ 1, got {self.prefill_chunk}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """What transformers makes of a generation configuration for a prompt: ids (B, C), mask (B, C) bool."""
+
+    ids: Tensor
+    mask: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    cache: Cache | None
+    model_inputs: dict[str, Any]
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that there can be."""
+        return max(int(self.config.max_length), self.ids.shape[1] + 1)
+
+
+# What transformers' generate hands to a decoding method beside the model's inputs.
+_ITS_OWN = ("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "synced_gpus")
+
+
+def _prepare(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> _Prepared:
+    """A decoding method for transformers' generate that only hands back what it was given."""
+    if generation_config.num_beams > 1:
+        raise ValueError(f"expected num_beams = 1, got {generation_config.num_beams}: a patch belongs to one history")
+    mask = model_kwargs.get("attention_mask")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() != 0:
+        raise ValueError(
+            f"expected an empty cache, got one of {int(cache.get_seq_length())} tokens: the context is absorbed from its start"
+        )
+    return _Prepared(
+        ids=input_ids,
+        mask=torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool(),
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        config=generation_config,
+        cache=cache if cache is not None and cache.is_compileable else None,
+        model_inputs={name: value for name, value in model_kwargs.items() if name not in _ITS_OWN and value is not None},
+    )
+
+
+def generate(
+    patcher: ContextPatcher,
+    context_ids: Tensor,
+    context_mask: Tensor | None,
+    max_new_tokens: int | None,
+    streamer: BaseStreamer | None,
+    options: Options,
+    **arguments: Any,
+) -> Iterator[GenerationStep]:
+    """See :meth:`icl_patch.ContextPatcher.generate`; ``arguments`` are those of ``model.generate``."""
+    patcher.require_attached()
+    if max_new_tokens is not None and max_new_tokens < 0:
         raise ValueError(f"expected max_new_tokens ≥ 0, got {max_new_tokens}")
-    return _steps(history, max_new_tokens)
+    ids, mask = streams.check_context(context_ids, context_mask)
+    patcher.check_vocabulary(streams.absorb_all_but_last(ids, mask))
+    if max_new_tokens == 0:
+        return iter(())
+    if max_new_tokens is None and _has_no_length(patcher.model, arguments):
+        room = _limit(patcher.model) - int(mask.sum(1).max())
+        max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
+    lengths = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    model: Any = patcher.model
+    prepared = model.generate(ids, attention_mask=mask.long(), custom_generate=_prepare, streamer=streamer, **lengths, **arguments)
+    return _steps(start(patcher, prepared, options), prepared, options, streamer)
 
 
-def _steps(history: History, max_new_tokens: int) -> Iterator[GenerationStep]:
-    for _ in range(max_new_tokens):
-        computation = history.step()
-        logits = computation.reduced_logits[:, -1]
-        token_ids = logits.argmax(-1)
-        yield GenerationStep(token_ids, logits, computation.patch)
-        history.append(token_ids)
+def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
+    """Whether nothing that ``model.generate`` would see says how much to generate."""
+    configs = (arguments.get("generation_config"), model.generation_config)
+    given = [getattr(config, name, None) for config in configs for name in ("max_length", "max_new_tokens")]
+    return arguments.get("max_length") is None and all(length is None for length in given)
+
+
+def decoding_method(patcher: ContextPatcher, streamer: BaseStreamer | None, options: Options) -> Callable[..., Any]:
+    """See :meth:`icl_patch.ContextPatcher.decoding_method`."""
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        if model is not patcher.model:
+            raise ValueError(f"expected the model that the patcher is attached to, got another {type(model).__name__}")
+        patcher.require_attached()
+        prepared = _prepare(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        patcher.check_vocabulary(streams.absorb_all_but_last(*streams.check_context(prepared.ids, prepared.mask)))
+        state = start(patcher, prepared, options)
+        steps = list(_steps(state, prepared, options, streamer))
+        sequences = torch.cat([input_ids, torch.stack([step.token_ids for step in steps], 1)], 1)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        found: dict[str, Any] = {"sequences": sequences}
+        if generation_config.output_scores:
+            found["scores"] = tuple(step.scores for step in steps)
+        if generation_config.output_logits:
+            found["logits"] = tuple(step.logits.float() for step in steps)
+        return GenerateDecoderOnlyOutput(**found)
+
+    return decode
+
+
+def _limit(model: PreTrainedModel) -> int:
+    """The most tokens that the model has positions for."""
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else 2**62
+
+
+def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Decoding:
+    """The context in a cache, ready for its last token."""
+    longest, new = int(prepared.mask.sum(1).max()), prepared.capacity - prepared.ids.shape[1]
+    if longest + new > _limit(patcher.model):
+        raise ValueError(
+            f"expected at most {_limit(patcher.model)} tokens, as many as the model has positions for, got {longest} and {new} new ones"
+        )
+    if options.graph and not prepared.ids.is_cuda:
+        raise ValueError(f"expected a CUDA device with graph=True, got {prepared.ids.device}")
+    state = prefill(
+        patcher,
+        prepared.ids,
+        prepared.mask,
+        prepared.capacity,
+        _way(patcher, options.fast),
+        chunk=options.prefill_chunk,
+        cache=prepared.cache,
+        **prepared.model_inputs,
+    )
+    if options.graph and state.way is Way.CLOSING:
+        raise ValueError(f"expected an update of one pass with graph=True, {patcher.update!r} takes two passes on this model")
+    state.captured = Captured(state) if options.graph else None
+    return state
+
+
+def _way(patcher: ContextPatcher, fast: bool | None) -> Way:
+    if patcher.closes:
+        if fast:
+            raise ValueError(f"expected an update of one pass with fast=True, {patcher.update!r} takes two passes on this model")
+        return Way.CLOSING
+    if fast is not False:
+        try:
+            fold(patcher)
+        except UnsupportedModelError:
+            if fast:
+                raise
+        else:
+            return Way.FOLDED
+    return Way.STACKED
+
+
+@torch.no_grad()
+def _next(state: Decoding, token_ids: Tensor, options: Options, number: int) -> tuple[Decoded, Tensor, ReplayCheck | None]:
+    """The ``number``-th step: what was decoded, the logits to choose from, and the check if it is due."""
+    decoded = decode_one_token(state, token_ids, both=options.logits == "context")
+    logits = decoded.logits
+    if options.logits == "context":
+        assert decoded.context_logits is not None
+        logits = decoded.context_logits
+    due = options.check_every and number % options.check_every == 0
+    if not due and options.logits != "replay":
+        return decoded, logits, None
+    replayed = state.patcher.replay(decoded.make_patch())[0][:, -1]
+    logits = replayed if options.logits == "replay" else logits
+    check = ReplayCheck(metrics.linf(replayed, decoded.logits), metrics.same_argmax(replayed, decoded.logits)) if due else None
+    return decoded, logits, check
+
+
+def _steps(state: Decoding, prepared: _Prepared, options: Options, streamer: BaseStreamer | None) -> Iterator[GenerationStep]:
+    """The loop of transformers' ``_sample`` around our decode step."""
+    config: Any = prepared.config
+    processors: Any = prepared.processors
+    token_ids, number = prepared.ids[:, -1], 0
+    ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
+    live, all_scores = torch.ones_like(token_ids, dtype=torch.bool), ()
+    try:
+        while live.any():
+            number += 1
+            decoded, logits, check = _next(state, token_ids, options, number)
+            so_far = state.ids[:, : state.length]  # (B, S)
+            scores = processors(so_far, logits.to(torch.float32, copy=True))
+            chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if config.do_sample else scores.argmax(-1)
+            token_ids = torch.where(live, chosen, config._pad_token_tensor) if ends else chosen
+            longer = torch.cat([so_far, token_ids.unsqueeze(1)], 1)
+            ended = ~live | prepared.criteria(longer, all_scores)
+            if streamer is not None:
+                streamer.put(token_ids.cpu())
+            make_patch = decoded.make_patch if options.patches else None
+            yield GenerationStep(token_ids, logits, scores, live, ended, state.way.value, check, make_patch)
+            live = ~ended
+            state.end(live)
+    finally:
+        if streamer is not None:  # whoever waits for the text has waited enough, however it ended
+            streamer.end()

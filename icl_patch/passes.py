@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from icl_patch import streams
 from icl_patch.attached import AttachedBlock, BlockTape, Factors, replaying
@@ -43,10 +43,10 @@ class Passes(ABC):
     recurrent: bool
 
     @abstractmethod
-    def _empty_patch(self, sequences: Sequences, logits: Tensor, passes: int) -> ContextPatch:
+    def _empty_patch(self, sequences: Sequences, logits: Tensor | None, passes: int) -> ContextPatch:
         """A patch of these sequences without factors."""
 
-    def _compute_two_stream(self, cache: DynamicCache, sequences: Sequences) -> Computation:
+    def _compute_two_stream(self, cache: Cache, sequences: Sequences) -> Computation:
         """Both streams in one pass of 2B rows."""
         batch, columns = len(sequences.tail_ids), sequences.kept_columns
         valid = sequences.tail_mask & ~sequences.tail_absorbed
@@ -54,12 +54,18 @@ class Passes(ABC):
         with recording(recorders):
             logits = streams.run_two_streams(self.model, sequences, cache)[:, columns]
             layers = self._factors(columns)
-        patch = self._empty_patch(sequences, logits[:batch], passes=1)
-        patch = replace(patch, layers=layers, report=_report([recorders], columns))
+        patch = self.patch_of(sequences, layers, _report([recorders], columns), logits[:batch])
         return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders], _obstacles([recorders], columns))
 
-    def _compute_closing(self, cache: DynamicCache, sequences: Sequences, update: str) -> Computation:
-        """A pass of the untouched model over the tail, then one over the kept tokens alone that chooses the factors."""
+    def patch_of(self, sequences: Sequences, layers: tuple[Factors, ...], report: PatchReport, logits: Tensor | None) -> ContextPatch:
+        """The patch of one pass of both streams, from its parts."""
+        return replace(self._empty_patch(sequences, logits, passes=1), layers=layers, report=report)
+
+    def _compute_closing(self, cache: Cache, sequences: Sequences, update: str, live: Tensor | None = None) -> Computation:
+        """A pass of the untouched model over the tail, then one over the kept tokens alone that chooses the factors.
+
+        live: (B, 1) bool, the rows that are to get a patch; all by default.
+        """
         columns = sequences.kept_columns
         logits, tapes = self._observe_tail(cache, sequences)
         patch = self._empty_patch(sequences, logits[:, columns], passes=2)
@@ -68,7 +74,7 @@ class Passes(ABC):
         layers: list[tuple[Factors, ...]] = []
         reduced: list[Tensor] = []
         for part in self._calls(patch.kept_ids.shape[1]):
-            mask = patch.kept_mask[:, part]
+            mask = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
             recorders = [BlockRecorder(block, update, mask, tape.part(part)) for block, tape in zip(self.blocks, tapes, strict=True)]
             with recording(recorders):
                 reduced.append(self._run_kept(patch, prefix, part))
@@ -81,7 +87,7 @@ class Passes(ABC):
         """The columns of each call of the model: all in one, but token by token for a recurrent model, whose classes continue so only."""
         return [slice(token, token + 1) for token in range(tokens)] if self.recurrent else [slice(0, tokens)]
 
-    def _observe_tail(self, cache: DynamicCache, sequences: Sequences) -> tuple[Tensor, list[BlockTape]]:
+    def _observe_tail(self, cache: Cache, sequences: Sequences) -> tuple[Tensor, list[BlockTape]]:
         """The untouched model on the tail: its logits (B, S, V), and one tape a block of the kept tokens."""
         logits, tapes = [], []
         for part in self._calls(sequences.tail_ids.shape[1]):
@@ -126,7 +132,7 @@ class Passes(ABC):
             streams.run(self.model, patch.prefix_ids, patch.prefix_mask, patch.prefix_positions, cache, last_logits=1)
         return cache
 
-    def _run_kept(self, patch: ContextPatch, cache: DynamicCache, part: slice = slice(None)) -> Tensor:
+    def _run_kept(self, patch: ContextPatch, cache: Cache, part: slice = slice(None)) -> Tensor:
         """Kept tokens on top of the prefix and the kept tokens before them, masked as if the context stood between."""
         mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
         positions = torch.cat([patch.prefix_positions, patch.position_ids], 1)

@@ -66,6 +66,16 @@ class PatchReport:
     experts_changed: Tensor
 
 
+def blank_report(valid: Tensor) -> PatchReport:
+    """The report of a pass over tokens (B, T) that has observed nothing yet, without its layers."""
+
+    def zeros(dtype: torch.dtype) -> Tensor:
+        return torch.zeros_like(valid, dtype=dtype)
+
+    counts, sizes = zeros(torch.int64), zeros(torch.float32)
+    return PatchReport(sizes, zeros(torch.int8), counts, zeros(torch.float64), counts)
+
+
 @dataclass(frozen=True, eq=False)
 class ContextPatch:
     """The change of weights that stands for a context, for ``B`` rows of ``T`` kept tokens.

@@ -1,20 +1,22 @@
 """ContextPatcher: attach to a model, compute a context's patch, replay it, generate with it, detach."""
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import fingerprints, streams
-from icl_patch.attached import AttachedBlock
+from icl_patch.attached import AttachedBlock, applying
 from icl_patch.attention import check_attention
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import Writer, blocks_of, check_language_model, family_of, vocabulary
+from icl_patch.fast import FoldedStreams
 from icl_patch.modules import PatchedModule
 from icl_patch.passes import Computation, Passes
 from icl_patch.patch import ContextPatch
@@ -63,6 +65,8 @@ class ContextPatcher(Passes):
             raise ValueError("expected a model in eval mode, got one that is training with dropout")
         self.blocks: list[AttachedBlock] = []
         self._dtype = model.dtype
+        self._applied = False
+        self.folded: FoldedStreams | None = None  # made by icl_patch.decoding.fold when it is first wanted
         self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
             self._attach()
@@ -77,10 +81,10 @@ class ContextPatcher(Passes):
             raise
 
     def _attach(self) -> None:
-        blocks = blocks_of(self.model)
+        self.forms = tuple(blocks_of(self.model))
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         probe = Probe(self.model, self.recurrent)
-        for block in blocks:
+        for block in self.forms:
             self.blocks.append(AttachedBlock(self.model, block))
         probe.check(self.blocks, self._compute_probe)
 
@@ -97,6 +101,7 @@ class ContextPatcher(Passes):
 
     def detach(self) -> None:
         """Put the model's own modules back. The model is bit-identical to what came in; detaching twice is fine."""
+        self.folded = None
         while self.blocks:
             self.blocks.pop().detach()
 
@@ -160,7 +165,7 @@ class ContextPatcher(Passes):
                 raise ValueError(f"expected ids from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}")
 
     @property
-    def _closes(self) -> bool:
+    def closes(self) -> bool:
         """Whether the factors are computed in a pass of their own, in the shapes of the replay, after one of the untouched model.
 
         The exact update must: its loop closes on rounding, which depends on the shapes. So does the direct update of a scale writer: it
@@ -170,19 +175,22 @@ class ContextPatcher(Passes):
         scales = any(block.form.writer is Writer.SCALE for block in self.blocks)
         return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
 
-    def prefill(self, sequences: Sequences, **model_inputs: Any) -> DynamicCache:
+    def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """A cache of the head, as the untouched model makes it, with the rows that the pass over the tail needs."""
         cache = streams.new_cache(self.model)
         if sequences.head_ids.shape[1]:
             streams.run_head(self.model, sequences, cache, **model_inputs)
-            if not self._closes:
+            if not self.closes:
                 streams.stack_cache(cache, len(sequences.head_ids))
         return cache
 
-    def compute_from(self, cache: DynamicCache, sequences: Sequences) -> Computation:
-        """The patch of the tail's kept tokens; ``cache`` holds the head (:meth:`prefill`), and the tail too afterwards."""
-        if self._closes:
-            return self._compute_closing(cache, sequences, self.update)
+    def compute_from(self, cache: Cache, sequences: Sequences, live: Tensor | None = None) -> Computation:
+        """The patch of the tail's kept tokens; ``cache`` holds the head (:meth:`prefill`), and the tail too afterwards.
+
+        live: (B, 1) bool, the rows that are to get a patch from a closing pass; all by default.
+        """
+        if self.closes:
+            return self._compute_closing(cache, sequences, self.update, live)
         return self._compute_two_stream(cache, sequences)
 
     def _compute_probe(self, sequences: Sequences) -> Computation:
@@ -191,7 +199,7 @@ class ContextPatcher(Passes):
         streams.run_head(self.model, sequences, cache)
         return self._compute_closing(cache, sequences, "exact")
 
-    def _empty_patch(self, sequences: Sequences, logits: Tensor, passes: int) -> ContextPatch:
+    def _empty_patch(self, sequences: Sequences, logits: Tensor | None, passes: int) -> ContextPatch:
         """The patch of the kept tokens, without any factors yet."""
         positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
         prefix = sequences.head_mask & ~sequences.head_absorbed
@@ -201,8 +209,8 @@ class ContextPatcher(Passes):
         return ContextPatch(
             info=self._info(passes),
             layers=(),
-            layer_indices=tuple(range(len(self.blocks))),
-            blocks=tuple(block.block for block in self.blocks),
+            layer_indices=tuple(range(len(self.forms))),
+            blocks=self.forms,
             kept_ids=sequences.tail_ids[:, sequences.kept_columns],
             kept_mask=mask[:, slots],
             position_ids=positions[:, slots],
@@ -230,10 +238,9 @@ class ContextPatcher(Passes):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the weights that are patched, taken when it is first needed and again after any of them has changed."""
-        blocks = [block.block for block in self.blocks]
-        state = fingerprints.weight_state(self.model, blocks)
+        state = fingerprints.weight_state(self.model, self.forms)
         if self._fingerprint is None or self._fingerprint[0] != state:
-            self._fingerprint = (state, fingerprints.weight_fingerprint(self.model, blocks))
+            self._fingerprint = (state, fingerprints.weight_fingerprint(self.model, self.forms))
         return self._fingerprint[1]
 
     @cached_property
@@ -296,11 +303,14 @@ class ContextPatcher(Passes):
         self._check_replay(kept_ids, patch, kept_mask)
         return torch.cat([logits for logits, _ in self._replay(patch, lambda _blocks: nullcontext([]))], 1)
 
-    def _check_replay(self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None) -> None:
+    def _check_fingerprints(self, patch: ContextPatch) -> None:
         self.require_attached()
         patch.check_model(self.model, self.fingerprint)
         if self.tokenizer_fingerprint is not None:
             patch.check_tokenizer(self.tokenizer_fingerprint)
+
+    def _check_replay(self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None) -> None:
+        self._check_fingerprints(patch)
         if not patch.info.replayable or len(patch.layers) != len(self.blocks):
             raise ValueError("expected a patch with all its layers and its first tokens, got a part of one")
         if kept_mask is not None and not torch.equal(kept_mask.bool(), patch.kept_mask):
@@ -311,31 +321,110 @@ class ContextPatcher(Passes):
                 f"got others, {tuple(kept_ids.shape)}"
             )
 
-    # -- generation
+    @contextmanager
+    def applied(self, patch: ContextPatch, *, row: int = 0, token: int = -1) -> Iterator[PreTrainedModel]:
+        """Within this context the model's weights are changed by one token's patch, for every token that it is given::
 
-    def generate(self, context_ids: Tensor, *, context_mask: Tensor | None = None, max_new_tokens: int = 64) -> "Iterator[GenerationStep]":
-        """Greedy generation in which every token is produced by freshly patched weights on that token alone.
+            patch = ContextPatch.load("patch.safetensors", model)
+            with patcher.applied(patch) as changed:
+                changed.generate(**tokenizer("...", return_tensors="pt"))
 
-        At each step everything before the current token is absorbed into the weights; the choice is made from the reduced stream's
-        logits. The first current token is the context's last.
+        The change is exact for the token, the history and the position it was computed for; for others it is whatever it is.
 
         Args:
-            context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool. max_new_tokens: number of steps.
-
-        Returns:
-            An iterator of :class:`icl_patch.generation.GenerationStep`, one for every new token.
+            patch: a patch of this model. row, token: whose change to apply, by default the first row's last kept token's.
 
         Raises:
-            ValueError, ControllabilityError: as :meth:`compute`.
+            FingerprintMismatch: the patch is of another model or tokenizer.
+            UnsupportedModelError: the model has experts: a token's patch changes those that it chose.
+            ValueError: a patch is applied already, layers of this one were cut out, or there is no such row or token.
         """
-        from icl_patch.generation import History, generate  # they stand above this module
+        self._check_fingerprints(patch)
+        if patch.layer_indices != tuple(range(len(self.blocks))):
+            raise ValueError("expected a patch with all its layers, got a part of one")
+        rows, tokens = patch.kept_ids.shape
+        if not (-rows <= row < rows and -tokens <= token < tokens):
+            raise ValueError(f"expected a row and a token of {rows} x {tokens}, got {row} and {token}")
+        if token < 0:
+            token = int(patch.kept_mask[row].sum()) + token  # kept tokens are right-padded
+        if not 0 <= token < tokens or not patch.kept_mask[row, token]:
+            raise ValueError(f"expected a kept token of row {row}, which has {int(patch.kept_mask[row].sum())}, got padding")
+        layers = [{name: x[row, token] for name, x in layer.items() if x.dim() > 1} for layer in patch.layers]
+        with applying(self.blocks, layers):
+            self._applied = True
+            try:
+                yield self.model
+            finally:
+                self._applied = False
 
-        return generate(History(self, context_ids, context_mask), max_new_tokens)
+    # -- generation
+
+    def generate(
+        self,
+        context_ids: Tensor,
+        *,
+        context_mask: Tensor | None = None,
+        max_new_tokens: int | None = None,
+        streamer: BaseStreamer | None = None,
+        logits: str = "reduced",
+        fast: bool | None = False,
+        patches: bool = True,
+        check_every: int = 0,
+        prefill_chunk: int | None = None,
+        graph: bool = False,
+        **arguments: Any,
+    ) -> "Iterator[GenerationStep]":
+        """Generation in which every token is produced by freshly patched weights on that token alone.
+
+        At each step everything before the current token is absorbed into the weights. The first current token is the context's last.
+        Choice and end are those of ``model.generate``: its generation configuration holds, logits processors and stopping criteria are
+        transformers' own, a row that has ended is padded while others go on, and the iterator ends with the last of them.
+
+        Args:
+            context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool.
+            max_new_tokens: the most steps; by default what the generation configuration says, else 64 or what the model has room for.
+            streamer: gets the prompt now and every token as it is chosen.
+            logits: which logits are chosen from: ``"reduced"``, the reduced stream's; ``"context"``, the context stream's; ``"replay"``,
+                those of a replay of every step's patch, without context.
+            fast: whether both streams share one cache of B rows, see :mod:`icl_patch.fast`; None: where the model allows it.
+            patches: whether the steps keep what their patches are made of.
+            check_every: replay every so many-th step without context and report the difference as ``step.check``; 0 for never.
+            prefill_chunk: so many tokens of the context a pass; all at once by default.
+            graph: whether to capture the step as a CUDA graph; with ``cache_implementation="static"``. A step's patch must then be asked
+                for before the next step.
+            arguments: any of ``model.generate``: ``generation_config``, ``do_sample``, ``temperature``, ``eos_token_id``,
+                ``logits_processor``, ``stopping_criteria``, ``cache_implementation="static"``, further inputs of the model …
+
+        Returns:
+            An iterator of :class:`icl_patch.generation.GenerationStep`, one for every new token. It may be left at any time.
+
+        Raises:
+            UnsupportedModelError: ``fast=True`` is not for this model.
+            ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens than the model has positions for.
+        """
+        from icl_patch import generation  # it stands above this module
+
+        options = generation.Options(logits, fast, patches, check_every, prefill_chunk, graph)
+        return generation.generate(self, context_ids, context_mask, max_new_tokens, streamer, options, **arguments)
+
+    def decoding_method(
+        self, *, streamer: BaseStreamer | None = None, logits: str = "reduced", fast: bool | None = False, prefill_chunk: int | None = None
+    ) -> Callable[..., Any]:
+        """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(..., custom_generate=this)``.
+
+        It returns what ``model.generate`` returns. transformers does not hand its ``streamer`` to a decoding method, so it is given here;
+        the other arguments are as for :meth:`generate`.
+        """
+        from icl_patch import generation
+
+        return generation.decoding_method(self, streamer, generation.Options(logits, fast, False, 0, prefill_chunk))
 
     def require_attached(self) -> None:
-        """Raises ValueError after :meth:`detach`, or if the model's dtype has changed since it was attached to."""
+        """Raises ValueError after :meth:`detach`, while a patch is applied, or if the model's dtype is not what it was."""
         if not self.attached:
             raise ValueError("expected an attached patcher, this one has been detached")
+        if self._applied:
+            raise ValueError("expected a model without an applied patch: leave the `with patcher.applied(...)` block first")
         if self.model.dtype != self._dtype:
             raise ValueError(f"expected the model in {self._dtype}, as it was attached to, got it in {self.model.dtype}: attach again")
 

@@ -6,6 +6,7 @@ A pass installs its hooks and modes on entry and takes them away on exit, whatev
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.experts import PatchedRouter, PatchedScaledExperts
 from icl_patch.families import Writer
 from icl_patch.modules import PatchedLinear, PatchedRMSNorm, add_bias_change
+from icl_patch.patch import PatchReport, blank_report
 from icl_patch.recording_experts import record_experts, record_scaled_experts
 
 
@@ -60,19 +62,33 @@ class BlockRecorder:
         update: "direct", "stable" or "exact"; exact needs a tape.
         valid: (B, T) bool, the columns that are kept tokens.
         tape: the block's values with the context, or None.
+        blank: a report of zeros, (B, T), for a decode step with both streams: what it observes is then worked out when
+            :meth:`settle` is called, and the block's output is not noted.
+        full: whether it is known that all columns are kept tokens.
     """
 
-    def __init__(self, block: AttachedBlock, update: str, valid: Tensor, tape: BlockTape | None) -> None:
+    def __init__(
+        self,
+        block: AttachedBlock,
+        update: str,
+        valid: Tensor,
+        tape: BlockTape | None,
+        *,
+        blank: PatchReport | None = None,
+        full: bool = False,
+    ) -> None:
         assert update != "exact" or tape is not None
+        assert blank is None or tape is None
+        self.lean, self.full = blank is not None, full
         self.block, self.form, self.update, self.valid, self.tape = block, block.form, update, valid, tape
         self.exact = update == "exact"
         self.seen = BlockTape()
         self.obstacles: dict[str, Obstacle] = {}
-        self.status = torch.zeros_like(valid, dtype=torch.int8)
-        self.misses = torch.zeros_like(valid, dtype=torch.int64)
-        self.experts_changed = torch.zeros_like(valid, dtype=torch.int64)
-        self.correction = torch.zeros(valid.shape, dtype=torch.float64, device=valid.device)
-        self.reader_error = torch.zeros(valid.shape, device=valid.device)
+        blank = blank or blank_report(valid)
+        self.status, self.misses, self.experts_changed = blank.status, blank.misses, blank.experts_changed
+        self.correction, self.reader_error = blank.correction, blank.reader_error
+        self._errors: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.at_zero: list[tuple[str, Tensor, Tensor, str]] = []
         self._hidden: list[tuple[Tensor | None, Tensor]] = []
         self.direction: tuple[Tensor, ops.Direction] | None = None
         self._stable_scale: Tensor | None = None
@@ -99,15 +115,24 @@ class BlockRecorder:
 
     def refuse(self, condition: str, rows: Tensor, always: Tensor, side: str = "output") -> None:
         """Note the rows for which no change of the weights has the effect, and those for which none could have every effect."""
-        self.obstacles[condition] = Obstacle(side, condition, rows & self.valid, always & self.valid)
+        self.obstacles[condition] = Obstacle(side, condition, *(x if self.full else x & self.valid for x in (rows, always)))
 
     @property
     def uncontrollable(self) -> dict[str, Tensor]:
         """The rows for which no change of the weights has the effect, by the condition."""
         return {condition: obstacle.rows for condition, obstacle in self.obstacles.items()}
 
+    def refuse_at_zero(self, condition: str, inverse: Tensor, change: Tensor, side: str = "output") -> None:
+        """Note the rows whose input is 0 (``inverse`` of its squared norm, too) although their output must change."""
+        if self.lean:
+            self.at_zero.append((condition, inverse, change, side))
+        else:
+            self.refuse(condition, (inverse == 0) & (change != 0).any(-1), inverse == 0, side)
+
     def zero_padding(self, x: Tensor) -> Tensor:
         """Factors (B, T, ...) with 0 in the columns that are no tokens."""
+        if self.full:
+            return x
         return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.dim() - 2)), x, 0)
 
     def open_loop(self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0) -> None:
@@ -125,9 +150,11 @@ class BlockRecorder:
         self._hidden.append((None if x_ctx is None else x_ctx.to(dtype, copy=True), x.to(dtype, copy=True)))
         if len(self._hidden) < len(self.form.residual):
             return
-        hidden = sum(part for _, part in self._hidden)
-        hidden_ctx = self.tape.hidden if self.tape is not None else sum(part for part, _ in self._hidden if part is not None)
-        assert isinstance(hidden, Tensor) and isinstance(hidden_ctx, Tensor)
+        hidden = reduce(torch.add, [part for _, part in self._hidden])
+        hidden_ctx = (
+            self.tape.hidden if self.tape is not None else reduce(torch.add, [part for part, _ in self._hidden if part is not None])
+        )
+        assert hidden_ctx is not None
         self.seen = BlockTape(hidden_ctx)
         self.delta = self.zero_padding(hidden_ctx - hidden)
 
@@ -171,12 +198,14 @@ class BlockRecorder:
         assert self.direction is not None
         self.seen.readers[name] = reference
         layer.u, layer.v = self.zero_padding(u), self.direction[1].v
-        dead = self.direction[1].inverse_norm2 == 0
-        self.refuse(f"the input z of {name} is 0", dead & (layer.u != 0).any(-1), dead, "input")
+        self.refuse_at_zero(f"the input z of {name} is 0", self.direction[1].inverse_norm2, layer.u, "input")
         self.note_error(patched, reference, reference - u)
 
     def note_error(self, patched: Tensor, reference: Tensor, plain: Tensor) -> None:
         """Relative to the larger of the outputs with and without the context: a gate has one number, which may be near 0."""
+        if self.lean:
+            self._errors.append((patched, reference, plain))
+            return
         size = torch.maximum(reference.abs(), plain.abs()).amax(-1).clamp(min=torch.finfo(reference.dtype).tiny)
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         error = error if error.dim() == 2 else error.amax(-1)
@@ -216,7 +245,7 @@ class BlockRecorder:
             patched = add_bias_change(y, layer.bias_change, dtype)
         else:
             v, inverse, _ = ops.read_direction(h_own, dtype if self.exact else None)
-            self.refuse(f"the input h of {self.form.down} is 0", (inverse == 0) & (wanted != 0).any(-1), inverse == 0)
+            self.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, wanted)
             layer.u, layer.v = wanted.to(v.dtype), self.zero_padding(v)
             gain, name = (h_own.double() * layer.v).sum(-1, keepdim=True), "u"
             patched = _add(y, h_own, layer.u, layer.v, dtype)
@@ -228,7 +257,7 @@ class BlockRecorder:
         """The output matrix's share of a stable update."""
         v, inverse, _ = ops.read_direction(h)
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(v)
-        self.refuse(f"the input h of {self.form.down} is 0", (inverse == 0) & (u != 0).any(-1), inverse == 0)
+        self.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, u)
         patched = _add(y, h, u, v, dtype)
         if self.exact:
             u = self.zero_padding(updates.off_zero(u, patched, y))
@@ -322,6 +351,21 @@ class BlockRecorder:
 
     # -- afterwards
 
+    def slim(self) -> "BlockRecorder":
+        """Itself, without what only the pass needed."""
+        self._hidden, self.direction, self._stable_scale, self.seen = [], None, None, BlockTape()
+        self._inner_scale = self._beside = None
+        del self.delta
+        return self
+
+    def settle(self) -> None:
+        """Work out what a decode step observed."""
+        errors, at_zero, self._errors, self.at_zero, self.lean = self._errors, self.at_zero, [], [], False
+        for error in errors:
+            self.note_error(*error)
+        for condition in at_zero:
+            self.refuse_at_zero(*condition)
+
     def install(self, stack: ExitStack) -> None:
         """Set the block's modules to record, and its hooks."""
         block = self.block
@@ -340,9 +384,10 @@ class BlockRecorder:
             block.inner_norm.record(self.inner_norm)
             beside = block.module.get_submodule(self.form.beside)
             stack.callback(beside.register_forward_hook(self.on_beside).remove)
-        block.on_start(stack, self.on_start)
+        if not self.lean:
+            block.on_start(stack, self.on_start)
+            block.on_end(stack, self.on_end, first=True)
         block.on_residual(stack, self.on_residual)
-        block.on_end(stack, self.on_end, first=True)
 
     def check(self, columns: Tensor | slice, start: int = 0) -> None:
         """Raises ControllabilityError for the first of the kept columns that no change of this block's weights can serve.

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 # Attributes in which modules keep a recurrent state of their own.
 _STATES = ("conv1d_state", "recurrent_states")
@@ -24,7 +24,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def module_states(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
+def module_states(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """Within this context the states that modules keep are those that belong to ``cache``; afterwards they are what they were.
 
     An empty cache belongs to the state that the modules start from. The states after the pass are kept with the cache.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from icl_patch.attention import Visibility, restricted_attention
 from icl_patch.calling import call
@@ -21,9 +21,16 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
-def stack_cache(cache: DynamicCache, batch: int) -> None:
+def stack_cache(cache: Cache, batch: int) -> None:
     """Repeat a cache of B rows as both streams of a cache of 2B, in place."""
-    cache.batch_select_indices(torch.arange(2 * batch) % batch)
+    if not cache.is_compileable:
+        cache.batch_select_indices(torch.arange(2 * batch) % batch)
+        return
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys.repeat(2, 1, 1, 1), layer.values.repeat(2, 1, 1, 1)
+            layer.batch_size = 2 * batch
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ def run(
     ids: Tensor,
     mask: Tensor,
     positions: Tensor,
-    cache: DynamicCache,
+    cache: Cache,
     visibility: Visibility | None = None,
     *,
     last_logits: int = 0,
@@ -166,14 +173,24 @@ def run(
         return call(model, ids, mask, positions, cache, last_logits, **model_inputs)
 
 
-def run_head(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache, **model_inputs: Any) -> None:
-    """Put the head into an empty cache, as the untouched model does."""
+def run_head(model: PreTrainedModel, sequences: Sequences, cache: Cache, *, chunk: int | None = None, **model_inputs: Any) -> None:
+    """Put the head into an empty cache, as the untouched model does; ``chunk`` tokens a call, or all at once."""
     width = sequences.head_ids.shape[1]
-    positions = sequences.positions[:, :width]
-    run(model, sequences.head_ids, sequences.head_mask, positions, cache, last_logits=1, **model_inputs)
+    positions = sequences.positions
+    for start in range(0, width, chunk or width):
+        part = slice(start, min(start + (chunk or width), width))
+        run(
+            model,
+            sequences.head_ids[:, part],
+            sequences.head_mask[:, : part.stop],
+            positions[:, part],
+            cache,
+            last_logits=1,
+            **model_inputs,
+        )
 
 
-def run_tail(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache, columns: slice = slice(None)) -> Tensor:
+def run_tail(model: PreTrainedModel, sequences: Sequences, cache: Cache, columns: slice = slice(None)) -> Tensor:
     """The model with its context: columns of the tail on top of a cache of all before them -> logits (B, S, V)."""
     start = sequences.head_ids.shape[1]
     columns = slice(*columns.indices(sequences.tail_ids.shape[1]))
@@ -181,7 +198,7 @@ def run_tail(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache, 
     return run(model, sequences.tail_ids[:, columns], sequences.mask[:, : start + columns.stop], positions, cache)
 
 
-def run_two_streams(model: PreTrainedModel, sequences: Sequences, cache: DynamicCache) -> Tensor:
+def run_two_streams(model: PreTrainedModel, sequences: Sequences, cache: Cache) -> Tensor:
     """Both streams of the tail on top of a cache of the head of 2B rows -> logits (2B, S, V)."""
     positions = sequences.positions[:, sequences.head_ids.shape[1] :]
     ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, positions))

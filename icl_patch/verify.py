@@ -285,7 +285,7 @@ def encode_inputs(
     return ids.to(model.device), mask.to(model.device), {}
 
 
-def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Any]:
     """Further model inputs for the first ``width`` columns: those with an entry a token are cut, or end in 0 for text."""
     return {name: F.pad(x, (0, width - x.shape[1])) if name.endswith("type_ids") else x for name, x in inputs.items()}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from icl_patch import ContextPatch, cli, embedded
+from icl_patch import ContextPatch, ContextPatcher, cli, embedded
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
@@ -69,6 +69,21 @@ def test_generate_says_what_plain_generation_says(capsys: pytest.CaptureFixture)
     assert json.loads(out)["token_ids"] == plain.tolist()
     status, out, _ = run(capsys, "generate", "--context", prompt_text(), "--max-new-tokens", "6")
     assert tokenizer.decode(plain, skip_special_tokens=True).strip() in out
+
+
+def test_generate_replays_every_nth_token(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("generate", "--context", prompt_text(), "--max-new-tokens", "5", "--update", "stable", "--fast", "--check-every", "2")
+    status, out, _ = run(capsys, *command, "--json", "--logits", "context", "--sample", "--temperature", "0.1")
+    result = json.loads(out)
+    assert status == 0
+    assert result["way"] == "fast"
+    assert [check["step"] for check in result["checks"]] == [2, 4]
+    assert all(check["same_argmax"] and check["linf"] <= 1e-4 for check in result["checks"])
+    assert "Replays without the context" in run(capsys, *command)[1]
+    assert run(capsys, *command, "--temperature", "0.5")[0] == 2
+    replay = ContextPatcher.replay
+    monkeypatch.setattr(ContextPatcher, "replay", lambda self, patch: (-replay(self, patch)[0], []))
+    assert run(capsys, *command[:-3], "--check-every", "4")[0] == 1
 
 
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])

@@ -136,7 +136,7 @@ def test_reduced_stream_equals_replay(update: str, family: str) -> None:
         logits = replayed(patcher, computed.patch)
     mask = computed.patch.kept_mask
     assert metrics.linf(computed.reduced_logits, logits)[mask].max() <= 1e-4
-    if patcher._closes:
+    if patcher.closes:
         assert torch.equal(computed.reduced_logits[mask], logits[mask])
 
 

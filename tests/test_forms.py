@@ -272,7 +272,7 @@ def test_generation_says_what_the_model_says(family: str) -> None:
         said.append(stock.logits(arguments)[:, -1].argmax(-1))
         ids, mask = torch.cat([ids, said[-1].unsqueeze(1)], 1), torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     with ContextPatcher(model) as patcher:
-        steps = list(patcher.generate(tokens(7, 3, 9), context_mask=ragged(3, 9, side="left"), max_new_tokens=5))
+        steps = list(patcher.generate(tokens(7, 3, 9), context_mask=ragged(3, 9, side="left"), max_new_tokens=5, eos_token_id=None))
     assert [step.token_ids.tolist() for step in steps] == [token_ids.tolist() for token_ids in said]
 
 

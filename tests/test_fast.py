@@ -1,0 +1,132 @@
+"""Both streams over one cache: which models, what is refused, what it costs, and that a wrong stream would be noticed."""
+
+import gc
+import re
+
+import pytest
+import torch
+from models import build, ragged, tokens
+from small import IDS, Snapshot, small, works
+
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics, zoo
+from icl_patch.decoding import Way, decode_one_token, fold, prefill
+from icl_patch.fast import FoldedStreams
+
+COVERED = ("gemma3", "glm4", "olmo3", "mistral", "qwen3", "phi3", "granite", "gpt2", "gpt_neox-sequential", "opt-post-norm", "llama-bias")
+REFUSED = {
+    "cohere": "its MLP stands beside the attention",
+    "mixtral": "it has experts",
+    "gemma4": "it goes on from its sum",
+    "gemma2": "needs attention 'sdpa', Gemma2ForCausalLM has 'eager'",
+    "falcon-rw": "calls no attention of transformers' interface",
+    "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
+}
+
+
+@pytest.mark.parametrize("family", COVERED)
+def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
+    """Against the replay without context, against the stacked streams, and the context stream against the untouched model."""
+    model, ids, mask = zoo.build(family, 1), tokens(3, 3, 11), ragged(3, 11, side="left")
+    with torch.no_grad():
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        untouched = model(ids, attention_mask=mask.long(), position_ids=positions).logits[:, -1]
+    before = Snapshot(model)
+    with ContextPatcher(model, "stable") as patcher:
+        arguments: dict = {"context_mask": mask, "max_new_tokens": 4, "check_every": 1, "logits": "context", "eos_token_id": None}
+        fast = list(patcher.generate(ids, fast=True, **arguments))
+        two = list(patcher.generate(ids, **arguments))
+        works(patcher)
+    before.check(model)
+    assert {step.way for step in fast} == {"fast"}
+    assert metrics.linf(fast[0].logits, untouched).max() <= 1e-5
+    for step, other in zip(fast, two, strict=True):
+        assert torch.equal(step.token_ids, other.token_ids)
+        assert step.check.linf.max() <= 1e-4
+        assert metrics.linf(step.logits, other.logits).max() <= 1e-4
+        assert step.patch.layers[0].keys() == other.patch.layers[0].keys()
+        for name, size in step.patch.norms().items():
+            assert (size - other.patch.norms()[name]).abs().max() <= 1e-3 * size.max(), name
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
+    model = zoo.build(family, 1)
+    before = Snapshot(model)
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.raises(UnsupportedModelError, match=f"fast=True.*{re.escape(REFUSED[family])}"):
+            patcher.generate(IDS, fast=True, max_new_tokens=2)
+        assert next(patcher.generate(IDS, fast=None, max_new_tokens=2)).way == "two streams"
+        works(patcher)
+    before.check(model)
+
+
+def test_updates_of_two_passes_are_refused() -> None:
+    for family, update in (("llama", "exact"), ("gemma3", "direct")):
+        with ContextPatcher(small(family), update) as patcher:
+            with pytest.raises(ValueError, match=f"one pass with fast=True, '{update}' takes two passes"):
+                patcher.generate(IDS, fast=True, max_new_tokens=2)
+            assert next(patcher.generate(IDS, fast=None, max_new_tokens=2)).way == "two passes"
+
+
+@pytest.mark.parametrize("fault", ["sees the context", "sees nothing", "one stream twice"])
+def test_the_trial_notices_a_wrong_stream(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reduced logits are the context's whatever the reduced rows see: the writers absorb it. The replay tells."""
+
+    def wrong(self: FoldedStreams, made: torch.Tensor, attend: object, _width: int) -> None:
+        self._reduced = {
+            "sees the context": lambda: attend(lambda x: x),
+            "sees nothing": lambda: torch.zeros_like(made),
+            "one stream twice": lambda: made.clone(),
+        }[fault]()
+
+    monkeypatch.setattr(FoldedStreams, "_alone", wrong)
+    model = small("llama")
+    before = Snapshot(model)
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
+            fold(patcher)
+        assert patcher.folded is None
+    before.check(model)
+
+
+def test_something_between_attention_and_its_projection_is_refused() -> None:
+    model = small("llama")
+    attention = model.model.layers[2].self_attn
+    hook = attention.o_proj.register_forward_pre_hook(lambda _module, args: (2 * args[0],), prepend=True)
+    with ContextPatcher(model, "stable") as patcher, pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"):
+        fold(patcher)
+    hook.remove()
+
+
+@pytest.mark.parametrize(("way", "rows"), [(Way.FOLDED, 1), (Way.STACKED, 2), (Way.CLOSING, 1)])
+def test_its_cache_has_one_row_a_sequence(way: Way, rows: int) -> None:
+    with ContextPatcher(small("llama"), "exact" if way is Way.CLOSING else "stable") as patcher:
+        ids = tokens(0, 3, 7)
+        state = prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
+        decode_one_token(state, ids[:, -1])
+        assert {layer.keys.shape[0] for layer in state.cache.layers} == {3 * rows}
+
+
+def held() -> int:
+    """Bytes of all tensors that anything holds."""
+    gc.collect()
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if isinstance(x, torch.Tensor)}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
+    """Between steps, with the last step's factors alive: at most 1 % of the model, and a cache of B rows."""
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "vocab_size": 4000}
+    model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    with ContextPatcher(model, "stable") as patcher:
+        fold(patcher)
+        before = held()
+        state = prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 43, Way.FOLDED)
+        for column in (-1, -2, -3):
+            decoded = decode_one_token(state, ids[:, column])
+        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.cache.layers)
+        assert cache == batch * 42 * 2 * 2 * 64 * 3 * 4  # rows, tokens, k and v, heads, their width, layers, bytes
+        beyond = held() - before - cache - decoded.logits.untyped_storage().nbytes()
+    assert beyond <= 0.01 * parameters * max(1, batch / 2), (beyond, parameters)

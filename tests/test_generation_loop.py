@@ -1,0 +1,345 @@
+"""The loop around the decode step: transformers' choice and end of tokens, streaming, checks, interruption, caches."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from models import build, ragged, tokens
+from small import IDS, Snapshot, plain_logits, small, works
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from icl_patch import ContextPatcher, ControllabilityError, metrics
+from icl_patch.decoding import Decoding, Way, decode_one_token, prefill, run_pass
+from icl_patch.generation import GenerationStep
+
+MASK = ragged(3, 9, side="left")
+
+
+def stream(steps: list[GenerationStep]) -> Tensor:
+    return torch.stack([step.token_ids for step in steps], 1)
+
+
+def stock(model: nn.Module, ids: Tensor, mask: Tensor, **arguments: Any) -> Tensor:
+    """What ``model.generate`` gives to the same arguments."""
+    return model.generate(ids, attention_mask=mask.long(), **arguments)[:, ids.shape[1] :]
+
+
+CASES = [
+    ("gemma3", "stable", None),
+    ("gemma3", "direct", False),
+    ("llama", "direct", None),
+    ("llama", "stable", False),
+    ("llama", "exact", False),
+]
+
+
+@pytest.mark.parametrize(("family", "update", "fast"), CASES)
+def test_rows_end_like_those_of_the_model(family: str, update: str, fast: bool | None) -> None:
+    """One row after another says an end; it is padded from there, the others say what they said."""
+    model, ids = small(family), tokens(8, 3, 9)
+    free = stock(model, ids, MASK, max_new_tokens=9, do_sample=False, eos_token_id=96, pad_token_id=0)
+    ends = sorted({int(free[0, 2]), int(free[1, 5]), int(free[2, 7])})
+    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    expected = stock(model, ids, MASK, **arguments)
+    with ContextPatcher(model, update) as patcher:
+        steps = list(patcher.generate(ids, context_mask=MASK, fast=fast, **arguments))
+    assert torch.equal(stream(steps), expected)
+    said = [row.tolist() for row in expected]
+    assert len({next((i for i, token in enumerate(row) if token in ends), 9) for row in said}) > 1
+    for before, step in pairwise(steps):
+        assert torch.equal(step.live, ~before.ended)
+        assert (step.token_ids[before.ended] == 0).all()
+    assert steps[-1].ended.all()
+
+
+@pytest.mark.parametrize("processors", ["sampling", "penalty", "own"])
+def test_choice_is_transformers_own(processors: str) -> None:
+    """Temperature, top-k, penalties and a processor of the user's: the same random numbers give the same tokens."""
+
+    class Never(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores.index_fill(1, input_ids[0, -1:], -torch.inf)
+
+    arguments: dict = {
+        "sampling": {"do_sample": True, "temperature": 1.7, "top_k": 20, "top_p": 0.9},
+        "penalty": {"do_sample": False, "repetition_penalty": 3.0, "no_repeat_ngram_size": 2, "min_new_tokens": 4, "eos_token_id": 5},
+        "own": {"do_sample": False, "logits_processor": LogitsProcessorList([Never()])},
+    }[processors] | {"max_new_tokens": 8, "pad_token_id": 0}
+    model, ids = small("gemma3"), tokens(4, 3, 9)
+    model.generation_config.eos_token_id = None
+    torch.manual_seed(7)
+    expected = stock(model, ids, MASK, **arguments)
+    with ContextPatcher(model, "stable") as patcher:
+        for fast in (False, True):
+            torch.manual_seed(7)
+            assert torch.equal(stream(list(patcher.generate(ids, context_mask=MASK, fast=fast, **arguments))), expected)
+
+
+def test_the_models_own_configuration_holds() -> None:
+    model = small("llama")
+    model.generation_config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with ContextPatcher(model, "stable") as patcher:
+        assert len(list(patcher.generate(IDS))) == 3
+        assert len(list(patcher.generate(IDS, max_new_tokens=5))) == 5
+        other = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
+        assert len(list(patcher.generate(IDS, generation_config=other))) == 2
+        assert len(list(patcher.generate(IDS, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(IDS.shape[1] + 1)])))) == 1
+
+
+def test_a_stopping_criterion_sees_tokens_and_ends_rows() -> None:
+    seen: list[Tensor] = []
+
+    class Third(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            seen.append(input_ids.clone())
+            return torch.tensor([input_ids.shape[1] >= IDS.shape[1] + 3, False])
+
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        arguments = {"stopping_criteria": StoppingCriteriaList([Third()]), "eos_token_id": 96, "pad_token_id": 0, "do_sample": False}
+        steps = list(patcher.generate(IDS, max_new_tokens=5, **arguments))
+    assert torch.equal(seen[-1], torch.cat([IDS, stream(steps)], 1))
+    assert [step.ended.tolist() for step in steps] == [[False, False]] * 2 + [[True, False]] * 2 + [[True, True]]
+
+
+class Collector(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[Tensor] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.got.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamers_get_what_transformers_gives_them() -> None:
+    model, theirs, ours, dropped = small("llama"), Collector(), Collector(), Collector()
+    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    model.generate(IDS, attention_mask=torch.ones_like(IDS), streamer=theirs, **arguments)
+    with ContextPatcher(model, "exact") as patcher:
+        for number, _ in enumerate(patcher.generate(IDS, streamer=ours, **arguments)):
+            assert len(ours.got) == number + 2  # the prompt, then every token as it is chosen
+        steps = patcher.generate(IDS, streamer=dropped, **arguments)
+        next(steps)
+        steps.close()
+    assert all(torch.equal(one, other) for one, other in zip(ours.got, theirs.got, strict=True))
+    assert ours.ended == dropped.ended == 1
+
+
+@pytest.mark.parametrize(("family", "update"), [("gemma3", "exact"), ("gemma3", "stable"), ("llama", "direct")])
+def test_every_choice_of_logits(family: str, update: str) -> None:
+    """The context stream's are the model's own, the replay's those of the patch; in fp32 all choose alike."""
+    model, ids = small(family, 1), tokens(2, 3, 9)
+    arguments: dict = {"context_mask": MASK, "max_new_tokens": 4, "eos_token_id": None}
+    with ContextPatcher(model, update) as patcher:
+        by = {name: list(patcher.generate(ids, logits=name, **arguments)) for name in ("reduced", "context", "replay")}
+        for reduced, context, replay in zip(*by.values(), strict=True):
+            assert torch.equal(reduced.token_ids, context.token_ids)
+            assert torch.equal(reduced.token_ids, replay.token_ids)
+            assert torch.equal(patcher.forward(replay.patch.kept_ids, replay.patch)[:, -1], replay.logits)
+            assert torch.equal(context.patch.logits[:, -1], context.logits)
+            assert metrics.linf(context.logits, reduced.logits).max() <= 1e-4
+        current = torch.cat([ids, stream(by["context"])], 1)
+        mask = torch.cat([MASK, torch.ones(3, 4, dtype=torch.bool)], 1)
+    with torch.no_grad():
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        plain = model(current, attention_mask=mask.long(), position_ids=positions).logits
+    for number, step in enumerate(by["context"]):
+        assert metrics.linf(step.logits, plain[:, 8 + number]).max() <= 1e-4
+
+
+def test_checks_replay_every_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("gemma3")
+    with ContextPatcher(model, "stable") as patcher:
+        steps = list(patcher.generate(IDS, max_new_tokens=7, check_every=3, eos_token_id=None))
+        assert [step.check is not None for step in steps] == [False, False, True, False, False, True, False]
+        checks = [step.check for step in steps if step.check is not None]
+        assert all(check.same_argmax.all() and check.linf.max() <= 1e-4 for check in checks)
+        # a replay that is not of this patch shows
+        replay = patcher.replay
+        monkeypatch.setattr(patcher, "replay", lambda patch: (replay(patch)[0].flip(-1), []))
+        worse = list(patcher.generate(IDS, max_new_tokens=3, check_every=3, eos_token_id=None))[-1].check
+        assert worse.linf.min() > 1e-2
+        assert not worse.same_argmax.any()
+        for arguments, message in (
+            ({"check_every": -1}, "check_every ≥ 0"),
+            ({"logits": "both"}, "expected logits reduced, context, replay"),
+            ({"graph": True}, "expected a CUDA device with graph=True, got cpu"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                patcher.generate(IDS, **arguments)
+
+
+@pytest.mark.parametrize(("family", "update"), [("gemma3", "stable"), ("llama", "exact")])
+def test_interruptions_leave_the_model_usable(family: str, update: str) -> None:
+    """A step that is cut short in the middle of a block, by an error or from the keyboard."""
+    model = small(family)
+    before = Snapshot(model)
+    with ContextPatcher(model, update) as patcher:
+        for error in (KeyboardInterrupt, ZeroDivisionError):
+            for fast in (False, None):
+                steps = patcher.generate(IDS, fast=fast, max_new_tokens=5, eos_token_id=None)
+                next(steps)
+                hook = model.model.layers[1].mlp.act_fn.register_forward_hook(raising(error))
+                with pytest.raises(error):
+                    next(steps)
+                hook.remove()
+                assert torch.equal(plain_logits(model), before.logits)
+                works(patcher)
+    before.check(model)
+
+
+def raising(error: type[BaseException]) -> Any:
+    def hook(*_: Any) -> None:
+        raise error
+
+    return hook
+
+
+@pytest.mark.parametrize(("family", "update", "fast"), [("gemma3", "stable", True), ("gemma3", "stable", False), ("llama", "exact", False)])
+def test_static_caches_and_chunks_change_nothing(family: str, update: str, fast: bool | None) -> None:
+    """Windows shorter than the context, contexts in pieces; the steps are those of a dynamic cache that was filled at once."""
+    model, ids, mask = small(family, 3), tokens(6, 3, 15), ragged(3, 15, side="left")
+    arguments: dict = {"context_mask": mask, "max_new_tokens": 4, "eos_token_id": None, "fast": fast}
+    with ContextPatcher(model, update) as patcher:
+        expected = list(patcher.generate(ids, **arguments))
+        for others in ({"cache_implementation": "static"}, {"prefill_chunk": 4}, {"prefill_chunk": 99}):
+            steps = list(patcher.generate(ids, **arguments, **others, check_every=2))
+            assert torch.equal(stream(steps), stream(expected))
+            for step, other in zip(steps, expected, strict=True):
+                assert metrics.linf(step.logits, other.logits).max() <= 1e-4
+                assert step.check is None or step.check.linf.max() <= 1e-4
+        with pytest.raises(ValueError, match="prefill_chunk ≥ 1"):
+            patcher.generate(ids, prefill_chunk=0)
+
+
+def test_a_static_cache_of_the_users() -> None:
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        steps = list(patcher.generate(IDS, max_new_tokens=4, past_key_values=cache, eos_token_id=None))
+        assert torch.equal(stream(steps), stream(list(patcher.generate(IDS, max_new_tokens=4, eos_token_id=None))))
+        assert cache.get_seq_length() == IDS.shape[1] + 3
+        with pytest.raises(ValueError, match="expected an empty cache"):
+            patcher.generate(IDS, max_new_tokens=4, past_key_values=cache)
+
+
+def test_more_tokens_than_the_model_has_positions_for() -> None:
+    model = small("llama", max_position_embeddings=12)
+    ids, mask = tokens(0, 2, 14), ragged(2, 14, side="left")
+    mask[0, :4] = False  # padding takes no position: rows of 10 and 12 tokens
+    with ContextPatcher(model, "stable") as patcher:
+        assert len(list(patcher.generate(ids[:, 4:], max_new_tokens=2, eos_token_id=None))) == 2
+        assert len(list(patcher.generate(ids[:1], context_mask=mask[:1], eos_token_id=None))) == 2  # what there is room for
+        with pytest.raises(ValueError, match=r"at most 12 tokens, as many as the model has positions for, got 10 and 3 new"):
+            patcher.generate(ids[:, 4:], max_new_tokens=3)
+        with pytest.raises(ValueError, match=r"at most 12 tokens.* got 14 and 1 new"):
+            patcher.generate(ids)
+
+
+def test_beams_have_no_history_of_their_own() -> None:
+    with ContextPatcher(small("llama"), "stable") as patcher, pytest.raises(ValueError, match="num_beams = 1, got 3"):
+        patcher.generate(IDS, num_beams=3, max_new_tokens=2)
+
+
+def test_a_step_on_a_static_cache_waits_for_nothing_and_moves_no_buffer() -> None:
+    """What a CUDA graph needs: no number is read from a tensor during the pass, and all that lives on stays where it is."""
+    for way in (Way.FOLDED, Way.STACKED):
+        model, ids = small("llama"), tokens(0, 3, 9)
+        with ContextPatcher(model, "stable") as patcher, torch.no_grad():
+            cache = StaticCache(config=model.config, max_cache_len=14)
+            state = prefill(patcher, ids, MASK, 14, way, cache=cache)
+
+            def places(state: Decoding = state) -> list[int]:
+                held = [state.ids, state.mask, state.positions, state.current, state.slot, state.live]
+                held += [x for layer in state.cache.layers for x in (layer.keys, layer.values, layer.cumulative_length)]
+                return [x.data_ptr() for x in held]
+
+            before = places()
+            for column in (8, 7, 6):
+                decode_one_token(state, ids[:, column])
+            assert places() == before
+            state.length += 1
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                state.push(ids[:, 5])
+                made = run_pass(state, False)
+                assert made.logits.shape == (3, model.config.vocab_size)
+                with pytest.raises(DataDependentOutputException):  # this would notice
+                    bool(made.suspect)
+
+
+def test_an_ended_row_is_nobodys_error() -> None:
+    """Its padding embeds as zeros, of which no matrix can be made to give anything; a live row's zeros are an error, and named."""
+    model = small("llama")
+    first = int(stock(model, IDS, torch.ones_like(IDS), max_new_tokens=1, do_sample=False, pad_token_id=0)[0, 0])
+    second = int(stock(model, IDS, torch.ones_like(IDS), max_new_tokens=1, do_sample=False, pad_token_id=0)[1, 0])
+    assert first != second
+    for layer in model.model.layers:  # without context a token's zeros stay zeros; with context attention moves them
+        layer.self_attn.v_proj.weight.data.mul_(2)
+    arguments: dict = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with ContextPatcher(model, "stable") as patcher:
+        model.model.embed_tokens.weight.data[0] = 0
+        says = [int(token) for token in next(patcher.generate(IDS, **arguments)).token_ids]
+        steps = list(patcher.generate(IDS, eos_token_id=says[0], **arguments))
+        assert steps[0].ended.tolist() == [True, says[1] == says[0]]
+        assert all(step.logits[1].isfinite().all() for step in steps)
+        assert all((u[0] == 0).all() for step in steps[1:] for name, u in step.patch.layers[0].items() if name.endswith(".u"))
+        zeros = IDS.clone()
+        zeros[1, -1] = 0
+        with pytest.raises(ControllabilityError, match=r"model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0"):
+            list(patcher.generate(zeros, **arguments))
+
+
+def test_a_patch_is_assembled_when_asked_for() -> None:
+    """Later steps, replays and detaching do not change it; other weights are noticed."""
+    model = small("gemma3")
+    with ContextPatcher(model, "stable") as patcher:
+        kept = list(patcher.generate(IDS, max_new_tokens=3, eos_token_id=None))
+        fresh = patcher.compute(torch.cat([IDS, stream(kept)[:, :1]], 1), kept[1].token_ids.unsqueeze(1))
+        bare = list(patcher.generate(IDS, max_new_tokens=3, patches=False, eos_token_id=None))
+    assert torch.equal(stream(bare), stream(kept))
+    with pytest.raises(ValueError, match="expected patches=True"):
+        _ = bare[0].patch
+    patch = kept[2].patch
+    assert patch is kept[2].patch
+    assert patch.info == fresh.info
+    assert torch.equal(patch.position_ids, fresh.position_ids)
+    assert torch.equal(patch.kept_slots, fresh.kept_slots)
+    for layer, other in zip(patch.layers, fresh.layers, strict=True):
+        assert layer.keys() == other.keys()
+        assert all(metrics.linf(layer[name], other[name]).max() <= 1e-3 for name in layer)
+    with ContextPatcher(model, "stable") as patcher:
+        assert metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], kept[2].logits).max() <= 1e-4
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1)
+    with pytest.raises(ValueError, match="they have changed since"):
+        _ = kept[1].patch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fast", [False, True], ids=["two streams", "fast"])
+def test_half_precision(dtype: torch.dtype, fast: bool) -> None:
+    """The reduced stream is within the dtype's rounding of the context's, as far as two batchings of the model are."""
+    model, ids = build("llama", 1, dtype), tokens(7, 3, 9)
+    with ContextPatcher(model, "stable") as patcher:
+        steps = list(
+            patcher.generate(ids, context_mask=MASK, max_new_tokens=5, fast=fast, check_every=1, logits="context", eos_token_id=None)
+        )
+    limit = 0.15 if dtype == torch.bfloat16 else 0.02
+    for step in steps:
+        assert step.logits.dtype == dtype
+        assert step.check.linf.max() <= limit
