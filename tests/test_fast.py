@@ -110,14 +110,14 @@ def test_its_cache_has_one_row_a_sequence(way: Way, rows: int) -> None:
 def held() -> int:
     """Bytes of all tensors that anything holds."""
     gc.collect()
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if isinstance(x, torch.Tensor)}
-    return sum(storages.values())
+    found = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))  # other tests' fake tensors hold nothing
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
     """Between steps, with the last step's factors alive: at most 1 % of the model, and a cache of B rows."""
-    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 3, "vocab_size": 4000}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "vocab_size": 4000}
     model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
@@ -127,6 +127,6 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
         for column in (-1, -2, -3):
             decoded = decode_one_token(state, ids[:, column])
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.cache.layers)
-        assert cache == batch * 42 * 2 * 2 * 64 * 3 * 4  # rows, tokens, k and v, heads, their width, layers, bytes
+        assert cache == batch * 42 * 2 * 2 * 128 * 2 * 4  # rows, tokens, k and v, heads, their width, layers, bytes
         beyond = held() - before - cache - decoded.logits.untyped_storage().nbytes()
-    assert beyond <= 0.01 * parameters * max(1, batch / 2), (beyond, parameters)
+    assert beyond <= 0.01 * parameters, (beyond, parameters)
