@@ -117,7 +117,7 @@ def held() -> int:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
     """Between steps, with the last step's factors alive: at most 1 % of the model, and a cache of B rows."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "vocab_size": 4000}
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 2, "vocab_size": 4000}
     model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
@@ -127,6 +127,6 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
         for column in (-1, -2, -3):
             decoded = decode_one_token(state, ids[:, column])
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.cache.layers)
-        assert cache == batch * 42 * 2 * 2 * 128 * 2 * 4  # rows, tokens, k and v, heads, their width, layers, bytes
+        assert cache == batch * 42 * 2 * 2 * 256 * 2 * 4  # rows, tokens, k and v, heads, their width, layers, bytes
         beyond = held() - before - cache - decoded.logits.untyped_storage().nbytes()
     assert beyond <= 0.01 * parameters, (beyond, parameters)
