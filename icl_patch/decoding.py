@@ -183,6 +183,7 @@ def prefill(
         streams.run_head(patcher.model, sequences, cache, chunk=chunk, **model_inputs)
     if way is Way.STACKED:
         streams.stack_cache(cache, batch)
+    streams.reserve(cache, capacity)
     rows = 2 if way is Way.STACKED else 1
     ids, mask = (context_ids.new_zeros(batch * n, capacity) for n in (1, rows))
     ids[:, : width - 1] = context_ids[:, :-1]

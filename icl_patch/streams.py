@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from icl_patch.attention import Visibility, restricted_attention
 from icl_patch.calling import call
@@ -31,6 +32,53 @@ def stack_cache(cache: Cache, batch: int) -> None:
         if layer.is_initialized:
             layer.keys, layer.values = layer.keys.repeat(2, 1, 1, 1), layer.values.repeat(2, 1, 1, 1)
             layer.batch_size = 2 * batch
+
+
+class ReservedLayer(DynamicLayer):
+    """A dynamic cache's layer with room for ``capacity`` tokens: a step writes its token in place, where the library copies the layer.
+
+    What the library's own methods (``crop``, ``batch_select_indices``, …) make of the layer is taken as it is; beyond the capacity it
+    grows as theirs does.
+    """
+
+    def __init__(self, layer: DynamicLayer, capacity: int) -> None:
+        super().__init__()
+        vars(self).update(vars(layer))
+        self._rooms: dict[str, Tensor] = {}
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            room = held.new_empty(*held.shape[:-2], max(capacity, held.shape[-2]), held.shape[-1])
+            room[..., : held.shape[-2], :] = held
+            self._rooms[name] = room
+            setattr(self, name, room[..., : held.shape[-2], :])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the tokens' keys and values; all of them."""
+        if not (self._takes("keys", key_states) and self._takes("values", value_states)):
+            return super().update(key_states, value_states, *args, **kwargs)
+        return self._append("keys", key_states), self._append("values", value_states)
+
+    def _append(self, name: str, states: Tensor) -> Tensor:
+        start = getattr(self, name).shape[-2]
+        stop = start + states.shape[-2]
+        self._rooms[name][..., start:stop, :] = states
+        held = self._rooms[name][..., :stop, :]
+        setattr(self, name, held)
+        return held
+
+    def _takes(self, name: str, states: Tensor) -> bool:
+        """Whether what the layer holds lies where it was put, with room after it."""
+        room, held = self._rooms[name], getattr(self, name)
+        if held is None or held.dim() != room.dim() or held.stride() != room.stride() or held.shape[:-2] != room.shape[:-2]:
+            return False
+        return held.data_ptr() == room.data_ptr() and held.shape[-2] + states.shape[-2] <= room.shape[-2]
+
+
+def reserve(cache: Cache, capacity: int) -> None:
+    """Give the layers of a dynamic cache room for ``capacity`` tokens, in place; windows, states and static caches are left as they are."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.dim() == 4:
+            cache.layers[index] = ReservedLayer(layer, capacity)
 
 
 @dataclass(frozen=True)

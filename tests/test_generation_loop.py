@@ -18,9 +18,10 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch import ContextPatcher, ControllabilityError, metrics
+from icl_patch import ContextPatcher, ControllabilityError, metrics, streams
 from icl_patch.decoding import Decoding, Way, decode_one_token, prefill, run_pass
 from icl_patch.generation import GenerationStep
 
@@ -343,3 +344,25 @@ def test_half_precision(dtype: torch.dtype, fast: bool) -> None:
     for step in steps:
         assert step.logits.dtype == dtype
         assert step.check.linf.max() <= limit
+
+
+def test_a_reserved_layer_is_a_dynamic_one_that_does_not_move() -> None:
+    """Through appending, cropping, choosing rows, and past its room."""
+    dynamic = DynamicLayer()
+    dynamic.update(*torch.randn(2, 3, 2, 5, 4).unbind())
+    reserved = streams.ReservedLayer(dynamic, 9)
+    place = reserved.keys.data_ptr()
+    for tokens_, change in ((1, None), (2, lambda layer: layer.crop(-2)), (1, None), (1, None), (4, lambda layer: layer.crop(-1))):
+        new = torch.randn(2, 3, 2, tokens_, 4).unbind()
+        before = reserved.keys.shape[-2]
+        made, expected = reserved.update(*new), dynamic.update(*new)
+        assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
+        assert (reserved.keys.data_ptr() == place) == (before + tokens_ <= 9)
+        for layer in (reserved, dynamic):
+            if change is not None:
+                change(layer)
+    for layer in (reserved, dynamic):
+        layer.batch_select_indices(torch.tensor([2, 0]))
+    new = torch.randn(2, 2, 2, 1, 4).unbind()
+    assert all(torch.equal(x, y) for x, y in zip(reserved.update(*new), dynamic.update(*new), strict=True))
+    assert reserved.get_seq_length() == dynamic.get_seq_length() == 12
