@@ -9,7 +9,7 @@ from icl_patch import streams
 from icl_patch.errors import ControllabilityError
 from icl_patch.families import Block
 from icl_patch.patcher import ContextPatcher
-from icl_patch.recording import Obstacle
+from icl_patch.notes import Obstacle
 
 
 @dataclass(frozen=True, eq=False)

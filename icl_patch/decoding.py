@@ -6,22 +6,26 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
 from icl_patch import fingerprints, metrics, streams
+from icl_patch.attached import AttachedBlock, Factors
 from icl_patch.attention import OneToken, restricted_attention
 from icl_patch.calling import inputs
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.families import vocabulary
 from icl_patch.fast import FoldedStreams
+from icl_patch.notes import Notes
 from icl_patch.overriding import Forward, is_plain_linear, linear_forward, overridable, overriding, plain_linears
-from icl_patch.patch import ContextPatch, PatchReport, blank_report
+from icl_patch.passes import report_of
+from icl_patch.patch import ContextPatch
 from icl_patch.recording import BlockRecorder, recording
 from icl_patch.streams import Sequences
 
@@ -38,70 +42,136 @@ class Way(Enum):
 
 
 @dataclass(eq=False)
-class Decoding:
-    """A growing context and its cache.
+class Feed:
+    """What a pass over the current token reads, and moves on to the next one.
 
     Attributes:
-        patcher: the attached model. way: how its streams run.
-        ids: (B, capacity) int64; mask: (rows, capacity) int64, 1 = token; positions: (rows, 1) int64, of the current token. rows is B,
-            or 2B where the streams are stacked.
-        current: (rows, 1) int64, the current token; slot: (1,) int64, its column in a static cache, None for a dynamic one.
-        length: the tokens that ids hold, the current one included; steps: the decode steps taken.
-        live: (B, 1) bool, the rows that still generate: the others get no patch, and nothing is said about them; all_live: whether they
-            all do. blank: what nothing has been observed of yet.
+        current, positions: (rows, 1) int64, the current token and its position; rows is B, or 2B where the streams are stacked.
+        mask: (rows, capacity) int64, 1 = token.
         cache: all tokens but the current one, rows of them.
+        slot: (1,) int64, the current token's column in a static cache; None for a dynamic one.
+        length: in a dynamic one, the tokens up to the current one.
+    """
+
+    current: Tensor
+    positions: Tensor
+    mask: Tensor
+    cache: Cache
+    slot: Tensor | None
+    length: int
+
+    def push(self, token_ids: Tensor) -> None:
+        """Make ``token_ids`` (B,) the current token; the one before joins the context. No buffer moves, and the host is not waited for."""
+        self.current.copy_(token_ids.repeat(len(self.current) // len(token_ids)).unsqueeze(1))
+        self.positions += 1
+        if self.slot is not None:
+            self.slot += 1
+            self.mask.index_fill_(1, self.slot, 1)
+        else:
+            self.mask[:, self.length] = 1
+            self.length += 1
+
+    @property
+    def visible(self) -> Tensor:
+        """The mask over the columns of the cache, the current token's included."""
+        return self.mask if self.slot is not None else self.mask[:, : self.length]
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What a pass over the current token leaves: logits (B, V), or (2B, V) of both streams; whether a block may have refused, () bool; the
+    blocks' factors and notes; and whether they still are this pass's."""
+
+    logits: Tensor
+    suspect: Tensor
+    factors: list[Factors]
+    notes: list[Notes]
+    lasts: Callable[[], bool] = lambda: True
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Both streams of a token through the model, over a feed; nothing here waits for the device.
+
+    folded: how they share one cache, or None where they are stacked; forwards: the modules that run another function, and that.
+    """
+
+    patcher: "ContextPatcher"
+    feed: Feed
+    folded: FoldedStreams | None
+    forwards: list[tuple[nn.Module, Forward]]
+
+    def __call__(self, token_ids: Tensor, both: bool) -> Pass:
+        """Make ``token_ids`` (B,) the current token and run it; ``both``: the head on both streams, or the reduced one alone."""
+        patcher, feed, batch = self.patcher, self.feed, len(token_ids)
+        model: Any = patcher.model
+        feed.push(token_ids)
+        recorders = [BlockRecorder(block, patcher.update, (batch, 1)) for block in patcher.blocks]
+        with recording(recorders), self._streams(batch, both):
+            logits = model(**inputs(model, feed.current, feed.visible, feed.positions, feed.cache, 1)).logits[:, -1]
+            factors = [block.factors() for block in patcher.blocks]
+        notes = [recorder.notes for recorder in recorders]
+        # a few launches for all blocks: where none is 0 nothing can be refused
+        suspects = [suspect for block in notes for suspect in block.suspects()]
+        suspect = torch.cat(suspects).any() if suspects else logits.new_zeros((), dtype=torch.bool)
+        return Pass(logits, suspect, factors, notes)
+
+    @contextmanager
+    def _streams(self, batch: int, both: bool) -> Iterator[None]:
+        """Within this context the model runs both streams of the current token; its head one of them, or both."""
+        model = self.patcher.model
+        with ExitStack() as stack:
+            if self.folded is not None:
+                stack.enter_context(self.folded.run(self.feed.slot))
+            else:
+                stack.enter_context(restricted_attention(model, OneToken(self.feed.mask, batch=batch)))
+            stack.enter_context(overriding(self.forwards))
+            head = model.get_output_embeddings()
+            if overridable(head):
+                # (2B, 1, d) -> (B, 1, V): the widest matrix of all, on the stream whose logits are wanted
+                forward = linear_forward(head) if is_plain_linear(head) else head.forward
+                stack.enter_context(overriding([(head, forward if both else lambda x: forward(x[-batch:]))]))
+            yield
+
+
+@dataclass(eq=False)
+class Decoding:
+    """A growing context.
+
+    Attributes:
+        patcher: the attached model. way: how its streams run; step: what runs them, None in two passes.
+        ids: (B, capacity) int64; context_mask: (B, C) bool, of the context that it started with: what came then are tokens.
+        length: the tokens that ids hold, the current one included; steps: the decode steps taken.
+        live: (B, 1) bool, the rows that still generate: the others get no patch, and nothing is said about them.
+        cache: all tokens but the current one.
         weights: the state of the patched weights at the start.
     """
 
     patcher: "ContextPatcher"
     way: Way
+    step: Callable[[Tensor, bool], Pass] | None
     ids: Tensor
-    mask: Tensor
-    positions: Tensor
-    current: Tensor
-    slot: Tensor | None
+    context_mask: Tensor
     length: int
     live: Tensor
     cache: Cache
-    folded: FoldedStreams | None
-    forwards: list[tuple[nn.Module, Forward]]
     weights: list[Any]
-    blank: PatchReport
-    all_live: bool = True
     steps: int = 0
-    captured: "Captured | None" = None
 
     def sequences_at(self, length: int) -> Sequences:
         """The first so many tokens, all but the last of them absorbed."""
-        mask = self.mask[: len(self.ids), :length].bool()
-        return Sequences(
-            head_ids=self.ids[:, : length - 1],
-            head_mask=mask[:, :-1],
-            head_absorbed=mask[:, :-1],
-            tail_ids=self.ids[:, length - 1 : length],
-            tail_mask=mask[:, -1:],
-            tail_absorbed=torch.zeros_like(mask[0, -1:]),
-        )
+        mask = F.pad(self.context_mask, (0, length - self.context_mask.shape[1]), value=True)
+        return streams.absorb_all_but_last(self.ids[:, :length], mask)
 
-    def push(self, token_ids: Tensor) -> None:
-        """Make ``token_ids`` (B,) the current token; the one before joins the context. No buffer moves, and the host is not waited for."""
-        self.current.copy_(token_ids.repeat(len(self.mask) // len(self.ids)).unsqueeze(1))
-        self.positions += 1
-        if self.slot is not None:
-            self.slot += 1
-            self.ids.index_copy_(1, self.slot, token_ids.unsqueeze(1))
-            self.mask.index_fill_(1, self.slot, 1)
-        else:
-            self.ids[:, self.length - 1] = token_ids
-            self.mask[:, self.length - 1] = 1
+    def append(self, token_ids: Tensor) -> None:
+        """Note ``token_ids`` (B,) as the current token."""
+        self.ids[:, self.length] = token_ids
+        self.length += 1
+        self.steps += 1
 
     def end(self, live: Tensor) -> None:
         """Say which rows still generate, (B,) bool."""
-        self.all_live = bool(live.all())
-        if self.captured is None:
-            self.live = live.unsqueeze(1)  # a new tensor: earlier steps have the one before
-        else:
-            self.live.copy_(live.unsqueeze(1))
+        self.live = live.unsqueeze(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +233,7 @@ def prefill(
     *,
     chunk: int | None = None,
     cache: Cache | None = None,
+    reserve: bool = True,
     **model_inputs: Any,
 ) -> Decoding:
     """Put all of a context but its last token into a cache, as the untouched model does.
@@ -173,6 +244,7 @@ def prefill(
         way: how the steps are to run.
         chunk: so many tokens a call, for contexts whose activations are too large at once; all in one by default.
         cache: an empty cache; a dynamic one by default.
+        reserve: whether a dynamic cache gets room for all tokens now, so that no step has to copy it.
         model_inputs: further inputs of the model for this pass.
     """
     batch, width = context_ids.shape
@@ -183,27 +255,36 @@ def prefill(
         streams.run_head(patcher.model, sequences, cache, chunk=chunk, **model_inputs)
     if way is Way.STACKED:
         streams.stack_cache(cache, batch)
-    streams.reserve(cache, capacity)
-    rows = 2 if way is Way.STACKED else 1
-    ids, mask = (context_ids.new_zeros(batch * n, capacity) for n in (1, rows))
+    if reserve:
+        streams.reserve(cache, capacity)
+    ids = context_ids.new_zeros(batch, capacity)
     ids[:, : width - 1] = context_ids[:, :-1]
-    mask[:, : width - 1] = context_mask[:, :-1].repeat(rows, 1)
     return Decoding(
         patcher=patcher,
         way=way,
+        step=None if way is Way.CLOSING else _first_step(patcher, cache, context_mask[:, :-1], capacity, way),
         ids=ids,
-        mask=mask,
-        positions=context_mask[:, :-1].sum(1, keepdim=True).repeat(rows, 1) - 1,
-        current=context_ids.new_zeros(batch * rows, 1),
-        slot=context_ids.new_tensor([width - 2]) if cache.is_compileable else None,
+        context_mask=context_mask,
         length=width - 1,
         live=torch.ones_like(context_mask[:, :1]),
         cache=cache,
-        folded=fold(patcher) if way is Way.FOLDED else None,
-        forwards=[] if way is Way.CLOSING else _forwards(patcher, way),
         weights=fingerprints.weight_state(patcher.model, patcher.forms),
-        blank=blank_report(context_mask[:, :1]),
     )
+
+
+def _first_step(patcher: "ContextPatcher", cache: Cache, past: Tensor, capacity: int, way: Way) -> Step:
+    """What runs the tokens after those in the cache, (B, S) bool."""
+    past = past.long().repeat(2 if way is Way.STACKED else 1, 1)
+    rows, width = past.shape
+    feed = Feed(
+        current=past.new_zeros(rows, 1),
+        positions=past.sum(1, keepdim=True) - 1,
+        mask=F.pad(past, (0, capacity - width)),
+        cache=cache,
+        slot=past.new_tensor([width - 1]) if cache.is_compileable else None,
+        length=width,
+    )
+    return Step(patcher, feed, fold(patcher) if way is Way.FOLDED else None, _forwards(patcher, way))
 
 
 def _forwards(patcher: "ContextPatcher", way: Way) -> list[tuple[nn.Module, Forward]]:
@@ -228,138 +309,48 @@ def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) 
         ControllabilityError: no change of the weights can have the effect, for the block and row named.
     """
     state.patcher.require_attached()
-    state.length += 1
-    state.steps += 1
-    if state.way is Way.CLOSING:
-        state.push(token_ids)
+    state.append(token_ids)
+    if state.step is None:
         return _close(state)
-    if state.captured is not None:
-        made = state.captured.run(state, token_ids, both)
-    else:
-        state.push(token_ids)
-        made = run_pass(state, both)
+    made = state.step(token_ids, both)
     if made.suspect:  # the step's one look at the device
-        for recorder in made.recorders:
-            recorder.settle()
-            recorder.check(slice(None), state.steps - 1)
+        for notes in made.notes:
+            notes.settle(state.live).check(start=state.steps - 1)
     batch = len(state.ids)
-    return Decoded(made.logits[-batch:], made.logits[:batch] if both else None, _Recorded(state, made, made.logits if both else None))
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """What a pass over the current token leaves: logits (B, V), or (2B, V) of both streams; the blocks' recorders and factors; whether
-    one of them may have refused, () bool."""
-
-    logits: Tensor
-    recorders: list[BlockRecorder]
-    factors: list[dict[str, Tensor]]
-    suspect: Tensor
-
-
-def run_pass(state: Decoding, both: bool) -> Pass:
-    """Both streams of the current token through the model; nothing here waits for the device."""
-    update, full = state.patcher.update, state.all_live and state.captured is None
-    recorders = [BlockRecorder(block, update, state.live, None, blank=state.blank, full=full) for block in state.patcher.blocks]
-    model: Any = state.patcher.model
-    mask = state.mask if state.slot is not None else state.mask[:, : state.length]  # (rows, capacity) or (rows, S)
-    with recording(recorders), _streams(state, both):
-        given = inputs(model, state.current, mask, state.positions, state.cache, 1)
-        logits = model(**given).logits[:, -1]
-        factors = [block.factors() for block in state.patcher.blocks]
-    # a few launches for all blocks: an input of 0 is not refused yet, but without one, or a row refused outright, none is
-    outright = [rows.flatten() for recorder in recorders for rows in recorder.uncontrollable.values()]
-    inverses = [inverse.flatten() for recorder in recorders for _, inverse, *_ in recorder.at_zero]
-    suspect = [torch.cat(outright).any()] if outright else []
-    suspect += [(torch.cat(inverses) == 0).any()] if inverses else []
-    slim = [recorder.slim() for recorder in recorders]
-    return Pass(logits, slim, factors, torch.stack(suspect).any() if suspect else logits.new_zeros((), dtype=torch.bool))
-
-
-class Captured:
-    """A decode step as a CUDA graph: captured once, after two steps that warm up what is made at first use, and launched from then on.
-
-    Its tensors are the same at every step: a step's patch must be asked for before the next step is taken.
-
-    Raises:
-        ValueError: the state's cache is not static, or has windows that move.
-    """
-
-    def __init__(self, state: Decoding) -> None:
-        layers: list[Any] = state.cache.layers
-        if state.slot is None:
-            raise ValueError("expected a static cache for a CUDA graph: cache_implementation='static'")
-        if any(layer.is_sliding and layer.max_cache_len < state.ids.shape[1] for layer in layers):
-            raise ValueError("expected no window shorter than the sequence in a CUDA graph: the host decides where it moves")
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._token_ids = torch.zeros_like(state.ids[:, 0])
-        self._pass: Pass | None = None
-        self._both: bool | None = None
-
-    def run(self, state: Decoding, token_ids: Tensor, both: bool) -> Pass:
-        """The current token's pass."""
-        self._token_ids.copy_(token_ids)
-        if state.steps <= 2:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                state.push(self._token_ids)
-                made = run_pass(state, both)
-            torch.cuda.current_stream().wait_stream(stream)
-            return made
-        if self._graph is None:
-            self._graph, self._both = torch.cuda.CUDAGraph(), both
-            with torch.cuda.graph(self._graph):
-                state.push(self._token_ids)
-                self._pass = run_pass(state, both)
-        assert self._pass is not None and both == self._both
-        self._graph.replay()
-        return self._pass
-
-
-@contextmanager
-def _streams(state: Decoding, both: bool) -> Iterator[None]:
-    """Within this context the model runs both streams of the current token; its head one of them, or both."""
-    model, batch = state.patcher.model, len(state.ids)
-    with ExitStack() as stack:
-        if state.folded is not None:
-            stack.enter_context(state.folded.run(state.slot))
-        else:
-            stack.enter_context(restricted_attention(model, OneToken(state.mask, batch=batch)))
-        stack.enter_context(overriding(state.forwards))
-        head = model.get_output_embeddings()
-        if overridable(head):
-            # (2B, 1, d) -> (B, 1, V): the widest matrix of all, on the stream whose logits are wanted
-            forward = linear_forward(head) if is_plain_linear(head) else head.forward
-            stack.enter_context(overriding([(head, forward if both else lambda x: forward(x[-batch:]))]))
-        yield
+    return Decoded(made.logits[-batch:], made.logits[:batch] if both else None, _Recorded(state, made, both))
 
 
 class _Recorded:
     """The factors of one step, and how a patch is made of them."""
 
-    def __init__(self, state: Decoding, made: Pass, logits: Tensor | None) -> None:
-        self.state, self.length, self.logits = state, state.length, logits
-        self.factors, self.recorders = made.factors, made.recorders
+    def __init__(self, state: Decoding, made: Pass, both: bool) -> None:
+        self.state, self.made, self.both, self.length, self.live = state, made, both, state.length, state.live
+        self.blocks = tuple(state.patcher.blocks)  # also when it has been detached
 
     @torch.no_grad()
     def __call__(self) -> ContextPatch:
-        patcher = self.state.patcher
-        if fingerprints.weight_state(patcher.model, patcher.forms) != self.state.weights:
+        state, patcher = self.state, self.state.patcher
+        if fingerprints.weight_state(patcher.model, patcher.forms) != state.weights:
             raise ValueError("expected the weights that the step ran with, they have changed since: ask for the patch before that")
-        captured = self.state.captured is not None
-        if captured and self.length != self.state.length:
+        if not self.made.lasts():
             raise ValueError("expected a patch of a CUDA graph's step to be asked for before the next step")
-        layers = []
-        for held, recorder in zip(self.factors, self.recorders, strict=True):
-            factors = {name: factor.clone() for name, factor in held.items()} if captured else held
-            norms = recorder.block.norms
-            layers.append(factors | {f"{name}.scale": norm.scale for name, norm in norms.items() if f"{name}.new_scale" in factors})
-            recorder.settle()
-        seen = {entry.name: [getattr(recorder, entry.name) for recorder in self.recorders] for entry in fields(PatchReport)}
-        report = PatchReport(**{name: torch.stack(parts) for name, parts in seen.items()})
-        logits = None if self.logits is None else self.logits[: len(self.state.ids)].unsqueeze(1)
-        return patcher.patch_of(self.state.sequences_at(self.length), tuple(layers), report, logits)
+        layers = [self._of_live_rows(block, held) for block, held in zip(self.blocks, self.made.factors, strict=True)]
+        report = report_of([[notes.settle(self.live) for notes in self.made.notes]], slice(None))
+        logits = self.made.logits[: len(state.ids)].unsqueeze(1) if self.both else None
+        return patcher.patch_of(state.sequences_at(self.length), tuple(layers), report, logits)
+
+    def _of_live_rows(self, block: AttachedBlock, held: Factors) -> Factors:
+        """A block's factors, and its norms' scales beside their changes; the rows that had ended have no change."""
+        scales = {f"{name}.scale": norm.scale for name, norm in block.norms.items() if f"{name}.new_scale" in held}
+        found = {}
+        for name, factor in held.items():
+            if not factor.is_floating_point():  # which experts were chosen
+                found[name] = factor.clone()
+                continue
+            without = scales.get(name.replace(".new_scale", ".scale"), torch.zeros((), device=factor.device)).to(factor.dtype)
+            live = self.live.reshape(*self.live.shape, *[1] * (factor.dim() - 2))
+            found[name] = torch.where(live, factor, without)
+        return found | scales
 
 
 def _close(state: Decoding) -> Decoded:

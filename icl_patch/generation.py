@@ -17,9 +17,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import metrics, streams
-from icl_patch.decoding import Captured, Decoded, Decoding, Way, decode_one_token, fold, prefill
+from icl_patch.decoding import Decoded, Decoding, Way, decode_one_token, fold, prefill
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import text_config
+from icl_patch.fixed import fix
 from icl_patch.passes import Computation
 from icl_patch.patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
@@ -30,7 +31,10 @@ DEFAULT_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class ReplayCheck:
-    """A step against the replay of its patch, without context: the logits' distance relative to max |logit|, and the same choice, (B,)."""
+    """A step against the replay of its patch, without context: the logits' distance relative to max |logit|, and the same choice, (B,).
+
+    Of rows that had ended nothing is said: 0 and True.
+    """
 
     linf: Tensor
     same_argmax: Tensor
@@ -104,7 +108,13 @@ class Options:
     patches: bool = True
     check_every: int = 0
     prefill_chunk: int | None = None
+    compile: bool = False
     graph: bool = False
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the step runs on buffers that never move."""
+        return self.compile or self.graph
 
     def __post_init__(self) -> None:
         if self.logits not in LOGITS:
@@ -244,32 +254,30 @@ def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Dec
         )
     if options.graph and not prepared.ids.is_cuda:
         raise ValueError(f"expected a CUDA device with graph=True, got {prepared.ids.device}")
-    state = prefill(
+    return prefill(
         patcher,
         prepared.ids,
         prepared.mask,
         prepared.capacity,
-        _way(patcher, options.fast),
+        _way(patcher, options),
         chunk=options.prefill_chunk,
-        cache=prepared.cache,
+        cache=None if options.fixed else prepared.cache,
+        reserve=not options.fixed,
         **prepared.model_inputs,
     )
-    if options.graph and state.way is Way.CLOSING:
-        raise ValueError(f"expected an update of one pass with graph=True, {patcher.update!r} takes two passes on this model")
-    state.captured = Captured(state) if options.graph else None
-    return state
 
 
-def _way(patcher: ContextPatcher, fast: bool | None) -> Way:
+def _way(patcher: ContextPatcher, options: Options) -> Way:
     if patcher.closes:
-        if fast:
-            raise ValueError(f"expected an update of one pass with fast=True, {patcher.update!r} takes two passes on this model")
+        for name, wanted in (("fast", options.fast), ("compile", options.compile), ("graph", options.graph)):
+            if wanted:
+                raise ValueError(f"expected an update of one pass with {name}=True, {patcher.update!r} takes two passes on this model")
         return Way.CLOSING
-    if fast is not False:
+    if options.fast is not False:
         try:
             fold(patcher)
         except UnsupportedModelError:
-            if fast:
+            if options.fast:
                 raise
         else:
             return Way.FOLDED
@@ -289,8 +297,11 @@ def _next(state: Decoding, token_ids: Tensor, options: Options, number: int) -> 
         return decoded, logits, None
     replayed = state.patcher.replay(decoded.make_patch())[0][:, -1]
     logits = replayed if options.logits == "replay" else logits
-    check = ReplayCheck(metrics.linf(replayed, decoded.logits), metrics.same_argmax(replayed, decoded.logits)) if due else None
-    return decoded, logits, check
+    if not due:
+        return decoded, logits, None
+    ended = ~state.live[:, 0]  # they have no patch
+    linf, same = metrics.linf(replayed, decoded.logits), metrics.same_argmax(replayed, decoded.logits)
+    return decoded, logits, ReplayCheck(linf.masked_fill(ended, 0), same | ended)
 
 
 def _steps(state: Decoding, prepared: _Prepared, options: Options, streamer: BaseStreamer | None) -> Iterator[GenerationStep]:
@@ -300,6 +311,7 @@ def _steps(state: Decoding, prepared: _Prepared, options: Options, streamer: Bas
     token_ids, number = prepared.ids[:, -1], 0
     ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
     live, all_scores = torch.ones_like(token_ids, dtype=torch.bool), ()
+    release = fix(state, both=options.logits == "context", compiled=options.compile, graph=options.graph) if options.fixed else None
     try:
         while live.any():
             number += 1
@@ -317,5 +329,7 @@ def _steps(state: Decoding, prepared: _Prepared, options: Options, streamer: Bas
             live = ~ended
             state.end(live)
     finally:
+        if release is not None:
+            release()
         if streamer is not None:  # whoever waits for the text has waited enough, however it ended
             streamer.end()

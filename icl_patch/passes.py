@@ -13,9 +13,10 @@ from icl_patch import streams
 from icl_patch.attached import AttachedBlock, BlockTape, Factors, replaying
 from icl_patch.attention import Visibility
 from icl_patch.errors import ControllabilityError
+from icl_patch.notes import Notes, Obstacle
 from icl_patch.observing import observe
 from icl_patch.patch import ContextPatch, PatchReport
-from icl_patch.recording import BlockRecorder, Obstacle, recording
+from icl_patch.recording import BlockRecorder, recording
 from icl_patch.streams import Sequences
 
 
@@ -50,12 +51,13 @@ class Passes(ABC):
         """Both streams in one pass of 2B rows."""
         batch, columns = len(sequences.tail_ids), sequences.kept_columns
         valid = sequences.tail_mask & ~sequences.tail_absorbed
-        recorders = [BlockRecorder(block, self.update, valid, None) for block in self.blocks]
+        recorders = [BlockRecorder(block, self.update, (batch, valid.shape[1]), valid) for block in self.blocks]
         with recording(recorders):
             logits = streams.run_two_streams(self.model, sequences, cache)[:, columns]
             layers = self._factors(columns)
-        patch = self.patch_of(sequences, layers, _report([recorders], columns), logits[:batch])
-        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders], _obstacles([recorders], columns))
+        notes = [[recorder.notes for recorder in recorders]]
+        patch = self.patch_of(sequences, layers, report_of(notes, columns), logits[:batch])
+        return Computation(patch, logits[batch:], [recorder.seen for recorder in recorders], _obstacles(notes, columns))
 
     def patch_of(self, sequences: Sequences, layers: tuple[Factors, ...], report: PatchReport, logits: Tensor | None) -> ContextPatch:
         """The patch of one pass of both streams, from its parts."""
@@ -70,18 +72,19 @@ class Passes(ABC):
         logits, tapes = self._observe_tail(cache, sequences)
         patch = self._empty_patch(sequences, logits[:, columns], passes=2)
         prefix = self._prefix_cache(patch)
-        recorded: list[list[BlockRecorder]] = []
+        notes: list[list[Notes]] = []
         layers: list[tuple[Factors, ...]] = []
         reduced: list[Tensor] = []
         for part in self._calls(patch.kept_ids.shape[1]):
             mask = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
-            recorders = [BlockRecorder(block, update, mask, tape.part(part)) for block, tape in zip(self.blocks, tapes, strict=True)]
+            shape = (len(mask), mask.shape[1])
+            recorders = [BlockRecorder(block, update, shape, mask, tape.part(part)) for block, tape in zip(self.blocks, tapes, strict=True)]
             with recording(recorders):
                 reduced.append(self._run_kept(patch, prefix, part))
                 layers.append(self._factors(slice(None)))
-            recorded.append(recorders)
-        patch = replace(patch, layers=_joined_layers(layers), report=_report(recorded, slice(None)))
-        return Computation(patch, torch.cat(reduced, 1), tapes, _obstacles(recorded, slice(None)))
+            notes.append([recorder.notes for recorder in recorders])
+        patch = replace(patch, layers=_joined_layers(layers), report=report_of(notes, slice(None)))
+        return Computation(patch, torch.cat(reduced, 1), tapes, _obstacles(notes, slice(None)))
 
     def _calls(self, tokens: int) -> list[slice]:
         """The columns of each call of the model: all in one, but token by token for a recurrent model, whose classes continue so only."""
@@ -154,30 +157,30 @@ def _joined_layers(parts: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
     )
 
 
-def _report(recorded: list[list[BlockRecorder]], columns: Tensor | slice) -> PatchReport:
-    """What the recorders of every call observed; raises ControllabilityError if no patch can do what is wanted."""
+def report_of(notes: list[list[Notes]], columns: Tensor | slice) -> PatchReport:
+    """What was noted of every block in every call; raises ControllabilityError if no patch can do what is wanted."""
     try:
-        for token, recorders in enumerate(recorded):
-            for recorder in recorders:
-                recorder.check(columns, token)
+        for token, call in enumerate(notes):
+            for block in call:
+                block.check(columns, token)
     except ControllabilityError as error:
-        error.obstacles = _obstacles(recorded, columns)
+        error.obstacles = _obstacles(notes, columns)
         raise
 
     def stack(name: str) -> Tensor:
-        return torch.cat([torch.stack([getattr(recorder, name)[:, columns] for recorder in recorders]) for recorders in recorded], 2)
+        return torch.cat([torch.stack([getattr(block.report, name)[:, columns] for block in call]) for call in notes], 2)
 
     return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
 
 
-def _obstacles(recorded: list[list[BlockRecorder]], columns: Tensor | slice) -> tuple[tuple[Obstacle, ...], ...]:
-    """What every block noted, whether or not it is in the way of this patch: the recorders of every call, token after token."""
+def _obstacles(notes: list[list[Notes]], columns: Tensor | slice) -> tuple[tuple[Obstacle, ...], ...]:
+    """What every block noted, whether or not it is in the way of this patch: call after call, token after token."""
 
     def joined(parts: tuple[Obstacle, ...]) -> Obstacle:
         rows, always = (torch.cat([getattr(part, name)[:, columns] for part in parts], 1) for name in ("rows", "always"))
         return replace(parts[0], rows=rows, always=always)
 
     return tuple(
-        tuple(joined(parts) for parts in zip(*(recorder.obstacles.values() for recorder in block), strict=True))
-        for block in zip(*recorded, strict=True)
+        tuple(joined(parts) for parts in zip(*(call.obstacles.values() for call in block), strict=True))
+        for block in zip(*notes, strict=True)
     )

@@ -27,6 +27,7 @@ from icl_patch.streams import Sequences
 
 if TYPE_CHECKING:
     from icl_patch.dynamics import Dynamics
+    from icl_patch.fixed import FixedStep
     from icl_patch.generation import GenerationStep
 
 
@@ -67,6 +68,7 @@ class ContextPatcher(Passes):
         self._dtype = model.dtype
         self._applied = False
         self.folded: FoldedStreams | None = None  # made by icl_patch.decoding.fold when it is first wanted
+        self.fixed: dict[Any, FixedStep] = {}  # and these by icl_patch.fixed.fix
         self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
             self._attach()
@@ -102,6 +104,7 @@ class ContextPatcher(Passes):
     def detach(self) -> None:
         """Put the model's own modules back. The model is bit-identical to what came in; detaching twice is fine."""
         self.folded = None
+        self.fixed.clear()
         while self.blocks:
             self.blocks.pop().detach()
 
@@ -371,6 +374,7 @@ class ContextPatcher(Passes):
         patches: bool = True,
         check_every: int = 0,
         prefill_chunk: int | None = None,
+        compile: bool = False,
         graph: bool = False,
         **arguments: Any,
     ) -> "Iterator[GenerationStep]":
@@ -390,8 +394,11 @@ class ContextPatcher(Passes):
             patches: whether the steps keep what their patches are made of.
             check_every: replay every so many-th step without context and report the difference as ``step.check``; 0 for never.
             prefill_chunk: so many tokens of the context a pass; all at once by default.
-            graph: whether to capture the step as a CUDA graph; with ``cache_implementation="static"``. A step's patch must then be asked
-                for before the next step.
+            compile: whether to trace the step once and compile it (``torch.compile``), which takes seconds to minutes at the first two
+                tokens. The step is kept: another generation of as many rows, and as many tokens up to the next multiple of 256, finds
+                it made. It runs on a static cache of its own. Hooks in the model run while it is traced, not afterwards.
+            graph: whether to capture the step, compiled or not, as a CUDA graph, which is kept likewise. A step's patch must then be
+                asked for before the next step.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``, ``temperature``, ``eos_token_id``,
                 ``logits_processor``, ``stopping_criteria``, ``cache_implementation="static"``, further inputs of the model …
 
@@ -399,16 +406,23 @@ class ContextPatcher(Passes):
             An iterator of :class:`icl_patch.generation.GenerationStep`, one for every new token. It may be left at any time.
 
         Raises:
-            UnsupportedModelError: ``fast=True`` is not for this model.
+            UnsupportedModelError: ``fast=True``, ``compile=True`` or ``graph=True`` is not for this model.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens than the model has positions for.
         """
         from icl_patch import generation  # it stands above this module
 
-        options = generation.Options(logits, fast, patches, check_every, prefill_chunk, graph)
+        options = generation.Options(logits, fast, patches, check_every, prefill_chunk, compile, graph)
         return generation.generate(self, context_ids, context_mask, max_new_tokens, streamer, options, **arguments)
 
     def decoding_method(
-        self, *, streamer: BaseStreamer | None = None, logits: str = "reduced", fast: bool | None = False, prefill_chunk: int | None = None
+        self,
+        *,
+        streamer: BaseStreamer | None = None,
+        logits: str = "reduced",
+        fast: bool | None = False,
+        prefill_chunk: int | None = None,
+        compile: bool = False,
+        graph: bool = False,
     ) -> Callable[..., Any]:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(..., custom_generate=this)``.
 
@@ -417,7 +431,7 @@ class ContextPatcher(Passes):
         """
         from icl_patch import generation
 
-        return generation.decoding_method(self, streamer, generation.Options(logits, fast, False, 0, prefill_chunk))
+        return generation.decoding_method(self, streamer, generation.Options(logits, fast, False, 0, prefill_chunk, compile, graph))
 
     def require_attached(self) -> None:
         """Raises ValueError after :meth:`detach`, while a patch is applied, or if the model's dtype is not what it was."""

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from icl_patch import ops, updates
 from icl_patch.attached import AttachedBlock, BlockTape
-from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.experts import PatchedRouter, PatchedScaledExperts
 from icl_patch.families import Writer
 from icl_patch.modules import PatchedLinear, PatchedRMSNorm, add_bias_change
-from icl_patch.patch import PatchReport, blank_report
+from icl_patch.notes import Notes
 from icl_patch.recording_experts import record_experts, record_scaled_experts
 
 
@@ -34,23 +34,6 @@ class _Open:
     padding: Tensor | float  # the factor of columns that are no tokens
 
 
-@dataclass(frozen=True)
-class Obstacle:
-    """What keeps a block from being controllable, for some of B x T tokens.
-
-    Attributes:
-        side: "input" (Definition 3 of Goldwaser et al.) or "output" (Definition 4).
-        condition: in words.
-        rows: (B, T) bool, the tokens whose own change cannot be made.
-        always: (B, T) bool, the tokens for which some change could not be made, whether it is theirs or not.
-    """
-
-    side: str
-    condition: str
-    rows: Tensor
-    always: Tensor
-
-
 class BlockRecorder:
     """Computes one block's factors from what passes through it, and applies them on the way.
 
@@ -60,35 +43,26 @@ class BlockRecorder:
     Args:
         block: the block.
         update: "direct", "stable" or "exact"; exact needs a tape.
-        valid: (B, T) bool, the columns that are kept tokens.
+        shape: (B, T), the tokens.
+        valid: (B, T) bool, the columns that are kept tokens. None in a decode step with both streams, which gives every row a patch: its
+            notes are worked out when someone asks, and the block's output is not kept.
         tape: the block's values with the context, or None.
-        blank: a report of zeros, (B, T), for a decode step with both streams: what it observes is then worked out when
-            :meth:`settle` is called, and the block's output is not noted.
-        full: whether it is known that all columns are kept tokens.
     """
 
     def __init__(
         self,
         block: AttachedBlock,
         update: str,
-        valid: Tensor,
-        tape: BlockTape | None,
-        *,
-        blank: PatchReport | None = None,
-        full: bool = False,
+        shape: tuple[int, int],
+        valid: Tensor | None = None,
+        tape: BlockTape | None = None,
     ) -> None:
         assert update != "exact" or tape is not None
-        assert blank is None or tape is None
-        self.lean, self.full = blank is not None, full
-        self.block, self.form, self.update, self.valid, self.tape = block, block.form, update, valid, tape
+        assert valid is not None or tape is None
+        self.block, self.form, self.update, self.shape, self.valid, self.tape = block, block.form, update, shape, valid, tape
         self.exact = update == "exact"
         self.seen = BlockTape()
-        self.obstacles: dict[str, Obstacle] = {}
-        blank = blank or blank_report(valid)
-        self.status, self.misses, self.experts_changed = blank.status, blank.misses, blank.experts_changed
-        self.correction, self.reader_error = blank.correction, blank.reader_error
-        self._errors: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.at_zero: list[tuple[str, Tensor, Tensor, str]] = []
+        self.notes = Notes(block.block.path, valid)
         self._hidden: list[tuple[Tensor | None, Tensor]] = []
         self.direction: tuple[Tensor, ops.Direction] | None = None
         self._stable_scale: Tensor | None = None
@@ -101,11 +75,16 @@ class BlockRecorder:
 
     def split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Both streams of a module's rows, in any shape: each (B, T, ·)."""
-        x = x.reshape(-1, self.valid.shape[1], x.shape[-1])
+        x = x.reshape(-1, self.shape[1], x.shape[-1])
         if self.tape is not None:
             return None, x
         batch = x.shape[0] // 2
         return x[:batch], x[batch:]
+
+    @property
+    def rows(self) -> int:
+        """B · T."""
+        return self.shape[0] * self.shape[1]
 
     @staticmethod
     def join(x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
@@ -113,27 +92,15 @@ class BlockRecorder:
         joined = x if x_ctx is None else torch.cat([x_ctx.to(x.dtype), x])
         return joined.reshape(*like.shape[:-1], x.shape[-1])
 
-    def refuse(self, condition: str, rows: Tensor, always: Tensor, side: str = "output") -> None:
-        """Note the rows for which no change of the weights has the effect, and those for which none could have every effect."""
-        self.obstacles[condition] = Obstacle(side, condition, *(x if self.full else x & self.valid for x in (rows, always)))
-
-    @property
-    def uncontrollable(self) -> dict[str, Tensor]:
-        """The rows for which no change of the weights has the effect, by the condition."""
-        return {condition: obstacle.rows for condition, obstacle in self.obstacles.items()}
-
-    def refuse_at_zero(self, condition: str, inverse: Tensor, change: Tensor, side: str = "output") -> None:
-        """Note the rows whose input is 0 (``inverse`` of its squared norm, too) although their output must change."""
-        if self.lean:
-            self.at_zero.append((condition, inverse, change, side))
-        else:
-            self.refuse(condition, (inverse == 0) & (change != 0).any(-1), inverse == 0, side)
-
     def zero_padding(self, x: Tensor) -> Tensor:
         """Factors (B, T, ...) with 0 in the columns that are no tokens."""
-        if self.full:
+        return self.unless_padding(x, 0)
+
+    def unless_padding(self, x: Tensor, otherwise: Tensor | float) -> Tensor:
+        """x (B, T, ...) with something else in the columns that are no tokens."""
+        if self.valid is None:
             return x
-        return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.dim() - 2)), x, 0)
+        return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.dim() - 2)), x, otherwise)
 
     def open_loop(self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0) -> None:
         """Hand over ``base + factor · gain`` in fp64 for :meth:`on_end` to choose the factor, which is ``holder``'s attribute ``name``."""
@@ -163,14 +130,14 @@ class BlockRecorder:
         if len(self._hidden) < len(self.form.residual):
             raise UnsupportedModelError(f"{self.block.block.path}: its MLP ends before its residual stream is known")
         if self.form.branch == 0:
-            self.refuse("the factor of the block's branch is 0", (self.delta != 0).any(-1), self.valid)
+            self.notes.refuse("the factor of the block's branch is 0", (self.delta != 0).any(-1), torch.ones_like(self.delta[..., 0], dtype=torch.bool))
             return torch.zeros_like(self.delta)
         return self.delta / self.form.branch
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
         linear = layer.linear_map(z)
         if self.tape is not None or linear is None:
-            return self._read(name, layer, z, *layer.plain(z, self.valid.numel()))
+            return self._read(name, layer, z, *layer.plain(z, self.rows))
         direction = self.direction_of(self.split(z)[1])
         flat = ops.Direction(direction.v.flatten(0, 1), direction.inverse_norm2.flatten(), direction.coeff)
         out, u, _ = ops.record_linear(z.reshape(-1, z.shape[-1]), *linear, direction=flat)
@@ -198,35 +165,25 @@ class BlockRecorder:
         assert self.direction is not None
         self.seen.readers[name] = reference
         layer.u, layer.v = self.zero_padding(u), self.direction[1].v
-        self.refuse_at_zero(f"the input z of {name} is 0", self.direction[1].inverse_norm2, layer.u, "input")
-        self.note_error(patched, reference, reference - u)
-
-    def note_error(self, patched: Tensor, reference: Tensor, plain: Tensor) -> None:
-        """Relative to the larger of the outputs with and without the context: a gate has one number, which may be near 0."""
-        if self.lean:
-            self._errors.append((patched, reference, plain))
-            return
-        size = torch.maximum(reference.abs(), plain.abs()).amax(-1).clamp(min=torch.finfo(reference.dtype).tiny)
-        error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
-        error = error if error.dim() == 2 else error.amax(-1)
-        self.reader_error = torch.where(self.valid, torch.maximum(self.reader_error, error), 0.0)
+        self.notes.refuse_at_zero(f"the input z of {name} is 0", self.direction[1].inverse_norm2, layer.u, "input")
+        self.notes.reader(patched, reference, reference - u)
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction of the readers' common input, computed once a block."""
-        if self.direction is None or self.direction[0].data_ptr() != z.data_ptr():
+        if self.direction is None or not _same_place(self.direction[0], z):
             found = ops.read_direction(z)
             self.direction = (z, found._replace(v=self.zero_padding(found.v)))
         return self.direction[1]
 
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (M, ...) as (B, T, ...)."""
-        return x.reshape(*self.valid.shape, *x.shape[1:])
+        return x.reshape(*self.shape, *x.shape[1:])
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         if self.form.writer is Writer.SCALE and self.update == "direct":
             plain: Tensor = layer.base_layer(h)
             return plain
-        plain, dtype = layer.plain(h, self.valid.numel())
+        plain, dtype = layer.plain(h, self.rows)
         y_ctx, y = self.split(plain)
         _, h_own = self.split(h)
         if self.form.writer is Writer.SCALE:
@@ -245,7 +202,7 @@ class BlockRecorder:
             patched = add_bias_change(y, layer.bias_change, dtype)
         else:
             v, inverse, _ = ops.read_direction(h_own, dtype if self.exact else None)
-            self.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, wanted)
+            self.notes.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, wanted)
             layer.u, layer.v = wanted.to(v.dtype), self.zero_padding(v)
             gain, name = (h_own.double() * layer.v).sum(-1, keepdim=True), "u"
             patched = _add(y, h_own, layer.u, layer.v, dtype)
@@ -257,7 +214,7 @@ class BlockRecorder:
         """The output matrix's share of a stable update."""
         v, inverse, _ = ops.read_direction(h)
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(v)
-        self.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, u)
+        self.notes.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, u)
         patched = _add(y, h, u, v, dtype)
         if self.exact:
             u = self.zero_padding(updates.off_zero(u, patched, y))
@@ -276,8 +233,7 @@ class BlockRecorder:
         """:func:`icl_patch.updates.stable_scale` on (B, T, d): u and m'; the worse status is noted."""
         flat = [part.reshape(-1, part.shape[-1]) for part in (delta, x)]
         stable = updates.stable_scale(flat[0], norm.scale, flat[1], norm.eps)
-        status = stable.status.reshape(self.valid.shape)
-        self.status = torch.where(self.valid, torch.maximum(self.status, status.to(self.status.dtype)), self.status)
+        self.notes.inversion(stable.status.reshape(self.shape))
         return stable.u.reshape(x.shape), stable.new_scale.reshape(x.shape)
 
     def on_beside(self, _module: Any, _args: Any, out: Tensor) -> None:
@@ -306,7 +262,7 @@ class BlockRecorder:
             # through an exact 0 of the sum no scale of the block's norm can reach: any small number will do instead
             cancelled = (self._beside + made == 0) & self.exact
             new_scale = torch.where(cancelled, new_scale * (1 + max(2.0**-12, 2 * torch.finfo(x.dtype).eps)), new_scale)
-            layer.new_scale = torch.where(self.valid.unsqueeze(-1), new_scale, layer.scale.to(new_scale.dtype))
+            layer.new_scale = self.unless_padding(new_scale, layer.scale.to(new_scale.dtype))
             made = layer.apply_scale(x_own, layer.new_scale)
         return self.join(None if x_ctx is None else layer.base_layer(x_ctx), made, x)
 
@@ -317,11 +273,11 @@ class BlockRecorder:
             wanted = self.wanted()
             new_scale = updates.direct_scale(wanted, normalized, layer.scale)
             dead = normalized == 0
-            self.refuse(f"the input of {self.form.post_norm} is 0 where delta is not", (dead & (wanted != 0)).any(-1), dead.any(-1))
+            self.notes.refuse(f"the input of {self.form.post_norm} is 0 where delta is not", (dead & (wanted != 0)).any(-1), dead.any(-1))
         else:
             assert self._stable_scale is not None
             new_scale = self._stable_scale if self.exact else self._stable_scale.to(normalized.dtype)
-        layer.new_scale = torch.where(self.valid.unsqueeze(-1), new_scale, layer.scale.to(new_scale.dtype))
+        layer.new_scale = self.unless_padding(new_scale, layer.scale.to(new_scale.dtype))
         if self.exact:
             self.open_loop(torch.zeros_like(normalized), normalized, layer, "new_scale", layer.scale.double())
         made = layer.apply_scale(x_own, layer.new_scale)
@@ -341,30 +297,12 @@ class BlockRecorder:
         written = self.form.branch * (self._open.base + self._open.factor * self._open.gain)
         rest = self.split(total)[1] - written
         closed = updates.close(self.tape.output, rest, self._open.base, self._open.gain, self._open.factor, self.form.branch)
-        factor = torch.where(self.valid.unsqueeze(-1), closed.factor, self._open.padding)
+        factor = self.unless_padding(closed.factor, self._open.padding)
         setattr(self._open.holder, self._open.name, factor)
-        self.misses = torch.where(self.valid, closed.misses, 0)
-        self.correction = torch.where(self.valid, closed.correction, 0.0)
+        self.notes.closing(closed.misses, closed.correction)
         # padding goes on as it will in the replay: which rows an expert gets decides how its products round
         unpatched = updates.round_sum(self.split(total)[1], written, closed.output.dtype)
-        return torch.where(self.valid.unsqueeze(-1), closed.output, unpatched).reshape(total.shape)
-
-    # -- afterwards
-
-    def slim(self) -> "BlockRecorder":
-        """Itself, without what only the pass needed."""
-        self._hidden, self.direction, self._stable_scale, self.seen = [], None, None, BlockTape()
-        self._inner_scale = self._beside = None
-        del self.delta
-        return self
-
-    def settle(self) -> None:
-        """Work out what a decode step observed."""
-        errors, at_zero, self._errors, self.at_zero, self.lean = self._errors, self.at_zero, [], [], False
-        for error in errors:
-            self.note_error(*error)
-        for condition in at_zero:
-            self.refuse_at_zero(*condition)
+        return self.unless_padding(closed.output, unpatched).reshape(total.shape)
 
     def install(self, stack: ExitStack) -> None:
         """Set the block's modules to record, and its hooks."""
@@ -384,20 +322,10 @@ class BlockRecorder:
             block.inner_norm.record(self.inner_norm)
             beside = block.module.get_submodule(self.form.beside)
             stack.callback(beside.register_forward_hook(self.on_beside).remove)
-        if not self.lean:
+        if self.valid is not None:
             block.on_start(stack, self.on_start)
             block.on_end(stack, self.on_end, first=True)
         block.on_residual(stack, self.on_residual)
-
-    def check(self, columns: Tensor | slice, start: int = 0) -> None:
-        """Raises ControllabilityError for the first of the kept columns that no change of this block's weights can serve.
-
-        ``start``: the number of kept tokens before the first column.
-        """
-        for condition, rows in self.uncontrollable.items():
-            if rows.any():
-                row, token = rows[:, columns].nonzero()[0].tolist()
-                raise ControllabilityError(f"{self.block.block.path}, row {row}, kept token {start + token}: {condition}")
 
 
 @contextmanager
@@ -407,6 +335,11 @@ def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
         for recorder in recorders:
             recorder.install(stack)
         yield
+
+
+def _same_place(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one layout are the same numbers; fake ones, which have no address, too."""
+    return x.storage_offset() == y.storage_offset() and x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 def _add(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
         z_ctx, index_ctx = recorder.tape.experts
     assert z_ctx is not None and index_ctx is not None
     recorder.seen.experts = (z_ctx, index_ctx)
-    recorder.experts_changed = torch.where(recorder.valid, _changed(index_own, index_ctx), 0)
+    recorder.notes.experts(_changed(index_own, index_ctx))
     weights = recorder.split(weights)[1].flatten(0, 1)
     flat, chosen = z_own.flatten(0, 1), index_own.flatten(0, 1)
     read = layer.read(flat, chosen)
@@ -37,10 +37,10 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
     read_ctx = layer.read(z_ctx.flatten(0, 1), chosen)
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z_own)
-    recorder.refuse(f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1), inverse == 0, "input")
+    recorder.notes.refuse(f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1), inverse == 0, "input")
     layer.read_u, layer.read_v = u, v
     patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
-    recorder.note_error(*map(recorder.unflat, (patched, read_ctx, read)))
+    recorder.notes.reader(*map(recorder.unflat, (patched, read_ctx, read)))
     return recorder.join(out_ctx, _end(recorder, layer, patched, chosen, weights), z)
 
 
@@ -59,7 +59,7 @@ def _end(recorder: BlockRecorder, layer: PatchedExperts, read: Tensor, chosen: T
 def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, x: Tensor) -> Tensor:
     """The same for experts that read ``s_e z``: x (E·M, d), expert after expert."""
     count = layer.base_layer.gate_up_proj.shape[0]
-    rows, batch = x.reshape(count, -1, x.shape[-1]), recorder.valid.numel()
+    rows, batch = x.reshape(count, -1, x.shape[-1]), recorder.rows
     own = rows[:, -batch:]
     index, slots = layer.active(own)
     if recorder.tape is None:
@@ -69,7 +69,7 @@ def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, 
         slots_ctx, index_ctx = (part.flatten(0, 1) for part in recorder.tape.experts)
         slots_ctx = slots_ctx.reshape(*index_ctx.shape, -1)
     recorder.seen.experts = (recorder.unflat(slots_ctx.flatten(1)), recorder.unflat(index_ctx))
-    recorder.experts_changed = torch.where(recorder.valid, _changed(*map(recorder.unflat, (index, index_ctx))), 0)
+    recorder.notes.experts(_changed(*map(recorder.unflat, (index, index_ctx))))
     read = layer.read(slots, index)
     wanted = layer.read(slots_ctx, index_ctx).take_along_dim(_slots_of(index, index_ctx).unsqueeze(-1), 1)
     v = recorder.direction[1].v.flatten(0, 1) if recorder.direction is not None else None
@@ -79,7 +79,7 @@ def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, 
     change = updates.reader_update(wanted, read)
     u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))
     dead, needed = recorder.unflat(scale == 0), recorder.unflat((change != 0).any(-1, keepdim=True))
-    recorder.refuse(f"the input of {recorder.form.experts} is 0", (dead & needed).flatten(2).any(-1), dead.flatten(2).any(-1), "input")
+    recorder.notes.refuse(f"the input of {recorder.form.experts} is 0", (dead & needed).flatten(2).any(-1), dead.flatten(2).any(-1), "input")
     layer.read_u, layer.read_v, layer.index = u, recorder.unflat(v), recorder.unflat(index)
 
     def add(made: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, 
         return torch.cat([made[:, :-batch], patched], 1)
 
     patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
-    recorder.note_error(*map(recorder.unflat, (patched, wanted, read)))
+    recorder.notes.reader(*map(recorder.unflat, (patched, wanted, read)))
     return layer.with_read(x, add)
 
 
@@ -103,7 +103,7 @@ def _write(recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: T
     total = shares.sum(-1, keepdim=True)
     wanted = wanted.to(wide)
     none = total[..., 0] == 0
-    recorder.refuse(f"the weights of the experts that {recorder.form.experts} can use sum to 0", none & (wanted != 0).any(-1), none)
+    recorder.notes.refuse(f"the weights of the experts that {recorder.form.experts} can use sum to 0", none & (wanted != 0).any(-1), none)
     share = torch.where(total == 0, 0, 1 / total).to(wide)
     u, v = (wanted * share, None) if v is None else (wanted, recorder.zero_padding(v * share.unsqueeze(-1)))
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))

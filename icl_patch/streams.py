@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from icl_patch.attention import Visibility, restricted_attention
 from icl_patch.calling import call
+from icl_patch.errors import UnsupportedModelError
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -79,6 +80,27 @@ def reserve(cache: Cache, capacity: int) -> None:
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.dim() == 4:
             cache.layers[index] = ReservedLayer(layer, capacity)
+
+
+def static_cache(cache: Cache, capacity: int) -> Cache:
+    """An empty cache with a fixed place for each of ``capacity`` tokens in every layer, also where the model has a window: the mask knows.
+
+    Raises:
+        UnsupportedModelError: ``cache`` keeps something else than the keys and values of tokens.
+    """
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys.dim() != 4:
+            raise UnsupportedModelError(f"expected a cache of keys and values (B, heads, S, ·) to fix in place, got a {type(layer).__name__}")
+    return Cache(layers=[StaticLayer(max_cache_len=capacity) for _ in cache.layers])
+
+
+def copy_cache(cache: Cache, static: Cache, length: int) -> None:
+    """Put ``length`` tokens of a dynamic cache into one of :func:`static_cache`, in place; what a window has left behind stays 0."""
+    layers: list[Any] = static.layers
+    for held, layer in zip(cache.layers, layers, strict=True):
+        layer.reset()
+        layer.cumulative_length += length - held.keys.shape[-2]
+        layer.update(held.keys, held.values)
 
 
 @dataclass(frozen=True)

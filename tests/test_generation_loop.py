@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics, streams
-from icl_patch.decoding import Decoding, Way, decode_one_token, prefill, run_pass
+from icl_patch.decoding import Feed, Way, decode_one_token, prefill
 from icl_patch.generation import GenerationStep
 
 MASK = ragged(3, 9, side="left")
@@ -265,19 +265,20 @@ def test_a_step_on_a_static_cache_waits_for_nothing_and_moves_no_buffer() -> Non
             cache = StaticCache(config=model.config, max_cache_len=14)
             state = prefill(patcher, ids, MASK, 14, way, cache=cache)
 
-            def places(state: Decoding = state) -> list[int]:
-                held = [state.ids, state.mask, state.positions, state.current, state.slot, state.live]
-                held += [x for layer in state.cache.layers for x in (layer.keys, layer.values, layer.cumulative_length)]
+            step: Any = state.step
+
+            def places(feed: Feed = step.feed) -> list[int]:
+                held = [feed.current, feed.positions, feed.mask, feed.slot]
+                layers: list[Any] = feed.cache.layers
+                held += [x for layer in layers for x in (layer.keys, layer.values, layer.cumulative_length)]
                 return [x.data_ptr() for x in held]
 
             before = places()
             for column in (8, 7, 6):
                 decode_one_token(state, ids[:, column])
             assert places() == before
-            state.length += 1
             with FakeTensorMode(allow_non_fake_inputs=True):
-                state.push(ids[:, 5])
-                made = run_pass(state, False)
+                made = step(ids[:, 5], False)
                 assert made.logits.shape == (3, model.config.vocab_size)
                 with pytest.raises(DataDependentOutputException):  # this would notice
                     bool(made.suspect)

@@ -1,0 +1,184 @@
+"""A decode step that is taken down once and run from then on: compiled, as a CUDA graph, or both.
+
+What it reads lies in buffers that never move, so that neither the next token nor the next context needs another one. It is traced as it
+runs, below Python: of hooks, of contexts and of what the model's classes do on the way nothing is left but the operators, and whatever
+cannot be taken down so (a look at a number, say) is an error.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from icl_patch import streams
+from icl_patch.decoding import Decoding, Feed, Pass, Step
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.notes import Notes
+
+# A step is for one number of tokens; the capacity is rounded up to a multiple of this so that contexts of other lengths find it made.
+_CAPACITY = 256
+_KEPT = 2  # steps, and the caches they run on, that a patcher keeps between generations
+
+Run = Callable[[Tensor, bool], Pass]
+
+
+class Traced:
+    """A step as a compiled graph of operators.
+
+    Raises:
+        UnsupportedModelError: the model's pass cannot be traced.
+    """
+
+    def __init__(self, step: Step, batch: int) -> None:
+        self._step = step
+        self._token_ids = step.feed.current.new_zeros(batch)
+        self._graph: Callable[[], list[Tensor]] | None = None
+        self._leaves: list[Any] = []  # of a pass: what is no tensor, and None where the graph gives one
+        self._tree: Any = None
+
+    def __call__(self, token_ids: Tensor, both: bool) -> Pass:
+        """The token's pass."""
+        self._token_ids.copy_(token_ids)
+        if self._graph is None:
+            return self._trace(both)
+        made = iter(self._graph())
+        logits, suspect, factors, collected = tree_unflatten([next(made) if x is None else x for x in self._leaves], self._tree)
+        notes = [Notes(block.block.path, None, collected=of) for block, of in zip(self._step.patcher.blocks, collected, strict=True)]
+        return Pass(logits, suspect, factors, notes)
+
+    def _trace(self, both: bool) -> Pass:
+        passes: list[Pass] = []
+
+        def run() -> list[Tensor]:
+            made = self._step(self._token_ids, both)
+            passes.append(made)
+            leaves, self._tree = tree_flatten((made.logits, made.suspect, made.factors, [notes.collected for notes in made.notes]))
+            self._leaves = [None if isinstance(x, Tensor) else x for x in leaves]
+            return [x for x in leaves if isinstance(x, Tensor)]
+
+        name = type(self._step.patcher.model).__name__
+        try:
+            graph = make_fx(run)()
+        except Exception as cause:  # of the model's own code, which nobody here has seen
+            raise UnsupportedModelError(f"compile=True does not cover {name}: {cause}") from cause
+        self._graph = torch.compile(graph, fullgraph=True, dynamic=False)
+        return passes[0]
+
+
+class Captured:
+    """A step as a CUDA graph: captured after a few calls, which make what is made at first use, and launched from then on.
+
+    Its tensors are the same at every call.
+    """
+
+    _WARM_UP = 3
+
+    def __init__(self, run: Run, feed: Feed, batch: int) -> None:
+        self._run, self._calls = run, 0
+        self._token_ids = feed.current.new_zeros(batch)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._pass: Pass | None = None
+
+    def __call__(self, token_ids: Tensor, both: bool) -> Pass:
+        """The token's pass."""
+        self._token_ids.copy_(token_ids)
+        self._calls += 1
+        if self._calls <= self._WARM_UP:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                made = self._run(self._token_ids, both)
+            torch.cuda.current_stream().wait_stream(stream)
+            return made
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._pass = self._run(self._token_ids, both)
+        assert self._pass is not None
+        self._graph.replay()
+        return replace(self._pass, lasts=lambda number=self._calls: number == self._calls)
+
+
+class FixedStep:
+    """A step on buffers of its own, for one number of rows and tokens.
+
+    Args:
+        state: a context in a dynamic cache. capacity: the most tokens. both: whether the context stream's logits are given too.
+        compiled, graph: whether it is to be compiled, and captured as a CUDA graph.
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be fixed in place.
+    """
+
+    def __init__(self, state: Decoding, capacity: int, both: bool, compiled: bool, graph: bool) -> None:
+        assert isinstance(state.step, Step)
+        feed, batch = state.step.feed, len(state.ids)
+        with torch.inference_mode(False):
+            rows, like = len(feed.current), feed.current.new_zeros
+            self.feed = Feed(
+                current=like(rows, 1),
+                positions=like(rows, 1),
+                mask=like(rows, capacity),
+                cache=streams.static_cache(_filled(state), capacity),
+                slot=like(1),
+                length=0,
+            )
+            step = replace(state.step, feed=self.feed)
+            self._both = both
+            self._run: Run = Traced(step, batch) if compiled else step
+            self._run = Captured(self._run, self.feed, batch) if graph else self._run
+
+    def __call__(self, token_ids: Tensor, both: bool) -> Pass:
+        """The token's pass."""
+        assert both == self._both
+        with torch.inference_mode(False), torch.no_grad():
+            return self._run(token_ids, both)
+
+    def start_from(self, feed: Feed) -> None:
+        """Make the buffers say what a feed with a dynamic cache says."""
+        with torch.inference_mode(False), torch.no_grad():
+            assert self.feed.slot is not None
+            self.feed.positions.copy_(feed.positions)
+            self.feed.slot.fill_(feed.length - 1)
+            self.feed.mask.zero_()
+            self.feed.mask[:, : feed.length] = feed.mask[:, : feed.length]
+            if feed.length:
+                streams.copy_cache(feed.cache, self.feed.cache, feed.length)
+
+
+def _filled(state: Decoding) -> Any:
+    """A cache as the model makes it, with a token in every layer: the state's, or one of a token's own."""
+    feed = state.step.feed
+    if feed.length:
+        return feed.cache
+    cache, one = streams.new_cache(state.patcher.model), torch.zeros_like(feed.current)
+    streams.run(state.patcher.model, one, torch.ones_like(one), one, cache, last_logits=1)
+    return cache
+
+
+def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable[[], None]:
+    """Let a context's steps run on buffers that never move.
+
+    A patcher keeps the steps that were made last for the contexts to come. None serves two contexts at a time: what is returned is to be
+    called when this one needs its step no more.
+    """
+    assert isinstance(state.step, Step)
+    patcher, feed = state.patcher, state.step.feed
+    capacity = -(-state.ids.shape[1] // _CAPACITY) * _CAPACITY
+    weights = tuple(x.data_ptr() for x in (*patcher.model.parameters(), *patcher.model.buffers()))
+    key = (len(state.ids), capacity, state.way, both, compiled, graph, feed.current.device, weights)
+    fixed = patcher.fixed.pop(key, None) or FixedStep(state, capacity, both, compiled, graph)
+    fixed.start_from(feed)
+    state.step, state.cache = fixed, fixed.feed.cache
+
+    def release() -> None:
+        if patcher.attached:
+            patcher.fixed[key] = fixed
+        while len(patcher.fixed) > _KEPT:
+            del patcher.fixed[next(iter(patcher.fixed))]
+
+    return release
