@@ -8,8 +8,8 @@ from torch import Tensor
 from icl_patch import streams
 from icl_patch.errors import ControllabilityError
 from icl_patch.families import Block
-from icl_patch.patcher import ContextPatcher
 from icl_patch.notes import Obstacle
+from icl_patch.patcher import ContextPatcher
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,8 @@ runs, below Python: of hooks, of contexts and of what the model's classes do on 
 cannot be taken down so (a look at a number, say) is an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Traced:
         self._step = step
         self._token_ids = step.feed.current.new_zeros(batch)
         self._graph: Callable[[], list[Tensor]] | None = None
+        self._compiled = False
         self._leaves: list[Any] = []  # of a pass: what is no tensor, and None where the graph gives one
         self._tree: Any = None
 
@@ -45,7 +47,13 @@ class Traced:
         self._token_ids.copy_(token_ids)
         if self._graph is None:
             return self._trace(both)
-        made = iter(self._graph())
+        if not self._compiled:
+            with self._covering():
+                tensors = self._graph()
+            self._compiled = True
+        else:
+            tensors = self._graph()
+        made = iter(tensors)
         logits, suspect, factors, collected = tree_unflatten([next(made) if x is None else x for x in self._leaves], self._tree)
         notes = [Notes(block.block.path, None, collected=of) for block, of in zip(self._step.patcher.blocks, collected, strict=True)]
         return Pass(logits, suspect, factors, notes)
@@ -60,13 +68,23 @@ class Traced:
             self._leaves = [None if isinstance(x, Tensor) else x for x in leaves]
             return [x for x in leaves if isinstance(x, Tensor)]
 
-        name = type(self._step.patcher.model).__name__
-        try:
-            graph = make_fx(run)()
-        except Exception as cause:  # of the model's own code, which nobody here has seen
-            raise UnsupportedModelError(f"compile=True does not cover {name}: {cause}") from cause
-        self._graph = torch.compile(graph, fullgraph=True, dynamic=False)
+        with self._covering():
+            self._graph = _compiled(make_fx(run)())
         return passes[0]
+
+    @contextmanager
+    def _covering(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as cause:  # of the model's own code, which nobody here has seen
+            name, reason = type(self._step.patcher.model).__name__, str(cause).partition("\n")[0]
+            raise UnsupportedModelError(f"compiled=True does not cover {name}: {reason}") from cause
+
+
+def _compiled(graph: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """Compiled when it is first called."""
+    made: Callable[[], list[Tensor]] = torch.compile(graph, fullgraph=True, dynamic=False)
+    return made
 
 
 class Captured:
@@ -100,7 +118,8 @@ class Captured:
                 self._pass = self._run(self._token_ids, both)
         assert self._pass is not None
         self._graph.replay()
-        return replace(self._pass, lasts=lambda number=self._calls: number == self._calls)
+        number = self._calls
+        return replace(self._pass, lasts=lambda: number == self._calls)
 
 
 class FixedStep:
@@ -146,12 +165,12 @@ class FixedStep:
             self.feed.slot.fill_(feed.length - 1)
             self.feed.mask.zero_()
             self.feed.mask[:, : feed.length] = feed.mask[:, : feed.length]
-            if feed.length:
-                streams.copy_cache(feed.cache, self.feed.cache, feed.length)
+            streams.copy_cache(feed.cache, self.feed.cache, feed.length)
 
 
 def _filled(state: Decoding) -> Any:
     """A cache as the model makes it, with a token in every layer: the state's, or one of a token's own."""
+    assert isinstance(state.step, Step)
     feed = state.step.feed
     if feed.length:
         return feed.cache

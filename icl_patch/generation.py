@@ -108,13 +108,13 @@ class Options:
     patches: bool = True
     check_every: int = 0
     prefill_chunk: int | None = None
-    compile: bool = False
+    compiled: bool = False
     graph: bool = False
 
     @property
     def fixed(self) -> bool:
         """Whether the step runs on buffers that never move."""
-        return self.compile or self.graph
+        return self.compiled or self.graph
 
     def __post_init__(self) -> None:
         if self.logits not in LOGITS:
@@ -269,7 +269,7 @@ def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Dec
 
 def _way(patcher: ContextPatcher, options: Options) -> Way:
     if patcher.closes:
-        for name, wanted in (("fast", options.fast), ("compile", options.compile), ("graph", options.graph)):
+        for name, wanted in (("fast", options.fast), ("compiled", options.compiled), ("graph", options.graph)):
             if wanted:
                 raise ValueError(f"expected an update of one pass with {name}=True, {patcher.update!r} takes two passes on this model")
         return Way.CLOSING
@@ -311,7 +311,7 @@ def _steps(state: Decoding, prepared: _Prepared, options: Options, streamer: Bas
     token_ids, number = prepared.ids[:, -1], 0
     ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
     live, all_scores = torch.ones_like(token_ids, dtype=torch.bool), ()
-    release = fix(state, both=options.logits == "context", compiled=options.compile, graph=options.graph) if options.fixed else None
+    release = fix(state, both=options.logits == "context", compiled=options.compiled, graph=options.graph) if options.fixed else None
     try:
         while live.any():
             number += 1

@@ -374,7 +374,7 @@ class ContextPatcher(Passes):
         patches: bool = True,
         check_every: int = 0,
         prefill_chunk: int | None = None,
-        compile: bool = False,
+        compiled: bool = False,
         graph: bool = False,
         **arguments: Any,
     ) -> "Iterator[GenerationStep]":
@@ -394,7 +394,7 @@ class ContextPatcher(Passes):
             patches: whether the steps keep what their patches are made of.
             check_every: replay every so many-th step without context and report the difference as ``step.check``; 0 for never.
             prefill_chunk: so many tokens of the context a pass; all at once by default.
-            compile: whether to trace the step once and compile it (``torch.compile``), which takes seconds to minutes at the first two
+            compiled: whether to trace the step once and compile it (``torch.compile``), which takes seconds to minutes at the first two
                 tokens. The step is kept: another generation of as many rows, and as many tokens up to the next multiple of 256, finds
                 it made. It runs on a static cache of its own. Hooks in the model run while it is traced, not afterwards.
             graph: whether to capture the step, compiled or not, as a CUDA graph, which is kept likewise. A step's patch must then be
@@ -406,12 +406,12 @@ class ContextPatcher(Passes):
             An iterator of :class:`icl_patch.generation.GenerationStep`, one for every new token. It may be left at any time.
 
         Raises:
-            UnsupportedModelError: ``fast=True``, ``compile=True`` or ``graph=True`` is not for this model.
+            UnsupportedModelError: ``fast=True``, ``compiled=True`` or ``graph=True`` is not for this model.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens than the model has positions for.
         """
         from icl_patch import generation  # it stands above this module
 
-        options = generation.Options(logits, fast, patches, check_every, prefill_chunk, compile, graph)
+        options = generation.Options(logits, fast, patches, check_every, prefill_chunk, compiled, graph)
         return generation.generate(self, context_ids, context_mask, max_new_tokens, streamer, options, **arguments)
 
     def decoding_method(
@@ -421,7 +421,7 @@ class ContextPatcher(Passes):
         logits: str = "reduced",
         fast: bool | None = False,
         prefill_chunk: int | None = None,
-        compile: bool = False,
+        compiled: bool = False,
         graph: bool = False,
     ) -> Callable[..., Any]:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(..., custom_generate=this)``.
@@ -431,7 +431,7 @@ class ContextPatcher(Passes):
         """
         from icl_patch import generation
 
-        return generation.decoding_method(self, streamer, generation.Options(logits, fast, False, 0, prefill_chunk, compile, graph))
+        return generation.decoding_method(self, streamer, generation.Options(logits, fast, False, 0, prefill_chunk, compiled, graph))
 
     def require_attached(self) -> None:
         """Raises ValueError after :meth:`detach`, while a patch is applied, or if the model's dtype is not what it was."""

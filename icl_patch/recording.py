@@ -130,7 +130,9 @@ class BlockRecorder:
         if len(self._hidden) < len(self.form.residual):
             raise UnsupportedModelError(f"{self.block.block.path}: its MLP ends before its residual stream is known")
         if self.form.branch == 0:
-            self.notes.refuse("the factor of the block's branch is 0", (self.delta != 0).any(-1), torch.ones_like(self.delta[..., 0], dtype=torch.bool))
+            self.notes.refuse(
+                "the factor of the block's branch is 0", (self.delta != 0).any(-1), torch.ones_like(self.delta[..., 0], dtype=torch.bool)
+            )
             return torch.zeros_like(self.delta)
         return self.delta / self.form.branch
 

@@ -37,7 +37,9 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
     read_ctx = layer.read(z_ctx.flatten(0, 1), chosen)
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z_own)
-    recorder.notes.refuse(f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1), inverse == 0, "input")
+    recorder.notes.refuse(
+        f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1), inverse == 0, "input"
+    )
     layer.read_u, layer.read_v = u, v
     patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
     recorder.notes.reader(*map(recorder.unflat, (patched, read_ctx, read)))
@@ -79,7 +81,9 @@ def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, 
     change = updates.reader_update(wanted, read)
     u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))
     dead, needed = recorder.unflat(scale == 0), recorder.unflat((change != 0).any(-1, keepdim=True))
-    recorder.notes.refuse(f"the input of {recorder.form.experts} is 0", (dead & needed).flatten(2).any(-1), dead.flatten(2).any(-1), "input")
+    recorder.notes.refuse(
+        f"the input of {recorder.form.experts} is 0", (dead & needed).flatten(2).any(-1), dead.flatten(2).any(-1), "input"
+    )
     layer.read_u, layer.read_v, layer.index = u, recorder.unflat(v), recorder.unflat(index)
 
     def add(made: Tensor) -> Tensor:

@@ -83,24 +83,34 @@ def reserve(cache: Cache, capacity: int) -> None:
 
 
 def static_cache(cache: Cache, capacity: int) -> Cache:
-    """An empty cache with a fixed place for each of ``capacity`` tokens in every layer, also where the model has a window: the mask knows.
+    """A cache with a fixed place for each of ``capacity`` tokens in every layer, also where the model has a window: its mask knows.
 
     Raises:
-        UnsupportedModelError: ``cache`` keeps something else than the keys and values of tokens.
+        UnsupportedModelError: ``cache``, of one token at least, keeps something else than keys and values.
     """
-    for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys.dim() != 4:
-            raise UnsupportedModelError(f"expected a cache of keys and values (B, heads, S, ·) to fix in place, got a {type(layer).__name__}")
-    return Cache(layers=[StaticLayer(max_cache_len=capacity) for _ in cache.layers])
+    held: list[Any] = cache.layers
+    layers: list[Any] = []
+    for layer in held:
+        nothing = getattr(layer, "keys", ()) is None  # it shares another layer's
+        if not nothing and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedModelError(f"expected a cache of keys and values to fix in place, got a {type(layer).__name__}")
+        layers.append(layer if nothing else StaticLayer(max_cache_len=capacity))
+        if not nothing:
+            layers[-1].update(layer.keys, layer.values)  # the places are made by the first
+    return Cache(layers=layers)
 
 
 def copy_cache(cache: Cache, static: Cache, length: int) -> None:
-    """Put ``length`` tokens of a dynamic cache into one of :func:`static_cache`, in place; what a window has left behind stays 0."""
+    """Put a dynamic cache of ``length`` tokens into one of :func:`static_cache`, in place; what a window has left behind stays 0."""
     layers: list[Any] = static.layers
-    for held, layer in zip(cache.layers, layers, strict=True):
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, StaticLayer):
+            continue
         layer.reset()
-        layer.cumulative_length += length - held.keys.shape[-2]
-        layer.update(held.keys, held.values)
+        if length:
+            held: Any = cache.layers[index]
+            layer.cumulative_length += length - held.keys.shape[-2]
+            layer.update(held.keys, held.values)
 
 
 @dataclass(frozen=True)
