@@ -1,8 +1,8 @@
 """Both streams of one token over a cache of B rows: only the rows that differ are doubled.
 
 By induction the reduced stream enters a block as the context stream does, so its queries, keys and values are the same. The streams part
-where the attention has read the cache: the model's attention runs as it is for the context rows, and once more on the current token alone
-for the reduced rows. From the attention's output projection to the block's end there are 2B rows, (2, B, 1, ·); then the context rows alone
+where the attention has read the cache: the model's attention runs as it is for the context rows, and the reduced rows, which attend to the
+current token alone, get its value. From the attention's output projection to the block's end there are 2B rows, (2, B, 1, ·); then the context rows alone
 go on to the next block, and the last block hands on both. Nothing is assumed of a class but what :class:`FoldedStreams` has traced; that
 it is enough is checked by a replay, see :func:`icl_patch.decoding.fold`.
 """
@@ -25,16 +25,16 @@ from icl_patch.overriding import Forward, is_plain_linear, linear_forward, overr
 
 _IMPLEMENTATION = "sdpa"
 
-# What is called with every (module, query, key, value, mask, own, kwargs) instead of the model's own attention.
-_attend: ContextVar[Callable[..., Any] | None] = ContextVar("icl_patch_attend", default=None)
+# What is called with every (output, query, value, keyword arguments) of the model's attention.
+_attend: ContextVar[Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | None] = ContextVar("icl_patch_attend", default=None)
 
 
 def _interposed(own: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        made = own(module, query, key, value, mask, *args, **kwargs)
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = own(module, query, key, value, *args, **kwargs)
         attend = _attend.get()
         if attend is not None:
-            attend(made[0], lambda columns: own(module, query, columns(key), columns(value), None, *args, **kwargs)[0], key.shape[2])
+            attend(made[0], query, value, kwargs)
         return made
 
     return attention
@@ -92,14 +92,15 @@ class FoldedStreams:
         finally:
             self._reduced = self._slot = None
 
-    def _alone(self, _made: Tensor, attend: Callable[..., Tensor], width: int) -> None:
-        """Keep what the current token gets that attends to itself alone."""
+    def _alone(self, made: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
+        """Keep what the current token gets that attends to itself alone: its value, for a softmax of one number is 1."""
         slot = self._slot
         if slot is None:
-            self._reduced = attend(lambda x: x[:, :, -1:])
+            own = value[:, :, -1:]
         else:  # a window that is full has the newest token last
-            at = slot.clamp(max=width - 1)
-            self._reduced = attend(lambda x: x.index_select(2, at))
+            own = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
+        # (B, groups, 1, ·) -> (B, 1, heads, ·)
+        self._reduced = own.expand(-1, -1, query.shape[1] // value.shape[1], -1).reshape(made.shape)
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both streams."""
@@ -152,10 +153,13 @@ def _trace(model: Any, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
     attended: dict[int, Tensor] = {}
     running: list[int] = []
 
-    def on_attention(made: Tensor, *_: Any) -> None:
+    def on_attention(made: Tensor, _query: Tensor, _value: Tensor, given: dict[str, Any]) -> None:
         if running:
+            path = blocks[running[-1]].block.path
             if running[-1] in attended:
-                raise UnsupportedModelError(f"fast=True does not cover {blocks[running[-1]].block.path}: it attends more than once")
+                raise UnsupportedModelError(f"fast=True does not cover {path}: it attends more than once")
+            if given.get("s_aux") is not None:
+                raise UnsupportedModelError(f"fast=True does not cover {path}: it attends to a sink beside the tokens")
             attended[running[-1]] = made
 
     def on_start(index: int) -> None:

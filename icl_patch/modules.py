@@ -10,7 +10,7 @@ them) and ``replay`` (the given factors are applied).
 import copy
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,15 @@ class PatchedModule(nn.Module):
         self.recorder: Callable[..., Tensor] | None = None
 
     base_layer: nn.Module
+
+    _STATE: ClassVar[frozenset[str]] = frozenset(("mode", "recorder"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # past torch's bookkeeping of parameters and modules: a decode step sets hundreds of these
+        if name in self._STATE:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -85,6 +94,8 @@ class PatchedLinear(PatchedModule):
 
     Source: Goldwaser et al. (2025), Lemmas 6, 8 and 9.
     """
+
+    _STATE = PatchedModule._STATE | {"u", "v", "bias_change", "out_dtype"}
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
@@ -253,6 +264,8 @@ class PatchedRMSNorm(PatchedModule):
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
+
+    _STATE = PatchedModule._STATE | {"new_scale"}
 
     def __init__(self, base_layer: nn.Module, *, scale_offset: float = 0.0, cast_first: bool = True) -> None:
         super().__init__(base_layer)

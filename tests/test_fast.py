@@ -72,9 +72,10 @@ def test_updates_of_two_passes_are_refused() -> None:
 def test_the_trial_notices_a_wrong_stream(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reduced logits are the context's whatever the reduced rows see: the writers absorb it. The replay tells."""
 
-    def wrong(self: FoldedStreams, made: torch.Tensor, attend: object, _width: int) -> None:
+    def wrong(self: FoldedStreams, made: torch.Tensor, query: torch.Tensor, value: torch.Tensor, _given: dict) -> None:
+        groups = query.shape[1] // value.shape[1]
         self._reduced = {
-            "sees the context": lambda: attend(lambda x: x),
+            "sees the context": lambda: value.mean(2, keepdim=True).repeat_interleave(groups, 1).reshape(made.shape),
             "sees nothing": lambda: torch.zeros_like(made),
             "one stream twice": lambda: made.clone(),
         }[fault]()
