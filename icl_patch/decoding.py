@@ -93,20 +93,22 @@ class Pass:
 class Step:
     """Both streams of a token through the model, over a feed; nothing here waits for the device.
 
-    folded: how they share one cache, or None where they are stacked; forwards: the modules that run another function, and that.
+    folded: how they share one cache, or None where they are stacked; forwards: the modules that run another function, and that; patches:
+    (2B,) int64, which patch each row of both streams has, -1 for none.
     """
 
     patcher: "ContextPatcher"
     feed: Feed
     folded: FoldedStreams | None
     forwards: list[tuple[nn.Module, Forward]]
+    patches: Tensor
 
     def __call__(self, token_ids: Tensor, both: bool) -> Pass:
         """Make ``token_ids`` (B,) the current token and run it; ``both``: the head on both streams, or the reduced one alone."""
         patcher, feed, batch = self.patcher, self.feed, len(token_ids)
         model: Any = patcher.model
         feed.push(token_ids)
-        recorders = [BlockRecorder(block, patcher.update, (batch, 1)) for block in patcher.blocks]
+        recorders = [BlockRecorder(block, patcher.update, (batch, 1), patches=self.patches) for block in patcher.blocks]
         with recording(recorders), self._streams(batch, both):
             logits = model(**inputs(model, feed.current, feed.visible, feed.positions, feed.cache, 1)).logits[:, -1]
             factors = [block.factors() for block in patcher.blocks]
@@ -284,7 +286,9 @@ def _first_step(patcher: "ContextPatcher", cache: Cache, past: Tensor, capacity:
         slot=past.new_tensor([width - 1]) if cache.is_compileable else None,
         length=width,
     )
-    return Step(patcher, feed, fold(patcher) if way is Way.FOLDED else None, _forwards(patcher, way))
+    batch = len(past) if way is Way.FOLDED else len(past) // 2
+    patches = torch.arange(-batch, batch, device=past.device).clamp(min=-1)
+    return Step(patcher, feed, fold(patcher) if way is Way.FOLDED else None, _forwards(patcher, way), patches)
 
 
 def _forwards(patcher: "ContextPatcher", way: Way) -> list[tuple[nn.Module, Forward]]:

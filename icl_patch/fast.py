@@ -1,10 +1,10 @@
 """Both streams of one token over a cache of B rows: only the rows that differ are doubled.
 
 By induction the reduced stream enters a block as the context stream does, so its queries, keys and values are the same. The streams part
-where the attention has read the cache: the model's attention runs as it is for the context rows, and the reduced rows, which attend to the
-current token alone, get its value. From the attention's output projection to the block's end there are 2B rows, (2, B, 1, ·); then the context rows alone
-go on to the next block, and the last block hands on both. Nothing is assumed of a class but what :class:`FoldedStreams` has traced; that
-it is enough is checked by a replay, see :func:`icl_patch.decoding.fold`.
+where the attention has read the cache: the model's attention runs as it is for the context rows, and the reduced rows, which attend to
+the current token alone, get its value. From the attention's output projection to the block's end there are 2B rows, (2, B, 1, ·); then the
+context rows alone go on to the next block, and the last block hands on both. Nothing is assumed of a class but what
+:class:`FoldedStreams` has traced; that it is enough is checked by a replay, see :func:`icl_patch.decoding.fold`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -95,10 +95,8 @@ class FoldedStreams:
     def _alone(self, made: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
         """Keep what the current token gets that attends to itself alone: its value, for a softmax of one number is 1."""
         slot = self._slot
-        if slot is None:
-            own = value[:, :, -1:]
-        else:  # a window that is full has the newest token last
-            own = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
+        # the newest token is the last, also in a window that is full
+        own = value[:, :, -1:] if slot is None else value.index_select(2, slot.clamp(max=value.shape[2] - 1))
         # (B, groups, 1, ·) -> (B, 1, heads, ·)
         self._reduced = own.expand(-1, -1, query.shape[1] // value.shape[1], -1).reshape(made.shape)
 

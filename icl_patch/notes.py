@@ -67,15 +67,15 @@ class Notes:
         else:
             self.refuse(condition, (inverse == 0) & (change != 0).any(-1), inverse == 0, side)
 
-    def reader(self, patched: Tensor, reference: Tensor, plain: Tensor) -> None:
-        """A reader's outputs with the patch, with the context and without either.
+    def reader(self, patched: Tensor, reference: Tensor, change: Tensor) -> None:
+        """A reader's outputs with the patch and with the context, and what the context changes in it.
 
-        The error is relative to the larger of the last two: a gate has one number, which may be near 0.
+        The error is relative to the larger of its outputs with and without the context: a gate has one number, which may be near 0.
         """
         if self.valid is None:
-            self.collected.append(("reader", (patched, reference, plain)))
+            self.collected.append(("reader", (patched, reference, change)))
             return
-        size = torch.maximum(reference.abs(), plain.abs()).amax(-1).clamp(min=torch.finfo(reference.dtype).tiny)
+        size = torch.maximum(reference.abs(), (reference - change).abs()).amax(-1).clamp(min=torch.finfo(reference.dtype).tiny)
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         self._largest("reader_error", error if error.dim() == 2 else error.amax(-1))
 

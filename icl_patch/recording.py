@@ -44,9 +44,11 @@ class BlockRecorder:
         block: the block.
         update: "direct", "stable" or "exact"; exact needs a tape.
         shape: (B, T), the tokens.
-        valid: (B, T) bool, the columns that are kept tokens. None in a decode step with both streams, which gives every row a patch: its
-            notes are worked out when someone asks, and the block's output is not kept.
+        valid: (B, T) bool, the columns that are kept tokens.
         tape: the block's values with the context, or None.
+        patches: (2M,) int64, in place of ``valid`` and ``tape`` in a decode step, where every row of the reduced stream gets a patch:
+            -1 for the M rows of the context stream, then 0, 1, … The notes are worked out when someone asks, and the block's output is
+            not kept.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class BlockRecorder:
         shape: tuple[int, int],
         valid: Tensor | None = None,
         tape: BlockTape | None = None,
+        patches: Tensor | None = None,
     ) -> None:
         assert update != "exact" or tape is not None
-        assert valid is not None or tape is None
+        assert (valid is None) == (patches is not None) and not (tape is not None and valid is None)
+        self.patches = patches
         self.block, self.form, self.update, self.shape, self.valid, self.tape = block, block.form, update, shape, valid, tape
         self.exact = update == "exact"
         self.seen = BlockTape()
         self.notes = Notes(block.block.path, valid)
         self._hidden: list[tuple[Tensor | None, Tensor]] = []
+        self.delta: Tensor | None = None
         self.direction: tuple[Tensor, ops.Direction] | None = None
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
@@ -110,10 +115,15 @@ class BlockRecorder:
 
     def on_start(self, _shape: Any) -> None:
         self._hidden.clear()
+        self.delta = None
 
     def on_residual(self, x: Tensor) -> None:
         dtype = torch.promote_types(x.dtype, torch.float32)
         x_ctx, x = self.split(x)
+        if self.valid is None and len(self.form.residual) == 1:
+            assert x_ctx is not None
+            self.delta = x_ctx.to(dtype) - x.to(dtype)
+            return
         self._hidden.append((None if x_ctx is None else x_ctx.to(dtype, copy=True), x.to(dtype, copy=True)))
         if len(self._hidden) < len(self.form.residual):
             return
@@ -127,14 +137,14 @@ class BlockRecorder:
 
     def wanted(self) -> Tensor:
         """What the writer has to add: ``delta / branch``."""
-        if len(self._hidden) < len(self.form.residual):
+        if self.delta is None:
             raise UnsupportedModelError(f"{self.block.block.path}: its MLP ends before its residual stream is known")
         if self.form.branch == 0:
             self.notes.refuse(
                 "the factor of the block's branch is 0", (self.delta != 0).any(-1), torch.ones_like(self.delta[..., 0], dtype=torch.bool)
             )
             return torch.zeros_like(self.delta)
-        return self.delta / self.form.branch
+        return self.delta if self.form.branch == 1 else self.delta / self.form.branch
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
         linear = layer.linear_map(z)
@@ -168,7 +178,7 @@ class BlockRecorder:
         self.seen.readers[name] = reference
         layer.u, layer.v = self.zero_padding(u), self.direction[1].v
         self.notes.refuse_at_zero(f"the input z of {name} is 0", self.direction[1].inverse_norm2, layer.u, "input")
-        self.notes.reader(patched, reference, reference - u)
+        self.notes.reader(patched, reference, u)
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction of the readers' common input, computed once a block."""
@@ -185,6 +195,9 @@ class BlockRecorder:
         if self.form.writer is Writer.SCALE and self.update == "direct":
             plain: Tensor = layer.base_layer(h)
             return plain
+        linear = layer.linear_map(h)
+        if self.patches is not None and self.form.writer is Writer.WEIGHT and not self.form.mixer and linear is not None:
+            return self._write(layer, h, *linear)
         plain, dtype = layer.plain(h, self.rows)
         y_ctx, y = self.split(plain)
         _, h_own = self.split(h)
@@ -200,17 +213,27 @@ class BlockRecorder:
             dtype = torch.float64
         if self.form.writer is Writer.BIAS:
             layer.bias_change = wanted.double() if self.exact else wanted
-            gain, name = torch.ones_like(wanted[..., :1], dtype=torch.float64), "bias_change"
             patched = add_bias_change(y, layer.bias_change, dtype)
+            if self.exact:
+                self.open_loop(y, torch.ones_like(wanted[..., :1]), layer, "bias_change")
         else:
             v, inverse, _ = ops.read_direction(h_own, dtype if self.exact else None)
             self.notes.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, wanted)
             layer.u, layer.v = wanted.to(v.dtype), self.zero_padding(v)
-            gain, name = (h_own.double() * layer.v).sum(-1, keepdim=True), "u"
             patched = _add(y, h_own, layer.u, layer.v, dtype)
-        if self.exact:
-            self.open_loop(y, gain, layer, name)
+            if self.exact:
+                self.open_loop(y, (h_own.double() * layer.v).sum(-1, keepdim=True), layer, "u")
         return self.join(y_ctx, patched, plain)
+
+    def _write(self, layer: PatchedLinear, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A weight writer's output for both streams, of which the reduced rows have a patch, reading W once."""
+        rows, wanted = h.reshape(-1, h.shape[-1]), self.wanted()
+        v, inverse, _ = ops.read_direction(rows[self.rows :])
+        layer.u, layer.v = wanted, self.unflat(v)
+        self.notes.refuse_at_zero(f"the input h of {self.form.down} is 0", self.unflat(inverse), wanted)
+        u, v = wanted.reshape(self.rows, 1, -1), v.unsqueeze(1)
+        out = ops.patched_linear(rows, weight, u, v, bias, index=self.patches, regime=ops.regime_of(rows, self.rows))
+        return out.reshape(*h.shape[:-1], out.shape[-1])
 
     def _stable_down(self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         """The output matrix's share of a stable update."""

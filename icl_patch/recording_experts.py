@@ -42,7 +42,7 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
     )
     layer.read_u, layer.read_v = u, v
     patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
-    recorder.notes.reader(*map(recorder.unflat, (patched, read_ctx, read)))
+    recorder.notes.reader(recorder.unflat(patched), recorder.unflat(read_ctx), u)
     return recorder.join(out_ctx, _end(recorder, layer, patched, chosen, weights), z)
 
 
@@ -91,7 +91,7 @@ def record_scaled_experts(recorder: BlockRecorder, layer: PatchedScaledExperts, 
         return torch.cat([made[:, :-batch], patched], 1)
 
     patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
-    recorder.notes.reader(*map(recorder.unflat, (patched, wanted, read)))
+    recorder.notes.reader(*map(recorder.unflat, (patched, wanted, change)))
     return layer.with_read(x, add)
 
 
