@@ -28,8 +28,8 @@ TORCH_API = "0x020b000000000000"  # torch 2.11
 CUDA_ARCHITECTURES = ("80", "90")
 
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
-# Without fused multiply-add every instruction set gives the same bits: the inversion can afford it, the products cannot.
-CPU_DRIVERS = {"rmsnorm_inverse_cpu": ["-ffp-contract=off"], "patched_linear_cpu": []}
+# Without fused multiply-add every instruction set gives the same bits: the products alone cannot afford it.
+CPU_DRIVERS = {"rmsnorm_inverse_cpu": ["-ffp-contract=off"], "small_ops_cpu": ["-ffp-contract=off"], "patched_linear_cpu": []}
 INSTRUCTION_SETS = {"portable": []}
 X86 = ["-DICL_PATCH_X86"] if platform.machine() in ("x86_64", "AMD64") else []
 if X86:

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -57,12 +58,16 @@ struct CpuDriver {
   decltype(&portable::invert_rows) invert_rows;
   decltype(&portable::linear_outputs) linear_outputs;
   decltype(&portable::low_rank_outputs) low_rank_outputs;
+  decltype(&portable::norm_rows) norm_rows;
+  decltype(&portable::gated_outputs) gated_outputs;
   decltype(&portable::read_direction) read_direction;
   decltype(&portable::to_single) to_single;
   decltype(&portable::dot) dot;
 };
 
-#define ICL_PATCH_DRIVERS(isa) isa::invert_rows, isa::linear_outputs, isa::low_rank_outputs, isa::read_direction, isa::to_single, isa::dot
+#define ICL_PATCH_DRIVERS(isa)                                                                                              \
+  isa::invert_rows, isa::linear_outputs, isa::low_rank_outputs, isa::norm_rows, isa::gated_outputs, isa::read_direction,    \
+      isa::to_single, isa::dot
 
 // The widest instruction set of this processor, or the one that ICL_PATCH_CPU names; null if it names none of this processor's.
 const CpuDriver* find_cpu_driver() {
@@ -295,6 +300,10 @@ std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& wei
   return {y, u};
 }
 
+// ---- the ops around it ----
+
+int64_t rows_of(int64_t work) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(work, 1)); }
+
 std::tuple<Tensor, Tensor> read_direction(const Tensor& z, bool wide) {
   STD_TORCH_CHECK(z.dim() == 2, "expected z (M, K)");
   const int64_t rows = z.size(0), k = z.size(1);
@@ -304,10 +313,71 @@ std::tuple<Tensor, Tensor> read_direction(const Tensor& z, bool wide) {
   auto *to = static_cast<char*>(v.mutable_data_ptr()), *inverses = static_cast<char*>(inverse.mutable_data_ptr());
   const CpuDriver& driver = cpu();
   const int64_t size = wide ? 8 : 4;
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(k, 1)), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, rows, rows_of(k), [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) driver.read_direction(from, m, k, to + m * k * size, inverses + m * size, wide);
   });
   return {v, inverse};
+}
+
+Norm norm(const char* name, const Tensor& x, const char* scale_name, const Tensor& scale, double eps, double offset, bool cast_first) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "expected ", name, " (M, d) with d >= 1");
+  STD_TORCH_CHECK(eps >= 0 && eps - eps == 0, "expected a finite eps >= 0, got ", eps);
+  Norm call;
+  call.rows = x.size(0);
+  call.n = x.size(1);
+  call.x = matrix(name, x, x, call.rows, call.n);
+  call.scale = matrix(scale_name, scale, x, call.rows, call.n);
+  STD_TORCH_CHECK(call.x.dtype != Float::kDouble && call.scale.dtype != Float::kDouble, "expected fp32, bf16 or fp16");
+  call.eps = static_cast<float>(eps);
+  call.offset = static_cast<float>(offset);
+  call.cast_first = cast_first;
+  return call;
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& scale, double eps, double scale_offset, bool cast_first) {
+  Norm call = norm("x", x, "scale", scale, eps, scale_offset, cast_first);
+  Tensor y = torch::stable::new_empty(x, {call.rows, call.n}, x.scalar_type());
+  call.y = y.mutable_data_ptr();
+  const CpuDriver& driver = cpu();
+  torch::stable::parallel_for(0, call.rows, rows_of(call.n), [&](int64_t begin, int64_t end) { driver.norm_rows(call, begin, end); });
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_pair(const Tensor& hidden, const Tensor& weight, double eps, double scale_offset,
+                                                     bool cast_first) {
+  Norm call = norm("hidden", hidden, "weight", weight, eps, scale_offset, cast_first);
+  const int64_t pairs = call.rows / 2;
+  STD_TORCH_CHECK(call.rows == 2 * pairs, "expected hidden (2 M, d), got ", call.rows, " rows");
+  STD_TORCH_CHECK(weight.dim() == 1, "expected weight (", call.n, ",)");
+  Tensor z_pair = torch::stable::new_empty(hidden, {call.rows, call.n}, hidden.scalar_type());
+  Tensor delta = torch::stable::new_empty(hidden, {pairs, call.n}, ScalarType::Float);
+  Tensor v = torch::stable::new_empty(hidden, {pairs, call.n}, ScalarType::Float);
+  Tensor inverse_norm2 = torch::stable::new_empty(hidden, {pairs}, ScalarType::Float);
+  call.y = z_pair.mutable_data_ptr();
+  call.delta = static_cast<float*>(delta.mutable_data_ptr());
+  call.v = static_cast<float*>(v.mutable_data_ptr());
+  call.inverse_norm2 = static_cast<float*>(inverse_norm2.mutable_data_ptr());
+  const CpuDriver& driver = cpu();
+  torch::stable::parallel_for(0, pairs, rows_of(2 * call.n), [&](int64_t begin, int64_t end) { driver.norm_rows(call, begin, end); });
+  return {z_pair, delta, v, inverse_norm2};
+}
+
+Tensor gated_product(const Tensor& gate, const Tensor& up, std::string activation) {
+  STD_TORCH_CHECK(gate.dim() == 2 && up.dim() == 2, "expected gate and up (M, N)");
+  Gated call;
+  call.rows = gate.size(0);
+  call.n = gate.size(1);
+  call.gate = matrix("gate", gate, gate, call.rows, call.n);
+  call.up = matrix("up", up, gate, call.rows, call.n);
+  call.gelu = activation == "gelu_tanh";
+  STD_TORCH_CHECK(call.gelu || activation == "silu", "expected activation gelu_tanh or silu, got ", activation);
+  STD_TORCH_CHECK(call.gate.dtype == call.up.dtype && call.gate.dtype != Float::kDouble,
+                  "expected gate and up of one dtype, fp32, bf16 or fp16");
+  Tensor y = torch::stable::new_empty(gate, {call.rows, call.n}, gate.scalar_type());
+  call.y = y.mutable_data_ptr();
+  const CpuDriver& driver = cpu();
+  torch::stable::parallel_for(0, call.rows * call.n, 8192, [&](int64_t begin, int64_t end) { driver.gated_outputs(call, begin, end); });
+  return y;
 }
 
 }  // namespace
@@ -326,6 +396,11 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
   m.def("add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index=None, ScalarType? out_dtype=None) -> Tensor");
   m.def("read_direction(Tensor z, bool wide=False) -> (Tensor v, Tensor inverse_norm2)");
   m.def("record_linear(Tensor z_pair, Tensor weight, Tensor v, Tensor? bias=None) -> (Tensor y, Tensor u)");
+  m.def("rms_norm(Tensor x, Tensor scale, float eps, float scale_offset=0.0, bool cast_first=True) -> Tensor");
+  m.def(
+      "norm_pair(Tensor hidden, Tensor weight, float eps, float scale_offset=0.0, bool cast_first=True)"
+      " -> (Tensor z_pair, Tensor delta, Tensor v, Tensor inverse_norm2)");
+  m.def("gated_product(Tensor gate, Tensor up, str activation) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
@@ -335,6 +410,9 @@ STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
   m.impl("add_low_rank", TORCH_BOX(&icl_patch::add_low_rank));
   m.impl("read_direction", TORCH_BOX(&icl_patch::read_direction));
   m.impl("record_linear", TORCH_BOX(&icl_patch::record_linear));
+  m.impl("rms_norm", TORCH_BOX(&icl_patch::rms_norm));
+  m.impl("norm_pair", TORCH_BOX(&icl_patch::norm_pair));
+  m.impl("gated_product", TORCH_BOX(&icl_patch::gated_product));
 }
 
 #ifdef ICL_PATCH_CUDA

@@ -3,13 +3,8 @@
 // in the same order, however many rows there are.
 #include <algorithm>
 #include <cstring>
-#include <limits>
-#include <vector>
 
-#ifdef ICL_PATCH_X86
-#include <immintrin.h>
-#endif
-
+#include "conversions.h"
 #include "cpu_drivers.h"
 #include "patched_linear.h"
 
@@ -131,7 +126,7 @@ class Epilogue {
       float sums[kColumns];
       for (int64_t i = 0; i < count; ++i) sums[i] = call_.bias.data ? product[i] + bias(first + i) : product[i];
       if (m >= call_.context_rows()) patch(products, product, stride, m - call_.context_rows(), first, count, sums);
-      store(sums, call_.row_of(m), first, count);
+      store(sums, count, call_.y_dtype, call_.y, call_.row_of(m) * call_.n + first);
     }
   }
 
@@ -161,18 +156,6 @@ class Epilogue {
   }
 
   float bias(int64_t i) const { return static_cast<float>(call_.bias.at(0, i)); }
-
-  void store(const float* sums, int64_t row, int64_t first, int64_t count) const {
-    const int64_t at = row * call_.n + first;
-    switch (call_.y_dtype) {
-      case Float::kSingle: memcpy(static_cast<float*>(call_.y) + at, sums, count * sizeof(float)); break;
-      case Float::kBrain:
-        for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(call_.y)[at + i] = to_brain(sums[i]);
-        break;
-      default:
-        for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(call_.y)[at + i] = to_half(sums[i]);
-    }
-  }
 
   const Linear& call_;
   const float* coefficients_;
@@ -236,37 +219,6 @@ void columns_of_weight(const Linear& call, const float* z, int64_t z_stride, con
   }
 }
 
-template <class V, class Z>
-void write_direction(const Z* z, int64_t count, double norm2, double largest, V* v, V* inverse) {
-  const double most = largest / norm2;
-  const bool none = !(norm2 > 0) || most < std::numeric_limits<V>::min() || most > std::numeric_limits<V>::max();
-  const V least = std::numeric_limits<V>::min();  // 0 says that there is no v
-  *inverse = norm2 != norm2 ? static_cast<V>(norm2) : none ? 0 : std::max(static_cast<V>(1 / norm2), least);
-  for (int64_t k = 0; k < count; ++k) v[k] = none ? 0 : static_cast<V>(z[k] / norm2);
-}
-
-// v = z / ‖z‖² and 1 / ‖z‖², both 0 where there is no such v that V can hold. Summed in fp64.
-template <class Z>
-void write_direction(const Z* z, int64_t count, void* v, void* inverse, bool wide) {
-  constexpr int kSums = 16;
-  double sums[kSums] = {}, largest[kSums] = {};
-  for (int64_t k = 0; k < count; k += kSums)
-    for (int64_t i = 0; i < std::min<int64_t>(kSums, count - k); ++i) {
-      const double value = z[k + i], size = value < 0 ? -value : value;
-      sums[i] += value * value;
-      largest[i] = size > largest[i] ? size : largest[i];
-    }
-  for (int width = kSums / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) {
-      sums[i] += sums[i + width];
-      largest[i] = std::max(largest[i], largest[i + width]);
-    }
-  if (wide)
-    write_direction(z, count, sums[0], largest[0], static_cast<double*>(v), static_cast<double*>(inverse));
-  else
-    write_direction(z, count, sums[0], largest[0], static_cast<float*>(v), static_cast<float*>(inverse));
-}
-
 template <class W>
 void outputs(const Linear& call, const float* z, int64_t z_stride, const float* coefficients, int64_t begin, int64_t end) {
   const Epilogue epilogue(call, coefficients);
@@ -289,32 +241,8 @@ void low_rank_outputs(const Linear& call, const float* coefficients, int64_t beg
   float plain[kMaxRows][kColumns];
   for (int64_t first = begin; first < end; first += kColumns) {
     const int64_t count = std::min(kColumns, end - first);
-    Matrix part = call.plain;
-    part.data = static_cast<const char*>(part.data) + first * part.column * size_of(part.dtype);
-    for (int64_t m = 0; m < call.rows; ++m) to_single(part, call.row_of(m), count, plain[m]);
+    for (int64_t m = 0; m < call.rows; ++m) to_single(call.plain.from(first), call.row_of(m), count, plain[m]);
     epilogue(&plain[0][0], kColumns, first, count);
-  }
-}
-
-void read_direction(const Matrix& z, int64_t row, int64_t count, void* v, void* inverse, bool wide) {
-  if (z.dtype == Float::kDouble) {
-    std::vector<double> values(count);
-    for (int64_t k = 0; k < count; ++k) values[k] = z.at(row, k);
-    return write_direction(values.data(), count, v, inverse, wide);
-  }
-  std::vector<float> values(count);
-  to_single(z, row, count, values.data());
-  write_direction(values.data(), count, v, inverse, wide);
-}
-
-void to_single(const Matrix& x, int64_t row, int64_t count, float* to) {
-  const int64_t first = row * x.row;
-  if (x.column == 1 && x.dtype == Float::kSingle) {
-    memcpy(to, static_cast<const float*>(x.data) + first, count * sizeof(float));
-  } else if (x.column == 1 && x.dtype == Float::kBrain) {
-    for (int64_t i = 0; i < count; ++i) to[i] = from_brain(static_cast<const uint16_t*>(x.data)[first + i]);
-  } else {
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(x.at(row, i));
   }
 }
 

@@ -33,7 +33,7 @@ ICL_PATCH_CALLABLE float from_half(uint16_t bits) {
   const uint32_t magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
   // exponent and mantissa in place, then the bias: 2^112 also normalises what was denormal; infinity and NaN keep their exponent
   const float finite = from_bits(magnitude << 13) * 0x1p112f;
-  const float special = from_bits((magnitude << 13) | 0x7f800000u);
+  const float special = from_bits((magnitude << 13) | (magnitude > 0x7c00u ? 0x7fc00000u : 0x7f800000u));
   const float value = magnitude < 0x7c00u ? finite : special;
   return from_bits(bits_of(value) | sign);
 }
@@ -48,7 +48,7 @@ ICL_PATCH_CALLABLE uint16_t to_brain(float value) {
 ICL_PATCH_CALLABLE uint16_t to_half(float value) {
   const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
   const uint16_t sign = static_cast<uint16_t>((bits & 0x80000000u) >> 16);
-  if (magnitude >= 0x7f800000u) return sign | (magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u);
+  if (magnitude >= 0x7f800000u) return sign | (magnitude > 0x7f800000u ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : 0x7c00u);
   if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // rounds to infinity
   // below 2^-14 the adder rounds to the spacing of denormals, 2^-24, above it the integer arithmetic to 11 bits
   if (magnitude < 0x38800000u) return sign | static_cast<uint16_t>(bits_of(from_bits(magnitude) + 0.5f) - 0x3f000000u);
@@ -62,6 +62,11 @@ struct Matrix {
   const void* data = nullptr;
   Float dtype = Float::kSingle;
   int64_t row = 0, column = 0;
+
+  // The same from column `first` on.
+  ICL_PATCH_CALLABLE Matrix from(int64_t first) const {
+    return {static_cast<const char*>(data) + first * column * size_of(dtype), dtype, row, column};
+  }
 
   ICL_PATCH_CALLABLE double at(int64_t b, int64_t k) const {
     const int64_t i = b * row + k * column;

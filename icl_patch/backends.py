@@ -57,14 +57,23 @@ def native_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None 
     for tensor in others:  # torch would send a mixed call to whichever device comes first with it
         if tensor is not None and (tensor.is_cpu, tensor.is_meta) != (z.is_cpu, z.is_meta):
             return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (z, *others)):
+    if wants_gradients(z, *others):
         return None
     return torch.ops.icl_patch if native.serves("cpu") else None
 
 
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Whether a derivative may be asked for."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # not any(), as below
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
 def _are_narrow(*tensors: Tensor | None, out_dtype: torch.dtype | None) -> bool:
     """Whether fp32 is wide enough to accumulate in."""
-    for tensor in tensors:  # not any(): this stands before every product of a decoding step
+    for tensor in tensors:  # not any(): this stands before every op of a decoding step
         if tensor is not None and tensor.dtype not in _NARROW:
             return False
     return out_dtype is None or out_dtype in _NARROW

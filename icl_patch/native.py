@@ -13,7 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_OPS = ("invert_rmsnorm", "stable_scale", "patched_linear", "record_linear", "add_low_rank", "read_direction")
+_OPS = (
+    "invert_rmsnorm",
+    "stable_scale",
+    "patched_linear",
+    "record_linear",
+    "add_low_rank",
+    "read_direction",
+    "rms_norm",
+    "norm_pair",
+    "gated_product",
+)
 _LIBRARY = Path(__file__).with_name("_native.so")
 
 
@@ -128,3 +138,19 @@ if _lacking is None:
     def _(z: Tensor, wide: bool = False) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if wide else torch.float32
         return z.new_empty(z.shape, dtype=dtype), z.new_empty(z.shape[:1], dtype=dtype)
+
+    @torch.library.register_fake("icl_patch::rms_norm")
+    def _(x: Tensor, scale: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @torch.library.register_fake("icl_patch::norm_pair")
+    def _(
+        hidden: Tensor, weight: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows, d = hidden.shape[0] // 2, hidden.shape[1]
+        delta, v, inverse_norm2 = (hidden.new_empty(size, dtype=torch.float32) for size in ((rows, d), (rows, d), (rows,)))
+        return hidden.new_empty(hidden.shape), delta, v, inverse_norm2
+
+    @torch.library.register_fake("icl_patch::gated_product")
+    def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        return gate.new_empty(gate.shape)

@@ -11,26 +11,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import native, reference
-from icl_patch.backends import STREAM, TILE, native_for, regime_of, triton_for, wanted
+from icl_patch.backends import STREAM, TILE, native_for, regime_of, triton_for, wanted, wants_gradients
 from icl_patch.reference import InversionStatus, RMSNormInverse, StableScale
 
 __all__ = [
     "Direction",
     "InversionStatus",
+    "NormPair",
     "RMSNormInverse",
     "StableScale",
     "add_low_rank",
+    "gated_product",
     "invert_rmsnorm",
+    "norm_pair",
     "patched_linear",
     "read_direction",
     "record_linear",
     "regime_of",
+    "rms_norm",
     "rms_normalize",
     "stable_scale",
 ]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _METHODS = ("newton", "bisection")
+_ACTIVATIONS = ("gelu_tanh", "silu")
 
 
 class Direction(NamedTuple):
@@ -39,6 +44,14 @@ class Direction(NamedTuple):
     v: Tensor
     inverse_norm2: Tensor
     coeff: Tensor | None = None
+
+
+class NormPair(NamedTuple):
+    """z_pair (2M, d), both streams' normed rows; delta (M, d), ``hidden_ctx - hidden`` in fp32; the direction of z."""
+
+    z_pair: Tensor
+    delta: Tensor
+    direction: Direction
 
 
 def patched_linear(
@@ -182,8 +195,7 @@ def _with_low_rank(y: Tensor, z: Tensor, u: Tensor | None, v: Tensor | None, ind
     if u is None or v is None:
         return y.to(out_dtype)
     fits = u.dim() < 3 or 1 <= u.shape[1] <= 64
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (y, z, u, v))
-    if fits and not gradients and (kernels := triton_for(y, z, u, v, out_dtype=out_dtype)) is not None:
+    if fits and not wants_gradients(y, z, u, v) and (kernels := triton_for(y, z, u, v, out_dtype=out_dtype)) is not None:
         return kernels.add_low_rank(y, z, u, v, index=index, out_dtype=out_dtype)
     if (native_ops := native_for(y, z, u, v, out_dtype=out_dtype)) is not None:
         return native_ops.add_low_rank(y, z, u, v, _as_int64(index), out_dtype)
@@ -208,7 +220,7 @@ def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> Direction:
     rows = z if len(shape) == 2 else z.reshape(-1, shape[-1])
     if dtype == torch.float32 and shape[-1] and (kernels := triton_for(z)) is not None:
         found = Direction(*kernels.read_direction(rows))
-    elif z.is_cpu and wanted != "torch" and not (torch.is_grad_enabled() and z.requires_grad) and native.serves("cpu"):
+    elif z.is_cpu and wanted != "torch" and not wants_gradients(z) and native.serves("cpu"):
         found = Direction(*torch.ops.icl_patch.read_direction(rows, dtype == torch.float64))
     else:
         found = Direction(*reference.read_direction(rows, dtype))
@@ -221,6 +233,106 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
     The scale is not applied.
     """
     return reference.rms_normalize(x, eps)
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
+    """``y = (o + m) ⊙ x / sqrt(mean(x²) + eps)``, row by row.
+
+    Args:
+        x: (M, d) float, any strides, d ≥ 1.
+        scale: m, (d,) or a scale for every row (M, d), any float dtype.
+        eps: the norm's.
+        scale_offset: o; 1 for Gemma, 0 for Llama.
+        cast_first: whether the normed row is rounded to x's dtype before it is scaled (Llama), or only after (Gemma).
+
+    Returns:
+        (M, d) in x's dtype, computed in fp32 (fp64 where something is). A row's bits depend on nothing but the row and its scale.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or ``eps`` does not fit.
+
+    Source: Goldwaser et al. (2025), Lemma 10, with the scale per row.
+    """
+    if (kernels := triton_for(x, scale)) is not None and not wants_gradients(x, scale):
+        return kernels.rms_norm(x, scale, eps, scale_offset=scale_offset, cast_first=cast_first)
+    native_ops = native_for(x, scale)
+    if native_ops is not None and not torch.compiler.is_compiling():
+        try:
+            return native_ops.rms_norm(x, scale, eps, scale_offset, cast_first)
+        except RuntimeError:  # as in patched_linear
+            pass
+    _check_norm("x", x, eps, scale=scale)
+    if scale.shape not in (x.shape, x.shape[1:]):
+        raise ValueError(f"expected scale {tuple(x.shape)} or ({x.shape[1]},), got {tuple(scale.shape)}")
+    return (native_ops or reference).rms_norm(x, scale, eps, scale_offset, cast_first)
+
+
+def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> NormPair:
+    """The norm before the MLP for both streams, and what else a recording reads there: ``delta`` and the direction of z.
+
+    Args:
+        hidden: (2M, d) float: the residual stream of M rows with the context, then of M without.
+        weight: (d,), any float dtype.
+        eps, scale_offset, cast_first: as for :func:`rms_norm`.
+
+    Returns:
+        NormPair(z_pair, delta, direction): :func:`rms_norm` of every row, ``hidden_ctx - hidden`` in fp32 (fp64 for fp64 ``hidden``), and
+        :func:`read_direction` of the reduced rows of z_pair.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or ``eps`` does not fit.
+
+    Source: Goldwaser et al. (2025), Lemma 6 and Theorem 1.
+    """
+    if (kernels := triton_for(hidden, weight)) is not None and not wants_gradients(hidden, weight):
+        found = kernels.norm_pair(hidden, weight, eps, scale_offset=scale_offset, cast_first=cast_first)
+        return NormPair(found.z_pair, found.delta, Direction(*found.direction))
+    native_ops = native_for(hidden, weight)
+    if native_ops is None or torch.compiler.is_compiling():
+        _check_norm_pair(hidden, weight, eps)
+    if native_ops is None:
+        z_pair, delta = reference.norm_pair(hidden, weight, eps, scale_offset, cast_first)
+        return NormPair(z_pair, delta, read_direction(z_pair[len(delta) :]))
+    try:
+        z_pair, delta, v, inverse_norm2 = native_ops.norm_pair(hidden, weight, eps, scale_offset, cast_first)
+    except RuntimeError:  # as in patched_linear
+        _check_norm_pair(hidden, weight, eps)
+        raise
+    return NormPair(z_pair, delta, Direction(v, inverse_norm2))
+
+
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``act(gate) ⊙ up``: the activation in fp32, rounded to the model's dtype as its module does, then the product, rounded again.
+
+    Args:
+        gate, up: (M, N) float, both of one dtype, any strides: the halves of one fused output are fine.
+        activation: ``"gelu_tanh"`` or ``"silu"``.
+
+    Returns:
+        (M, N) in gate's dtype; everything in fp64 for fp64.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or the activation does not fit.
+    """
+    if (kernels := triton_for(gate, up)) is not None and not wants_gradients(gate, up):
+        return kernels.gated_product(gate, up, activation)
+    native_ops = native_for(gate, up)
+    if native_ops is not None and not torch.compiler.is_compiling():
+        try:
+            return native_ops.gated_product(gate, up, activation)
+        except RuntimeError:  # as in patched_linear
+            pass
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"expected activation {' or '.join(map(repr, _ACTIVATIONS))}, got {activation!r}")
+    if gate.dim() != 2 or gate.shape != up.shape:
+        raise ValueError(f"expected gate and up (M, N), got {tuple(gate.shape)} and {tuple(up.shape)}")
+    _check_floats(gate=gate, up=up)
+    if up.dtype != gate.dtype:
+        raise TypeError(f"expected up in gate's dtype {gate.dtype}, got {up.dtype}")
+    return (native_ops or reference).gated_product(gate, up, activation)
 
 
 def invert_rmsnorm(
@@ -315,6 +427,28 @@ def _check_matrix(name: str, tensor: Tensor) -> None:
     _check_floats(**{name: tensor})
 
 
+def _check_eps(eps: float) -> None:
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"expected a finite eps ≥ 0, got {eps}")
+
+
+def _check_norm(name: str, rows: Tensor, eps: float, **scale: Tensor) -> None:
+    """What the norms share: rows (M, d), a scale by its name, and eps."""
+    _check_matrix(name, rows)
+    if not rows.shape[1]:
+        raise ValueError(f"expected {name} (M, d) with d ≥ 1, got {tuple(rows.shape)}")
+    _check_floats(**{name: rows}, **scale)
+    _check_eps(eps)
+
+
+def _check_norm_pair(hidden: Tensor, weight: Tensor, eps: float) -> None:
+    _check_norm("hidden", hidden, eps, weight=weight)
+    if len(hidden) % 2:
+        raise ValueError(f"expected hidden (2M, d), got {tuple(hidden.shape)}")
+    if weight.shape != hidden.shape[1:]:
+        raise ValueError(f"expected weight ({hidden.shape[1]},), got {tuple(weight.shape)}")
+
+
 def _check_rows(name: str, rows: Tensor, scale: Tensor, eps: float, method: str) -> None:
     """What the inversions share: rows (B, n), the norm's scale and eps."""
     batch, n = rows.shape
@@ -322,8 +456,7 @@ def _check_rows(name: str, rows: Tensor, scale: Tensor, eps: float, method: str)
         raise ValueError(f"expected {name} (B, n) with n ≥ 1, got n = 0")
     if scale.shape not in ((n,), (batch, n)):
         raise ValueError(f"expected scale ({n},) or ({batch}, {n}), got {tuple(scale.shape)}")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"expected a finite eps ≥ 0, got {eps}")
+    _check_eps(eps)
     if method not in _METHODS:
         raise ValueError(f"expected method {' or '.join(map(repr, _METHODS))}, got {method!r}")
 

@@ -125,6 +125,28 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
+def rms_norm(x: Tensor, scale: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
+    """``(o + m) x / sqrt(mean(x²) + eps)``; the normed row is rounded to x's dtype before it is scaled (``cast_first``), and then again."""
+    normed = rms_normalize(x, eps)
+    if cast_first:
+        normed = normed.to(x.dtype)
+    wide = accumulation_dtype(x, scale)
+    return (normed.to(wide) * (scale.to(wide) + scale_offset)).to(x.dtype)
+
+
+def norm_pair(hidden: Tensor, weight: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm` of both streams, and ``hidden_ctx - hidden`` in the accumulation dtype."""
+    wide, rows = hidden.to(accumulation_dtype(hidden)), len(hidden) // 2
+    return rms_norm(hidden, weight, eps, scale_offset, cast_first), wide[:rows] - wide[rows:]
+
+
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``act(gate) ⊙ up``, the activation rounded to the dtype of both before the product."""
+    wide = gate.to(accumulation_dtype(gate))
+    act = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
+    return act.to(gate.dtype) * up
+
+
 @dataclass(frozen=True)
 class _Secular:
     """One batch of secular equations ``φ(s) = Σ (p/(e + s))² = N``, shifted to the nearest pole; all fp64."""

@@ -2,6 +2,7 @@
 
 import sys
 
+import row_ops
 import torch
 from models import build
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -24,6 +25,7 @@ MODELS = {
 
 def main(backend: str) -> None:
     assert backends.wanted == backend
+    row_ops.check_all(widths=(1, 70))
     kept = torch.randint(1, 97, (2, 2))
     for name, make in MODELS.items():
         torch.manual_seed(1)

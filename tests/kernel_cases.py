@@ -48,23 +48,6 @@ class Case:
         return self.z.double().abs() @ self.weight.double().abs().T + bias + torch.einsum("mr,mrn->mn", coeff, self.row_u.abs())
 
 
-def poisoned(x: Tensor) -> Tensor:
-    """The same numbers between NaNs: rows that are further apart and do not begin where a vector load would like them to."""
-    wide = torch.full([size + 3 for size in x.shape], torch.nan, dtype=x.dtype, device=x.device)
-    return wide[tuple(slice(1, size + 1) for size in x.shape)].copy_(x)
-
-
-def by_columns(x: Tensor) -> Tensor:
-    """The same numbers with the last but one dimension contiguous, as a Conv1D stores its weight."""
-    return x.mT.contiguous().mT
-
-
-def in_gaps(x: Tensor) -> Tensor:
-    """The same numbers with a NaN after each."""
-    wide = torch.full([2 * size for size in x.shape], torch.nan, dtype=x.dtype, device=x.device)
-    return wide[tuple(slice(None, None, 2) for _ in x.shape)].copy_(x)
-
-
 def linear_case(
     layout: str,
     sizes: tuple[int, int, int],

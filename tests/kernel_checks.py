@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import DEVICE, DTYPES, LAYOUTS, Case, by_columns, check_linear, in_gaps, linear_case, poisoned, rounding
-from numeric import UNIT, check_refused, normal, same_bits, seeded
+from kernel_cases import DEVICE, DTYPES, LAYOUTS, Case, check_linear, linear_case, rounding
+from numeric import UNIT, by_columns, check_refused, in_gaps, normal, poisoned, same_bits, seeded
 from torch import Tensor
 
 from icl_patch import kernels
@@ -334,8 +334,8 @@ def test_norms(dtype: torch.dtype, offset: float, cast_first: bool) -> None:
         new_scale = normal(generator, 6, d, dtype=torch.float32).to(DEVICE)
         options = {"scale_offset": offset, "cast_first": cast_first}
         pair = kernels.norm_pair(poisoned(hidden), poisoned(weight), 1e-5, **options)
-        own = kernels.patched_rms_norm(hidden, weight, 1e-5, **options)
-        scaled = kernels.patched_rms_norm(poisoned(hidden), poisoned(new_scale), 1e-5, **options)
+        own = kernels.rms_norm(hidden, weight, 1e-5, **options)
+        scaled = kernels.rms_norm(poisoned(hidden), poisoned(new_scale), 1e-5, **options)
         assert same_bits(pair.z_pair, own)
         normed = hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
         for out, scale in ((own, weight), (scaled, new_scale)):
@@ -343,18 +343,18 @@ def test_norms(dtype: torch.dtype, offset: float, cast_first: bool) -> None:
             unit = rounding(dtype) * (2.01 if cast_first else 1.01) + 32 * UNIT[torch.float32]
             assert ((out.double() - expected).abs() <= unit * expected.abs() + 2 * torch.finfo(dtype).smallest_normal).all()
             assert out.dtype == dtype
-        assert same_bits(pair.dz, pair.z_ctx.float() - pair.z.float())
-        direction = kernels.read_direction(pair.z)
+        assert same_bits(pair.delta, hidden[:3].float() - hidden[3:].float())
+        direction = kernels.read_direction(pair.z_pair[3:])
         # The one sum whose order may follow the layout is in fp64: it can show in the last bit of v, if at all.
         assert all(((x - y).abs() <= 2 * UNIT[torch.float32] * x.abs()).all() for x, y in zip(pair.direction, direction, strict=True))
-        assert same_bits(pair.direction.coeff, kernels.coefficients(pair.z, pair.direction.v.unsqueeze(1)))
+        assert same_bits(pair.direction.coeff, kernels.coefficients(pair.z_pair[3:], pair.direction.v.unsqueeze(1)))
         assert not pair.direction.v[1].any()
 
 
 def test_the_norm_rounds_where_the_module_does() -> None:
     """Llama's: the bits differ from those of one rounding at the end."""
     x, scale = (normal(seeded(s), 8, 300, dtype=torch.float16).to(DEVICE) for s in (0, 1))
-    first, last = (kernels.patched_rms_norm(x, scale.float(), 1e-5, cast_first=cast_first) for cast_first in (True, False))
+    first, last = (kernels.rms_norm(x, scale.float(), 1e-5, cast_first=cast_first) for cast_first in (True, False))
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
     assert (first == (normed.half().float() * scale.float()).half()).float().mean() > 0.95
     assert (last == (normed * scale.float()).half()).float().mean() > 0.95
@@ -387,8 +387,8 @@ def test_gated_product(dtype: torch.dtype, activation: str) -> None:
 def test_no_rows() -> None:
     empty = torch.ones(0, 7, device=DEVICE)
     assert kernels.gated_product(empty, empty, "silu").shape == (0, 7)
-    assert kernels.patched_rms_norm(empty, empty, 1e-5).shape == (0, 7)
-    assert kernels.norm_pair(empty, torch.ones(7, device=DEVICE), 1e-5).dz.shape == (0, 7)
+    assert kernels.rms_norm(empty, empty, 1e-5).shape == (0, 7)
+    assert kernels.norm_pair(empty, torch.ones(7, device=DEVICE), 1e-5).delta.shape == (0, 7)
 
 
 # As operators
@@ -479,7 +479,7 @@ def test_compiled_without_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None
         recorded = kernels.record_linear(normed.z_pair, case.weight, case.bias, direction=normed.direction)
         y = kernels.patched_linear(z, case.weight, case.u, case.v, case.bias)
         y = kernels.add_low_rank(y, z, case.u, case.v)
-        return kernels.gated_product(recorded.y, y, "gelu_tanh"), kernels.patched_rms_norm(y, y, 1e-5), recorded.u
+        return kernels.gated_product(recorded.y, y, "gelu_tanh"), kernels.rms_norm(y, y, 1e-5), recorded.u
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
     assert all(same_bits(x, y) for x, y in zip(compiled(case.z, pair), block(case.z, pair), strict=True))
@@ -529,7 +529,7 @@ def test_the_others_refuse() -> None:
     check_refused(ValueError, "expected z_pair (2M, K), got (3, 5)", lambda: kernels.record_linear(x, x))
     check_refused(ValueError, "expected hidden (2M, d) with d ≥ 1, got (3, 5)", lambda: kernels.norm_pair(x, x[0], 1e-5))
     check_refused(ValueError, "expected weight (5,), got (4,)", lambda: kernels.norm_pair(x[:2], x[0, :4], 1e-5))
-    check_refused(ValueError, "expected scale (3, 5) or (5,), got (2, 5)", lambda: kernels.patched_rms_norm(x, x[:2], 1e-5))
+    check_refused(ValueError, "expected scale (3, 5) or (5,), got (2, 5)", lambda: kernels.rms_norm(x, x[:2], 1e-5))
     check_refused(ValueError, "expected y (M, N) and z (M, K), got (3, 5) and (2, 5)", lambda: kernels.add_low_rank(x, x[:2], x, x))
     check_refused(ValueError, "expected gate and up (M, N), got (3, 5) and (2, 5)", lambda: kernels.gated_product(x, x[:2], "silu"))
     check_refused(ValueError, "expected activation 'gelu_tanh' or 'silu', got 'relu'", lambda: kernels.gated_product(x, x, "relu"))

@@ -52,6 +52,12 @@ for dtype, n in itertools.product(FLOATS.values(), (1, 2, 3, 5, 8, 9, 15, 16, 31
         for result in (*inverses, ops.stable_scale(g, scale, h, 1e-6, method), ops.stable_scale(g * (h > 1), scale, h, 1.0, method)):
             for part in vars(result).values():
                 digest.update(part.numpy().tobytes())
+    if dtype == torch.float64:
+        continue
+    parts = [*torch.ops.icl_patch.norm_pair(g, m[3], 1e-5, 1.0, dtype == torch.float16), torch.ops.icl_patch.rms_norm(g, m, 0.0)]
+    parts += [torch.ops.icl_patch.gated_product(x, h, act) for x in (m, 1e3 * g, h / 9) for act in ("gelu_tanh", "silu")]
+    for part in (*parts, *torch.ops.icl_patch.read_direction(m)):
+        digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
 print(native.cpu_instructions, digest.hexdigest())
 """
 

@@ -47,7 +47,7 @@ COMPILED = [
     "direction K = 5376",
     "add_low_rank N = 5376",
     "norm_pair Gemma",
-    "patched_rms_norm Llama",
+    "rms_norm Llama",
     "gated_product gelu_tanh",
 ]
 
@@ -264,7 +264,7 @@ def test_tensors_that_no_kernel_serves() -> None:
         lambda: kernels.patched_linear(x, x.clone().requires_grad_()),
         lambda: kernels.record_linear(x, x),
         lambda: kernels.norm_pair(x, x[0], 1e-5),
-        lambda: kernels.patched_rms_norm(x, x, 1e-5),
+        lambda: kernels.rms_norm(x, x, 1e-5),
         lambda: kernels.gated_product(x, x, "silu"),
         lambda: kernels.read_direction(x),
     )

@@ -15,7 +15,7 @@ from icl_patch.kernels.gated import gated_product
 from icl_patch.kernels.launching import INTERPRETED
 from icl_patch.kernels.linear import patched_linear, regime_of
 from icl_patch.kernels.low_rank import add_low_rank
-from icl_patch.kernels.norms import NormPair, norm_pair, patched_rms_norm
+from icl_patch.kernels.norms import NormPair, norm_pair, rms_norm
 from icl_patch.kernels.recording import Recorded, record_linear
 from icl_patch.kernels.tuning import candidates, tune
 
@@ -32,9 +32,9 @@ __all__ = [
     "gated_product",
     "norm_pair",
     "patched_linear",
-    "patched_rms_norm",
     "read_direction",
     "record_linear",
     "regime_of",
+    "rms_norm",
     "tune",
 ]

@@ -3,6 +3,7 @@
 Both sum the squares in one order, whatever the layout, so a row gets the same bits from either.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,21 +18,11 @@ from icl_patch.kernels.launching import Launch, check, check_floats, needs_op
 
 
 class NormPair(NamedTuple):
-    """z_pair (2M, d), both streams' normed rows; dz (M, d) fp32, ``z_ctx - z``; the direction of z."""
+    """z_pair (2M, d), both streams' normed rows; delta (M, d) fp32, ``hidden_ctx - hidden``; the direction of z."""
 
     z_pair: Tensor
-    dz: Tensor
+    delta: Tensor
     direction: Direction
-
-    @property
-    def z_ctx(self) -> Tensor:
-        """(M, d), of the context stream."""
-        return self.z_pair[: len(self.dz)]
-
-    @property
-    def z(self) -> Tensor:
-        """(M, d), of the reduced stream."""
-        return self.z_pair[len(self.dz) :]
 
 
 @triton.jit
@@ -58,7 +49,7 @@ def _scaled(x, reciprocal, scale, CAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _norm_pair_kernel(
-    hidden_ptr, weight_ptr, z_ptr, dz_ptr, v_ptr, inverse_ptr, coeff_ptr, M, stride_hm, stride_hk, stride_w, eps, offset,
+    hidden_ptr, weight_ptr, z_ptr, delta_ptr, v_ptr, inverse_ptr, coeff_ptr, M, stride_hm, stride_hk, stride_w, eps, offset,
     D: tl.constexpr, CAST_FIRST: tl.constexpr,
     STEPS: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +70,7 @@ def _norm_pair_kernel(
         wide = z.to(tl.float32)
         tl.store(z_ptr + m * D + offs, z_ctx, mask=mask)
         tl.store(z_ptr + (M + m) * D + offs, z, mask=mask)
-        tl.store(dz_ptr + m * D + offs, z_ctx.to(tl.float32) - wide, mask=mask)
+        tl.store(delta_ptr + m * D + offs, x_ctx.to(tl.float32) - x.to(tl.float32), mask=mask)
         squares = tl.fma(wide.to(tl.float64), wide.to(tl.float64), squares)
         largest = tl.maximum(largest, tl.abs(wide))
     inverse = inverse_of(norm2(squares), tl.max(largest).to(tl.float64))
@@ -123,25 +114,25 @@ def _rms_norm_kernel(
 
 
 def plan_norm_pair(
-    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool, z_pair: Tensor, dz: Tensor, direction: Direction
+    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool, z_pair: Tensor, delta: Tensor, direction: Direction
 ) -> Launch:
-    """The launch that fills z_pair, dz and direction."""
+    """The launch that fills z_pair, delta and direction."""
     rows, d = len(hidden) // 2, hidden.shape[1]
     arguments = (
-        hidden, weight, z_pair, dz, *direction, rows, *hidden.stride(), weight.stride(0), float(eps), float(offset),
+        hidden, weight, z_pair, delta, *direction, rows, *hidden.stride(), weight.stride(0), float(eps), float(offset),
         d, cast_first, *row_blocks(d),
     )  # fmt: skip
     return Launch(_norm_pair_kernel, rows, arguments, row_warps(d))
 
 
 def launch_norm_pair(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> tuple[Tensor, ...]:
-    """:func:`norm_pair`, straight to the kernel: z_pair, dz, v, inverse_norm2, coeff."""
+    """:func:`norm_pair`, straight to the kernel: z_pair, delta, v, inverse_norm2, coeff."""
     rows, d = len(hidden) // 2, hidden.shape[1]
     z_pair = torch.empty((2 * rows, d), dtype=hidden.dtype, device=hidden.device)
-    dz = torch.empty((rows, d), dtype=torch.float32, device=hidden.device)
+    delta = torch.empty((rows, d), dtype=torch.float32, device=hidden.device)
     direction = empty_direction(rows, d, hidden.device)
-    plan_norm_pair(hidden, weight, eps, offset, cast_first, z_pair, dz, direction)(hidden.device)
-    return z_pair, dz, *direction
+    plan_norm_pair(hidden, weight, eps, offset, cast_first, z_pair, delta, direction)(hidden.device)
+    return z_pair, delta, *direction
 
 
 def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool, y: Tensor) -> Launch:
@@ -153,7 +144,7 @@ def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_firs
 
 
 def launch_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
-    """:func:`patched_rms_norm`, straight to the kernel."""
+    """:func:`rms_norm`, straight to the kernel."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     plan_rms_norm(x, scale, eps, offset, cast_first, y)(x.device)
     return y
@@ -169,13 +160,13 @@ library.define("triton_rms_norm(Tensor x, Tensor scale, float eps, float offset,
 @library.fake("triton_norm_pair")
 def _(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> tuple[Tensor, ...]:
     rows, d = hidden.shape[0] // 2, hidden.shape[1]
-    dz = hidden.new_empty((rows, d), dtype=torch.float32)
+    delta = hidden.new_empty((rows, d), dtype=torch.float32)
     return (
         torch.empty_like(hidden, memory_format=torch.contiguous_format),
-        dz,
-        dz.new_empty((rows, d)),
-        dz.new_empty((rows,)),
-        dz.new_empty((rows, 1)),
+        delta,
+        delta.new_empty((rows, d)),
+        delta.new_empty((rows,)),
+        delta.new_empty((rows, 1)),
     )
 
 
@@ -185,7 +176,7 @@ def _(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> 
 
 
 def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> NormPair:
-    """``z = (o + w) ⊙ x / sqrt(mean(x²) + eps)`` for both streams, ``z_ctx - z`` and the direction of z, in one launch.
+    """``z = (o + w) ⊙ x / sqrt(mean(x²) + eps)`` for both streams, ``x_ctx - x`` and the direction of z, in one launch.
 
     Args:
         hidden: (2M, d) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced stream.
@@ -195,22 +186,23 @@ def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float
         cast_first: whether the normalised row is rounded to the model's dtype before it is scaled (Llama), or only after (Gemma).
 
     Returns:
-        NormPair(z_pair, dz, direction). Not differentiable.
+        NormPair(z_pair, delta, direction). Not differentiable.
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or a device does not fit.
+        ValueError: a shape, a device or ``eps`` does not fit.
     """
     if hidden.dim() != 2 or hidden.shape[0] % 2 or not hidden.shape[1]:
         raise ValueError(f"expected hidden (2M, d) with d ≥ 1, got {tuple(hidden.shape)}")
     check_floats(hidden, hidden=hidden, weight=weight)
     check(weight.shape == hidden.shape[1:], f"weight ({hidden.shape[1]},)", weight.shape)
+    check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)
     run = torch.ops.icl_patch.triton_norm_pair if needs_op(hidden, weight) else launch_norm_pair
-    z_pair, dz, *direction = run(hidden, weight, eps, scale_offset, cast_first)
-    return NormPair(z_pair, dz, Direction(*direction))
+    z_pair, delta, *direction = run(hidden, weight, eps, scale_offset, cast_first)
+    return NormPair(z_pair, delta, Direction(*direction))
 
 
-def patched_rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
+def rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
     """``y = (o + m') ⊙ x / sqrt(mean(x²) + eps)``, with a scale per row.
 
     Args:
@@ -223,7 +215,7 @@ def patched_rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: floa
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or a device does not fit.
+        ValueError: a shape, a device or ``eps`` does not fit.
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
@@ -231,5 +223,6 @@ def patched_rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: floa
         raise ValueError(f"expected x (M, d) with d ≥ 1, got {tuple(x.shape)}")
     check_floats(x, x=x, scale=scale)
     check(scale.shape in (x.shape, x.shape[1:]), f"scale {tuple(x.shape)} or ({x.shape[1]},)", scale.shape)
+    check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)
     run = torch.ops.icl_patch.triton_rms_norm if needs_op(x, scale) else launch_rms_norm
     return run(x, scale, eps, scale_offset, cast_first)

@@ -77,6 +77,6 @@ def other_launches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, L
     for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):
         direction = Direction(wide, _empty(4), _empty(4, 1))
         yield f"norm_pair {name}", plan_norm_pair(pair, _empty(d, dtype=dtype), 1e-6, offset, cast_first, pair, wide, direction)
-        yield f"patched_rms_norm {name}", plan_rms_norm(z, wide, 1e-6, offset, cast_first, z)
+        yield f"rms_norm {name}", plan_rms_norm(z, wide, 1e-6, offset, cast_first, z)
     for activation in ACTIVATIONS:
         yield f"gated_product {activation}", plan_gated(z, z, activation, z)
