@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from icl_patch.families import Block
 from icl_patch.families.trace import first_tensor
 from icl_patch.modules import PatchedLinear, PatchedModule, PatchedRMSNorm, restore, swap
 from icl_patch.sums import OpenSum
+
+if TYPE_CHECKING:
+    from icl_patch.recording import BlockRecorder
 
 Factors = dict[str, Tensor]  # of one block by name, see icl_patch.families.Form.factor_names
 
@@ -74,6 +77,7 @@ class AttachedBlock:
         self.block, self.form = block, form
         self.module = model.get_submodule(block.path)
         self._model = model
+        self.recorder: BlockRecorder | None = None  # what records it just now
         self._swapped: list[str] = []
         try:
             self.readers: dict[str, PatchedLinear] = {
@@ -128,6 +132,7 @@ class AttachedBlock:
 
     def off(self) -> None:
         """Be the base modules again."""
+        self.recorder = None
         for module in self.patched:
             module.off()
 

@@ -22,6 +22,7 @@ from icl_patch.calling import inputs
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.families import vocabulary
 from icl_patch.fast import FoldedStreams
+from icl_patch.fusing import Fusions
 from icl_patch.notes import Notes
 from icl_patch.overriding import Forward, is_plain_linear, linear_forward, overridable, overriding, plain_linears
 from icl_patch.passes import report_of
@@ -94,7 +95,7 @@ class Step:
     """Both streams of a token through the model, over a feed; nothing here waits for the device.
 
     folded: how they share one cache, or None where they are stacked; forwards: the modules that run another function, and that; patches:
-    (2B,) int64, which patch each row of both streams has, -1 for none.
+    (2B,) int64, which patch each row of both streams has, -1 for none; told: the blocks whose recorders the norm before their MLP tells.
     """
 
     patcher: "ContextPatcher"
@@ -102,13 +103,16 @@ class Step:
     folded: FoldedStreams | None
     forwards: list[tuple[nn.Module, Forward]]
     patches: Tensor
+    told: frozenset[AttachedBlock]
 
     def __call__(self, token_ids: Tensor, both: bool) -> Pass:
         """Make ``token_ids`` (B,) the current token and run it; ``both``: the head on both streams, or the reduced one alone."""
         patcher, feed, batch = self.patcher, self.feed, len(token_ids)
         model: Any = patcher.model
         feed.push(token_ids)
-        recorders = [BlockRecorder(block, patcher.update, (batch, 1), patches=self.patches) for block in patcher.blocks]
+        recorders = [
+            BlockRecorder(block, patcher.update, (batch, 1), patches=self.patches, told=block in self.told) for block in patcher.blocks
+        ]
         with recording(recorders), self._streams(batch, both):
             logits = model(**inputs(model, feed.current, feed.visible, feed.positions, feed.cache, 1)).logits[:, -1]
             factors = [block.factors() for block in patcher.blocks]
@@ -288,10 +292,13 @@ def _first_step(patcher: "ContextPatcher", cache: Cache, past: Tensor, capacity:
     )
     batch = len(past) if way is Way.FOLDED else len(past) // 2
     patches = torch.arange(-batch, batch, device=past.device).clamp(min=-1)
-    return Step(patcher, feed, fold(patcher) if way is Way.FOLDED else None, _forwards(patcher, way), patches)
+    if patcher.fusions is None:
+        patcher.fusions = Fusions(patcher.model, patcher.blocks)
+    forwards = [*_linears(patcher, way), *patcher.fusions.forwards()]
+    return Step(patcher, feed, fold(patcher) if way is Way.FOLDED else None, forwards, patches, frozenset(patcher.fusions.told()))
 
 
-def _forwards(patcher: "ContextPatcher", way: Way) -> list[tuple[nn.Module, Forward]]:
+def _linears(patcher: "ContextPatcher", way: Way) -> list[tuple[nn.Module, Forward]]:
     """The linear maps that are not patched, through our ops, which read their weights once for the few rows of a decode step."""
     doubled = set(fold(patcher).projections) if way is Way.FOLDED else set()
     return [(module, linear_forward(module)) for module in plain_linears(patcher.model, patcher.forms) if module not in doubled]

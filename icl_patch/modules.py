@@ -329,6 +329,21 @@ class PatchedRMSNorm(PatchedModule):
         return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
 
 
+def rms_norm_form(module: nn.Module, x: Tensor, made: Tensor) -> tuple[float, bool] | None:
+    """``scale_offset`` and ``cast_first`` of an RMSNorm that makes ``made`` of x, bit for bit; None if it is no such norm.
+
+    Raises:
+        TypeError: the module has no weight or no eps.
+    """
+    for scale_offset in (0.0, 1.0):
+        for cast_first in (True, False):
+            norm = PatchedRMSNorm(module, scale_offset=scale_offset, cast_first=cast_first)
+            mine = norm.apply_scale(x, norm.scale)
+            if bool(((mine == made) | (mine.isnan() & made.isnan())).all()):
+                return scale_offset, cast_first
+    return None
+
+
 _Module = TypeVar("_Module", bound=PatchedModule)
 
 

@@ -79,6 +79,14 @@ class Notes:
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         self._largest("reader_error", error if error.dim() == 2 else error.amax(-1))
 
+    def reader_pair(self, out: Tensor, change: Tensor) -> None:
+        """The same of a decode step: the outputs (2M, N) with the context and then with the patch, and the change (M, N)."""
+        if self.valid is None:
+            self.collected.append(("reader_pair", (out, change)))
+        else:
+            reference, patched, change = (x.reshape(*self.valid.shape, -1) for x in (*out.chunk(2), change))
+            self.reader(patched, reference, change)
+
     def inversion(self, status: Tensor) -> None:
         """How an inversion of an RMSNorm ended, (B, T)."""
         if self.valid is None:

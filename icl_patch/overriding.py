@@ -33,10 +33,14 @@ def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
             del names["forward"]
 
 
+def untouched(module: nn.Module) -> bool:
+    """Whether nobody has hooked the module or put another forward there."""
+    return overridable(module) and not module._forward_hooks and not module._forward_pre_hooks
+
+
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether the module is a linear map of torch's own that nobody has hooked: one that :func:`icl_patch.ops.patched_linear` replaces."""
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and overridable(module) and not hooked
+    """Whether the module is a linear map of torch's own that nobody has touched: one that :func:`icl_patch.ops.patched_linear` replaces."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and untouched(module)
 
 
 def linear_forward(module: nn.Linear) -> Forward:

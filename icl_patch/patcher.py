@@ -17,6 +17,7 @@ from icl_patch.attention import check_attention
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import Writer, blocks_of, check_language_model, family_of, vocabulary
 from icl_patch.fast import FoldedStreams
+from icl_patch.fusing import Fusions
 from icl_patch.modules import PatchedModule
 from icl_patch.passes import Computation, Passes
 from icl_patch.patch import ContextPatch
@@ -68,6 +69,7 @@ class ContextPatcher(Passes):
         self._dtype = model.dtype
         self._applied = False
         self.folded: FoldedStreams | None = None  # made by icl_patch.decoding.fold when it is first wanted
+        self.fusions: Fusions | None = None  # likewise, by a first decode step
         self.fixed: dict[Any, FixedStep] = {}  # and these by icl_patch.fixed.fix
         self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
@@ -103,7 +105,7 @@ class ContextPatcher(Passes):
 
     def detach(self) -> None:
         """Put the model's own modules back. The model is bit-identical to what came in; detaching twice is fine."""
-        self.folded = None
+        self.folded = self.fusions = None
         self.fixed.clear()
         while self.blocks:
             self.blocks.pop().detach()

@@ -49,6 +49,7 @@ class BlockRecorder:
         patches: (2M,) int64, in place of ``valid`` and ``tape`` in a decode step, where every row of the reduced stream gets a patch:
             -1 for the M rows of the context stream, then 0, 1, … The notes are worked out when someone asks, and the block's output is
             not kept.
+        told: whether the norm before the MLP is going to say what it reads (:meth:`take`).
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class BlockRecorder:
         valid: Tensor | None = None,
         tape: BlockTape | None = None,
         patches: Tensor | None = None,
+        told: bool = False,
     ) -> None:
         assert update != "exact" or tape is not None
         assert (valid is None) == (patches is not None) and not (tape is not None and valid is None)
-        self.patches = patches
+        self.patches, self.told = patches, told
         self.block, self.form, self.update, self.shape, self.valid, self.tape = block, block.form, update, shape, valid, tape
         self.exact = update == "exact"
         self.seen = BlockTape()
@@ -70,6 +72,7 @@ class BlockRecorder:
         self._hidden: list[tuple[Tensor | None, Tensor]] = []
         self.delta: Tensor | None = None
         self.direction: tuple[Tensor, ops.Direction] | None = None
+        self._flat: ops.Direction | None = None  # the same for rows (M, K)
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
         self._beside: Tensor | None = None
@@ -146,16 +149,27 @@ class BlockRecorder:
             return torch.zeros_like(self.delta)
         return self.delta if self.form.branch == 1 else self.delta / self.form.branch
 
+    def take(self, pair: ops.NormPair) -> None:
+        """What the norm before the MLP has found of both streams, in a decode step."""
+        self.delta = self.unflat(pair.delta)
+        self._set_direction(pair.z_pair[self.rows :], pair.direction)
+
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
         linear = layer.linear_map(z)
         if self.tape is not None or linear is None:
             return self._read(name, layer, z, *layer.plain(z, self.rows))
-        direction = self.direction_of(self.split(z)[1])
-        flat = ops.Direction(direction.v.flatten(0, 1), direction.inverse_norm2.flatten(), direction.coeff)
-        out, u, _ = ops.record_linear(z.reshape(-1, z.shape[-1]), *linear, direction=flat)
-        y_ctx, patched = self.split(out)
-        assert y_ctx is not None
-        self._keep(name, layer, y_ctx, patched, self.unflat(u))
+        rows = z.reshape(-1, z.shape[-1])
+        direction = self.direction_of(rows[self.rows :])
+        out, flat, _ = ops.record_linear(rows, *linear, direction=self._flat)
+        u = self.unflat(flat)
+        if self.patches is not None:
+            layer.u, layer.v = u, direction.v
+            self.notes.refuse_at_zero(f"the input z of {name} is 0", direction.inverse_norm2, u, "input")
+            self.notes.reader_pair(out, flat)
+        else:
+            y_ctx, patched = self.split(out)
+            assert y_ctx is not None
+            self._keep(name, layer, y_ctx, patched, u)
         return out.reshape(*z.shape[:-1], out.shape[-1])
 
     def router(self, name: str, layer: PatchedRouter, z: Tensor, *others: Any) -> Any:
@@ -181,11 +195,15 @@ class BlockRecorder:
         self.notes.reader(patched, reference, u)
 
     def direction_of(self, z: Tensor) -> ops.Direction:
-        """The direction of the readers' common input, computed once a block."""
+        """The direction of the readers' common input, of its reduced rows (..., K), computed once a block: v (B, T, K)."""
         if self.direction is None or not _same_place(self.direction[0], z):
-            found = ops.read_direction(z)
-            self.direction = (z, found._replace(v=self.zero_padding(found.v)))
+            self._set_direction(z, ops.read_direction(z.reshape(-1, z.shape[-1])))
+        assert self.direction is not None
         return self.direction[1]
+
+    def _set_direction(self, z: Tensor, flat: ops.Direction) -> None:
+        v, inverse = self.zero_padding(self.unflat(flat.v)), self.unflat(flat.inverse_norm2)
+        self.direction, self._flat = (z, ops.Direction(v, inverse)), flat._replace(v=v.reshape(flat.v.shape))
 
     def unflat(self, x: Tensor) -> Tensor:
         """Rows (M, ...) as (B, T, ...)."""
@@ -333,6 +351,7 @@ class BlockRecorder:
         """Set the block's modules to record, and its hooks."""
         block = self.block
         stack.callback(block.off)
+        block.recorder = self
         for name, reader in block.readers.items():
             record = self.router if isinstance(reader, PatchedRouter) else self.reader
             reader.record(lambda layer, *given, name=name, record=record: record(name, layer, *given))
@@ -350,7 +369,8 @@ class BlockRecorder:
         if self.valid is not None:
             block.on_start(stack, self.on_start)
             block.on_end(stack, self.on_end, first=True)
-        block.on_residual(stack, self.on_residual)
+        if not self.told:
+            block.on_residual(stack, self.on_residual)
 
 
 @contextmanager

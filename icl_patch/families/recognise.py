@@ -12,7 +12,7 @@ from icl_patch.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.families.forms import Block, Form, Writer
 from icl_patch.families.model import check_language_model, check_not_shared, layers_of, vocabulary
 from icl_patch.families.trace import BlockTrace, Call, Value, inside, trace
-from icl_patch.modules import PatchedRMSNorm
+from icl_patch.modules import rms_norm_form
 
 # What blocks call their MLP; where they call it otherwise, all of the block but its context layers counts.
 _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "moe", "ffn")
@@ -277,17 +277,13 @@ class _Reading:
 
     def _norm_form(self, call: Call) -> dict:
         """How a norm applies its weight: found by trying, bit for bit."""
-        x = call.given.now
-        for scale_offset in (0.0, 1.0):
-            for cast_first in (True, False):
-                try:
-                    norm = PatchedRMSNorm(call.module, scale_offset=scale_offset, cast_first=cast_first)
-                except TypeError as error:
-                    raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
-                mine = norm.apply_scale(x, norm.scale)
-                if bool(((mine == call.made.now) | (mine.isnan() & call.made.now.isnan())).all()):
-                    return {"scale_offset": scale_offset, "cast_first": cast_first}
-        raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
+        try:
+            form = rms_norm_form(call.module, call.given.now, call.made.now)
+        except TypeError as error:
+            raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
+        if form is None:
+            raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
+        return {"scale_offset": form[0], "cast_first": form[1]}
 
     # -- blocks without one
 

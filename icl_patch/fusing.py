@@ -1,0 +1,175 @@
+"""The small arithmetic of a decode step in fewer launches: the model's norms and gated products through our ops.
+
+Which modules of a model are which is found by trying them: nothing is assumed of a class.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from icl_patch import ops
+from icl_patch.attached import AttachedBlock
+from icl_patch.modules import PatchedLinear, PatchedModule, rms_norm_form
+from icl_patch.overriding import Forward, untouched
+from icl_patch.reads import LINEAR
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+_ROUNDINGS = 16  # by which two orders of the same arithmetic may differ
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """An RMSNorm: :func:`icl_patch.ops.rms_norm` with these."""
+
+    module: Any
+    scale_offset: float
+    cast_first: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return ops.rms_norm(
+            rows, self.module.weight, _eps(self.module), scale_offset=self.scale_offset, cast_first=self.cast_first
+        ).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class _NormBefore(_Norm):
+    """The norm before a block's MLP, which is also where the block's recorder gets its delta and its readers' direction."""
+
+    block: AttachedBlock
+
+    def __call__(self, x: Tensor) -> Tensor:
+        recorder = self.block.recorder
+        if recorder is None:
+            return super().__call__(x)
+        rows = x.reshape(-1, x.shape[-1])
+        pair = ops.norm_pair(rows, self.module.weight, _eps(self.module), scale_offset=self.scale_offset, cast_first=self.cast_first)
+        recorder.take(pair)
+        return pair.z_pair.reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """An MLP ``down(act(gate(x)) ⊙ up(x))``, or with both halves in one matrix; ``swapped``: the activation is the second's."""
+
+    module: nn.Module
+    readers: tuple[nn.Module, ...]
+    act: nn.Module
+    down: nn.Module
+    activation: str
+    swapped: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        halves = [reader(x) for reader in self.readers] if len(self.readers) == 2 else self.readers[0](x).chunk(2, -1)
+        gate, up = halves[::-1] if self.swapped else halves
+        if untouched(self.act):
+            width = gate.shape[-1]
+            h = ops.gated_product(gate.reshape(-1, width), up.reshape(-1, width), self.activation).reshape(gate.shape)
+        else:  # somebody wants to see it run
+            h = self.act(gate) * up
+        out: Tensor = self.down(h)
+        return out
+
+
+class Fusions:
+    """What of a model our ops can do in its place.
+
+    Args:
+        model: the attached model. blocks: its blocks, whose modules are off.
+    """
+
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
+        with torch.no_grad():
+            self._found: list[Any] = [*_norms_before(blocks), *_gated(blocks)]
+            seen = {id(found.module) for found in self._found}
+            self._found += [norm for norm in map(_norm, model.modules()) if norm is not None and id(norm.module) not in seen]
+
+    def forwards(self) -> list[tuple[nn.Module, Forward]]:
+        """What runs in place of whose forward; of modules that nobody has put a hook on."""
+        return [(found.module, found) for found in self._found if untouched(found.module)]
+
+    def told(self) -> set[AttachedBlock]:
+        """The blocks whose recorder is told of its MLP's input by the norm before it."""
+        return {found.block for found in self._found if isinstance(found, _NormBefore) and untouched(found.module)}
+
+
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0)))
+
+
+def _norm(module: nn.Module) -> _Norm | None:
+    """A module as an RMSNorm with a scale of ``w`` or ``1 + w``, if it is one."""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, PatchedModule) or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not untouched(module):
+        return None
+    if not hasattr(module, "eps") and not hasattr(module, "variance_epsilon"):
+        return None
+    x = _trial(3, len(weight), weight)
+    try:
+        form = rms_norm_form(module, x, module(x))
+    except Exception:  # of the module's own code: whatever it is, it is no RMSNorm
+        return None
+    return None if form is None else _Norm(module, *form)
+
+
+def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[_NormBefore]:
+    for block in blocks:
+        side, _, path = block.form.residual[0].partition(" of ")
+        norm = _norm(block.module.get_submodule(path)) if side == "input" and path and len(block.form.residual) == 1 else None
+        if norm is not None:
+            yield _NormBefore(norm.module, norm.scale_offset, norm.cast_first, block)
+
+
+def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[_Gated]:
+    for block in blocks:
+        parent = str(block.form.down).rpartition(".")[0]
+        if block.down is None or block.experts is not None or not parent:
+            continue
+        module = block.module.get_submodule(parent)
+        children = [child for child in module.children() if child is not block.down]
+        readers = tuple(child for child in children if isinstance(child, (PatchedLinear, *LINEAR)))
+        others = [child for child in children if child not in readers]
+        activation = _activation(others[0]) if len(others) == 1 and len(readers) in (1, 2) and untouched(module) else None
+        if activation is None:
+            continue
+        x = _trial(3, _width(readers[0]), next(module.parameters()))
+        found = (_Gated(module, readers, others[0], block.down, activation, swapped) for swapped in (False, True))
+        yield from (gated for gated in found if _same(gated, module, x))
+
+
+def _width(reader: Any) -> int:
+    """K, of what a linear module reads."""
+    width: int = reader.in_features if hasattr(reader, "in_features") else reader.weight.shape[0]
+    return width
+
+
+def _activation(module: nn.Module) -> str | None:
+    if any(True for _ in (*module.parameters(), *module.buffers())) or not untouched(module):
+        return None
+    x = torch.linspace(-8, 8, 161)
+    try:
+        made = module(x)
+    except Exception:  # of the module's own code: whatever it is, it is no activation that we know
+        return None
+    return next((name for name, function in _ACTIVATIONS.items() if torch.allclose(made, function(x), rtol=1e-6, atol=1e-7)), None)
+
+
+def _trial(rows: int, width: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(rows, width, generator=generator).to(like.device, like.dtype)
+
+
+def _same(mine: Forward, module: nn.Module, x: Tensor) -> bool:
+    try:
+        made, expected = mine(x), module(x)
+    except Exception:  # of the module's own code: it wants something else
+        return False
+    if not isinstance(expected, Tensor) or made.shape != expected.shape or made.dtype != expected.dtype:
+        return False
+    error = (made.double() - expected.double()).abs().amax()
+    return bool(error <= _ROUNDINGS * torch.finfo(x.dtype).eps * expected.double().abs().amax())

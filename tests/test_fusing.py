@@ -1,0 +1,104 @@
+"""Norms and gated products through our ops: what of a model is one, what is not, and that a step with them is the step without."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from models import ragged, tokens
+from torch import nn
+
+from icl_patch import ContextPatcher, metrics, zoo
+from icl_patch.fusing import Fusions
+
+LAYERS = 4
+# Of a block: norms, norms that tell the recorder, gated products; and the model's last norm.
+EXPECTED = {
+    "llama": (1, 1, 1, 1),
+    "qwen3": (3, 1, 1, 1),
+    "gemma3": (4, 1, 1, 1),
+    "phi3": (1, 1, 1, 1),
+    "olmo2": (3, 0, 1, 1),
+    "gpt2": (0, 0, 0, 0),
+    "cohere2": (0, 0, 1, 0),
+    "mixtral": (1, 1, 0, 1),
+}
+
+
+def kinds(patcher: ContextPatcher) -> Counter:
+    return Counter(type(found).__name__ for found in Fusions(patcher.model, patcher.blocks)._found)
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_what_is_found(family: str) -> None:
+    with ContextPatcher(zoo.build(family), "stable") as patcher:
+        norms, told, gated, last = EXPECTED[family]
+        assert kinds(patcher) == Counter({"_Norm": LAYERS * norms + last, "_NormBefore": LAYERS * told, "_Gated": LAYERS * gated})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
+def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype) -> None:
+    with torch.no_grad(), ContextPatcher(zoo.build(family, dtype=dtype), "stable") as patcher:
+        for found in Fusions(patcher.model, patcher.blocks)._found:
+            width = 32 if not hasattr(found.module, "weight") else found.module.weight.shape[0]
+            x = (3 * torch.randn(2, 5, width, generator=torch.Generator().manual_seed(3))).to(dtype)
+            made, expected = found(x), found.module(x)
+            assert made.dtype == expected.dtype
+            assert metrics.linf(made, expected).max() <= (1e-5 if dtype == torch.float32 else 2**-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "olmo2", "cohere2"])
+@pytest.mark.parametrize("fast", [False, None], ids=["two streams", "as fast as can be"])
+def test_a_step_is_the_same_without(family: str, fast: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = zoo.build(family), tokens(0, 3, 9) % zoo.VOCABULARY
+    arguments: dict = {"context_mask": ragged(3, 9, side="left"), "max_new_tokens": 3, "eos_token_id": None, "fast": fast}
+    ran: list[str] = []
+    call = Fusions.forwards
+
+    def watched(self: Fusions) -> list[tuple[nn.Module, Any]]:
+        return [(module, lambda *x, f=f: (ran.append(type(f).__name__), f(*x))[1]) for module, f in call(self)]
+
+    with ContextPatcher(model, "stable") as patcher:
+        next(patcher.generate(ids, **arguments))  # the trial of what is fast
+        monkeypatch.setattr(Fusions, "forwards", watched)
+        fused = list(patcher.generate(ids, **arguments))
+        found = kinds(patcher)
+        patches = [step.patch for step in fused]
+        assert Counter(ran) == Counter({kind: 3 * count for kind, count in found.items()})
+        monkeypatch.setattr(Fusions, "forwards", lambda self: [])
+        monkeypatch.setattr(Fusions, "told", lambda self: set())
+        plain = list(patcher.generate(ids, **arguments))
+        for step, other, patch in zip(fused, plain, patches, strict=True):
+            assert metrics.linf(step.logits, other.logits).max() <= 1e-5
+            assert metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits).max() <= 1e-5
+            for layer, factors in zip(patch.layers, other.patch.layers, strict=True):
+                assert layer.keys() == factors.keys()
+                assert all(metrics.linf(layer[name], factors[name]).max() <= 1e-3 for name in layer if name.endswith((".u", ".v")))
+
+
+class _Doubled(nn.Module):
+    """An RMSNorm of twice its scale."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight.clone()), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def test_look_alikes_are_left_alone() -> None:
+    model: Any = zoo.build("llama")
+    model.model.norm = _Doubled(model.model.norm.weight)
+    model.model.layers[0].mlp.act_fn = nn.GELU()  # not by tanh
+    model.model.layers[1].mlp.forward = model.model.layers[1].mlp.forward
+    handle = model.model.layers[2].input_layernorm.register_forward_hook(lambda *_: None)
+    with ContextPatcher(model, "stable") as patcher:
+        assert kinds(patcher) == Counter({"_Norm": LAYERS - 1, "_NormBefore": LAYERS, "_Gated": LAYERS - 2})
+        fusions = Fusions(patcher.model, patcher.blocks)
+        late = model.model.layers[3].post_attention_layernorm.register_forward_hook(lambda *_: None)
+        assert len(fusions.told()) == LAYERS - 1
+        assert len(fusions.forwards()) == len(fusions._found) - 1
+        late.remove()
+    handle.remove()
