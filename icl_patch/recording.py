@@ -311,20 +311,22 @@ class BlockRecorder:
 
     def norm(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         x_ctx, x_own = self.split(x)
-        normalized = layer.normalize(x_own)
         if self.update == "direct":
-            wanted = self.wanted()
+            wanted, normalized = self.wanted(), layer.normalize(x_own)
             new_scale = updates.direct_scale(wanted, normalized, layer.scale)
             dead = normalized == 0
             self.notes.refuse(f"the input of {self.form.post_norm} is 0 where delta is not", (dead & (wanted != 0)).any(-1), dead.any(-1))
         else:
             assert self._stable_scale is not None
-            new_scale = self._stable_scale if self.exact else self._stable_scale.to(normalized.dtype)
-        layer.new_scale = self.unless_padding(new_scale, layer.scale.to(new_scale.dtype))
+            new_scale = self._stable_scale if self.exact else self._stable_scale.to(torch.promote_types(x.dtype, torch.float32))
+        layer.new_scale = new_scale if self.valid is None else self.unless_padding(new_scale, layer.scale.to(new_scale.dtype))
         if self.exact:
+            normalized = layer.normalize(x_own)
             self.open_loop(torch.zeros_like(normalized), normalized, layer, "new_scale", layer.scale.double())
         made = layer.apply_scale(x_own, layer.new_scale)
-        return self.join(None if x_ctx is None else layer.base_layer(x_ctx), made, x)
+        if x_ctx is None:
+            return self.join(None, made, x)
+        return self.join(layer.base_layer(x_ctx) if self.patches is None else layer.plain(x_ctx), made, x)
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Note the context's output; close an exact writer's loop, and round."""
