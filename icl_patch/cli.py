@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--max-new-tokens", type=_positive, default=50, metavar="N", help="at most so many tokens (default 50)")
     command.add_argument("--logits", choices=LOGITS, default="reduced", help="which logits to choose from (default: reduced)")
     command.add_argument("--fast", action="store_true", help="both streams over one cache; not for every model, nor for --update exact")
+    command.add_argument("--compiled", action="store_true", help="compile the step, in seconds to minutes; likewise")
     command.add_argument("--check-every", type=_positive, default=0, metavar="N", help="replay every N-th token without the context")
     command.add_argument("--sample", action="store_true", help="sample, as the model's generation configuration says (default: greedy)")
     command.add_argument("--temperature", type=float, metavar="T", help="with --sample: of the softmax")
@@ -335,6 +336,7 @@ def _generate(options: argparse.Namespace) -> int:
             max_new_tokens=options.max_new_tokens,
             logits=options.logits,
             fast=options.fast,
+            compiled=options.compiled,
             patches=False,
             check_every=options.check_every,
             **choice,
