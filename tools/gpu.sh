@@ -20,7 +20,8 @@ part() { # NAME SECONDS COMMAND...
 }
 
 workers=$($run -c 'import xdist; print("-n 6 --dist worksteal")' 2>/dev/null)
-part tests 190 $run -m pytest -m gpu $workers
-part benchmarks 200 $run -m icl_patch bench linear inversion throughput --device cuda --quick --fresh --seconds 75 --out "$results"
-part sanitizer 100 sh tools/sanitize.sh
+part tests 170 $run -m pytest -m gpu $workers
+part kernels 140 $run -m icl_patch bench linear inversion throughput --device cuda --quick --fresh --seconds 50 --out "$results"
+part generation 100 $run -m icl_patch bench generation --device cuda --quick --fresh --seconds 50 --out "$results"
+part sanitizer 75 sh tools/sanitize.sh
 [ -z "$failed" ] || { echo "gpu: failed:$failed"; exit 1; }
