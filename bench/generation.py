@@ -1,199 +1,367 @@
 """A decode step that recomputes and applies every layer's patch, beside the model's own step and the ways it is done otherwise.
 
-Random weights of the shape that is named; one token a row after a context of random tokens, eagerly. `fast` keeps one cache for both
-streams, `two streams` stacks them; `exact` takes two passes. `replay` runs the current token alone with a patch that is there already.
-`W + ΔW built` is Algorithm 1 with materialised matrices, row after row; the arithmetic of its update is not counted. The error is that of
-the logits against the plain step's. Not among them: the compiled step with a static cache, and PEFT.
+Random weights of the shape that is named; one step gives every row one token after a context of random tokens, and is taken over and over.
+The choice of the token is not part of it. All ways run in turns, on the same weights and tokens. In the order of the tables:
+
+- `recompute and apply`: ours. `fast` keeps one cache for both streams, `two streams` stacks them, `exact` takes two passes (both where
+  eight caches of the case fit into a GPU's memory); `CUDA graph` is `fast` over a static cache, captured, where no window is full.
+- `plain step`: the model's own, eager, as `model.generate` takes it. `plain step, compiled`: the same through `torch.compile` over a static
+  cache, on a GPU as a CUDA graph. What compiling took, with what the compiler had in its caches, is beside the table and not in the times.
+- `patch applied`: the model's own step while a given patch is applied in every layer, over the same cache; eager, and compiled.
+- `replay of a given patch`: the current token alone with its own patch, through `patcher.forward`; no cache.
+- `W + ΔW built`: Algorithm 1 with materialised matrices, row after row, with a cache and without one. `PEFT, factors swapped`: a LoRA of
+  rank 1 on the same matrices, an adapter a row. Both take a context step, change the weights, and take a reduced step; the arithmetic of
+  the update is not counted.
+
+The error is the largest difference of the logits from the plain step's (`patch applied`: from the plain step's with that weight built),
+relative to the largest; it must be smaller than what the patch does. A step that fails prints no time. `of the streaming limit` is the
+time to read every weight once, at the best bandwidth measured here, over the step's. `cache` is what the way's cache holds, the room in it
+included; `beyond` is the most memory that one step takes beside model and cache, as torch's allocator counts it (on a CPU its allocations
+and releases one by one, as torch.profiler sees them). `calls` are operators called (CPU) or launches (GPU) a step. Parts are shares of a
+profiled step, by module; a part that the compiler has fused into something else is in the rest.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from icl_patch import ContextPatch, ContextPatcher
-from icl_patch.bench.harness import Case, Comparison
-from icl_patch.bench.linear import relative_error
-from icl_patch.bench.results import Results
+from icl_patch.bench.costs import PARTS, Parts, cache_bytes, profiled, transient_bytes, weight_bytes
+from icl_patch.bench.harness import Case, Comparison, format_seconds
+from icl_patch.bench.linear import ceiling, no_peft, relative_error
+from icl_patch.bench.results import Results, table_lines
+from icl_patch.bench.steps import (
+    Compiled,
+    Later,
+    StaticContext,
+    Step,
+    bare_step,
+    compiled_step,
+    dynamic_cache,
+    keep_in_place,
+    lora_step,
+    materialised,
+    naive_step,
+    own_step,
+    static_cache,
+    uncached_step,
+)
 from icl_patch.bench.throughput import twin
-from icl_patch.decoding import Way, decode_one_token, prefill
+from icl_patch.decoding import Captured, Decoding, Way, decode_one_token, prefill
 from icl_patch.generation import History
 
+OURS = "recompute and apply, fast"
+GRAPH = "recompute and apply, CUDA graph"
 PLAIN = "plain step"
+COMPILED = "plain step, compiled"
+PEFT = "PEFT, factors swapped"
+APPLIED = ("patch applied", "patch applied, compiled")
 _LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.15}
+_SLOW = 3.0  # seconds: what takes longer is not taken again to be observed
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3-like model: its name and what its configuration says."""
+    """A model: its name and what its configuration says. Embedding and head are one matrix.
+
+    window: of the layers that have one: five of six.
+    """
 
     name: str
+    kind: type[PreTrainedConfig]
     hidden: int
     inner: int
     layers: int
     heads: int
+    key_value_heads: int
+    head: int
     vocabulary: int
+    window: int | None = None
 
-    def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-        """Random weights, seeded."""
-        torch.manual_seed(0)
-        config = Qwen3Config(
+    def config(self) -> PreTrainedConfig:
+        """As transformers has it."""
+        more = {} if self.window is None else {"sliding_window": self.window, "query_pre_attn_scalar": self.head}
+        return self.kind(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.inner,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
-            num_key_value_heads=self.heads // 2,
-            head_dim=128,
+            num_key_value_heads=self.key_value_heads,
+            head_dim=self.head,
             max_position_embeddings=16384,
             tie_word_embeddings=True,
+            **more,
         )
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """Random weights, seeded: as large as those of trained models, so that a context changes what is said."""
+        torch.manual_seed(0)
         with torch.device(device):
-            return Qwen3ForCausalLM(config).to(dtype).eval()
+            model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
+            for path, parameter in model.named_parameters():
+                if "norm" in path:
+                    nn.init.normal_(parameter, 0.0 if self.kind is Gemma3TextConfig else 1.0, 0.1)
+                elif "embed" not in path:
+                    nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+        return model.eval().requires_grad_(False)
 
 
-_SMALL = Shape("0.22B", 1024, 3072, 12, 16, 32000)
-_QWEN = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 151936)
-Step = Callable[[], Tensor]
+CPU_SHAPE = Shape("0.22B", Qwen3Config, 1024, 3072, 12, 16, 8, 128, 32000)
+GPU_SHAPES = (
+    Shape("Qwen3-0.6B", Qwen3Config, 1024, 3072, 28, 16, 8, 128, 151936),
+    Shape("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, 26, 4, 1, 256, 262144, 512),
+    Shape("Llama-3.2-1B", LlamaConfig, 2048, 8192, 16, 32, 8, 64, 128256),
+    Shape("Gemma-3-4B", Gemma3TextConfig, 2560, 10240, 34, 8, 4, 256, 262208, 1024),
+)
 
 
 def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
-    """Context by context for every batch, the papers' protocol in between first; on a CPU a model of 0.2B."""
-    cpu = device.type == "cpu"
-    dtype, shape = (torch.float32, _SMALL) if cpu else (torch.bfloat16, _QWEN)
-    contexts = (256,) if quick else (256, 16, 1024) if cpu else (1024, 16, 256, 8192)
+    """The headline first: on a CPU a context of 256, on a GPU one of 1,024, for every model and batch."""
+    if reason := no_peft():
+        results.skip(PEFT, reason)
+    if device.type == "cpu":
+        dtype = torch.float32
+        contexts = (256,) if quick else (256, 1024, 16)
+        grid = [(CPU_SHAPE, batch, context) for context in contexts for batch in (1, 4)]
+    else:
+        dtype = torch.bfloat16
+        shapes, batches = (GPU_SHAPES[:2], (1, 8)) if quick else (GPU_SHAPES, (1, 8, 4, 32))
+        grid = [(shape, batch, 1024) for shape in shapes for batch in batches]
+        rest = () if quick else (16, 256, 8192)
+        grid += [(shape, batch, context) for shape in shapes for batch in batches for context in rest]
     found = []
-    for batch in (1, 4) if cpu or quick else (1, 8, 4, 32):
-        for context in contexts:
-            title = f"{shape.name} {str(dtype).removeprefix('torch.')} B={batch} context={context}"
-            parameters: dict[str, str | int] = {"model": shape.name, "batch": batch, "context": context}
-            found.append(Case(title, functools.partial(comparison, shape, batch, context, dtype, device), parameters))
+    for shape, batch, context in grid:
+        title = f"{shape.name} {str(dtype).removeprefix('torch.')} B={batch} context={context}"
+        parameters: dict[str, str | int] = {"model": shape.name, "batch": batch, "context": context}
+        found.append(Case(title, functools.partial(comparison, shape, batch, context, dtype, device), parameters))
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class Models:
+    """One set of weights: the model, untouched, and patchers on it. ``applied`` has a patch applied for as long as a case lasts."""
+
+    plain: PreTrainedModel
+    stable: ContextPatcher
+    exact: ContextPatcher
+    applied: ContextPatcher
+    patched: ExitStack = field(default_factory=ExitStack)
+
+
 @functools.lru_cache(maxsize=1)
-def _models(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, ContextPatcher, ContextPatcher]:
-    """The model, untouched, and patchers on its weights."""
-    model = shape.build(device, dtype).requires_grad_(False)
-    return model, ContextPatcher(twin(model), "stable"), ContextPatcher(twin(model), "exact")
+def models_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Models:
+    """The cases of a shape share its weights."""
+    model = shape.build(device, dtype)
+    return Models(model, *(ContextPatcher(twin(model), update) for update in ("stable", "exact", "stable")))
 
 
 @torch.no_grad()
 def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Comparison:
     """What is timed in one case."""
-    model, stable, exact = _models(shape, dtype, device)
-    ids = torch.randint(0, 1000, (batch, context), generator=torch.Generator().manual_seed(context)).to(device)
-    plain = _plain(model, ids)
-    expected = plain().double()
-    patch = decode_one_token(_state(stable, ids, Way.STACKED), ids[:, -1]).make_patch()
-    calls: dict[str, Step] = {
-        "recompute and apply, fast": _ours(stable, ids, Way.FOLDED),
-        "recompute and apply, two streams": _ours(stable, ids, Way.STACKED),
-        "recompute and apply, exact": _exact(exact, ids),
-        "replay of a given patch": lambda: stable.forward(patch.kept_ids, patch)[:, -1],
-        PLAIN: plain,
-        "W + ΔW built, with a cache": _naive(model, ids, patch, plain),
-        "W + ΔW built, Algorithm 1 without a cache": _without_cache(model, ids, patch),
-    }
+    torch.compiler.reset()  # what the case before it compiled
+    models = models_of(shape, dtype, device)
+    ids = torch.randint(0, min(1000, shape.vocabulary), (batch, context), generator=torch.Generator().manual_seed(context)).to(device)
+    patch = decode_one_token(_state(models.stable, ids, Way.FOLDED), ids[:, -1]).make_patch()
+    models.patched.close()
+    models.patched.enter_context(models.applied.applied(patch))
+    cache = dynamic_cache(models.plain, ids)
+    plain = own_step(models.plain, ids, cache)
+    roomy = not ids.is_cuda or 8 * cache_bytes(cache) < torch.cuda.get_device_properties(device).total_memory
+    expected = _expected(models.plain, patch, plain, _LIMIT[dtype])
+    calls = ours(models, ids, roomy) | baselines(models, ids, patch, plain, cache)
+    seen = [models.plain, models.stable.model, models.exact.model, models.applied.model]
+    if no_peft() is None:
+        seen.append(twin(models.plain))
+        calls[PEFT] = Later(lambda: lora_step(seen[-1], patch, plain))
     return Comparison(
-        ours="recompute and apply, fast",
-        calls={name: torch.no_grad()(call) for name, call in calls.items()},
-        check=lambda _name, logits: relative_error(logits, expected, _LIMIT[dtype]),
+        ours=OURS,
+        calls=calls,
+        check=lambda name, logits: relative_error(logits, expected[name in APPLIED], _LIMIT[dtype]),
+        nbytes=dict.fromkeys(calls, weight_bytes(models.plain)),
+        ceiling=ceiling(device),
         units=dict.fromkeys(calls, batch),
         unit="tokens",
+        costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
         most_seconds=6.0,
     )
 
 
-def _plain(model: PreTrainedModel, ids: Tensor) -> Step:
-    """The model's own cached step; the cache is cut back to the context, so that every call is the same."""
-    cache = DynamicCache(config=model.config)
-    run: Any = model
-    run(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+def _expected(model: PreTrainedModel, patch: ContextPatch, plain: Step, limit: float) -> tuple[Tensor, Tensor]:
+    """The logits (B, V) of the plain step, and of the plain step with the first row's patch in the weights; fp64.
 
-    def step() -> Tensor:
-        logits: Tensor = run(ids[:, -1:], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    Raises:
+        AssertionError: the patch does not do more than a check lets pass.
+    """
+    expected = plain().double()
+    with materialised(model, patch):
+        applied = plain().double()
+    for changed, without in ((expected, bare_step(model, patch).double()), (applied, expected)):
+        effect = float((changed - without).abs().max() / changed.abs().max())
+        if not effect > 2 * limit:
+            raise AssertionError(
+                f"expected a patch that changes the logits by more than {2 * limit:.1e}, got one that does by {effect:.1e}"
+            )
+    return expected, applied
+
+
+def ours(models: Models, ids: Tensor, roomy: bool) -> dict[str, Step]:
+    """Every form of our own step by its name, ``OURS`` first, which the others are compared with; ``roomy``: with those of more caches."""
+    found: dict[str, Step] = {OURS: Later(lambda: _decoding_step(models.stable, ids, Way.FOLDED))}
+    if roomy:
+        found["recompute and apply, two streams"] = Later(lambda: _decoding_step(models.stable, ids, Way.STACKED))
+        found["recompute and apply, exact"] = Later(lambda: _exact_step(models.exact, ids))
+    if ids.is_cuda and not _windows(models.plain, ids):
+        found[GRAPH] = Later(lambda: _graph_step(models.stable, ids))
+    return found
+
+
+def baselines(models: Models, ids: Tensor, patch: ContextPatch, plain: Step, cache: DynamicCache) -> dict[str, Step]:
+    """The other ways by their names. Those over a static cache share it, those over the model's own share that one."""
+    changed = models.applied.model
+    keep_in_place([module for block in models.applied.blocks for module in block.patched])
+    static = StaticContext(models.plain, ids)
+    return {
+        PLAIN: plain,
+        COMPILED: compiled_step(models.plain, ids, static),
+        APPLIED[0]: own_step(changed, ids, cache),
+        APPLIED[1]: compiled_step(changed, ids, static),
+        "replay of a given patch": Step(lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]),
+        "W + ΔW built, with a cache": naive_step(models.plain, patch, plain),
+        "W + ΔW built, Algorithm 1 without a cache": uncached_step(models.plain, ids, patch),
+    }
+
+
+def _windows(model: PreTrainedModel, ids: Tensor) -> bool:
+    """Whether a layer sees less than the context, so that its static cache moves."""
+    layers: list[Any] = static_cache(model, ids).layers
+    return any(layer.is_sliding and layer.max_cache_len < ids.shape[1] for layer in layers)
+
+
+def _state(patcher: ContextPatcher, ids: Tensor, way: Way, **arguments: Any) -> Decoding:
+    return prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), ids.shape[1], way, **arguments)
+
+
+def _decoding_step(patcher: ContextPatcher, ids: Tensor, way: Way) -> Step:
+    """Our step over a dynamic cache."""
+    state, token = _state(patcher, ids, way), ids[:, -1].clone()
+    cache: Any = state.cache
+    cache.activate_past_recording()
+
+    def rewind() -> None:
         cache.crop(-1)
-        return logits
+        state.positions -= 1
+        state.length -= 1
 
+    return Step(lambda: decode_one_token(state, token).logits, rewind, cache)
+
+
+def _graph_step(patcher: ContextPatcher, ids: Tensor) -> Step:
+    """Our step over a static cache as a CUDA graph."""
+    cache = static_cache(patcher.model, ids)
+    state, token = _state(patcher, ids, Way.FOLDED, cache=cache), ids[:, -1].clone()
+    state.captured = Captured(state)
+    layers: list[Any] = cache.layers
+    counters = [state.positions, state.slot, *(layer.cumulative_length for layer in layers)]
+
+    def rewind() -> None:
+        torch._foreach_sub_(counters, 1)
+        for layer in layers:
+            if layer.is_sliding:
+                layer.cumulative_length_int -= 1
+        state.length -= 1
+
+    step = Step(lambda: decode_one_token(state, token).logits, rewind, cache)
+    for _ in range(3):  # two that warm up what is made at first use, and the capture
+        step()
     return step
 
 
-def _state(patcher: ContextPatcher, ids: Tensor, way: Way) -> Any:
-    return prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), ids.shape[1] + 1, way)
-
-
-def _ours(patcher: ContextPatcher, ids: Tensor, way: Way) -> Step:
-    state = _state(patcher, ids, way)
-
-    def step() -> Tensor:
-        logits = decode_one_token(state, ids[:, -1]).logits
-        state.cache.crop(-1)
-        state.length, state.positions = state.length - 1, state.positions - 1
-        return logits
-
-    return step
-
-
-def _exact(patcher: ContextPatcher, ids: Tensor) -> Step:
+def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
     history = History(patcher, ids, None)
-
-    def step() -> Tensor:
-        logits = history.step().reduced_logits[:, -1]
-        history._cache.crop(-1)
-        return logits
-
-    return step
+    cache: Any = history._cache
+    cache.activate_past_recording()
+    return Step(lambda: history.step().reduced_logits[:, -1], lambda: cache.crop(-1), cache)
 
 
-@contextmanager
-def _materialised(model: nn.Module, patch: ContextPatch) -> Iterator[None]:
-    """Within this context every changed matrix is ``W + u vᵀ`` of the first row, built now."""
-    before: list[tuple[nn.Parameter, Tensor]] = []
-    try:
-        for block, factors in zip(patch.blocks, patch.layers, strict=True):
-            for name in (*block.form.readers, str(block.form.down)):
-                weight: Any = model.get_submodule(block.path_of(name)).weight
-                v = factors[f"{name}.v" if f"{name}.v" in factors else "readers.v"][0, 0]
-                before.append((weight, weight.data))
-                weight.data = torch.addr(weight.data, factors[f"{name}.u"][0, 0].to(weight.dtype), v.to(weight.dtype))
-        yield
-    finally:
-        for weight, data in reversed(before):
-            weight.data = data
+def _costs(step: Step, seconds: float, parts: Parts, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"cache MB": cache_bytes(step.cache) / 1e6}
+    if step.compile_seconds is not None:
+        found["compile s"] = step.compile_seconds
+    if seconds < _SLOW:
+        observed = step.to_observe()
+        found["beyond MB"] = transient_bytes(observed, device) / 1e6
+        found |= profiled(observed, parts, device, compiled=isinstance(step, Compiled))
+    return found
 
 
-def _alone(model: PreTrainedModel, ids: Tensor, patch: ContextPatch) -> Tensor:
-    """Every row's token with its own materialised weights, one row after the other."""
-    run: Any = model
-    rows = []
-    for row in range(len(ids)):
-        with _materialised(model, patch.select(rows=slice(row, row + 1))):
-            token = ids[row : row + 1, -1:]
-            rows.append(run(token, position_ids=patch.position_ids[row : row + 1], use_cache=False).logits[:, -1])
-    return torch.cat(rows)
+# The tables
 
 
-def _naive(model: PreTrainedModel, ids: Tensor, patch: ContextPatch, plain: Step) -> Step:
-    """A context step, every matrix materialised, a reduced step; the update's own arithmetic is not counted."""
+def tables(found: Mapping[str, Any]) -> list[str]:
+    """Two Markdown tables a case: a row a way, and the time by part."""
+    lines: list[str] = []
+    for case in dict.fromkeys(row["case"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["case"] == case and row["call"]]
+        times = {row["call"]: row["seconds"]["median"] for row in rows if "seconds" in row}
+        missing = [[name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)] for name, reason in found.get("skipped", {}).items()]
+        lines += [f"## {case}", "", *table_lines(COLUMNS, [_line(row, times) for row in rows] + missing), ""]
+        shares = [[row["call"], *(_share(row["parts"].get(part)) for part in PARTS)] for row in rows if "parts" in row]
+        if shares:
+            lines += [*table_lines(["share of a profiled step", *PARTS], shares), ""]
+        compiled = [f"{row['call']} {format_seconds(row['compile s'])}" for row in rows if "compile s" in row]
+        lines += [f"Compiling took, before the times: {', '.join(compiled)}.", ""] if compiled else []
+        lines += [f"Not observed: {row['call']}, {row['not observed']}." for row in rows if "not observed" in row]
+    return lines[:-1] if lines and not lines[-1] else lines
 
-    def step() -> Tensor:
-        plain()
-        return _alone(model, ids, patch)
 
-    return step
+COLUMNS = (
+    "one step",
+    "time",
+    "middle half",
+    "tokens/s",
+    "over plain",
+    "over compiled",
+    "of the streaming limit",
+    "cache MB",
+    "beyond MB",
+    "calls",
+    "error",
+)
 
 
-def _without_cache(model: PreTrainedModel, ids: Tensor, patch: ContextPatch) -> Step:
-    run: Any = model
+def _line(row: Mapping[str, Any], times: Mapping[str, float]) -> list[str]:
+    name = f"**{row['call']}**" if row["ours"] else row["call"]
+    if "seconds" not in row:
+        return [name, f"FAILED: {row['failed']}", *[""] * (len(COLUMNS) - 2)]
+    seconds = row["seconds"]
 
-    def step() -> Tensor:
-        run(ids, use_cache=False, logits_to_keep=1)
-        return _alone(model, ids, patch)
+    def ratio(baseline: str) -> str:
+        return f"{seconds['median'] / times[baseline]:.2f}×" if baseline in times else "-"
 
-    return step
+    def number(*names: str) -> str:
+        return next((f"{row[name]:.3g}" if abs(row[name]) < 1000 else f"{row[name]:.0f}" for name in names if name in row), "-")
+
+    return [
+        name,
+        format_seconds(seconds["median"]),
+        " – ".join(format_seconds(seconds[end]) for end in ("low", "high")),
+        number("rate"),
+        ratio(PLAIN),
+        ratio(COMPILED),
+        _share(row.get("of ceiling")) or "-",
+        number("cache MB"),
+        number("beyond MB"),
+        number("launches", "operator calls"),
+        number("error"),
+    ]
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %" if value >= 0.1 else f"{100 * value:.2g} %"

@@ -111,16 +111,16 @@ def _event_timer(call: Call, device: torch.device) -> Callable[[], float]:
 def _graph_timer(call: InTurn, least_seconds: float = 2e-3, most_calls: int = 1000) -> Callable[[], float]:
     """Replays of a graph that takes every input at least once and lasts ``least_seconds``."""
     count = len(call.inputs)
-    graph = _captured(call, count)
+    graph = captured(call, count)
     again = int(least_seconds / max(_elapsed(graph.replay), 1e-6))
     if again > 1:
         count *= min(again, max(1, most_calls // count))
-        graph = _captured(call, count)
+        graph = captured(call, count)
     graph.replay()
     return lambda: _elapsed(graph.replay) / count
 
 
-def _captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
+def captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
     """So many calls as a graph that has run once; ``torch.cuda.graph`` would collect garbage first, which takes longer than the rest."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -155,6 +155,7 @@ class Comparison:
     what was expected and what came. nbytes: what each call must move at least, and ceiling: the bandwidth measured here, in bytes a
     second. apart: calls that write so much that the others would wait for their writes; they are timed after them. units: how many of
     something each call does, which then are what is compared, and unit: what they are. notes: further numbers about our call.
+    costs: further numbers about any call, by its name and its seconds, from passes that are not timed.
     """
 
     ours: str
@@ -166,6 +167,7 @@ class Comparison:
     units: Mapping[str, float] = field(default_factory=dict)
     unit: str = ""
     notes: Mapping[str, float] = field(default_factory=dict)
+    costs: Callable[[str, float], Mapping[str, Any]] | None = None
     least_seconds: float = 0.02
     most_seconds: float = math.inf
 
@@ -249,9 +251,22 @@ def _rows(case: Case, device: torch.device, rounds: int) -> list[dict[str, Any]]
     rows = []
     for name in comparison.calls:
         row = head | {"call": name, "ours": name == comparison.ours}
-        row |= {"failed": failed[name]} if name in failed else _numbers(comparison, name, timings, errors[name])
+        if name in failed:
+            row["failed"] = failed[name]
+        else:
+            row |= _numbers(comparison, name, timings, errors[name]) | _costs(comparison, name, timings[name])
         rows.append(row)
     return rows
+
+
+def _costs(comparison: Comparison, name: str, timing: Timing) -> dict[str, Any]:
+    """A profiler that fails costs its own numbers, and not the time."""
+    if comparison.costs is None:
+        return {}
+    try:
+        return dict(comparison.costs(name, timing.median))
+    except Exception as error:
+        return {"not observed": _reason(error)}
 
 
 def _numbers(comparison: Comparison, name: str, timings: Mapping[str, Timing], error: float | None) -> dict[str, Any]:

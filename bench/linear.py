@@ -102,7 +102,7 @@ def _quick_on_cpu(setting: Setting) -> bool:
 
 def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     """The cases of the grid."""
-    if reason := _no_peft():
+    if reason := no_peft():
         results.skip("PEFT", reason)
     return [Case(found.name, functools.partial(comparison, found, device), found.parameters) for found in settings(device, quick)]
 
@@ -149,7 +149,7 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
         "unfused": InTurn(_unfused(z, u.to(dtype), v.to(dtype)), weights),
         **_materialised(weights, z, u[0].to(dtype), v[0].to(dtype)),
     }
-    if _no_peft() is None:
+    if no_peft() is None:
         calls["PEFT"] = InTurn(lambda layer: layer(z), [_lora(weight, u[0], v[0]) for weight in weights])
 
     def check(name: str, result: Any) -> float:
@@ -224,7 +224,7 @@ def _materialised(weights: list[Tensor], z: Tensor, u: Tensor, v: Tensor) -> dic
 
 
 @functools.cache
-def _no_peft() -> str | None:
+def no_peft() -> str | None:
     """None, or why there is no PEFT to compare with."""
     if find_spec("peft") is None:
         return "peft is not installed"

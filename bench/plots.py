@@ -18,11 +18,65 @@ def draw(found: dict[str, Any], folder: Path) -> list[Path]:
     plain = {row["case"]: row for row in found["rows"] if row["call"] == "F.linear" and "seconds" in row}
     if not ours:
         return []
-    environment = found["environment"]
-    title = f"{environment['device']}, {environment['threads']} threads" if environment["cuda"] is None else environment["device"]
+    title = _device(found)
     written = _save(_bandwidth(ours, title), folder / f"{found['file']}-bandwidth")
     ratios = {row["case"]: row["seconds"]["median"] / plain[row["case"]]["seconds"]["median"] for row in ours if row["case"] in plain}
     return written + _save(_ratios([row for row in ours if row["case"] in ratios], ratios, title), folder / f"{found['file']}-ratio")
+
+
+def draw_steps(found: dict[str, Any], folder: Path) -> list[Path]:
+    """The time of a decode step against the context's length and against the batch, all ways, as PNG and SVG: two pictures a model.
+
+    Args:
+        found: a results file of the benchmark ``generation``. folder: where the pictures are written, named after the file and the model.
+    """
+    rows = [row for row in found["rows"] if "seconds" in row]
+    written = []
+    for model in dict.fromkeys(row["parameters"]["model"] for row in rows):
+        mine = [row for row in rows if row["parameters"]["model"] == model]
+        for along, across in (("context", "batch"), ("batch", "context")):
+            if len({row["parameters"][along] for row in mine}) > 1:
+                figure = _steps(mine, f"{model}, random weights: {_device(found)}", along, across)
+                written += _save(figure, folder / f"{found['file']}-{model.lower()}-{along}")
+    return written
+
+
+def _device(found: dict[str, Any]) -> str:
+    environment = found["environment"]
+    return f"{environment['device']}, {environment['threads']} threads" if environment["cuda"] is None else str(environment["device"])
+
+
+def _steps(rows: list[dict[str, Any]], title: str, along: str, across: str) -> Any:
+    """Milliseconds along one parameter, a line a way, a panel for every value of the other."""
+    from matplotlib.figure import Figure
+
+    panels = sorted({row["parameters"][across] for row in rows})
+    panels = [value for value in panels if len({row["parameters"][along] for row in rows if row["parameters"][across] == value}) > 1]
+    ticks = sorted({row["parameters"][along] for row in rows})
+    calls = list(dict.fromkeys(row["call"] for row in rows))
+    figure = Figure(figsize=(max(8.0, 3.4 + 3.2 * len(panels)), 5.0), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, value in zip(axes, panels, strict=True):
+        for number, call in enumerate(calls):
+            mine = [row for row in rows if row["call"] == call and row["parameters"][across] == value]
+            mine.sort(key=lambda row: row["parameters"][along])
+            bold = any(row["ours"] for row in mine)
+            style = {"marker": "osD^vP*Xh<>d"[number % 12], "markersize": 5, "linewidth": 2.4 if bold else 1.2, "color": f"C{number % 10}"}
+            style["linestyle"] = "-" if number < 10 else "--"
+            milliseconds = [1e3 * row["seconds"]["median"] for row in mine]
+            axis.plot([row["parameters"][along] for row in mine], milliseconds, label=call, zorder=3 if bold else 2, **style)
+        axis.set_title(f"{across} {value}", fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, map(str, ticks))
+        axis.minorticks_off()
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+        axis.set_xlabel("tokens of context" if along == "context" else "batch")
+    axes[0].set_ylabel("ms a step (one token for every row)")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside right center")
+    figure.suptitle(title, fontsize=11)
+    return figure
 
 
 def _panels(rows: Iterable[dict[str, Any]], title: str, label: str) -> tuple[Any, dict[str, Any]]:

@@ -19,7 +19,7 @@ import icl_patch
 from icl_patch import native
 from icl_patch.bench.harness import Case, cell, format_seconds
 
-_COLUMNS = ("case", "call", "ours", "parameters", "seconds", "ratio", "unit", "rate", "failed", "code")
+_COLUMNS = ("case", "call", "ours", "parameters", "seconds", "ratio", "unit", "rate", "failed", "code", "parts", "not observed")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -173,15 +173,21 @@ def _number(value: float) -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table of a results file, with what was measured and where."""
-    names, rows = cells(found["rows"])
-    about = (importlib.import_module(f"icl_patch.bench.{found['benchmark']}").__doc__ or "").strip()
+    """The table of a results file, or the tables that its benchmark makes (``tables(found)``), with what was measured and where."""
+    module = importlib.import_module(f"icl_patch.bench.{found['benchmark']}")
+    about = (module.__doc__ or "").strip()
     where = ", ".join(f"{name} {value}" for name, value in found["environment"].items() if value)
     notes = [f"Not measured: {call}, {reason}." for call, reason in found.get("skipped", {}).items()]
     notes += [f"Failed: {row['case']}, {row['call']}: {row['failed']}" for row in found["rows"] if "failed" in row]
     lines = [f"# {found['benchmark']}", "", about, "", where, "", *(f"- {note}" for note in notes), *([""] if notes else [])]
-    lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return "\n".join([*lines, *("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows), ""])
+    lines += module.tables(found) if hasattr(module, "tables") else table_lines(*cells(found["rows"]))
+    return "\n".join([*lines, ""])
+
+
+def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    escaped = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names), *escaped]
 
 
 def load_all(folder: Path, benchmark: str) -> list[dict[str, Any]]:

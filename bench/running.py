@@ -50,6 +50,6 @@ def redraw(folder: Path) -> list[Path]:
             path = folder / f"{found['file']}.md"
             write_whole(path, markdown(found))
             written.append(path)
-            if benchmark == "linear":
-                written += plots.draw(found, folder)
+            draw = {"linear": plots.draw, "generation": plots.draw_steps}.get(benchmark)
+            written += [] if draw is None else draw(found, folder)
     return written

@@ -177,7 +177,7 @@ def test_a_graph_takes_every_input() -> None:
     device = torch.device("cuda")
     inputs = [torch.full((2**22,), float(i), device=device) for i in range(5)]
     total = torch.zeros(2**22, device=device)
-    graph = harness._captured(InTurn(total.add_, inputs), 5)
+    graph = harness.captured(InTurn(total.add_, inputs), 5)
     total.zero_()
     graph.replay()
     assert total.unique().tolist() == [10.0]
@@ -222,7 +222,7 @@ def test_linear_through_the_command_line(small: None, tmp_path: Path, capsys: py
     assert all(0 <= row["error"] < 0.1 and row["ratio"] > 0 for row in found["rows"])
     assert all(row["of ceiling"] > 0 and row["ceiling GB/s"] > 0 for row in found["rows"] if row["ours"])
     assert {"patched_linear", "F.linear", "unfused", "W + ΔW", "W + ΔW in a buffer"} <= {row["call"] for row in found["rows"]}
-    assert ("PEFT" in found["skipped"]) == (linear._no_peft() is not None)
+    assert ("PEFT" in found["skipped"]) == (linear.no_peft() is not None)
     assert cli.main(["bench", "--plots", "--out", str(tmp_path)]) == 0
     for kind, start in (("bandwidth", b"\x89PNG"), ("ratio", b"\x89PNG")):
         assert (tmp_path / f"{found['file']}-{kind}.png").read_bytes().startswith(start)
@@ -234,7 +234,7 @@ def test_linear_through_the_command_line(small: None, tmp_path: Path, capsys: py
 def test_a_call_without_its_patch_or_with_one_too_many_fails(small: None, dtype: torch.dtype, call: str) -> None:
     comparison = linear.comparison(linear.Setting("one", dtype, 3, 2), CPU)
     if call not in comparison.calls:
-        pytest.skip(linear._no_peft())
+        pytest.skip(linear.no_peft())
     assert comparison.check(call, comparison.calls[call]()) < 0.1
     other = comparison.calls["patched_linear" if call == "F.linear" else "F.linear"]()
     with pytest.raises(AssertionError, match="expected the fp64 result"):
