@@ -5,9 +5,10 @@ The choice of the token is not part of it. All ways run in turns, on the same we
 
 - `recompute and apply`: ours. `fast` keeps one cache for both streams, `two streams` stacks them, `exact` takes two passes (both where
   eight caches of the case fit into a GPU's memory); `CUDA graph` is `fast` over a static cache, captured, where no window is full.
-- `plain step`: the model's own, eager, as `model.generate` takes it. `plain step, compiled`: the same through `torch.compile` over a static
-  cache, on a GPU as a CUDA graph. What compiling took, with what the compiler had in its caches, is beside the table and not in the times.
-- `patch applied`: the model's own step while a given patch is applied in every layer, over the same cache; eager, and compiled.
+- `plain step`: the model's own, eager, as `model.generate` takes it. `compiled`: the same through `torch.compile` over a static cache, on a
+  GPU as a CUDA graph; what compiling took, with what the compiler had in its caches, is below the table and not in the times. `CUDA
+  graph`: over the static cache, not compiled.
+- `patch applied`: the model's own step while a given patch is applied in every layer, over the same caches; in the same three forms.
 - `replay of a given patch`: the current token alone with its own patch, through `patcher.forward`; no cache.
 - `W + ΔW built`: Algorithm 1 with materialised matrices, row after row, with a cache and without one. `PEFT, factors swapped`: a LoRA of
   rank 1 on the same matrices, an adapter a row. Both take a context step, change the weights, and take a reduced step; the arithmetic of
@@ -38,18 +39,18 @@ from icl_patch.bench.linear import ceiling, no_peft, relative_error
 from icl_patch.bench.results import Results, table_lines
 from icl_patch.bench.steps import (
     Compiled,
+    Graphed,
     Later,
     StaticContext,
     Step,
     bare_step,
-    compiled_step,
     dynamic_cache,
-    keep_in_place,
     lora_step,
     materialised,
     naive_step,
     own_step,
     static_cache,
+    static_run,
     uncached_step,
 )
 from icl_patch.bench.throughput import twin
@@ -61,7 +62,7 @@ GRAPH = "recompute and apply, CUDA graph"
 PLAIN = "plain step"
 COMPILED = "plain step, compiled"
 PEFT = "PEFT, factors swapped"
-APPLIED = ("patch applied", "patch applied, compiled")
+APPLIED = ("patch applied", "patch applied, compiled", "patch applied, CUDA graph")
 _LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 _SLOW = 3.0  # seconds: what takes longer is not taken again to be observed
 
@@ -225,13 +226,15 @@ def ours(models: Models, ids: Tensor, roomy: bool) -> dict[str, Step]:
 def baselines(models: Models, ids: Tensor, patch: ContextPatch, plain: Step, cache: DynamicCache) -> dict[str, Step]:
     """The other ways by their names. Those over a static cache share it, those over the model's own share that one."""
     changed = models.applied.model
-    keep_in_place([module for block in models.applied.blocks for module in block.patched])
     static = StaticContext(models.plain, ids)
+    runs = [static_run(model, ids, static) for model in (models.plain, changed)]
     return {
         PLAIN: plain,
-        COMPILED: compiled_step(models.plain, ids, static),
+        COMPILED: Compiled(runs[0], static),
+        **({"plain step, CUDA graph": Graphed(runs[0], static)} if ids.is_cuda else {}),
         APPLIED[0]: own_step(changed, ids, cache),
-        APPLIED[1]: compiled_step(changed, ids, static),
+        APPLIED[1]: Compiled(runs[1], static),
+        **({APPLIED[2]: Graphed(runs[1], static)} if ids.is_cuda else {}),
         "replay of a given patch": Step(lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]),
         "W + ΔW built, with a cache": naive_step(models.plain, patch, plain),
         "W + ΔW built, Algorithm 1 without a cache": uncached_step(models.plain, ids, patch),

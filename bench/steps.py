@@ -4,7 +4,7 @@ A step takes the last token of ``ids`` (B, C) on top of a cache of those before 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,16 +57,13 @@ class Later(Step):
         return self.made().to_observe()
 
 
-class Compiled(Step):
-    """A step over a static cache through ``torch.compile``, without a graph break; on a GPU the compiled step is a CUDA graph besides.
-
-    It is compiled when it is first taken, and how long that took is kept as ``compile_seconds``.
-    """
+class Graphed(Step):
+    """A step over a static cache, on a GPU as a CUDA graph; made ready when it is first taken."""
 
     def __init__(self, run: Callable[[], Tensor], static: "StaticContext") -> None:
         super().__init__(run, static.rewind, static.cache)
         self._static = static
-        self._compiled: Callable[[], Tensor] | None = None
+        self._whole = run
         self._replay: Callable[[], Tensor] | None = None
 
     @torch.no_grad()
@@ -76,20 +73,16 @@ class Compiled(Step):
             self._replay = self._ready()
         return self._replay()
 
+    def _step(self) -> Tensor:
+        logits = self._whole()
+        self.rewind()
+        return logits
+
     def _ready(self) -> Callable[[], Tensor]:
-        begun = time.perf_counter()
-        whole = torch.compile(self.run, fullgraph=True, dynamic=False)
-
-        def step() -> Tensor:
-            logits: Tensor = whole()
-            self.rewind()
-            return logits
-
-        logits = step()
-        self.compile_seconds, self._compiled, replay = time.perf_counter() - begun, step, step
-        if logits.is_cuda:
+        replay = self._step
+        if self._step().is_cuda:
             held: list[Tensor] = []
-            graph = captured(lambda: held.__setitem__(slice(None), [step()]), 1)
+            graph = captured(lambda: held.__setitem__(slice(None), [self._step()]), 1)
 
             def replay() -> Tensor:
                 graph.replay()
@@ -100,7 +93,18 @@ class Compiled(Step):
 
     def to_observe(self) -> Callable[[], object]:
         """Without the CUDA graph, whose kernels a profiler cannot tell apart."""
-        return torch.no_grad()(self._compiled or self)
+        return torch.no_grad()(self._step)
+
+
+class Compiled(Graphed):
+    """The same through ``torch.compile``, without a graph break; ``compile_seconds`` is what that took."""
+
+    def _ready(self) -> Callable[[], Tensor]:
+        begun = time.perf_counter()
+        self._whole = torch.compile(self.run, fullgraph=True, dynamic=False)
+        self._step()
+        self.compile_seconds = time.perf_counter() - begun
+        return super()._ready()
 
 
 class StaticContext:
@@ -154,8 +158,8 @@ def own_step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Step:
     return Step(lambda: run(token, past_key_values=cache, logits_to_keep=1).logits[:, -1], lambda: cache.crop(-1), cache)
 
 
-def compiled_step(model: PreTrainedModel, ids: Tensor, static: StaticContext) -> Step:
-    """The model's own step compiled, its mask and positions with it."""
+def static_run(model: PreTrainedModel, ids: Tensor, static: StaticContext) -> Callable[[], Tensor]:
+    """The model's own step over a static cache, its mask and positions with it."""
     run: Any = model
     token, position = ids[:, -1:].clone(), torch.full_like(ids[:, -1:], ids.shape[1] - 1)
 
@@ -163,7 +167,7 @@ def compiled_step(model: PreTrainedModel, ids: Tensor, static: StaticContext) ->
         logits: Tensor = run(token, position_ids=position, past_key_values=static.cache, logits_to_keep=1).logits[:, -1]
         return logits
 
-    return Compiled(step, static)
+    return step
 
 
 @contextmanager
@@ -269,12 +273,3 @@ def lora_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -
         return logits
 
     return Step(step, cache=context_step.cache)
-
-
-def keep_in_place(modules: Sequence[nn.Module]) -> None:
-    """Tell the compiler that the factors in patched modules are changed in place, and never moved."""
-    for module in modules:
-        for name in ("u", "v", "bias_change", "new_scale"):
-            factor = vars(module).get(name)
-            if isinstance(factor, Tensor):
-                torch._dynamo.mark_static_address(factor)
