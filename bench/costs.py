@@ -4,6 +4,7 @@ Parts are told apart by the module that runs (attention, readers, writer, head) 
 compiled step no module runs: there the shapes of a matrix product tell whose weight it reads, and what the compiler has fused is the rest.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.families import Block
+
+# Kineto writes a line to stderr for every start and stop otherwise; it reads this when it first starts.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 PARTS = ("attention", "readers", "writer", "inversion", "head", "building", "rest")
 _MARK, _STEP, _REPEATS = "part: ", "the observed step", 3
@@ -105,6 +109,9 @@ def profiled(call: Call, parts: Parts, device: torch.device, *, compiled: bool =
         if line[-1].name == _STEP:
             steps.setdefault(id(line[-1]), _Seen()).take(line, parts, cuda)
     fastest = min(steps.values(), key=lambda step: sum(step.times.values()))
+    if cuda:  # what no operator launched, as the compiler's own kernels
+        seen_there = sum(event.time_range.elapsed_us() for event in seen.events() or () if _is_kernel(event))
+        fastest.times["rest"] += max(0.0, seen_there - sum(sum(step.times.values()) for step in steps.values())) / _REPEATS
     whole = sum(fastest.times.values())
     shares = {part: time / whole for part, time in fastest.times.items() if time}
     return {"parts": shares, **({"launches": fastest.launches} if cuda else {"operator calls": fastest.calls})}
@@ -133,6 +140,10 @@ def _upwards(event: Any) -> Iterator[Any]:
     while event is not None:
         yield event
         event = event.cpu_parent
+
+
+def _is_kernel(event: Any) -> bool:
+    return event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith((_MARK, _STEP))
 
 
 def _is_operator(event: Any) -> bool:

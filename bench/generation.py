@@ -7,7 +7,7 @@ The choice of the token is not part of it. All ways run in turns, on the same we
   eight caches of the case fit into a GPU's memory); `CUDA graph` is `fast` over a static cache, captured, where no window is full.
 - `plain step`: the model's own, eager, as `model.generate` takes it. `compiled`: the same through `torch.compile` over a static cache, on a
   GPU as a CUDA graph; what compiling took, with what the compiler had in its caches, is below the table and not in the times. `CUDA
-  graph`: over the static cache, not compiled.
+  graph`: over the static cache, not compiled, where no window is full.
 - `patch applied`: the model's own step while a given patch is applied in every layer, over the same caches; in the same three forms.
 - `replay of a given patch`: the current token alone with its own patch, through `patcher.forward`; no cache.
 - `W + ΔW built`: Algorithm 1 with materialised matrices, row after row, with a cache and without one. `PEFT, factors swapped`: a LoRA of
@@ -189,6 +189,7 @@ def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, devic
         ceiling=ceiling(device),
         units=dict.fromkeys(calls, batch),
         unit="tokens",
+        notes={"weights MB": weight_bytes(models.plain) / 1e6, "ceiling GB/s": ceiling(device) / 1e9},
         costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
         most_seconds=6.0,
     )
@@ -228,13 +229,14 @@ def baselines(models: Models, ids: Tensor, patch: ContextPatch, plain: Step, cac
     changed = models.applied.model
     static = StaticContext(models.plain, ids)
     runs = [static_run(model, ids, static) for model in (models.plain, changed)]
+    graph = ids.is_cuda and not _windows(models.plain, ids)  # a full one is moved with an index from the host, unless it is compiled
     return {
         PLAIN: plain,
         COMPILED: Compiled(runs[0], static),
-        **({"plain step, CUDA graph": Graphed(runs[0], static)} if ids.is_cuda else {}),
+        **({"plain step, CUDA graph": Graphed(runs[0], static)} if graph else {}),
         APPLIED[0]: own_step(changed, ids, cache),
         APPLIED[1]: Compiled(runs[1], static),
-        **({APPLIED[2]: Graphed(runs[1], static)} if ids.is_cuda else {}),
+        **({APPLIED[2]: Graphed(runs[1], static)} if graph else {}),
         "replay of a given patch": Step(lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]),
         "W + ΔW built, with a cache": naive_step(models.plain, patch, plain),
         "W + ΔW built, Algorithm 1 without a cache": uncached_step(models.plain, ids, patch),
@@ -318,6 +320,9 @@ def tables(found: Mapping[str, Any]) -> list[str]:
         shares = [[row["call"], *(_share(row["parts"].get(part)) for part in PARTS)] for row in rows if "parts" in row]
         if shares:
             lines += [*table_lines(["share of a profiled step", *PARTS], shares), ""]
+        where = next((row for row in rows if "weights MB" in row), None)
+        if where is not None:
+            lines += [f"A step reads {where['weights MB']:.0f} MB of weights, at {where['ceiling GB/s']:.1f} GB/s at best.", ""]
         compiled = [f"{row['call']} {format_seconds(row['compile s'])}" for row in rows if "compile s" in row]
         lines += [f"Compiling took, before the times: {', '.join(compiled)}.", ""] if compiled else []
         lines += [f"Not observed: {row['call']}, {row['not observed']}." for row in rows if "not observed" in row]

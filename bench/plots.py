@@ -53,18 +53,16 @@ def _steps(rows: list[dict[str, Any]], title: str, along: str, across: str) -> A
     panels = sorted({row["parameters"][across] for row in rows})
     panels = [value for value in panels if len({row["parameters"][along] for row in rows if row["parameters"][across] == value}) > 1]
     ticks = sorted({row["parameters"][along] for row in rows})
-    calls = list(dict.fromkeys(row["call"] for row in rows))
-    figure = Figure(figsize=(max(8.0, 3.4 + 3.2 * len(panels)), 5.0), layout="constrained")
+    styles = _styles(list(dict.fromkeys(row["call"] for row in rows)))
+    figure = Figure(figsize=(max(8.0, 3.4 + 3.2 * len(panels)), 5.6), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, value in zip(axes, panels, strict=True):
-        for number, call in enumerate(calls):
+        for call, style in styles.items():
             mine = [row for row in rows if row["call"] == call and row["parameters"][across] == value]
             mine.sort(key=lambda row: row["parameters"][along])
-            bold = any(row["ours"] for row in mine)
-            style = {"marker": "osD^vP*Xh<>d"[number % 12], "markersize": 5, "linewidth": 2.4 if bold else 1.2, "color": f"C{number % 10}"}
-            style["linestyle"] = "-" if number < 10 else "--"
+            width = 2.6 if any(row["ours"] for row in mine) else 1.2
             milliseconds = [1e3 * row["seconds"]["median"] for row in mine]
-            axis.plot([row["parameters"][along] for row in mine], milliseconds, label=call, zorder=3 if bold else 2, **style)
+            axis.plot([row["parameters"][along] for row in mine], milliseconds, label=call, linewidth=width, markersize=5, **style)
         axis.set_title(f"{across} {value}", fontsize=10)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, map(str, ticks))
@@ -77,6 +75,18 @@ def _steps(rows: list[dict[str, Any]], title: str, along: str, across: str) -> A
     figure.legend(handles, labels, fontsize=8, loc="outside right center")
     figure.suptitle(title, fontsize=11)
     return figure
+
+
+def _styles(calls: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A colour for every kind of way, the name up to its comma; lines and markers tell its forms apart."""
+    kinds: dict[str, list[str]] = {}
+    for call in calls:
+        kinds.setdefault(call.split(",")[0], []).append(call)
+    found: dict[str, dict[str, Any]] = {}
+    for number, forms in enumerate(kinds.values()):
+        for form, call in enumerate(forms):
+            found[call] = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[form % 4], "marker": "osD^vP"[form % 6]}
+    return found
 
 
 def _panels(rows: Iterable[dict[str, Any]], title: str, label: str) -> tuple[Any, dict[str, Any]]:

@@ -247,7 +247,19 @@ def row(call: str, batch: int, context: int, seconds: float, **more: Any) -> dic
 def test_the_tables_and_pictures_of_some_numbers(tmp_path: Path) -> None:
     rows = [
         row(
-            OURS, 1, 16, 3e-3, **{"of ceiling": 0.5, "parts": {"head": 0.25, "rest": 0.012}, "launches": 12, "cache MB": 1.5, "error": 1e-7}
+            OURS,
+            1,
+            16,
+            3e-3,
+            **{
+                "of ceiling": 0.5,
+                "parts": {"head": 0.25, "rest": 0.012},
+                "launches": 12,
+                "cache MB": 1.5,
+                "weights MB": 88.4,
+                "ceiling GB/s": 7.0,
+                "error": 1e-7,
+            },
         ),
         row(PLAIN, 1, 16, 2e-3, **{"beyond MB": 2048.0, "operator calls": 1234}),
         row(COMPILED, 1, 16, 1e-3, **{"compile s": 61.0}),
@@ -261,6 +273,7 @@ def test_the_tables_and_pictures_of_some_numbers(tmp_path: Path) -> None:
     assert "| plain step | 2 ms | 2 ms – 2 ms | - | 1.00× | 2.00× | - | - | 2048 | 1234 | - |" in text
     assert "| recompute and apply, fast |  |  |  |  | 25 % |  | 1.2 % |" in text
     assert "Compiling took, before the times: plain step, compiled 61 s." in text
+    assert text.count("A step reads 88 MB of weights, at 7.0 GB/s at best.") == 1
     assert text.count("## B=") == 3
     assert text.count("not measured: there is none") == 3
     written = plots.draw_steps(found, tmp_path)
