@@ -84,8 +84,8 @@ class Parts:
             yield
 
 
-def profiled(call: Call, parts: Parts, device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
-    """The fastest of some calls under ``torch.profiler``.
+def profiled(call: Call, parts: Parts, device: torch.device, *, traced: bool = False) -> dict[str, Any]:
+    """The fastest of some calls under ``torch.profiler``; ``traced``: no module of the model's runs in them.
 
     Returns:
         ``parts``: the share of each part in the time of the operators and of what calls them (CPU), or of the kernels (CUDA);
@@ -96,7 +96,7 @@ def profiled(call: Call, parts: Parts, device: torch.device, *, compiled: bool =
     call()
     # a global hook would be traced into a compiled step
     with profile(activities=activities, record_shapes=True) as seen, ExitStack() as stack:
-        if not compiled:
+        if not traced:
             stack.enter_context(parts.marked())
         for _ in range(_REPEATS):
             with record_function(_STEP):

@@ -4,7 +4,8 @@ Random weights of the shape that is named; one step gives every row one token af
 The choice of the token is not part of it. All ways run in turns, on the same weights and tokens. In the order of the tables:
 
 - `recompute and apply`: ours. `fast` keeps one cache for both streams, `two streams` stacks them, `exact` takes two passes (both where
-  eight caches of the case fit into a GPU's memory); `CUDA graph` is `fast` over a static cache, captured, where no window is full.
+  eight caches of the case fit into a GPU's memory). `compiled` is `fast` over a static cache, compiled, on a GPU as a CUDA graph; `CUDA
+  graph` the same, not compiled.
 - `plain step`: the model's own, eager, as `model.generate` takes it. `compiled`: the same through `torch.compile` over a static cache, on a
   GPU as a CUDA graph; what compiling took, with what the compiler had in its caches, is below the table and not in the times. `CUDA
   graph`: over the static cache, not compiled, where no window is full.
@@ -39,6 +40,7 @@ from icl_patch.bench.linear import ceiling, no_peft, relative_error
 from icl_patch.bench.results import Results, table_lines
 from icl_patch.bench.steps import (
     Compiled,
+    Fixed,
     Graphed,
     Later,
     StaticContext,
@@ -54,11 +56,11 @@ from icl_patch.bench.steps import (
     uncached_step,
 )
 from icl_patch.bench.throughput import twin
-from icl_patch.decoding import Captured, Decoding, Way, decode_one_token, prefill
+from icl_patch.decoding import Decoding, Way, decode_one_token, prefill
 from icl_patch.generation import History
 
 OURS = "recompute and apply, fast"
-GRAPH = "recompute and apply, CUDA graph"
+OURS_COMPILED = "recompute and apply, compiled"
 PLAIN = "plain step"
 COMPILED = "plain step, compiled"
 PEFT = "PEFT, factors swapped"
@@ -219,8 +221,9 @@ def ours(models: Models, ids: Tensor, roomy: bool) -> dict[str, Step]:
     if roomy:
         found["recompute and apply, two streams"] = Later(lambda: _decoding_step(models.stable, ids, Way.STACKED))
         found["recompute and apply, exact"] = Later(lambda: _exact_step(models.exact, ids))
-    if ids.is_cuda and not _windows(models.plain, ids):
-        found[GRAPH] = Later(lambda: _graph_step(models.stable, ids))
+    found[OURS_COMPILED] = Later(lambda: _fixed_step(models.stable, ids, compiled=True, graph=ids.is_cuda))
+    if ids.is_cuda:
+        found["recompute and apply, CUDA graph"] = Later(lambda: _fixed_step(models.stable, ids, compiled=False, graph=True))
     return found
 
 
@@ -258,34 +261,21 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, way: Way) -> Step:
     state, token = _state(patcher, ids, way), ids[:, -1].clone()
     cache: Any = state.cache
     cache.activate_past_recording()
+    step: Any = state.step
 
     def rewind() -> None:
         cache.crop(-1)
-        state.positions -= 1
+        step.feed.positions -= 1
+        step.feed.length -= 1
         state.length -= 1
+        state.steps -= 1
 
     return Step(lambda: decode_one_token(state, token).logits, rewind, cache)
 
 
-def _graph_step(patcher: ContextPatcher, ids: Tensor) -> Step:
-    """Our step over a static cache as a CUDA graph."""
-    cache = static_cache(patcher.model, ids)
-    state, token = _state(patcher, ids, Way.FOLDED, cache=cache), ids[:, -1].clone()
-    state.captured = Captured(state)
-    layers: list[Any] = cache.layers
-    counters = [state.positions, state.slot, *(layer.cumulative_length for layer in layers)]
-
-    def rewind() -> None:
-        torch._foreach_sub_(counters, 1)
-        for layer in layers:
-            if layer.is_sliding:
-                layer.cumulative_length_int -= 1
-        state.length -= 1
-
-    step = Step(lambda: decode_one_token(state, token).logits, rewind, cache)
-    for _ in range(3):  # two that warm up what is made at first use, and the capture
-        step()
-    return step
+def _fixed_step(patcher: ContextPatcher, ids: Tensor, *, compiled: bool, graph: bool) -> Step:
+    state = _state(patcher, ids, Way.FOLDED, reserve=False)
+    return Fixed(state, ids[:, -1].clone(), compiled=compiled, graph=graph)
 
 
 def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
@@ -300,9 +290,9 @@ def _costs(step: Step, seconds: float, parts: Parts, device: torch.device) -> di
     if step.compile_seconds is not None:
         found["compile s"] = step.compile_seconds
     if seconds < _SLOW:
-        observed = step.to_observe()
-        found["beyond MB"] = transient_bytes(observed, device) / 1e6
-        found |= profiled(observed, parts, device, compiled=isinstance(step, Compiled))
+        with step.observable():
+            found["beyond MB"] = transient_bytes(step, device) / 1e6
+            found |= profiled(step, parts, device, traced=step.traced)
     return found
 
 

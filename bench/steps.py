@@ -12,18 +12,27 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
 
 from icl_patch import ContextPatch
 from icl_patch.bench.harness import captured
 from icl_patch.changes import changes_of
+from icl_patch.decoding import Decoding, decode_one_token
+from icl_patch.fixed import Captured, fix
 
 
 class Step:
-    """A step: ``run`` takes it, ``rewind`` puts back what it did to the cache."""
+    """A step: ``run`` takes it, ``rewind`` puts back what it did to the cache.
+
+    Attributes:
+        traced: whether the model's modules no longer run in it. compile_seconds: what it took to make, where it is compiled.
+    """
+
+    traced = False
+    compile_seconds: float | None = None
 
     def __init__(self, run: Callable[[], Tensor], rewind: Callable[[], object] = lambda: None, cache: Cache | None = None) -> None:
         self.run, self.rewind, self.cache = run, rewind, cache
-        self.compile_seconds: float | None = None
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -32,9 +41,10 @@ class Step:
         self.rewind()
         return logits
 
-    def to_observe(self) -> Callable[[], object]:
-        """The step as a profiler can see into it."""
-        return self
+    @contextmanager
+    def observable(self) -> Iterator[None]:
+        """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
+        yield
 
 
 class Later(Step):
@@ -49,12 +59,14 @@ class Later(Step):
         """The step itself."""
         if self._made is None:
             self._made = self._make()
-            self.cache = self._made.cache
+            self.cache, self.traced, self.compile_seconds = self._made.cache, self._made.traced, self._made.compile_seconds
         return self._made
 
-    def to_observe(self) -> Callable[[], object]:
-        """The step as a profiler can see into it."""
-        return self.made().to_observe()
+    @contextmanager
+    def observable(self) -> Iterator[None]:
+        """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
+        with self.made().observable():
+            yield
 
 
 class Graphed(Step):
@@ -91,13 +103,20 @@ class Graphed(Step):
         self._static.restore()
         return replay
 
-    def to_observe(self) -> Callable[[], object]:
-        """Without the CUDA graph, whose kernels a profiler cannot tell apart."""
-        return torch.no_grad()(self._step)
+    @contextmanager
+    def observable(self) -> Iterator[None]:
+        """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
+        kept, self._replay = self._replay, self._step
+        try:
+            yield
+        finally:
+            self._replay = kept
 
 
 class Compiled(Graphed):
     """The same through ``torch.compile``, without a graph break; ``compile_seconds`` is what that took."""
+
+    traced = True
 
     def _ready(self) -> Callable[[], Tensor]:
         begun = time.perf_counter()
@@ -168,6 +187,41 @@ def static_run(model: PreTrainedModel, ids: Tensor, static: StaticContext) -> Ca
         return logits
 
     return step
+
+
+class Fixed(Step):
+    """Our step on buffers that never move: compiled, as a CUDA graph, or both."""
+
+    _WARM_UP = 5  # it is traced, compiled, and captured at the fourth
+
+    def __init__(self, state: Decoding, token: Tensor, *, compiled: bool, graph: bool) -> None:
+        fix(state, both=False, compiled=compiled, graph=graph)
+        made: Any = state.step
+        self._fixed, self.traced = made, compiled
+        layers: list[Any] = state.cache.layers
+        counters = [made.feed.positions, made.feed.slot, *(layer.cumulative_length for layer in layers if isinstance(layer, StaticLayer))]
+
+        def rewind() -> None:
+            torch._foreach_sub_(counters, 1)
+            state.length -= 1
+            state.steps -= 1
+
+        super().__init__(lambda: decode_one_token(state, token).logits, rewind, state.cache)
+        begun = time.perf_counter()
+        for number in range(self._WARM_UP):
+            self()
+            if compiled and number == 1:
+                self.compile_seconds = time.perf_counter() - begun
+
+    @contextmanager
+    def observable(self) -> Iterator[None]:
+        """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
+        kept = self._fixed._run
+        try:
+            self._fixed._run = kept._run if isinstance(kept, Captured) else kept
+            yield
+        finally:
+            self._fixed._run = kept
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from icl_patch.bench import costs, generation, plots, steps
-from icl_patch.bench.generation import APPLIED, COMPILED, OURS, PEFT, PLAIN, Shape
+from icl_patch.bench.generation import APPLIED, COMPILED, OURS, OURS_COMPILED, PEFT, PLAIN, Shape
 from icl_patch.bench.harness import Case, Comparison, measure
 from icl_patch.bench.results import Results, load_all, markdown
 from icl_patch.bench.throughput import twin
@@ -73,6 +73,7 @@ def test_every_way_says_what_the_model_says(shape: Shape, batch: int, context: i
         expected = in_fp64(shape, ids_of(batch, context, shape))
     assert found.ours == OURS == next(iter(found.calls))
     assert {PLAIN, COMPILED, *APPLIED[:2], "W + ΔW built, with a cache", "replay of a given patch"} <= set(found.calls)
+    assert OURS_COMPILED in found.calls
     assert (PEFT in found.calls) == (generation.no_peft() is None)
     for name, call in found.calls.items():
         first = call()
@@ -103,7 +104,7 @@ def test_the_compilers_code_is_right_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.undo()
     monkeypatch.setattr(generation, "ceiling", lambda device: 1e10)
     found = generation.comparison(LLAMA, 2, 6, torch.float32, CPU)
-    for name in (COMPILED, APPLIED[1]):
+    for name in (COMPILED, APPLIED[1], OURS_COMPILED):
         assert found.check(name, found.calls[name]()) < 1e-4
         assert found.costs is not None
         assert found.costs(name, 1.0)["compile s"] > 0
@@ -130,10 +131,12 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
     rows = {row["call"]: row for row in found["rows"]}
     for name in (COMPILED, APPLIED[1]):
         assert rows[name]["failed"] == "RuntimeError: no C++ compiler"
+    assert rows[OURS_COMPILED]["failed"].endswith("no C++ compiler")
     assert rows["W + ΔW built, with a cache"]["failed"].startswith("expected the fp64 result within")
     assert {name for name, row in rows.items() if "seconds" in row} == set(rows) - {
         COMPILED,
         APPLIED[1],
+        OURS_COMPILED,
         "W + ΔW built, with a cache",
         "W + ΔW built, Algorithm 1 without a cache",
     }
@@ -213,7 +216,7 @@ def test_parts_are_told_apart() -> None:
         if part != "rest":  # as the compiler calls it, without the module
             weight = {"head": model.lm_head, "readers": mlp.gate_proj, "writer": mlp.down_proj}[part].weight
             product = functools.partial(torch.matmul, wide if part == "writer" else x, weight.T)
-            found = costs.profiled(product, parts, CPU, compiled=True)
+            found = costs.profiled(product, parts, CPU, traced=True)
             assert max(found["parts"], key=found["parts"].__getitem__) == part
     assert found["operator calls"] == 20
     assert not torch.nn.modules.module._global_forward_hooks
