@@ -1,0 +1,63 @@
+"""Models with random weights of the shapes that decode steps are timed on."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: its name and what its configuration says. Embedding and head are one matrix.
+
+    window: of the layers that have one: five of six.
+    """
+
+    name: str
+    kind: type[PreTrainedConfig]
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head: int
+    vocabulary: int
+    window: int | None = None
+
+    def config(self) -> PreTrainedConfig:
+        """As transformers has it."""
+        more = {} if self.window is None else {"sliding_window": self.window, "query_pre_attn_scalar": self.head}
+        return self.kind(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            head_dim=self.head,
+            max_position_embeddings=16384,
+            tie_word_embeddings=True,
+            **more,
+        )
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """Random weights, seeded: as large as those of trained models, so that a context changes what is said."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
+            for path, parameter in model.named_parameters():
+                if "norm" in path:
+                    nn.init.normal_(parameter, 0.0 if self.kind is Gemma3TextConfig else 1.0, 0.1)
+                elif "embed" not in path:
+                    nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+        return model.eval().requires_grad_(False)
+
+
+CPU_SHAPE = Shape("0.22B", Qwen3Config, 1024, 3072, 12, 16, 8, 128, 32000)
+GPU_SHAPES = (
+    Shape("Qwen3-0.6B", Qwen3Config, 1024, 3072, 28, 16, 8, 128, 151936),
+    Shape("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, 26, 4, 1, 256, 262144, 512),
+    Shape("Llama-3.2-1B", LlamaConfig, 2048, 8192, 16, 32, 8, 64, 128256),
+    Shape("Gemma-3-4B", Gemma3TextConfig, 2560, 10240, 34, 8, 4, 256, 262208, 1024),
+)
