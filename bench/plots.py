@@ -35,8 +35,8 @@ def draw_steps(found: dict[str, Any], folder: Path) -> list[Path]:
     for model in dict.fromkeys(row["parameters"]["model"] for row in rows):
         mine = [row for row in rows if row["parameters"]["model"] == model]
         for along, across in (("context", "batch"), ("batch", "context")):
-            if len({row["parameters"][along] for row in mine}) > 1:
-                figure = _steps(mine, f"{model}, random weights: {_device(found)}", along, across)
+            if panels := _with_lines(mine, along, across):
+                figure = _steps(mine, f"{model}, random weights: {_device(found)}", along, across, panels)
                 written += _save(figure, folder / f"{found['file']}-{model.lower()}-{along}")
     return written
 
@@ -46,12 +46,18 @@ def _device(found: dict[str, Any]) -> str:
     return f"{environment['device']}, {environment['threads']} threads" if environment["cuda"] is None else str(environment["device"])
 
 
-def _steps(rows: list[dict[str, Any]], title: str, along: str, across: str) -> Any:
+def _with_lines(rows: list[dict[str, Any]], along: str, across: str) -> list[int]:
+    """The values of one parameter at which there is more than one value of the other."""
+    found: dict[int, set[int]] = {}
+    for row in rows:
+        found.setdefault(row["parameters"][across], set()).add(row["parameters"][along])
+    return sorted(value for value, others in found.items() if len(others) > 1)
+
+
+def _steps(rows: list[dict[str, Any]], title: str, along: str, across: str, panels: list[int]) -> Any:
     """Milliseconds along one parameter, a line a way, a panel for every value of the other."""
     from matplotlib.figure import Figure
 
-    panels = sorted({row["parameters"][across] for row in rows})
-    panels = [value for value in panels if len({row["parameters"][along] for row in rows if row["parameters"][across] == value}) > 1]
     ticks = sorted({row["parameters"][along] for row in rows})
     styles = _styles(list(dict.fromkeys(row["call"] for row in rows)))
     figure = Figure(figsize=(max(8.0, 3.4 + 3.2 * len(panels)), 5.6), layout="constrained")
