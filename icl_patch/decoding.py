@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +94,24 @@ class Pass:
 class Step:
     """Both streams of a token through the model, over a feed; nothing here waits for the device.
 
-    folded: how they share one cache, or None where they are stacked; forwards: the modules that run another function, and that; patches:
-    (2B,) int64, which patch each row of both streams has, -1 for none; told: the blocks whose recorders the norm before their MLP tells.
+    Attributes:
+        folded: how they share one cache, or None where they are stacked.
+        forwards: the modules that run another function, and that; fused: the same, of several operations in one launch.
+        told: the blocks whose recorders the norm before their MLP tells, which is one of the fused.
+        patches: (2B,) int64, which patch each row of both streams has, -1 for none.
     """
 
     patcher: "ContextPatcher"
     feed: Feed
     folded: FoldedStreams | None
     forwards: list[tuple[nn.Module, Forward]]
-    patches: Tensor
+    fused: list[tuple[nn.Module, Forward]]
     told: frozenset[AttachedBlock]
+    patches: Tensor
+
+    def unfused(self) -> "Step":
+        """The same for a compiler, which fuses small operations itself and sees into none of ours."""
+        return replace(self, fused=[], told=frozenset())
 
     def __call__(self, token_ids: Tensor, both: bool) -> Pass:
         """Make ``token_ids`` (B,) the current token and run it; ``both``: the head on both streams, or the reduced one alone."""
@@ -131,7 +139,7 @@ class Step:
                 stack.enter_context(self.folded.run(self.feed.slot))
             else:
                 stack.enter_context(restricted_attention(model, OneToken(self.feed.mask, batch=batch)))
-            stack.enter_context(overriding(self.forwards))
+            stack.enter_context(overriding([*self.forwards, *self.fused]))
             head = model.get_output_embeddings()
             if overridable(head):
                 # (2B, 1, d) -> (B, 1, V): the widest matrix of all, on the stream whose logits are wanted
@@ -292,10 +300,9 @@ def _first_step(patcher: "ContextPatcher", cache: Cache, past: Tensor, capacity:
     )
     batch = len(past) if way is Way.FOLDED else len(past) // 2
     patches = torch.arange(-batch, batch, device=past.device).clamp(min=-1)
-    if patcher.fusions is None:
-        patcher.fusions = Fusions(patcher.model, patcher.blocks)
-    forwards = [*_linears(patcher, way), *patcher.fusions.forwards()]
-    return Step(patcher, feed, fold(patcher) if way is Way.FOLDED else None, forwards, patches, frozenset(patcher.fusions.told()))
+    fusions = patcher.fusions = patcher.fusions or Fusions(patcher.model, patcher.blocks)
+    folded = fold(patcher) if way is Way.FOLDED else None
+    return Step(patcher, feed, folded, _linears(patcher, way), fusions.forwards(), frozenset(fusions.told()), patches)
 
 
 def _linears(patcher: "ContextPatcher", way: Way) -> list[tuple[nn.Module, Forward]]:
