@@ -7,8 +7,11 @@ import pytest
 import torch
 from models import ragged, tokens
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from icl_patch import ContextPatcher, metrics, zoo
+from icl_patch.decoding import Way, decode_one_token, prefill
 from icl_patch.fusing import Fusions
 
 LAYERS = 4
@@ -75,6 +78,35 @@ def test_a_step_is_the_same_without(family: str, fast: bool | None, monkeypatch:
             for layer, factors in zip(patch.layers, other.patch.layers, strict=True):
                 assert layer.keys() == factors.keys()
                 assert all(metrics.linf(layer[name], factors[name]).max() <= 1e-3 for name in layer if name.endswith((".u", ".v")))
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **kwargs or {})
+        views = function.is_view or function.name().startswith(("aten::empty", "aten::new_empty", "aten::_unsafe_view"))
+        self.count += not views
+        return made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_step_takes_fewer_operators_than_the_models_own(family: str) -> None:
+    """Although it computes and applies every layer's patch on the way."""
+    model, ids = zoo.build(family), tokens(0, 1, 9) % zoo.VOCABULARY
+    cache = DynamicCache(config=model.config)
+    run: Any = model
+    with torch.no_grad():
+        run(ids[:, :-1], past_key_values=cache)
+        with _Counted() as own:
+            run(ids[:, -1:], past_key_values=cache)
+    with ContextPatcher(model, "stable") as patcher:
+        state = prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 10, Way.FOLDED)
+        with _Counted() as ours:
+            decode_one_token(state, ids[:, -1])
+    assert 0 < ours.count < own.count
 
 
 class _Doubled(nn.Module):
