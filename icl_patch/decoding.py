@@ -125,10 +125,7 @@ class Step:
             logits = model(**inputs(model, feed.current, feed.visible, feed.positions, feed.cache, 1)).logits[:, -1]
             factors = [block.factors() for block in patcher.blocks]
         notes = [recorder.notes for recorder in recorders]
-        # a few launches for all blocks: where none is 0 nothing can be refused
-        suspects = [suspect for block in notes for suspect in block.suspects()]
-        suspect = torch.cat(suspects).any() if suspects else logits.new_zeros((), dtype=torch.bool)
-        return Pass(logits, suspect, factors, notes)
+        return Pass(logits, _suspect(notes, logits), factors, notes)
 
     @contextmanager
     def _streams(self, batch: int, both: bool) -> Iterator[None]:
@@ -146,6 +143,15 @@ class Step:
                 forward = linear_forward(head) if is_plain_linear(head) else head.forward
                 stack.enter_context(overriding([(head, forward if both else lambda x: forward(x[-batch:]))]))
             yield
+
+
+def _suspect(notes: list[Notes], like: Tensor) -> Tensor:
+    """Whether a block may have refused a row, () bool: in a few launches for all of them."""
+    doubts = [block.doubts() for block in notes]
+    refused, inverses = ([x for parts in doubts for x in parts[kind]] for kind in (0, 1))
+    found = [torch.cat(refused).any()] if refused else []
+    found += [(torch.cat(inverses) == 0).any()] if inverses else []
+    return torch.stack(found).any() if found else like.new_zeros((), dtype=torch.bool)
 
 
 @dataclass(eq=False)

@@ -1,6 +1,5 @@
 """What a pass notes of one block beside its factors: how good they are, and what no change of the weights can do."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,13 +111,11 @@ class Notes:
         value = torch.where(self.valid, torch.maximum(before, value.to(before.dtype)), 0)
         self.report = replace(self.report, **{name: value})
 
-    def suspects(self) -> Iterator[Tensor]:
-        """Of what is collected: bools, one of which is true wherever :meth:`check` would refuse a row."""
-        for name, arguments in self.collected:
-            if name == "refuse":
-                yield arguments[1].flatten()
-            elif name == "refuse_at_zero":
-                yield arguments[1].flatten() == 0
+    def doubts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of what is collected: bools of which one is true, and numbers of which one is 0, wherever :meth:`check` would refuse a row."""
+        refused = [arguments[1].flatten() for name, arguments in self.collected if name == "refuse"]
+        inverses = {id(arguments[1]): arguments[1].flatten() for name, arguments in self.collected if name == "refuse_at_zero"}
+        return refused, list(inverses.values())
 
     def settle(self, valid: Tensor) -> "Notes":
         """The notes worked out."""
