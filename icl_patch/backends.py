@@ -62,6 +62,11 @@ def native_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None 
     return torch.ops.icl_patch if native.serves("cpu") else None
 
 
+def is_traced() -> bool:
+    """Whether what is called now is being written down, to run on other numbers."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def wants_gradients(*tensors: Tensor | None) -> bool:
     """Whether a derivative may be asked for."""
     if torch.is_grad_enabled():
