@@ -15,7 +15,8 @@ namespace icl_patch::ICL_PATCH_ISA {
 ICL_PATCH_CALLABLE void from_halves(const uint16_t* from, int64_t count, float* to) {
   int64_t i = 0;
 #if defined(__AVX512F__)
-  for (; i + 16 <= count; i += 16) _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+  for (; i + 16 <= count; i += 16)
+    _mm512_storeu_ps(to + i, _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
 #elif defined(__F16C__)
   for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
 #endif
@@ -26,7 +27,8 @@ ICL_PATCH_CALLABLE void to_halves(const float* from, int64_t count, uint16_t* to
   int64_t i = 0;
 #if defined(__AVX512F__)
   for (; i + 16 <= count; i += 16)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   for (; i + 8 <= count; i += 8)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));

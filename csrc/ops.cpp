@@ -38,6 +38,18 @@ Float dtype_of(const char* name, const Tensor& x) {
   }
 }
 
+// Contiguous, on the device of `like`. Not new_empty, which the dispatcher would look up by its name.
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
+  const int64_t strides[] = {std::max<int64_t>(size.size() == 2 ? size.begin()[1] : 1, 1), 1};
+  int32_t device_type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(size.size(), size.begin(), strides, dtype_code, device_type, like.get_device_index(), &made));
+  return Tensor(made);
+}
+
 void check_place(const char* name, const Tensor& x, const Tensor& reference) {
   STD_TORCH_CHECK(x.is_cuda() == reference.is_cuda() && x.get_device_index() == reference.get_device_index(),
                   "expected ", name, " on the device of the first argument");
@@ -115,10 +127,9 @@ void run_cuda(const Inversion& call, const Tensor& on) {
 // Allocates the outputs in place of the call's null pointers and runs it.
 template <void (*run)(const Inversion&, const Tensor&)>
 Result finish(Inversion call, const Tensor& like) {
-  const auto empty = [&](std::initializer_list<int64_t> size, ScalarType dtype) { return torch::stable::new_empty(like, size, dtype); };
-  Result result{empty({call.rows, call.n}, call.hidden_is_double ? ScalarType::Double : ScalarType::Float),
-                empty({call.rows}, ScalarType::Double), empty({call.rows, call.n}, ScalarType::Double),
-                empty({call.rows}, ScalarType::Char), empty({call.rows}, ScalarType::Int)};
+  Result result{empty(like, {call.rows, call.n}, call.hidden_is_double ? ScalarType::Double : ScalarType::Float),
+                empty(like, {call.rows}, ScalarType::Double), empty(like, {call.rows, call.n}, ScalarType::Double),
+                empty(like, {call.rows}, ScalarType::Char), empty(like, {call.rows}, ScalarType::Int)};
   auto& [hidden, shift, new_scale, status, evaluations] = result;
   call.hidden = hidden.mutable_data_ptr();
   call.shift = static_cast<double*>(shift.mutable_data_ptr());
@@ -262,7 +273,7 @@ Tensor patched_linear(const Tensor& z, const Tensor& weight, std::optional<Tenso
   Linear call = linear(z, weight, bias);
   STD_TORCH_CHECK(u.has_value() == v.has_value() && (u || !index), "expected u and v together, and index only with them");
   if (u) set_factors(call, z, *u, *v, index);
-  Tensor y = torch::stable::new_empty(z, {call.all, call.n}, out_dtype.value_or(z.scalar_type()));
+  Tensor y = empty(z, {call.all, call.n}, out_dtype.value_or(z.scalar_type()));
   set_output(call, y);
   run_linear(call);
   return y;
@@ -278,7 +289,7 @@ Tensor add_low_rank(const Tensor& plain, const Tensor& z, const Tensor& u, const
   call.z = matrix("z", z, z, call.all, call.k);
   call.plain = matrix("y", plain, z, call.all, call.n);
   set_factors(call, z, u, v, index);
-  Tensor y = torch::stable::new_empty(z, {call.all, call.n}, out_dtype.value_or(plain.scalar_type()));
+  Tensor y = empty(z, {call.all, call.n}, out_dtype.value_or(plain.scalar_type()));
   set_output(call, y);
   run_linear(call);
   return y;
@@ -292,8 +303,8 @@ std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& wei
   check_place("v", v, z_pair);
   call.factors.rank = 1;
   call.factors.v = {{v.const_data_ptr(), dtype_of("v", v), 0, v.stride(1)}, v.stride(0)};
-  Tensor y = torch::stable::new_empty(z_pair, {call.all, call.n}, z_pair.scalar_type());
-  Tensor u = torch::stable::new_empty(z_pair, {pairs, call.n}, ScalarType::Float);
+  Tensor y = empty(z_pair, {call.all, call.n}, z_pair.scalar_type());
+  Tensor u = empty(z_pair, {pairs, call.n}, ScalarType::Float);
   set_output(call, y);
   call.u = static_cast<float*>(u.mutable_data_ptr());
   run_linear(call);
@@ -309,7 +320,7 @@ std::tuple<Tensor, Tensor> read_direction(const Tensor& z, bool wide) {
   const int64_t rows = z.size(0), k = z.size(1);
   const Matrix from = matrix("z", z, z, rows, k);
   const ScalarType dtype = wide ? ScalarType::Double : ScalarType::Float;
-  Tensor v = torch::stable::new_empty(z, {rows, k}, dtype), inverse = torch::stable::new_empty(z, {rows}, dtype);
+  Tensor v = empty(z, {rows, k}, dtype), inverse = empty(z, {rows}, dtype);
   auto *to = static_cast<char*>(v.mutable_data_ptr()), *inverses = static_cast<char*>(inverse.mutable_data_ptr());
   const CpuDriver& driver = cpu();
   const int64_t size = wide ? 8 : 4;
@@ -336,7 +347,7 @@ Norm norm(const char* name, const Tensor& x, const char* scale_name, const Tenso
 
 Tensor rms_norm(const Tensor& x, const Tensor& scale, double eps, double scale_offset, bool cast_first) {
   Norm call = norm("x", x, "scale", scale, eps, scale_offset, cast_first);
-  Tensor y = torch::stable::new_empty(x, {call.rows, call.n}, x.scalar_type());
+  Tensor y = empty(x, {call.rows, call.n}, x.scalar_type());
   call.y = y.mutable_data_ptr();
   const CpuDriver& driver = cpu();
   torch::stable::parallel_for(0, call.rows, rows_of(call.n), [&](int64_t begin, int64_t end) { driver.norm_rows(call, begin, end); });
@@ -349,10 +360,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_pair(const Tensor& hidden, const
   const int64_t pairs = call.rows / 2;
   STD_TORCH_CHECK(call.rows == 2 * pairs, "expected hidden (2 M, d), got ", call.rows, " rows");
   STD_TORCH_CHECK(weight.dim() == 1, "expected weight (", call.n, ",)");
-  Tensor z_pair = torch::stable::new_empty(hidden, {call.rows, call.n}, hidden.scalar_type());
-  Tensor delta = torch::stable::new_empty(hidden, {pairs, call.n}, ScalarType::Float);
-  Tensor v = torch::stable::new_empty(hidden, {pairs, call.n}, ScalarType::Float);
-  Tensor inverse_norm2 = torch::stable::new_empty(hidden, {pairs}, ScalarType::Float);
+  Tensor z_pair = empty(hidden, {call.rows, call.n}, hidden.scalar_type());
+  Tensor delta = empty(hidden, {pairs, call.n}, ScalarType::Float);
+  Tensor v = empty(hidden, {pairs, call.n}, ScalarType::Float);
+  Tensor inverse_norm2 = empty(hidden, {pairs}, ScalarType::Float);
   call.y = z_pair.mutable_data_ptr();
   call.delta = static_cast<float*>(delta.mutable_data_ptr());
   call.v = static_cast<float*>(v.mutable_data_ptr());
@@ -373,7 +384,7 @@ Tensor gated_product(const Tensor& gate, const Tensor& up, std::string activatio
   STD_TORCH_CHECK(call.gelu || activation == "silu", "expected activation gelu_tanh or silu, got ", activation);
   STD_TORCH_CHECK(call.gate.dtype == call.up.dtype && call.gate.dtype != Float::kDouble,
                   "expected gate and up of one dtype, fp32, bf16 or fp16");
-  Tensor y = torch::stable::new_empty(gate, {call.rows, call.n}, gate.scalar_type());
+  Tensor y = empty(gate, {call.rows, call.n}, gate.scalar_type());
   call.y = y.mutable_data_ptr();
   const CpuDriver& driver = cpu();
   torch::stable::parallel_for(0, call.rows * call.n, 8192, [&](int64_t begin, int64_t end) { driver.gated_outputs(call, begin, end); });

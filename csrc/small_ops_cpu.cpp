@@ -53,10 +53,14 @@ void write_direction(const Z* z, int64_t count, V* v, V* inverse) {
   const bool none = !(total > 0) || most < std::numeric_limits<V>::min() || most > std::numeric_limits<V>::max();
   const V least = std::numeric_limits<V>::min();  // 0 says that there is no v
   *inverse = total != total ? static_cast<V>(total) : none ? 0 : std::max(static_cast<V>(1 / total), least);
-  if (none)
+  if (none) {
     std::fill(v, v + count, V{});
-  else
-    for (int64_t k = 0; k < count; ++k) v[k] = sizeof(V) < sizeof(double) ? static_cast<V>(z[k] * (1 / total)) : static_cast<V>(z[k] / total);
+  } else if constexpr (sizeof(V) < sizeof(double)) {  // what the reciprocal's rounding adds is lost in V's
+    const double reciprocal = 1 / total;
+    for (int64_t k = 0; k < count; ++k) v[k] = static_cast<V>(z[k] * reciprocal);
+  } else {
+    for (int64_t k = 0; k < count; ++k) v[k] = z[k] / total;
+  }
 }
 
 template <class Z>

@@ -52,14 +52,20 @@ def triton_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None 
 
 def native_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None = None) -> Any:
     """``torch.ops.icl_patch`` if its CPU drivers serve tensors of these dtypes, else None; they have no gradients."""
-    if not (z.is_cpu or z.is_meta) or wanted == "torch" or not _are_narrow(z, *others, out_dtype=out_dtype):
+    on_cpu = z.is_cpu
+    if not (on_cpu or z.is_meta) or wanted == "torch" or not _are_narrow(z, *others, out_dtype=out_dtype):
         return None
     for tensor in others:  # torch would send a mixed call to whichever device comes first with it
-        if tensor is not None and (tensor.is_cpu, tensor.is_meta) != (z.is_cpu, z.is_meta):
+        if tensor is not None and not (tensor.is_cpu if on_cpu else tensor.is_meta):
             return None
     if wants_gradients(z, *others):
         return None
     return torch.ops.icl_patch if native.serves("cpu") else None
+
+
+def is_traced() -> bool:
+    """Whether what is called now is being written down, to run on other numbers."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:

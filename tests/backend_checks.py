@@ -4,6 +4,7 @@ import sys
 
 import row_ops
 import torch
+import traced
 from models import build
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -26,6 +27,9 @@ MODELS = {
 def main(backend: str) -> None:
     assert backends.wanted == backend
     row_ops.check_all(widths=(1, 70))
+    if backend == "triton":
+        for op in traced.CALLS:
+            traced.check_traced(op)
     kept = torch.randint(1, 97, (2, 2))
     for name, make in MODELS.items():
         torch.manual_seed(1)

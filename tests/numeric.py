@@ -1,7 +1,9 @@
 """What the tests of the ops share: dtypes, rounding units, seeded numbers, bits."""
 
+import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -47,6 +49,22 @@ def in_gaps(x: Tensor) -> Tensor:
     """The same numbers with a NaN after each."""
     wide = torch.full([2 * size for size in x.shape], torch.nan, dtype=x.dtype, device=x.device)
     return wide[tuple(slice(None, None, 2) for _ in x.shape)].copy_(x)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors hold huge numbers or NaN until they are written: those that torch allocates, and those that the native ops do."""
+    perturb = -6  # glibc's M_PERTURB: allocated bytes are the complement
+    allocator = ctypes.CDLL(None)
+    assert allocator.mallopt(perturb, 0x80)
+    assert (torch.empty(100) > 3e38).all() and (torch.empty(100, dtype=torch.int8) == 127).all()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        allocator.mallopt(perturb, 0)
 
 
 FLOATING = "expected {} in fp64, fp32, bf16 or fp16, got torch.{}"

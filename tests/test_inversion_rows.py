@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from inversion import Invert, check_rows, every_implementation, mixed_rows, needs_native, same_rows
-from numeric import every_dtype, normal, same_bits, seeded
+from numeric import every_dtype, normal, poisoned_memory, same_bits, seeded
 from rows import rows_of
 from torch import Tensor
 
@@ -17,12 +17,9 @@ every_method = pytest.mark.parametrize("method", ["newton", "bisection"])
 
 
 @pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """New tensors hold NaN, and the largest integer, until they are written."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all() and (torch.empty(3, dtype=torch.int8) == 127).all()
-    yield
-    torch.use_deterministic_algorithms(False)
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
 
 
 POISON: dict[str, tuple[str, float, Status]] = {
@@ -202,7 +199,7 @@ SIZES = [*range(1, 41), *(63, 64, 65, 127, 129, 255, 257, 504, 511, 512, 513, 52
 SIZES += [16385, 65535, 65536]
 
 
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.usefixtures("poisoned")
 @needs_native
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 def test_every_size_is_computed_whole(double: bool) -> None:
@@ -219,7 +216,7 @@ def test_every_size_is_computed_whole(double: bool) -> None:
         torch.testing.assert_close(result.hidden, expected.hidden, rtol=1e-9 if double else 2.0**-22, atol=1e-9 if double else 1e-8)
 
 
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.usefixtures("poisoned")
 @needs_native
 @pytest.mark.parametrize("n", [1, 3, 8, 12, 521])
 def test_rows_that_are_not_inverted_are_written_too(n: int) -> None:

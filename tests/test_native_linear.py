@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import traced
 from numeric import UNIT, normal, same_bits, seeded
 from torch import Tensor
 
@@ -207,3 +208,8 @@ def test_registration(kind: str) -> None:
     if kind == "row":
         torch.library.opcheck(torch.ops.icl_patch.read_direction, (z,))
         torch.library.opcheck(torch.ops.icl_patch.record_linear, (torch.cat([z, z]), weight, factors(kind, 3, 7, 9)[1], bias))
+
+
+@pytest.mark.parametrize("name", traced.CALLS)
+def test_traced_on_real_tensors(name: str) -> None:
+    traced.check_traced(name)

@@ -6,7 +6,7 @@ import pytest
 import row_ops
 import torch
 from inversion import needs_native
-from numeric import FLOATING, FLOATS, check_refused, every_dtype, normal, same_bits, seeded
+from numeric import FLOATING, FLOATS, check_refused, every_dtype, normal, poisoned_memory, same_bits, seeded
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -18,27 +18,27 @@ every_norm = pytest.mark.parametrize("form", row_ops.NORMS)
 every_activation = pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 
 
-@pytest.fixture(autouse=True)
-def poisoned_outputs() -> Iterator[None]:
-    """What an op does not write stays NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all() and torch.ones(2).new_empty(4).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
 
 
+@pytest.mark.usefixtures("poisoned")
 @every_norm
 @every_dtype
 def test_rms_norm(dtype: torch.dtype, form: str) -> None:
     row_ops.check_rms_norm(dtype, form)
 
 
+@pytest.mark.usefixtures("poisoned")
 @every_norm
 @every_dtype
 def test_norm_pair(dtype: torch.dtype, form: str) -> None:
     row_ops.check_norm_pair(dtype, form)
 
 
+@pytest.mark.usefixtures("poisoned")
 @every_activation
 @every_dtype
 def test_gated_product(dtype: torch.dtype, activation: str) -> None:
@@ -111,7 +111,6 @@ def test_threads_do_not_change_a_bit() -> None:
 @needs_native
 @every_narrow
 def test_registration(dtype: torch.dtype) -> None:
-    torch.use_deterministic_algorithms(False)
     x, up = (normal(seeded(s), 4, 9, dtype=dtype) for s in range(2))
     torch.library.opcheck(torch.ops.icl_patch.rms_norm, (x, up, 1e-5, 1.0, False))
     torch.library.opcheck(torch.ops.icl_patch.norm_pair, (x.T.contiguous().T, up[0], 1e-5))
@@ -119,8 +118,6 @@ def test_registration(dtype: torch.dtype) -> None:
 
 
 def test_compiled_without_a_graph_break() -> None:
-    torch.use_deterministic_algorithms(False)
-
     def step(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         pair = ops.norm_pair(x, scale[0], 1e-5)
         y = ops.gated_product(pair.z_pair, ops.rms_norm(x, scale, 1e-5, scale_offset=1.0, cast_first=False), "silu")

@@ -94,8 +94,8 @@ def check_floats(first: Tensor, **tensors: Tensor | None) -> None:
 
 
 def needs_op(*tensors: Tensor | None) -> bool:
-    """Whether a call must go through torch's dispatcher: under torch.compile, on fake tensors and where gradients are wanted."""
-    if torch.compiler.is_compiling():
+    """Whether a call must go through torch's dispatcher: under torch.compile and any other tracer, on fake tensors, and for gradients."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     gradients = torch.is_grad_enabled()
     return any(x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or (gradients and x.requires_grad)) for x in tensors)

@@ -11,10 +11,10 @@ from icl_patch.kernels.coefficients import coefficients
 from icl_patch.kernels.config import STREAM, STREAM_ROWS, TILE, Config, config_for, gpu_name
 from icl_patch.kernels.gradients import backward, setup
 from icl_patch.kernels.launching import FLOATS, INTERPRETED, Launch, ceil_div, check, check_floats, needs_op, power_of_two
-from icl_patch.kernels.linear_kernels import _dot_linear_kernel, _fma_linear_kernel
+from icl_patch.kernels.linear_kernels import _linear_kernel
 
 MAX_RANK = 64
-_TENSORS = 9  # the kernels' first arguments
+_TENSORS = 9  # the kernel's first arguments
 
 
 def regime_of(rows: int) -> str:
@@ -73,11 +73,10 @@ def plan_linear(
     arguments = (
         z, weight, bias, u, v, index, coeff, y, u_out,
         rows, n, *z.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), *u_strides, *v_strides,
-        k, rank, fused, record, index is not None, bias is not None,
+        config.dot, k, rank, fused, record, index is not None, bias is not None,
         block_m, block_n, config.block_k, coefficient_rows(block_m, rows), config.num_stages, INTERPRETED,
     )  # fmt: skip
-    kernel = _dot_linear_kernel if config.dot else _fma_linear_kernel
-    return Launch(kernel, ceil_div(rows, block_m) * ceil_div(n, block_n), arguments, config.num_warps, config.num_stages)
+    return Launch(_linear_kernel, ceil_div(rows, block_m) * ceil_div(n, block_n), arguments, config.num_warps, config.num_stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""The two kernels behind every linear op: plain, patched or recording, on matrix units or with fused multiply-adds.
+"""The kernel behind every linear op: plain, patched or recording, on matrix units or with fused multiply-adds.
 
-Both walk K in one order that is fixed by the configuration, and give a row the same bits wherever it stands among the others:
+It walks K in one order that is fixed by the configuration, and gives a row the same bits wherever it stands among the others:
 
-- ``_dot_linear_kernel`` puts the weight on the left, ``W zᵀ``, so that up to 16 rows ride as columns of the smallest matrix instruction;
-- ``_fma_linear_kernel`` keeps one running sum per row, output and lane of BLOCK_K, and adds the lanes in pairs at the end.
+- on matrix units (DOT) the weight is on the left, ``W zᵀ``, so that up to 16 rows ride as columns of the smallest matrix instruction;
+- else there is one running sum per row, output and lane of BLOCK_K, and the lanes are added in pairs at the end.
 
-What follows the sum is the same in both: ``+ bias``, then ``+ c_r u_r`` rank by rank, each one fused multiply-add, then one rounding.
+What follows the sum is the same for both: ``+ bias``, then ``+ c_r u_r`` rank by rank, each one fused multiply-add, then one rounding.
 """
 
 import triton
@@ -104,9 +104,29 @@ def _finish(
 
 
 @triton.jit
-def _dot_linear_kernel(
+def _add_products(acc, w, z, DOT: tl.constexpr, WIDEN: tl.constexpr):
+    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); without DOT each lane of BLOCK_K keeps a sum of its own."""
+    if DOT:
+        if WIDEN:
+            w, z = w.to(tl.float32), z.to(tl.float32)
+        acc = tl.dot(w, tl.trans(z), acc, input_precision="ieee")
+    else:
+        w, z = w.to(tl.float32)[:, None, :], z.to(tl.float32)[None, :, :]
+        acc = tl.fma(tl.broadcast_to(w, acc.shape), tl.broadcast_to(z, acc.shape), acc)
+    return acc
+
+
+@triton.jit
+def _add_lanes(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The sums (BLOCK_N, BLOCK_M) of lanes (BLOCK_N, BLOCK_M, BLOCK_K)."""
+    return tl.reshape(pair_sum(tl.reshape(acc, (BLOCK_N * BLOCK_M, BLOCK_K)), log2(BLOCK_K)), (BLOCK_N, BLOCK_M))
+
+
+@triton.jit
+def _linear_kernel(
     z_ptr, w_ptr, bias_ptr, u_ptr, v_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr,
     M, N, stride_zm, stride_zk, stride_wn, stride_wk, stride_b, stride_um, stride_ur, stride_un, stride_vm, stride_vr, stride_vk,
+    DOT: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, RECORD: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, NUM_STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -122,8 +142,12 @@ def _dot_linear_kernel(
     if RECORD:
         reduced_m = offs_m + M
 
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    acc_ctx = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if DOT:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        acc_ctx = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_N, BLOCK_M, BLOCK_K), tl.float32)
+        acc_ctx = tl.zeros((BLOCK_N, BLOCK_M, BLOCK_K if RECORD else 1), tl.float32)
     coeff = tl.zeros((1, 1), tl.float32)
     if FUSED:
         partial = tl.zeros((FUSED, ROWS, LANES), tl.float32)
@@ -135,78 +159,23 @@ def _dot_linear_kernel(
             mask_w, mask_z = mask_w & (offs_k < K)[None, :], mask_z & (offs_k < K)[None, :]
         w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk, mask=mask_w, other=0.0)
         z = tl.load(z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0)
-        if WIDEN:
-            w, z = w.to(tl.float32), z.to(tl.float32)
-        acc = tl.dot(w, tl.trans(z), acc, input_precision="ieee")
+        acc = _add_products(acc, w, z, DOT, WIDEN)
         if RECORD:
             z_ctx = tl.load(z_ptr + offs_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0)
-            if WIDEN:
-                z_ctx = z_ctx.to(tl.float32)
-            acc_ctx = tl.dot(w, tl.trans(z_ctx), acc_ctx, input_precision="ieee")
+            acc_ctx = _add_products(acc_ctx, w, z_ctx, DOT, WIDEN)
         if FUSED:
             partial, total = _coefficient_steps(
                 partial, total, z_ptr, v_ptr, offs_c, row, patched, k0, stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
                 K, R, FUSED, BLOCK_K,
             )  # fmt: skip
-    if FUSED:
-        coeff = _sum_lanes(total + partial, FUSED, ROWS, BLOCK_M)
-    _finish(
-        acc, acc_ctx, coeff, bias_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr, offs_m, offs_n, mask_m, mask_n,
-        M, N, stride_b, stride_um, stride_ur, stride_un, R, FUSED, RECORD, HAS_INDEX, HAS_BIAS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _fma_linear_kernel(
-    z_ptr, w_ptr, bias_ptr, u_ptr, v_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr,
-    M, N, stride_zm, stride_zk, stride_wn, stride_wk, stride_b, stride_um, stride_ur, stride_un, stride_vm, stride_vr, stride_vk,
-    K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, RECORD: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, NUM_STAGES: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    row_blocks = tl.cdiv(M, BLOCK_M)
-    offs_m = (pid % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = (pid // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_m, mask_n = offs_m < M, offs_n < N
-    offs_c = (pid % row_blocks) * BLOCK_M + tl.arange(0, ROWS)
-    row, patched = _factor_rows(index_ptr, offs_c, offs_c < M, HAS_INDEX)
-    reduced_m = offs_m
-    if RECORD:
-        reduced_m = offs_m + M
-
-    sums = tl.zeros((BLOCK_N, BLOCK_M, BLOCK_K), tl.float32)
-    sums_ctx = tl.zeros((BLOCK_N, BLOCK_M, BLOCK_K if RECORD else 1), tl.float32)
-    coeff = tl.zeros((1, 1), tl.float32)
-    if FUSED:
-        partial = tl.zeros((FUSED, ROWS, LANES), tl.float32)
-        total = tl.zeros((FUSED, ROWS, LANES), tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        offs_k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
-        mask_w, mask_z = mask_n[:, None], mask_m[:, None]
-        if K % BLOCK_K:
-            mask_w, mask_z = mask_w & (offs_k < K)[None, :], mask_z & (offs_k < K)[None, :]
-        w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk, mask=mask_w, other=0.0)
-        w = w.to(tl.float32)[:, None, :]
-        z = tl.load(z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0).to(tl.float32)[None, :, :]
-        sums = tl.fma(tl.broadcast_to(w, sums.shape), tl.broadcast_to(z, sums.shape), sums)
+    sums, sums_ctx = acc, acc_ctx
+    if not DOT:
+        sums = _add_lanes(acc, BLOCK_M, BLOCK_N, BLOCK_K)
         if RECORD:
-            z_ctx = tl.load(z_ptr + offs_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0).to(tl.float32)[
-                None, :, :
-            ]
-            sums_ctx = tl.fma(tl.broadcast_to(w, sums.shape), tl.broadcast_to(z_ctx, sums.shape), sums_ctx)
-        if FUSED:
-            partial, total = _coefficient_steps(
-                partial, total, z_ptr, v_ptr, offs_c, row, patched, k0, stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
-                K, R, FUSED, BLOCK_K,
-            )  # fmt: skip
-    BITS: tl.constexpr = log2(BLOCK_K)  # noqa: N806
-    acc = tl.reshape(pair_sum(tl.reshape(sums, (BLOCK_N * BLOCK_M, BLOCK_K)), BITS), (BLOCK_N, BLOCK_M))
-    acc_ctx = acc
-    if RECORD:
-        acc_ctx = tl.reshape(pair_sum(tl.reshape(sums_ctx, (BLOCK_N * BLOCK_M, BLOCK_K)), BITS), (BLOCK_N, BLOCK_M))
+            sums_ctx = _add_lanes(acc_ctx, BLOCK_M, BLOCK_N, BLOCK_K)
     if FUSED:
         coeff = _sum_lanes(total + partial, FUSED, ROWS, BLOCK_M)
     _finish(
-        acc, acc_ctx, coeff, bias_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr, offs_m, offs_n, mask_m, mask_n,
+        sums, sums_ctx, coeff, bias_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr, offs_m, offs_n, mask_m, mask_n,
         M, N, stride_b, stride_um, stride_ur, stride_un, R, FUSED, RECORD, HAS_INDEX, HAS_BIAS,
     )  # fmt: skip
