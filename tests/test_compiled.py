@@ -64,6 +64,12 @@ def test_with_the_whole_compiler() -> None:
         same(steps_of(patcher, compiled=True, check_every=1), eager)
 
 
+def test_more_rows_than_are_streamed() -> None:
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        ids = tokens(4, 20, 4)
+        same(steps_of(patcher, ids, compiled=True, check_every=5), steps_of(patcher, ids))
+
+
 def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
     """Other lengths and other weights in the same places find it made; other rows, and the third shape of all, do not."""
     model = small("llama")
