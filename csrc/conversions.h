@@ -55,7 +55,7 @@ ICL_PATCH_CALLABLE void round_to(Float dtype, int64_t count, float* x) {
   switch (dtype) {
     case Float::kSingle: break;
     case Float::kBrain:
-      for (int64_t i = 0; i < count; ++i) x[i] = from_brain(to_brain(x[i]));
+      for (int64_t i = 0; i < count; ++i) x[i] = round_to_brain(x[i]);
       break;
     default:
       for (int64_t i = 0; i < count; i += kBlock) {

@@ -38,12 +38,13 @@ ICL_PATCH_CALLABLE float from_half(uint16_t bits) {
   return from_bits(bits_of(value) | sign);
 }
 
-// To the nearest, ties to even; NaN stays NaN.
-ICL_PATCH_CALLABLE uint16_t to_brain(float value) {
-  const uint32_t bits = bits_of(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+// To the nearest bf16, ties to even, still in fp32; NaN stays NaN.
+ICL_PATCH_CALLABLE float round_to_brain(float value) {
+  const uint32_t bits = bits_of(value), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return from_bits(((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : rounded) & 0xffff0000u);
 }
+
+ICL_PATCH_CALLABLE uint16_t to_brain(float value) { return static_cast<uint16_t>(bits_of(round_to_brain(value)) >> 16); }
 
 ICL_PATCH_CALLABLE uint16_t to_half(float value) {
   const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
