@@ -38,20 +38,32 @@ Float dtype_of(const char* name, const Tensor& x) {
   }
 }
 
+// Of what is computed in fp32.
+Float narrow_dtype_of(const char* name, const Tensor& x) {
+  const Float dtype = dtype_of(name, x);
+  STD_TORCH_CHECK(dtype != Float::kDouble, "expected ", name, " in fp32, bf16 or fp16");
+  return dtype;
+}
+
+int32_t device_type_of(const Tensor& x) {
+  int32_t type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  return type;
+}
+
 // Contiguous, on the device of `like`. Not new_empty, which the dispatcher would look up by its name.
 Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
   const int64_t strides[] = {std::max<int64_t>(size.size() == 2 ? size.begin()[1] : 1, 1), 1};
-  int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(size.size(), size.begin(), strides, dtype_code, device_type, like.get_device_index(), &made));
+      aoti_torch_empty_strided(size.size(), size.begin(), strides, dtype_code, device_type_of(like), like.get_device_index(), &made));
   return Tensor(made);
 }
 
+// The dispatcher sends a mixed call to whichever device comes first with it.
 void check_place(const char* name, const Tensor& x, const Tensor& reference) {
-  STD_TORCH_CHECK(x.is_cuda() == reference.is_cuda() && x.get_device_index() == reference.get_device_index(),
+  STD_TORCH_CHECK(device_type_of(x) == device_type_of(reference) && x.get_device_index() == reference.get_device_index(),
                   "expected ", name, " on the device of the first argument");
 }
 
@@ -189,7 +201,7 @@ Factor factor(const char* name, const Tensor& x, const Tensor& z, int64_t width,
   STD_TORCH_CHECK(factors.rank == 0 || (factors.rank == rank && factors.shared == shared), "expected u and v of the same rows and rank");
   factors.rank = rank;
   factors.shared = shared;
-  return {{x.const_data_ptr(), dtype_of(name, x), x.dim() == 3 ? x.stride(1) : 0, x.stride(last)}, x.stride(0)};
+  return {{x.const_data_ptr(), narrow_dtype_of(name, x), x.dim() == 3 ? x.stride(1) : 0, x.stride(last)}, x.stride(0)};
 }
 
 Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -199,11 +211,10 @@ Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>
   call.all = z.size(0);
   call.n = weight.size(0);
   call.k = z.size(1);
-  call.z = {z.const_data_ptr(), dtype_of("z", z), z.stride(0), z.stride(1)};
+  call.z = {z.const_data_ptr(), narrow_dtype_of("z", z), z.stride(0), z.stride(1)};
   call.weight = weight.const_data_ptr();
-  call.weight_dtype = dtype_of("weight", weight);
-  STD_TORCH_CHECK(call.weight_dtype == call.z.dtype && call.weight_dtype != Float::kDouble,
-                  "expected z and weight of one dtype, fp32, bf16 or fp16");
+  call.weight_dtype = narrow_dtype_of("weight", weight);
+  STD_TORCH_CHECK(call.weight_dtype == call.z.dtype, "expected z and weight of one dtype");
   call.transposed = weight.stride(1) != 1 && call.k > 1;
   STD_TORCH_CHECK(!call.transposed || weight.stride(0) == 1 || call.n == 1, "expected weight or its transpose with contiguous rows");
   call.weight_stride = weight.stride(call.transposed ? 1 : 0);
@@ -250,8 +261,7 @@ void run_linear(Linear call) {
 
 void set_output(Linear& call, Tensor& y) {
   call.y = y.mutable_data_ptr();
-  call.y_dtype = dtype_of("out_dtype", y);
-  STD_TORCH_CHECK(call.y_dtype != Float::kDouble, "expected out_dtype fp32, bf16 or fp16");
+  call.y_dtype = narrow_dtype_of("out_dtype", y);
 }
 
 void set_factors(Linear& call, const Tensor& z, const Tensor& u, const Tensor& v, const std::optional<Tensor>& index) {
@@ -288,6 +298,7 @@ Tensor add_low_rank(const Tensor& plain, const Tensor& z, const Tensor& u, const
   call.k = z.size(1);
   call.z = matrix("z", z, z, call.all, call.k);
   call.plain = matrix("y", plain, z, call.all, call.n);
+  STD_TORCH_CHECK(call.z.dtype != Float::kDouble && call.plain.dtype != Float::kDouble, "expected y and z in fp32, bf16 or fp16");
   set_factors(call, z, u, v, index);
   Tensor y = empty(z, {call.all, call.n}, out_dtype.value_or(plain.scalar_type()));
   set_output(call, y);
@@ -302,7 +313,7 @@ std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& wei
   STD_TORCH_CHECK(v.dim() == 2 && v.size(0) == pairs && v.size(1) == call.k, "expected v (", pairs, ", ", call.k, ")");
   check_place("v", v, z_pair);
   call.factors.rank = 1;
-  call.factors.v = {{v.const_data_ptr(), dtype_of("v", v), 0, v.stride(1)}, v.stride(0)};
+  call.factors.v = {{v.const_data_ptr(), narrow_dtype_of("v", v), 0, v.stride(1)}, v.stride(0)};
   Tensor y = empty(z_pair, {call.all, call.n}, z_pair.scalar_type());
   Tensor u = empty(z_pair, {pairs, call.n}, ScalarType::Float);
   set_output(call, y);

@@ -63,6 +63,17 @@ def native_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None 
     return torch.ops.icl_patch if native.serves("cpu") else None
 
 
+def at_once(z: Tensor) -> Any:
+    """``torch.ops.icl_patch`` where an op may be tried before anything but z was looked at, else None.
+
+    It checks its arguments as it goes and raises a RuntimeError: then what does not fit is to be said, or it is to be served otherwise.
+    Python that stands before a kernel is slow in a decode step, whose weights have driven it out of the caches.
+    """
+    if not z.is_cpu or wanted != "auto" or torch.is_grad_enabled() or torch.compiler.is_compiling() or not native.is_loaded:
+        return None
+    return torch.ops.icl_patch
+
+
 def is_traced() -> bool:
     """Whether what is called now is being written down, to run on other numbers."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

@@ -7,8 +7,10 @@ torch of :mod:`icl_patch.reference` and says so once, at the first call that wou
 import ctypes
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,9 @@ def _load() -> str | None:
 
 
 _lacking = _load()
+
+is_loaded = _lacking is None
+"""Whether there is a library; :func:`serves` says what for."""
 
 
 def _text(name: str) -> str:
@@ -85,6 +90,21 @@ def _warn(device_type: str) -> None:
     warnings.warn(f"icl_patch runs on plain torch for {device_type} tensors; the native library: {reason}", stacklevel=4)
 
 
+def _fake(name: str) -> Callable[[Callable[..., Any]], None]:
+    """Register what an op returns without running it. It is what is asked, too, where a meta tensor is among others: they do not mix."""
+
+    def register(results: Callable[..., Any]) -> None:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            devices = {x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+            if len(devices) > 1:
+                raise RuntimeError(f"expected tensors on one device, got {', '.join(sorted(map(str, devices)))}")
+            return results(*args, **kwargs)
+
+        torch.library.register_fake(f"icl_patch::{name}", made)
+
+    return register
+
+
 if _lacking is None:
     # What the ops return, for torch.compile and for meta tensors.
 
@@ -100,20 +120,20 @@ if _lacking is None:
         hidden, shift, new_scale, status, evaluations = (like.new_empty(size, dtype=dtype) for size, dtype in sizes_and_dtypes)
         return hidden, shift, new_scale, status, evaluations
 
-    @torch.library.register_fake("icl_patch::invert_rmsnorm")
+    @_fake("invert_rmsnorm")
     def _(
         target: Tensor, scale: Tensor, rms: Tensor, eps: float = 0.0, fallback: Tensor | None = None, bisection: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return _results(target, torch.float64 if target.dtype == torch.float64 else torch.float32)
 
-    @torch.library.register_fake("icl_patch::stable_scale")
+    @_fake("stable_scale")
     def _(
         delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0, bisection: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         wide = torch.float64 in (delta.dtype, scale.dtype, hidden_down.dtype)
         return _results(delta, torch.float64 if wide else torch.float32)
 
-    @torch.library.register_fake("icl_patch::patched_linear")
+    @_fake("patched_linear")
     def _(
         z: Tensor,
         weight: Tensor,
@@ -125,25 +145,25 @@ if _lacking is None:
     ) -> Tensor:
         return z.new_empty((z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype)
 
-    @torch.library.register_fake("icl_patch::record_linear")
+    @_fake("record_linear")
     def _(z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rows, n = z_pair.shape[0], weight.shape[0]
         return z_pair.new_empty((rows, n)), z_pair.new_empty((rows // 2, n), dtype=torch.float32)
 
-    @torch.library.register_fake("icl_patch::add_low_rank")
+    @_fake("add_low_rank")
     def _(y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         return z.new_empty(y.shape, dtype=out_dtype or y.dtype)
 
-    @torch.library.register_fake("icl_patch::read_direction")
+    @_fake("read_direction")
     def _(z: Tensor, wide: bool = False) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if wide else torch.float32
         return z.new_empty(z.shape, dtype=dtype), z.new_empty(z.shape[:1], dtype=dtype)
 
-    @torch.library.register_fake("icl_patch::rms_norm")
+    @_fake("rms_norm")
     def _(x: Tensor, scale: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
         return x.new_empty(x.shape)
 
-    @torch.library.register_fake("icl_patch::norm_pair")
+    @_fake("norm_pair")
     def _(
         hidden: Tensor, weight: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -151,6 +171,6 @@ if _lacking is None:
         delta, v, inverse_norm2 = (hidden.new_empty(size, dtype=torch.float32) for size in ((rows, d), (rows, d), (rows,)))
         return hidden.new_empty(hidden.shape), delta, v, inverse_norm2
 
-    @torch.library.register_fake("icl_patch::gated_product")
+    @_fake("gated_product")
     def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         return gate.new_empty(gate.shape)

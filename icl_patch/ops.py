@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import native, reference
-from icl_patch.backends import STREAM, TILE, is_traced, native_for, regime_of, triton_for, wanted, wants_gradients
+from icl_patch.backends import STREAM, TILE, at_once, is_traced, native_for, regime_of, triton_for, wanted, wants_gradients
 from icl_patch.reference import InversionStatus, RMSNormInverse, StableScale
 
 __all__ = [
@@ -89,22 +89,21 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
+    if (native_ops := at_once(z)) is not None and (regime or regime_of(z, z.shape[0])) == STREAM:
+        try:
+            return native_ops.patched_linear(z, weight, u, v, bias, index, out_dtype)
+        except RuntimeError:  # see at_once
+            pass
     if (kernels := triton_for(z, weight, u, v, bias, out_dtype=out_dtype)) is not None and (u is None or u.dim() < 3 or u.shape[1] <= 64):
         return kernels.patched_linear(z, weight, u, v, bias, index=index, out_dtype=out_dtype, regime=regime)
-    streams = (regime or regime_of(z, len(z))) == STREAM
-    native_ops = native_for(z, weight, u, v, bias, out_dtype=out_dtype) if streams and _beside(index, z) else None
-    if native_ops is not None and not torch.compiler.is_compiling():
-        try:
-            return native_ops.patched_linear(z, weight, u, v, bias, _as_int64(index), out_dtype)
-        except RuntimeError:  # it checks as it goes; what follows says what does not fit, or serves what it does not
-            native_ops = None
     _check_patched_linear(z, weight, bias)
     _check_regime(regime)
     if u is not None or v is not None:
         _check_factors(z, u, v, weight.shape[0], index)
     elif index is not None:
         raise ValueError("expected u and v with index, got none")
-    if native_ops is not None and 1 in weight.stride():
+    streams = (regime or regime_of(z, len(z))) == STREAM and 1 in weight.stride()
+    if streams and (native_ops := native_for(z, weight, u, v, bias, out_dtype=out_dtype)) is not None:
         return native_ops.patched_linear(z, weight, u, v, bias, _as_int64(index), out_dtype)
     if z.dtype != torch.float64 and torch.float64 in (out_dtype, *(x.dtype for x in (u, v) if x is not None)):
         plain = patched_linear(z, weight, bias=bias, out_dtype=torch.float32, regime=regime)
@@ -134,25 +133,27 @@ def record_linear(
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    rows = len(z_pair) // 2
-    z = z_pair[rows:]
-    direction = read_direction(z) if direction is None else direction
-    if direction.coeff is not None and (kernels := triton_for(z_pair, weight, bias, direction.v)) is not None:
-        y_pair, u, _ = kernels.record_linear(z_pair, weight, bias, direction=direction)
-        return y_pair, u, direction
+    rows = z_pair.shape[0] // 2
+    direction = read_direction(z_pair[rows:]) if direction is None else direction
     regime = regime_of(z_pair, rows)
-    native_ops = native_for(z_pair, weight, bias, direction.v) if regime == STREAM else None
-    if native_ops is not None:
+    if regime == STREAM and (native_ops := at_once(z_pair)) is not None:
         try:
             y_pair, u = native_ops.record_linear(z_pair, weight, direction.v, bias)
             return y_pair, u, direction
-        except RuntimeError:  # as in patched_linear
+        except RuntimeError:  # see at_once
             pass
+    if direction.coeff is not None and (kernels := triton_for(z_pair, weight, bias, direction.v)) is not None:
+        y_pair, u, _ = kernels.record_linear(z_pair, weight, bias, direction=direction)
+        return y_pair, u, direction
     _check_patched_linear(z_pair, weight, bias)
     if len(z_pair) % 2:
         raise ValueError(f"expected z_pair (2M, K), got {tuple(z_pair.shape)}")
+    z = z_pair[rows:]
     if direction.v.shape != z.shape:
         raise ValueError(f"expected a direction of {tuple(z.shape)}, got {tuple(direction.v.shape)}")
+    if regime == STREAM and 1 in weight.stride() and (native_ops := native_for(z_pair, weight, bias, direction.v)) is not None:
+        y_pair, u = native_ops.record_linear(z_pair, weight, direction.v, bias)
+        return y_pair, u, direction
     plain_ctx, plain = patched_linear(z_pair, weight, bias=bias, out_dtype=reference.accumulation_dtype(z), regime=regime).chunk(2)
     u = plain_ctx - plain
     return torch.cat([plain_ctx.to(z.dtype), _with_low_rank(plain, z, u, direction.v, None, z.dtype)]), u, direction
@@ -175,11 +176,10 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit, or an index lies outside the pool.
     """
-    native_ops = native_for(y, z, u, v, out_dtype=out_dtype) if wanted != "triton" and _beside(index, z) else None
-    if native_ops is not None and not torch.compiler.is_compiling():
+    if (native_ops := at_once(z)) is not None:
         try:
-            return native_ops.add_low_rank(y, z, u, v, _as_int64(index), out_dtype)
-        except RuntimeError:  # as in patched_linear
+            return native_ops.add_low_rank(y, z, u, v, index, out_dtype)
+        except RuntimeError:  # see at_once
             pass
     _check_matrix("y", y)
     _check_matrix("z", z)
@@ -218,7 +218,9 @@ def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> Direction:
     dtype = dtype or reference.accumulation_dtype(z)
     shape = z.shape
     rows = z if len(shape) == 2 else z.reshape(-1, shape[-1])
-    if dtype == torch.float32 and shape[-1] and (kernels := triton_for(z)) is not None:
+    if (native_ops := at_once(z)) is not None:
+        found = Direction(*native_ops.read_direction(rows, dtype == torch.float64))
+    elif dtype == torch.float32 and shape[-1] and (kernels := triton_for(z)) is not None:
         found = Direction(*kernels.read_direction(rows))
     elif z.is_cpu and wanted != "torch" and not wants_gradients(z) and native.serves("cpu"):
         found = Direction(*torch.ops.icl_patch.read_direction(rows, dtype == torch.float64))
@@ -254,18 +256,17 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0,
 
     Source: Goldwaser et al. (2025), Lemma 10, with the scale per row.
     """
-    if (kernels := triton_for(x, scale)) is not None and not wants_gradients(x, scale):
-        return kernels.rms_norm(x, scale, eps, scale_offset=scale_offset, cast_first=cast_first)
-    native_ops = native_for(x, scale)
-    if native_ops is not None and not torch.compiler.is_compiling():
+    if (native_ops := at_once(x)) is not None:
         try:
             return native_ops.rms_norm(x, scale, eps, scale_offset, cast_first)
-        except RuntimeError:  # as in patched_linear
+        except RuntimeError:  # see at_once
             pass
+    if (kernels := triton_for(x, scale)) is not None and not wants_gradients(x, scale):
+        return kernels.rms_norm(x, scale, eps, scale_offset=scale_offset, cast_first=cast_first)
     _check_norm("x", x, eps, scale=scale)
     if scale.shape not in (x.shape, x.shape[1:]):
         raise ValueError(f"expected scale {tuple(x.shape)} or ({x.shape[1]},), got {tuple(scale.shape)}")
-    return (native_ops or reference).rms_norm(x, scale, eps, scale_offset, cast_first)
+    return (native_for(x, scale) or reference).rms_norm(x, scale, eps, scale_offset, cast_first)
 
 
 def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> NormPair:
@@ -286,21 +287,21 @@ def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float
 
     Source: Goldwaser et al. (2025), Lemma 6 and Theorem 1.
     """
+    if (native_ops := at_once(hidden)) is not None:
+        try:
+            z_pair, delta, v, inverse_norm2 = native_ops.norm_pair(hidden, weight, eps, scale_offset, cast_first)
+            return NormPair(z_pair, delta, Direction(v, inverse_norm2))
+        except RuntimeError:  # see at_once
+            pass
     if (kernels := triton_for(hidden, weight)) is not None and not wants_gradients(hidden, weight):
         found = kernels.norm_pair(hidden, weight, eps, scale_offset=scale_offset, cast_first=cast_first)
         return NormPair(found.z_pair, found.delta, Direction(*found.direction))
-    native_ops = native_for(hidden, weight)
-    if native_ops is None or torch.compiler.is_compiling():
-        _check_norm_pair(hidden, weight, eps)
-    if native_ops is None:
-        z_pair, delta = reference.norm_pair(hidden, weight, eps, scale_offset, cast_first)
-        return NormPair(z_pair, delta, read_direction(z_pair[len(delta) :]))
-    try:
+    _check_norm_pair(hidden, weight, eps)
+    if (native_ops := native_for(hidden, weight)) is not None:
         z_pair, delta, v, inverse_norm2 = native_ops.norm_pair(hidden, weight, eps, scale_offset, cast_first)
-    except RuntimeError:  # as in patched_linear
-        _check_norm_pair(hidden, weight, eps)
-        raise
-    return NormPair(z_pair, delta, Direction(v, inverse_norm2))
+        return NormPair(z_pair, delta, Direction(v, inverse_norm2))
+    z_pair, delta = reference.norm_pair(hidden, weight, eps, scale_offset, cast_first)
+    return NormPair(z_pair, delta, read_direction(z_pair[len(delta) :]))
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -317,14 +318,13 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or the activation does not fit.
     """
-    if (kernels := triton_for(gate, up)) is not None and not wants_gradients(gate, up):
-        return kernels.gated_product(gate, up, activation)
-    native_ops = native_for(gate, up)
-    if native_ops is not None and not torch.compiler.is_compiling():
+    if (native_ops := at_once(gate)) is not None:
         try:
             return native_ops.gated_product(gate, up, activation)
-        except RuntimeError:  # as in patched_linear
+        except RuntimeError:  # see at_once
             pass
+    if (kernels := triton_for(gate, up)) is not None and not wants_gradients(gate, up):
+        return kernels.gated_product(gate, up, activation)
     if activation not in _ACTIVATIONS:
         raise ValueError(f"expected activation {' or '.join(map(repr, _ACTIVATIONS))}, got {activation!r}")
     if gate.dim() != 2 or gate.shape != up.shape:
@@ -332,7 +332,7 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     _check_floats(gate=gate, up=up)
     if up.dtype != gate.dtype:
         raise TypeError(f"expected up in gate's dtype {gate.dtype}, got {up.dtype}")
-    return (native_ops or reference).gated_product(gate, up, activation)
+    return (native_for(gate, up) or reference).gated_product(gate, up, activation)
 
 
 def invert_rmsnorm(
@@ -487,10 +487,6 @@ def _as_int64(index: Tensor | None) -> Tensor | None:
     if index is None or index.is_floating_point() or index.dtype == torch.bool:
         return index
     return index.to(torch.int64).contiguous()
-
-
-def _beside(index: Tensor | None, z: Tensor) -> bool:
-    return index is None or index.device == z.device
 
 
 def _check_factors(z: Tensor, u: Tensor | None, v: Tensor | None, n: int, index: Tensor | None) -> None:

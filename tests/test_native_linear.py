@@ -177,7 +177,11 @@ POOLED = {"u": torch.ones(3, 1, 7), "v": torch.ones(3, 1, 5)}
     ("changes", "message"),
     [
         ({"weight": torch.ones(7, 4)}, "expected z (M, K) and weight (N, K)"),
-        ({"weight": torch.ones(7, 5).double()}, "expected z and weight of one dtype"),
+        ({"weight": torch.ones(7, 5).double()}, "expected weight in fp32, bf16 or fp16"),
+        ({"weight": torch.ones(7, 5).bfloat16()}, "expected z and weight of one dtype"),
+        ({"u": torch.ones(3, 7).double()}, "expected u in fp32, bf16 or fp16"),
+        ({"v": torch.ones(3, 5).double()}, "expected v in fp32, bf16 or fp16"),
+        ({"u": torch.ones(3, 7, device="meta")}, "expected tensors on one device, got cpu, meta"),
         ({"weight": torch.ones(14, 10)[::2, ::2]}, "contiguous rows"),
         ({"u": torch.ones(2, 7)}, "expected u for 1 or 3 rows, got 2"),
         ({"u": torch.ones(3, 2, 7)}, "expected u and v of the same rows and rank"),
@@ -187,7 +191,7 @@ POOLED = {"u": torch.ones(3, 1, 7), "v": torch.ones(3, 1, 5)}
         (POOLED | {"index": torch.tensor([0, 3, -1])}, "expected index from -1 to 2, got 3"),
         (POOLED | {"index": torch.tensor([0, 1])}, "expected index (3,)"),
         ({"bias": torch.ones(7).bfloat16()}, "expected bias in z's dtype"),
-        ({"out_dtype": torch.float64}, "expected out_dtype fp32, bf16 or fp16"),
+        ({"out_dtype": torch.float64}, "expected out_dtype in fp32, bf16 or fp16"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
