@@ -20,8 +20,7 @@ from icl_patch.decoding import Decoding, Feed, Pass, Step
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.notes import Notes
 
-# A step is for one number of tokens; the capacity is rounded up to a multiple of this so that contexts of other lengths find it made.
-_CAPACITY = 256
+_LEAST = 32  # tokens
 _KEPT = 2  # steps, and the caches they run on, that a patcher keeps between generations
 
 Run = Callable[[Tensor, bool], Pass]
@@ -113,9 +112,10 @@ class Captured:
             torch.cuda.current_stream().wait_stream(stream)
             return made
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 self._pass = self._run(self._token_ids, both)
+            self._graph = graph
         assert self._pass is not None
         self._graph.replay()
         number = self._calls
@@ -179,6 +179,12 @@ def _filled(state: Decoding) -> Any:
     return cache
 
 
+def roomy(tokens: int) -> int:
+    """The capacity of a step for so many tokens: up to a quarter more, in steps of 32 at least, so that other contexts find it made."""
+    step = max(_LEAST, 1 << max(tokens - 1, 0).bit_length() >> 3)
+    return -(-tokens // step) * step
+
+
 def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable[[], None]:
     """Let a context's steps run on buffers that never move.
 
@@ -187,7 +193,7 @@ def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable
     """
     assert isinstance(state.step, Step)
     patcher, feed = state.patcher, state.step.feed
-    capacity = -(-state.ids.shape[1] // _CAPACITY) * _CAPACITY
+    capacity = roomy(state.ids.shape[1])
     weights = tuple(x.data_ptr() for x in (*patcher.model.parameters(), *patcher.model.buffers()))
     key = (len(state.ids), capacity, state.way, both, compiled, graph, feed.current.device, weights)
     fixed = patcher.fixed.pop(key, None) or FixedStep(state, capacity, both, compiled, graph)

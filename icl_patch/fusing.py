@@ -3,6 +3,7 @@
 Which modules of a model are which is found by trying them: nothing is assumed of a class.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,29 @@ _ROUNDINGS = 16  # by which two orders of the same arithmetic may differ
 
 
 @dataclass(frozen=True)
-class _Norm:
-    """An RMSNorm: :func:`icl_patch.ops.rms_norm` with these."""
+class _Fused(ABC):
+    """A module's forward in fewer launches, of the one input that it was tried with; of any other it is the module's own."""
 
     module: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            return self.run(args[0])
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @abstractmethod
+    def run(self, x: Tensor) -> Tensor:
+        """The module's output."""
+
+
+@dataclass(frozen=True)
+class _Norm(_Fused):
+    """An RMSNorm: :func:`icl_patch.ops.rms_norm` with these."""
+
     scale_offset: float
     cast_first: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         return ops.rms_norm(
             rows, self.module.weight, _eps(self.module), scale_offset=self.scale_offset, cast_first=self.cast_first
@@ -43,10 +59,10 @@ class _NormBefore(_Norm):
 
     block: AttachedBlock
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         recorder = self.block.recorder
         if recorder is None:
-            return super().__call__(x)
+            return super().run(x)
         rows = x.reshape(-1, x.shape[-1])
         pair = ops.norm_pair(rows, self.module.weight, _eps(self.module), scale_offset=self.scale_offset, cast_first=self.cast_first)
         recorder.take(pair)
@@ -54,17 +70,16 @@ class _NormBefore(_Norm):
 
 
 @dataclass(frozen=True)
-class _Gated:
+class _Gated(_Fused):
     """An MLP ``down(act(gate(x)) ⊙ up(x))``, or with both halves in one matrix; ``swapped``: the activation is the second's."""
 
-    module: nn.Module
     readers: tuple[nn.Module, ...]
     act: nn.Module
     down: nn.Module
     activation: str
     swapped: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         halves = [reader(x) for reader in self.readers] if len(self.readers) == 2 else self.readers[0](x).chunk(2, -1)
         gate, up = halves[::-1] if self.swapped else halves
         if untouched(self.act):
@@ -85,7 +100,7 @@ class Fusions:
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
         with torch.no_grad():
-            self._found: list[Any] = [*_norms_before(blocks), *_gated(blocks)]
+            self._found: list[_Fused] = [*_norms_before(blocks), *_gated(blocks)]
             seen = {id(found.module) for found in self._found}
             self._found += [norm for norm in map(_norm, model.modules()) if norm is not None and id(norm.module) not in seen]
 

@@ -93,6 +93,12 @@ def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
         assert len(patcher.fixed) == 2
 
 
+def test_the_room_of_a_step() -> None:
+    sizes = [fixed.roomy(length) for length in range(1, 5000)]
+    assert all(length <= size <= max(length + 31, 1.25 * length) for length, size in enumerate(sizes, 1))
+    assert len(set(sizes)) == 25
+
+
 def test_generations_beside_each_other_do_not_mix(traces: list[Any]) -> None:
     others = tokens(5, 2, 7)
     with ContextPatcher(small("llama"), "stable") as patcher:
