@@ -124,6 +124,8 @@ def _norm(module: nn.Module) -> _Norm | None:
         return None
     if not hasattr(module, "eps") and not hasattr(module, "variance_epsilon"):
         return None
+    if weight.dtype == torch.float64:  # the classes of transformers compute in fp32 even so, our op does not
+        return None
     x = _trial(3, len(weight), weight)
     try:
         form = rms_norm_form(module, x, module(x))

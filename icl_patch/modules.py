@@ -322,19 +322,18 @@ class PatchedRMSNorm(PatchedModule):
         return self.apply_scale(x, self.new_scale)
 
     def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:
-        """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``; ``m'`` (n,) or one a row."""
-        if new_scale.dtype == torch.float64:
-            return self.normalize(x) * (new_scale.reshape(x.shape) if new_scale.dim() > 1 else new_scale)
-        width = x.shape[-1]
-        scale = new_scale.reshape(-1, width) if new_scale.dim() > 1 else new_scale
-        return ops.rms_norm(x.reshape(-1, width), scale, self.eps, cast_first=self.cast_first).reshape(x.shape)
+        """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``; with the base's own scale the base's own bits."""
+        normalized = self.normalize(x)
+        new_scale = new_scale.reshape(x.shape) if new_scale.dim() > 1 and new_scale.numel() == x.numel() else new_scale
+        y = normalized * new_scale.to(torch.promote_types(new_scale.dtype, normalized.dtype))
+        return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
 
-    def plain(self, x: Tensor) -> Tensor:
-        """What the base module computes, in one launch where our kernels serve x."""
+    def in_one_launch(self, x: Tensor, new_scale: Tensor | None = None) -> Tensor:
+        """``m' ⊙ Norm(x)``, or the base module's output, by our op: theirs to rounding; with the base's scale both have the same bits."""
         rows = x.reshape(-1, x.shape[-1])
-        weight = self.base_layer.weight
-        assert isinstance(weight, Tensor)
-        return ops.rms_norm(rows, weight, self.eps, scale_offset=self.scale_offset, cast_first=self.cast_first).reshape(x.shape)
+        scale, offset = (self.base_layer.weight, self.scale_offset) if new_scale is None else (new_scale.reshape(rows.shape), 0.0)
+        assert isinstance(scale, Tensor)
+        return ops.rms_norm(rows, scale, self.eps, scale_offset=offset, cast_first=self.cast_first).reshape(x.shape)
 
 
 def rms_norm_form(module: nn.Module, x: Tensor, made: Tensor) -> tuple[float, bool] | None:
@@ -346,7 +345,7 @@ def rms_norm_form(module: nn.Module, x: Tensor, made: Tensor) -> tuple[float, bo
     for scale_offset in (0.0, 1.0):
         for cast_first in (True, False):
             norm = PatchedRMSNorm(module, scale_offset=scale_offset, cast_first=cast_first)
-            mine = (norm.normalize(x) * norm.scale).to(x.dtype)
+            mine = norm.apply_scale(x, norm.scale)
             if bool(((mine == made) | (mine.isnan() & made.isnan())).all()):
                 return scale_offset, cast_first
     return None

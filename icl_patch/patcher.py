@@ -398,7 +398,8 @@ class ContextPatcher(Passes):
             prefill_chunk: so many tokens of the context a pass; all at once by default.
             compiled: whether to trace the step once and compile it (``torch.compile``), which takes seconds to minutes at the first two
                 tokens. The step is kept: another generation of as many rows and about as many tokens
-                (:func:`icl_patch.fixed.roomy`) finds it made. It runs on a static cache of its own. Hooks in the model run while it is traced, not afterwards.
+                (:func:`icl_patch.fixed.roomy`) finds it made. It runs on a static cache of its own. Hooks in the model run while it is
+                traced, not afterwards.
             graph: whether to capture the step, compiled or not, as a CUDA graph, which is kept likewise. A step's patch must then be
                 asked for before the next step.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``, ``temperature``, ``eos_token_id``,

@@ -318,15 +318,16 @@ class BlockRecorder:
             self.notes.refuse(f"the input of {self.form.post_norm} is 0 where delta is not", (dead & (wanted != 0)).any(-1), dead.any(-1))
         else:
             assert self._stable_scale is not None
-            new_scale = self._stable_scale if self.exact else self._stable_scale.to(torch.promote_types(x.dtype, torch.float32))
+            new_scale = self._stable_scale if self.exact else self._stable_scale.float()  # as the norm computes
         layer.new_scale = new_scale if self.valid is None else self.unless_padding(new_scale, layer.scale.to(new_scale.dtype))
         if self.exact:
             normalized = layer.normalize(x_own)
             self.open_loop(torch.zeros_like(normalized), normalized, layer, "new_scale", layer.scale.double())
+        if self.patches is not None and x.dtype != torch.float64:
+            assert x_ctx is not None
+            return self.join(layer.in_one_launch(x_ctx), layer.in_one_launch(x_own, layer.new_scale), x)
         made = layer.apply_scale(x_own, layer.new_scale)
-        if x_ctx is None:
-            return self.join(None, made, x)
-        return self.join(layer.base_layer(x_ctx) if self.patches is None else layer.plain(x_ctx), made, x)
+        return self.join(None if x_ctx is None else layer.base_layer(x_ctx), made, x)
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Note the context's output; close an exact writer's loop, and round."""

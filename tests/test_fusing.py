@@ -1,5 +1,6 @@
 """Norms and gated products through our ops: what of a model is one, what is not, and that a step with them is the step without."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from icl_patch import ContextPatcher, metrics, zoo
+from icl_patch import ContextPatcher, fixed, metrics, zoo
 from icl_patch.decoding import Way, decode_one_token, prefill
 from icl_patch.fusing import Fusions
 
@@ -107,6 +108,21 @@ def test_a_step_takes_fewer_operators_than_the_models_own(family: str) -> None:
         with _Counted() as ours:
             decode_one_token(state, ids[:, -1])
     assert 0 < ours.count < own.count
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_without_a_context_nothing_changes(family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both streams have the same bits where they see the same: from the smallest delta a stable update makes one of finite size."""
+    monkeypatch.setattr(fixed, "_compiled", lambda graph: graph)
+    ids = tokens(0, 2, 1) % zoo.VOCABULARY
+    for dtype, fast in itertools.product((torch.float32, torch.bfloat16, torch.float64), (False, True)):
+        with ContextPatcher(zoo.build(family, dtype=dtype), "stable") as patcher:
+            step = next(patcher.generate(ids, max_new_tokens=1, fast=fast, compiled=compiled))
+            for layer in step.patch.layers:
+                assert all((factor == 0).all() for name, factor in layer.items() if name.endswith(".u"))
+                scales = [name for name in layer if name.endswith(".new_scale")]
+                assert all((layer[name] == layer[name.replace("new_scale", "scale")]).all() for name in scales)
 
 
 class _Doubled(nn.Module):
