@@ -288,23 +288,12 @@ def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
 
 
 @contextmanager
-def replaying(blocks: Sequence[AttachedBlock], layers: Sequence[Factors]) -> Iterator[None]:
-    """Within this context the blocks apply the given factors."""
+def replaying(blocks: Sequence[AttachedBlock], layers: Sequence[Factors], *, shared: bool = False) -> Iterator[None]:
+    """Within this context the blocks apply the given factors: of every token (B, T, ...), or ``shared`` by all tokens (width,)."""
     with ExitStack() as stack:
         for block, factors in zip(blocks, layers, strict=True):
             stack.callback(block.off)
-            block.replay(factors)
-            _round_block(block, stack)
-        yield
-
-
-@contextmanager
-def applying(blocks: Sequence[AttachedBlock], layers: Sequence[Factors]) -> Iterator[None]:
-    """Within this context the blocks apply one token's factors, (width,) each, to every token."""
-    with ExitStack() as stack:
-        for block, factors in zip(blocks, layers, strict=True):
-            stack.callback(block.off)
-            block.apply(factors)
+            (block.apply if shared else block.replay)(factors)
             if any(factor.dtype == torch.float64 for factor in factors.values()):
                 _round_block(block, stack)
         yield

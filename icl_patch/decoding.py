@@ -81,13 +81,13 @@ class Feed:
 @dataclass(frozen=True, eq=False)
 class Pass:
     """What a pass over the current token leaves: logits (B, V), or (2B, V) of both streams; whether a block may have refused, () bool; the
-    blocks' factors and notes; and whether they still are this pass's."""
+    blocks' factors and notes; and, where another pass will overwrite them, whether one has."""
 
     logits: Tensor
     suspect: Tensor
     factors: list[Factors]
     notes: list[Notes]
-    lasts: Callable[[], bool] = lambda: True
+    overwritten: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +118,7 @@ class Step:
         patcher, feed, batch = self.patcher, self.feed, len(token_ids)
         model: Any = patcher.model
         feed.push(token_ids)
-        recorders = [
-            BlockRecorder(block, patcher.update, (batch, 1), patches=self.patches, told=block in self.told) for block in patcher.blocks
-        ]
+        recorders = [BlockRecorder(block, patcher.update, patches=self.patches, told=block in self.told) for block in patcher.blocks]
         with recording(recorders), self._streams(batch, both):
             logits = model(**inputs(model, feed.current, feed.visible, feed.positions, feed.cache, 1)).logits[:, -1]
             factors = [block.factors() for block in patcher.blocks]
@@ -356,7 +354,7 @@ class _Recorded:
         state, patcher = self.state, self.state.patcher
         if fingerprints.weight_state(patcher.model, patcher.forms) != state.weights:
             raise ValueError("expected the weights that the step ran with, they have changed since: ask for the patch before that")
-        if not self.made.lasts():
+        if self.made.overwritten is not None and self.made.overwritten():
             raise ValueError("expected a patch of a CUDA graph's step to be asked for before the next step")
         layers = [self._of_live_rows(block, held) for block, held in zip(self.blocks, self.made.factors, strict=True)]
         report = report_of([[notes.settle(self.live) for notes in self.made.notes]], slice(None))
@@ -366,6 +364,8 @@ class _Recorded:
     def _of_live_rows(self, block: AttachedBlock, held: Factors) -> Factors:
         """A block's factors, and its norms' scales beside their changes; the rows that had ended have no change."""
         scales = {f"{name}.scale": norm.scale for name, norm in block.norms.items() if f"{name}.new_scale" in held}
+        if self.made.overwritten is None and self.live.all():
+            return held | scales
         found = {}
         for name, factor in held.items():
             if not factor.is_floating_point():  # which experts were chosen

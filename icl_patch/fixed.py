@@ -119,7 +119,7 @@ class Captured:
         assert self._pass is not None
         self._graph.replay()
         number = self._calls
-        return replace(self._pass, lasts=lambda: number == self._calls)
+        return replace(self._pass, overwritten=lambda: number != self._calls)
 
 
 class FixedStep:

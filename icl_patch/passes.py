@@ -51,7 +51,7 @@ class Passes(ABC):
         """Both streams in one pass of 2B rows."""
         batch, columns = len(sequences.tail_ids), sequences.kept_columns
         valid = sequences.tail_mask & ~sequences.tail_absorbed
-        recorders = [BlockRecorder(block, self.update, (batch, valid.shape[1]), valid) for block in self.blocks]
+        recorders = [BlockRecorder(block, self.update, valid) for block in self.blocks]
         with recording(recorders):
             logits = streams.run_two_streams(self.model, sequences, cache)[:, columns]
             layers = self._factors(columns)
@@ -77,8 +77,7 @@ class Passes(ABC):
         reduced: list[Tensor] = []
         for part in self._calls(patch.kept_ids.shape[1]):
             mask = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
-            shape = (len(mask), mask.shape[1])
-            recorders = [BlockRecorder(block, update, shape, mask, tape.part(part)) for block, tape in zip(self.blocks, tapes, strict=True)]
+            recorders = [BlockRecorder(block, update, mask, tape.part(part)) for block, tape in zip(self.blocks, tapes, strict=True)]
             with recording(recorders):
                 reduced.append(self._run_kept(patch, prefix, part))
                 layers.append(self._factors(slice(None)))

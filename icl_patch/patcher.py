@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import fingerprints, streams
-from icl_patch.attached import AttachedBlock, applying
+from icl_patch.attached import AttachedBlock, replaying
 from icl_patch.attention import check_attention
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import Writer, blocks_of, check_language_model, family_of, vocabulary
@@ -355,7 +355,7 @@ class ContextPatcher(Passes):
         if not 0 <= token < tokens or not patch.kept_mask[row, token]:
             raise ValueError(f"expected a kept token of row {row}, which has {int(patch.kept_mask[row].sum())}, got padding")
         layers = [{name: x[row, token] for name, x in layer.items() if x.dim() > 1} for layer in patch.layers]
-        with applying(self.blocks, layers):
+        with replaying(self.blocks, layers, shared=True):
             self._applied = True
             try:
                 yield self.model

@@ -43,7 +43,6 @@ class BlockRecorder:
     Args:
         block: the block.
         update: "direct", "stable" or "exact"; exact needs a tape.
-        shape: (B, T), the tokens.
         valid: (B, T) bool, the columns that are kept tokens.
         tape: the block's values with the context, or None.
         patches: (2M,) int64, in place of ``valid`` and ``tape`` in a decode step, where every row of the reduced stream gets a patch:
@@ -56,7 +55,6 @@ class BlockRecorder:
         self,
         block: AttachedBlock,
         update: str,
-        shape: tuple[int, int],
         valid: Tensor | None = None,
         tape: BlockTape | None = None,
         patches: Tensor | None = None,
@@ -65,7 +63,7 @@ class BlockRecorder:
         assert update != "exact" or tape is not None
         assert (valid is None) == (patches is not None) and not (tape is not None and valid is None)
         self.patches, self.told = patches, told
-        self.block, self.form, self.update, self.shape, self.valid, self.tape = block, block.form, update, shape, valid, tape
+        self.block, self.form, self.update, self.valid, self.tape = block, block.form, update, valid, tape
         self.exact = update == "exact"
         self.seen = BlockTape()
         self.notes = Notes(block.block.path, valid)
@@ -77,7 +75,6 @@ class BlockRecorder:
         self._inner_scale: Tensor | None = None
         self._beside: Tensor | None = None
         self._open: _Open | None = None
-        self._dtype: torch.dtype | None = None
 
     # -- the two streams
 
@@ -88,6 +85,14 @@ class BlockRecorder:
             return None, x
         batch = x.shape[0] // 2
         return x[:batch], x[batch:]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        if self.valid is not None:
+            return self.valid.shape[0], self.valid.shape[1]
+        assert self.patches is not None
+        return len(self.patches) // 2, 1
 
     @property
     def rows(self) -> int:
