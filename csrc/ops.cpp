@@ -47,7 +47,7 @@ Float narrow_dtype_of(const char* name, const Tensor& x) {
 
 int32_t device_type_of(const Tensor& x) {
   int32_t type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
   return type;
 }
 
@@ -56,7 +56,7 @@ Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType
   const int64_t strides[] = {std::max<int64_t>(size.size() == 2 ? size.begin()[1] : 1, 1), 1};
   const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(size.size(), size.begin(), strides, dtype_code, device_type_of(like), like.get_device_index(), &made));
   return Tensor(made);
 }
@@ -130,7 +130,7 @@ void run_cpu(const Inversion& call, const Tensor&) {
 void run_cuda(const Inversion& call, const Tensor& on) {
   void* stream = nullptr;
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
   const char* error = cuda::invert_rows(call, on.get_device_index(), stream);
   STD_TORCH_CHECK(error == nullptr, "inverting RMSNorm on the device failed: ", error);
 }
