@@ -234,20 +234,20 @@ def _rows(case: Case, device: torch.device, rounds: int) -> list[dict[str, Any]]
     try:
         comparison = case.build()
     except Exception as error:  # whatever it is, the other cases are worth having
-        return [head | {"call": "", "ours": True, "failed": _reason(error)}]
+        return [head | {"call": "", "ours": True, "failed": reason(error)}]
     failed, errors = {}, {}
     for name, call in comparison.calls.items():
         try:
             errors[name] = comparison.check(name, call())
         except Exception as error:
-            failed[name] = _reason(error)
+            failed[name] = reason(error)
     timings: dict[str, Timing] = {}
     for apart in (False, True):
         calls = {name: call for name, call in comparison.calls.items() if name not in failed and (name in comparison.apart) is apart}
         try:
             timings |= compare(calls, device, rounds, comparison.least_seconds, comparison.most_seconds)
         except Exception as error:
-            failed |= dict.fromkeys(calls, _reason(error))
+            failed |= dict.fromkeys(calls, reason(error))
     rows = []
     for name in comparison.calls:
         row = head | {"call": name, "ours": name == comparison.ours}
@@ -266,7 +266,7 @@ def _costs(comparison: Comparison, name: str, timing: Timing) -> dict[str, Any]:
     try:
         return dict(comparison.costs(name, timing.median))
     except Exception as error:
-        return {"not observed": _reason(error)}
+        return {"not observed": reason(error)}
 
 
 def _numbers(comparison: Comparison, name: str, timings: Mapping[str, Timing], error: float | None) -> dict[str, Any]:
@@ -286,7 +286,8 @@ def _numbers(comparison: Comparison, name: str, timings: Mapping[str, Timing], e
     return row | (dict(comparison.notes) if name == comparison.ours else {})
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """An error in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
     return first if isinstance(error, AssertionError) and first else f"{type(error).__name__}: {first}"
 

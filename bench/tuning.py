@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from icl_patch.bench.harness import InTurn, compare
+from icl_patch.bench.harness import InTurn, compare, reason
 from icl_patch.bench.linear import SHAPES, cold
 from icl_patch.bench.results import environment, write_whole
 from icl_patch.kernels import tuning
@@ -141,7 +141,7 @@ class Measuring:
                     return None
                 seconds = _seconds(functools.partial(_launch, operands, config=config), weights, self._plan.device)
             except Exception as error:  # does not fit, does not launch: another candidate will
-                self._progress(f"{config} at {rows} rows of ({n}, {k}): {type(error).__name__}: {str(error).splitlines()[0]:.120}")
+                self._progress(f"{config} at {rows} rows of ({n}, {k}): {reason(error):.120}")
                 return None
             total += seconds / self._plain(n, k, rows)
         return total
