@@ -5,7 +5,7 @@ RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test stress kernels bench figures papers gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress kernels bench figures papers gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -27,6 +27,16 @@ build/torchao: | $(RUN)
 
 test: $(RUN) build/torchao ## the whole test suite, on as many cores as there are
 	$(RUN) -m pytest $$($(RUN) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
+
+build/oldest/installed: pyproject.toml
+	rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) tools/requirements.py oldest)
+	touch $@
+
+oldest: build/oldest/installed ## the test suite with the oldest versions that pyproject.toml allows; installs gigabytes, CUDA's libraries among them
+	$(MAKE) PYTHON=$(CURDIR)/build/oldest/bin/python test
 
 stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion, thousands of them against 100 digits
 	$(RUN) -m pytest -m stress

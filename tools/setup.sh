@@ -21,7 +21,7 @@ fail() {
 
 mkdir -p build
 
-if "$python" tools/has_requirements.py; then
+if "$python" tools/requirements.py met; then
     rm -rf build/site build/site.new
     "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target build/site.new . ||
         fail "laying out the package in build/site failed; see above"

@@ -1,0 +1,43 @@
+"""What the package and its tests cannot do without, as pyproject.toml says.
+
+python tools/requirements.py met      # exit 0 if this interpreter has it, in versions that will do; else say what it lacks
+python tools/requirements.py oldest   # the oldest versions allowed, for pip
+"""
+
+import re
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def release(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 2.11.0+cu130 is (2, 11, 0)."""
+    return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", text).group().split("."))
+
+
+def parsed(requirement: str) -> tuple[str, str]:
+    """Name and version of a requirement of the form ``name>=version`` (and a marker, ignored)."""
+    return re.match(r"([\w-]+)>=([\d.]+)", requirement).groups()
+
+
+def is_met(requirement: str) -> bool:
+    """Whether this interpreter has it."""
+    name, least = parsed(requirement)
+    try:
+        return release(version(name)) >= release(least)
+    except PackageNotFoundError:
+        return False
+
+
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+needed = [*project["project"]["dependencies"], "pytest>=8", *project["build-system"]["requires"]]
+match sys.argv[1:]:
+    case ["met"]:
+        if lacking := [requirement for requirement in needed if not is_met(requirement)]:
+            sys.exit(f"setup: {sys.executable} lacks {', '.join(lacking)}")
+    case ["oldest"]:
+        tests = [requirement for requirement in project["project"]["optional-dependencies"]["test"] if "torchao" not in requirement]
+        print(*dict.fromkeys("{}=={}".format(*parsed(requirement)) for requirement in needed[:-1] + tests), needed[-1])
+    case arguments:
+        sys.exit(f"expected met or oldest, got {' '.join(arguments) or 'nothing'}")
