@@ -222,8 +222,11 @@ def _context(options: argparse.Namespace) -> str | None:
 def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr, if that is a terminal: call what it yields with (done, total)."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -1,5 +1,6 @@
 """The benchmark of decode steps: every way is right, or prints why not; what is counted, and the tables and pictures of it."""
 
+import copy
 import functools
 import json
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from icl_patch.bench.throughput import twin
 from icl_patch.changes import changes_of
 from icl_patch.decoding import Way, decode_one_token
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 QWEN = Shape("tiny qwen", Qwen3Config, 48, 72, 2, 4, 2, 12, 97)
 
 
@@ -49,9 +51,9 @@ def ids_of(batch: int, context: int, shape: Shape) -> Tensor:
     return torch.randint(0, shape.vocabulary, (batch, context), generator=torch.Generator().manual_seed(context))
 
 
-def in_fp64(shape: Shape, ids: Tensor) -> dict[bool, Tensor]:
-    """The last logits of the fp64 model over the whole context at once, and with the first row's patch in its weights."""
-    model, found = shape.build(CPU, torch.float32), {}
+def in_fp64(shape: Shape, ids: Tensor, device: torch.device) -> dict[bool, Tensor]:
+    """The last logits of the fp64 model over the whole context at once, and with the first row's patch in its weights; on the CPU."""
+    model, found = copy.deepcopy(generation.models_of(shape, torch.float32, device).plain).cpu(), {}
     with generation.ContextPatcher(twin(model), "stable") as patcher:
         patch = decode_one_token(generation._state(patcher, ids, Way.STACKED), ids[:, -1]).make_patch()
     wide = model.double()
@@ -67,17 +69,22 @@ def in_fp64(shape: Shape, ids: Tensor) -> dict[bool, Tensor]:
     return found
 
 
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_cuda)], ids=str)
 @pytest.mark.parametrize(("shape", "batch", "context"), [(QWEN, 3, 7), (GEMMA, 1, 11)], ids=["qwen", "gemma"])
-def test_every_way_says_what_the_model_says(shape: Shape, batch: int, context: int) -> None:
-    found = generation.comparison(shape, batch, context, torch.float32, CPU)
+def test_every_way_says_what_the_model_says(shape: Shape, batch: int, context: int, device: torch.device) -> None:
+    found = generation.comparison(shape, batch, context, torch.float32, device)
     with torch.no_grad():
-        expected = in_fp64(shape, ids_of(batch, context, shape))
+        expected = {applied: x.to(device) for applied, x in in_fp64(shape, ids_of(batch, context, shape), device).items()}
     assert found.ours == OURS == next(iter(found.calls))
     assert {PLAIN, COMPILED, *APPLIED[:2], *NAIVE, "replay of a given patch"} <= set(found.calls)
     assert OURS_COMPILED in found.calls
+    assert ("recompute and apply, CUDA graph" in found.calls, "plain step, CUDA graph" in found.calls) == (
+        device == CUDA,
+        device == CUDA and shape.window is None,
+    )
     assert (PEFT in found.calls) == (generation.no_peft() is None)
     for name, call in found.calls.items():
-        first = call()
+        first = call().clone()
         assert float((first - expected[name in APPLIED]).abs().max() / expected[name in APPLIED].abs().max()) < 1e-4, name
         assert found.check(name, first) < 1e-4
         if shape.window is None or not isinstance(call, steps.Compiled):  # a full window moves

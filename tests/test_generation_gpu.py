@@ -19,7 +19,7 @@ def test_a_captured_step_is_the_eager_one(fast: bool, compiled: bool, dtype: tor
     with ContextPatcher(model, "stable") as patcher:
         for seed in (7, 8):
             ids, mask = tokens(seed, 3, 9).cuda(), ragged(3, 9, side="left").cuda()
-            arguments: dict = {"context_mask": mask, "max_new_tokens": 12, "fast": fast, "eos_token_id": None}
+            arguments: dict = {"context_mask": mask, "max_new_tokens": 8, "fast": fast, "eos_token_id": None}
             eager = list(patcher.generate(ids, cache_implementation="static", **arguments))
             captured: list[tuple[torch.Tensor, torch.Tensor]] = []
             for step in patcher.generate(ids, graph=True, compiled=compiled, **arguments):

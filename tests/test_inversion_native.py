@@ -64,7 +64,7 @@ print(native.cpu_instructions, digest.hexdigest())
 
 def run_on(instructions: str, script: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"ICL_PATCH_CPU": instructions, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_importing_never_warns(tmp_path: Path) -> None:
     show = "import icl_patch, icl_patch.ops; from icl_patch import native; print(icl_patch.__file__, native.describe(), sep='|')"
     for where in (Path(native.__file__).parent.parent, tmp_path):
         script = f"import sys; sys.path.insert(0, {str(where)!r}); import torch, warnings; warnings.simplefilter('error'); {show}"
-        done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-P", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "icl_patch" not in done.stderr  # other packages may print what they like
         path, description = done.stdout.strip().split("|")

@@ -62,14 +62,14 @@ def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> No
     script = "import icl_patch, icl_patch.kernels; from icl_patch import embedded, native; print(icl_patch.__file__); embedded.load()"
     script += "; print(native.describe())"
     environment = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(site))
 
 
 def test_kernels_are_not_importable_under_the_name_of_another_package() -> None:
     script = "import triton_kernels"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "icl_patch.kernels" in done.stderr
 
@@ -85,7 +85,7 @@ def test_the_readme_runs() -> None:
     assert "@@" not in text
     [first, second] = re.findall(r"```python\n(.*?)```", text, re.S)
     script = first + "print(tokenizer.decode(logits[0, -1].argmax()))\n" + second
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
     one, all_four = done.stdout.splitlines()
     assert one == "F" and "The next token is F" in first
     assert all_four.startswith("FMRP dict_keys(['mlp.gate_proj'") and "# FMRP" in second
@@ -93,7 +93,7 @@ def test_the_readme_runs() -> None:
 
 def test_importing_touches_no_device() -> None:
     script = "import torch; torch.cuda._lazy_init = torch.cuda.init = lambda: exit('a device was touched'); import icl_patch.cli"
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-P", "-c", script], check=True)
 
 
 def test_dependencies_are_the_ones_that_are_imported() -> None:

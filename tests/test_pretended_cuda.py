@@ -1,0 +1,38 @@
+"""The tests of a CUDA device where there is none, on one that is pretended: all but the kernels, the compiler and the clock."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen", "least"),
+    [
+        (["pretend_cuda_checks.py"], ["-m", ""], 3),
+        (["test_generation_gpu.py"], ["-m", "gpu", "-k", "float32 or bits"], 5),
+        (["test_gpu.py"], ["-m", "gpu", "-k", "bfloat16 and prefix or matches or between"], 10),
+        (["test_bench_generation.py", "test_bench.py"], ["-m", "gpu"], 4),
+    ],
+    ids=["itself", "generation", "patches", "benchmarks"],
+)
+def test_on_a_pretended_device(files: list[str], chosen: list[str], least: int) -> None:
+    places = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "pretend_cuda", "-p", "no:cacheprovider", *chosen]
+    done = subprocess.run(
+        [*command, *(str(HERE / name) for name in files)],
+        env=os.environ | {"ICL_PATCH_OPS": "torch", "PYTHONPATH": places},
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    passed = re.search(r"^(\d+) passed(, \d+ deselected)?(, \d+ warnings?)? in", done.stdout, re.M)
+    assert done.returncode == 0 and passed is not None and int(passed[1]) >= least, done.stdout + done.stderr
