@@ -52,6 +52,15 @@ def find_cuda() -> Path | None:
     return Path(found[1]).parent if found else Path(nvcc).resolve().parent.parent
 
 
+def find_static_runtime(cuda: Path) -> Path:
+    """The toolkit's ``libcudart_static.a``."""
+    folders = [cuda / "lib64", cuda / "lib", *sorted(cuda.glob("targets/*/lib")), *sorted(cuda.glob("lib/*"))]
+    found = next(filter(Path.exists, (folder / "libcudart_static.a" for folder in folders)), None)
+    if found is None:
+        raise SystemExit(f"icl-patch: expected libcudart_static.a in the CUDA toolkit {cuda}, found none; ICL_PATCH_NATIVE=cpu does without")
+    return found
+
+
 def native_extension() -> Extension | None:
     """The library, or None with a line that says why there is none."""
     wanted = os.environ.get("ICL_PATCH_NATIVE", "auto")
@@ -115,8 +124,7 @@ class BuildNative(build_ext):
         names = [name for name in ("torch", "torch_cpu", "torch_cuda", "c10") if (libraries / f"lib{name}.so").exists()]
         link = ["-shared", "-s", f"-L{libraries}", "-Wl,--no-as-needed", *(f"-l{name}" for name in names), "-Wl,--as-needed"]
         if cuda:
-            folder = next(path for path in (cuda / "lib64", cuda / "targets/x86_64-linux/lib") if (path / "libcudart_static.a").exists())
-            link += [f"-L{folder}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+            link += [str(find_static_runtime(cuda)), "-ldl", "-lrt", "-lpthread"]
         return [compiler, *map(str, objects), *link]
 
     def make(self, target: Path, command: list[str], newer_than: list[Path] | None = None) -> None:
