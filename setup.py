@@ -57,7 +57,9 @@ def find_static_runtime(cuda: Path) -> Path:
     folders = [cuda / "lib64", cuda / "lib", *sorted(cuda.glob("targets/*/lib")), *sorted(cuda.glob("lib/*"))]
     found = next(filter(Path.exists, (folder / "libcudart_static.a" for folder in folders)), None)
     if found is None:
-        raise SystemExit(f"icl-patch: expected libcudart_static.a in the CUDA toolkit {cuda}, found none; ICL_PATCH_NATIVE=cpu does without")
+        raise SystemExit(
+            f"icl-patch: expected libcudart_static.a in the CUDA toolkit {cuda}, found none; ICL_PATCH_NATIVE=cpu does without"
+        )
     return found
 
 

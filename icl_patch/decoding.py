@@ -98,7 +98,7 @@ class Step:
         folded: how they share one cache, or None where they are stacked.
         forwards: the modules that run another function, and that; fused: the same, of several operations in one launch.
         told: the blocks whose recorders the norm before their MLP tells, which is one of the fused.
-        patches: (2B,) int64, which patch each row of both streams has, -1 for none.
+        patches: (2B,) int64, which patch each row of both streams has, -1 for none. fusible: as a recorder has it.
     """
 
     patcher: "ContextPatcher"
@@ -108,17 +108,21 @@ class Step:
     fused: list[tuple[nn.Module, Forward]]
     told: frozenset[AttachedBlock]
     patches: Tensor
+    fusible: bool = False
 
-    def unfused(self) -> "Step":
+    def for_compiler(self) -> "Step":
         """The same for a compiler, which fuses small operations itself and sees into none of ours."""
-        return replace(self, fused=[], told=frozenset())
+        return replace(self, fused=[], told=frozenset(), fusible=True)
 
     def __call__(self, token_ids: Tensor, both: bool) -> Pass:
         """Make ``token_ids`` (B,) the current token and run it; ``both``: the head on both streams, or the reduced one alone."""
         patcher, feed, batch = self.patcher, self.feed, len(token_ids)
         model: Any = patcher.model
         feed.push(token_ids)
-        recorders = [BlockRecorder(block, patcher.update, patches=self.patches, told=block in self.told) for block in patcher.blocks]
+        recorders = [
+            BlockRecorder(block, patcher.update, patches=self.patches, told=block in self.told, fusible=self.fusible)
+            for block in patcher.blocks
+        ]
         with recording(recorders), self._streams(batch, both):
             logits = model(**inputs(model, feed.current, feed.visible, feed.positions, feed.cache, 1)).logits[:, -1]
             factors = [block.factors() for block in patcher.blocks]

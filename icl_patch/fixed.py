@@ -148,7 +148,7 @@ class FixedStep:
             )
             step = replace(state.step, feed=self.feed)
             self._both = both
-            self._run: Run = Traced(step.unfused(), batch) if compiled else step
+            self._run: Run = Traced(step.for_compiler(), batch) if compiled else step
             self._run = Captured(self._run, self.feed, batch) if graph else self._run
 
     def __call__(self, token_ids: Tensor, both: bool) -> Pass:

@@ -202,12 +202,13 @@ def _with_low_rank(y: Tensor, z: Tensor, u: Tensor | None, v: Tensor | None, ind
     return reference.add_low_rank(y, z, u, v, index, out_dtype)
 
 
-def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> Direction:
+def read_direction(z: Tensor, dtype: torch.dtype | None = None, *, fusible: bool = False) -> Direction:
     """``v = z / ‖z‖²``, the vector with ``v·z = 1``, and ``1/‖z‖²``, summed in fp64.
 
     Args:
         z: (..., K) float.
         dtype: fp32 or fp64, of the results; fp32 by default (fp64 for fp64 ``z``).
+        fusible: in torch's own operations, which a compiler fuses with those around, and with the coefficients.
 
     Returns:
         Direction(v, inverse_norm2, coeff). Where z = 0 there is no such vector: both are 0, and the caller must look. The same where v
@@ -218,7 +219,10 @@ def read_direction(z: Tensor, dtype: torch.dtype | None = None) -> Direction:
     dtype = dtype or reference.accumulation_dtype(z)
     shape = z.shape
     rows = z if len(shape) == 2 else z.reshape(-1, shape[-1])
-    if (native_ops := at_once(z)) is not None:
+    if fusible:
+        v, inverse = reference.read_direction(rows, dtype)
+        found = Direction(v, inverse, (rows.to(dtype) * v).sum(-1, keepdim=True))
+    elif (native_ops := at_once(z)) is not None:
         found = Direction(*native_ops.read_direction(rows, dtype == torch.float64))
     elif dtype == torch.float32 and shape[-1] and (kernels := triton_for(z)) is not None:
         found = Direction(*kernels.read_direction(rows))

@@ -49,6 +49,8 @@ class BlockRecorder:
             -1 for the M rows of the context stream, then 0, 1, … The notes are worked out when someone asks, and the block's output is
             not kept.
         told: whether the norm before the MLP is going to say what it reads (:meth:`take`).
+        fusible: whether what lies between the products is to be in torch's own operations, each of both streams at once, so that a
+            compiler can fuse them; in a decode step.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class BlockRecorder:
         tape: BlockTape | None = None,
         patches: Tensor | None = None,
         told: bool = False,
+        fusible: bool = False,
     ) -> None:
         assert update != "exact" or tape is not None
         assert (valid is None) == (patches is not None) and not (tape is not None and valid is None)
-        self.patches, self.told = patches, told
+        self.patches, self.told, self.fusible = patches, told, fusible
         self.block, self.form, self.update, self.valid, self.tape = block, block.form, update, valid, tape
         self.exact = update == "exact"
         self.seen = BlockTape()
@@ -157,14 +160,14 @@ class BlockRecorder:
     def take(self, pair: ops.NormPair) -> None:
         """What the norm before the MLP has found of both streams, in a decode step."""
         self.delta = self.unflat(pair.delta)
-        self._set_direction(pair.z_pair[self.rows :], pair.direction)
+        self._set_direction(pair.z_pair, pair.direction)
 
     def reader(self, name: str, layer: PatchedLinear, z: Tensor) -> Tensor:
         linear = layer.linear_map(z)
         if self.tape is not None or linear is None:
             return self._read(name, layer, z, *layer.plain(z, self.rows))
         rows = z.reshape(-1, z.shape[-1])
-        direction = self.direction_of(rows[self.rows :])
+        direction = self.direction_of(rows)
         out, flat, _ = ops.record_linear(rows, *linear, direction=self._flat)
         u = self.unflat(flat)
         if self.patches is not None:
@@ -185,9 +188,8 @@ class BlockRecorder:
         y_ctx, y = self.split(out)
         reference = y_ctx if self.tape is None else self.tape.readers[name]
         assert reference is not None
-        _, z = self.split(z)
         u = self.zero_padding(updates.reader_update(reference, y))
-        patched = _add(y, z, u, self.direction_of(z).v, dtype)
+        patched = _add(y, self.split(z)[1], u, self.direction_of(z).v, dtype)
         self._keep(name, layer, reference.to(dtype), patched, u)
         return self.join(y_ctx, patched, out)
 
@@ -200,11 +202,20 @@ class BlockRecorder:
         self.notes.reader(patched, reference, u)
 
     def direction_of(self, z: Tensor) -> ops.Direction:
-        """The direction of the readers' common input, of its reduced rows (..., K), computed once a block: v (B, T, K)."""
+        """The direction of the reduced rows of the readers' common input, computed once a block: v (B, T, K)."""
         if self.direction is None or not _same_place(self.direction[0], z):
-            self._set_direction(z, ops.read_direction(z.reshape(-1, z.shape[-1])))
+            self._set_direction(z, self._read_direction(z))
         assert self.direction is not None
         return self.direction[1]
+
+    def _read_direction(self, z: Tensor) -> ops.Direction:
+        """:func:`icl_patch.ops.read_direction` of the reduced rows of what a module reads, as rows (M, K)."""
+        if self.fusible:
+            v, inverse, coeff = ops.read_direction(z.reshape(-1, z.shape[-1]), fusible=True)
+            assert coeff is not None
+            return ops.Direction(v[self.rows :], inverse[self.rows :], coeff[self.rows :])
+        _, own = self.split(z)
+        return ops.read_direction(own.reshape(-1, z.shape[-1]))
 
     def _set_direction(self, z: Tensor, flat: ops.Direction) -> None:
         v, inverse = self.zero_padding(self.unflat(flat.v)), self.unflat(flat.inverse_norm2)
@@ -223,9 +234,8 @@ class BlockRecorder:
             return self._write(layer, h, *linear)
         plain, dtype = layer.plain(h, self.rows)
         y_ctx, y = self.split(plain)
-        _, h_own = self.split(h)
         if self.form.writer is Writer.SCALE:
-            return self.join(y_ctx, self._stable_down(layer, h_own, y, dtype), plain)
+            return self.join(y_ctx, self._stable_down(layer, h, y, dtype), plain)
         wanted = self.wanted()
         if self.form.mixer:
             reference = self.tape.written if self.tape is not None else y_ctx
@@ -240,6 +250,7 @@ class BlockRecorder:
             if self.exact:
                 self.open_loop(y, torch.ones_like(wanted[..., :1]), layer, "bias_change")
         else:
+            _, h_own = self.split(h)
             v, inverse, _ = ops.read_direction(h_own, dtype if self.exact else None)
             self.notes.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, wanted)
             layer.u, layer.v = wanted.to(v.dtype), self.zero_padding(v)
@@ -251,7 +262,7 @@ class BlockRecorder:
     def _write(self, layer: PatchedLinear, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A weight writer's output for both streams, of which the reduced rows have a patch, reading W once."""
         rows, wanted = h.reshape(-1, h.shape[-1]), self.wanted()
-        v, inverse, _ = ops.read_direction(rows[self.rows :])
+        v, inverse, _ = self._read_direction(rows)
         layer.u, layer.v = wanted, self.unflat(v)
         self.notes.refuse_at_zero(f"the input h of {self.form.down} is 0", self.unflat(inverse), wanted)
         u, v = wanted.reshape(self.rows, 1, -1), v.unsqueeze(1)
@@ -259,10 +270,15 @@ class BlockRecorder:
         return out.reshape(*h.shape[:-1], out.shape[-1])
 
     def _stable_down(self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output matrix's share of a stable update."""
-        v, inverse, _ = ops.read_direction(h)
-        u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(v)
-        self.notes.refuse_at_zero(f"the input h of {self.form.down} is 0", inverse, u)
+        """The output matrix's share of a stable update, for what it reads and what it makes of the reduced rows, y (B, T, N)."""
+        direction = self._read_direction(h)
+        u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
+        self.notes.refuse_at_zero(f"the input h of {self.form.down} is 0", self.unflat(direction.inverse_norm2), u)
+        _, h = self.split(h)
+        if self.fusible:
+            assert direction.coeff is not None
+            layer.u, layer.v = u, v
+            return (y + self.unflat(direction.coeff) * u).to(dtype)
         patched = _add(y, h, u, v, dtype)
         if self.exact:
             u = self.zero_padding(updates.off_zero(u, patched, y))
@@ -330,6 +346,9 @@ class BlockRecorder:
             self.open_loop(torch.zeros_like(normalized), normalized, layer, "new_scale", layer.scale.double())
         if self.patches is not None and x.dtype != torch.float64:
             assert x_ctx is not None
+            if self.fusible:
+                scales = torch.cat([layer.scale.to(layer.new_scale.dtype).expand_as(layer.new_scale), layer.new_scale])
+                return layer.apply_scale(x, scales)
             return self.join(layer.in_one_launch(x_ctx), layer.in_one_launch(x_own, layer.new_scale), x)
         made = layer.apply_scale(x_own, layer.new_scale)
         return self.join(None if x_ctx is None else layer.base_layer(x_ctx), made, x)

@@ -36,7 +36,7 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
         return recorder.join(out_ctx, _end(recorder, layer, read, chosen, weights), z)
     read_ctx = layer.read(z_ctx.flatten(0, 1), chosen)
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
-    v, inverse, _ = recorder.direction_of(z_own)
+    v, inverse, _ = recorder.direction_of(z)
     recorder.notes.refuse(
         f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1), inverse == 0, "input"
     )

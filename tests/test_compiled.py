@@ -1,5 +1,6 @@
 """A decode step that is traced once and compiled: the eager step's numbers, for every token and context that come after."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_with_the_whole_compiler() -> None:
         eager = steps_of(patcher)
         patch.setattr(fixed, "_compiled", INDUCTOR)
         same(steps_of(patcher, compiled=True, check_every=1), eager)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_compiler_sees_all_but_the_products(family: str, traces: list[Any]) -> None:
+    """And the inversion: what it does not see, it cannot fuse."""
+    with ContextPatcher(small(family), "stable") as patcher:
+        steps_of(patcher, compiled=True)
+        blocks = len(patcher.blocks)
+    ours = Counter(str(node.target).split(".")[1] for node in traces[0].graph.nodes if str(node.target).startswith("icl_patch"))
+    assert set(ours) <= {"patched_linear", "record_linear", "stable_scale"}
+    assert ours["record_linear"] == 2 * blocks
+    assert ours["stable_scale"] == blocks * (family == "gemma3")
 
 
 def test_more_rows_than_are_streamed() -> None:

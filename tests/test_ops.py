@@ -341,11 +341,12 @@ def test_add_low_rank_refuses(changes: dict, error: type, message: str) -> None:
 # read_direction, rms_normalize
 
 
+@pytest.mark.parametrize("fusible", [False, True])
 @every_dtype
-def test_read_direction(dtype: torch.dtype) -> None:
+def test_read_direction(dtype: torch.dtype, fusible: bool) -> None:
     z = normal(seeded(0), 2, 5, 63, dtype=dtype)
     z[1, 2] = 0
-    v, inverse, _ = ops.read_direction(z)
+    v, inverse, coeff = ops.read_direction(z, fusible=fusible)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert v.dtype == inverse.dtype == wide
     exact = z.double().square().sum(-1)
@@ -353,20 +354,23 @@ def test_read_direction(dtype: torch.dtype) -> None:
     product = (v.double() * z.double()).sum(-1)
     assert product[1, 2] == inverse[1, 2] == 0
     assert not v[1, 2].any()
+    assert coeff is None or ((coeff.reshape(2, 5).double() - product).abs() <= 64 * UNIT[wide]).all()
+    assert coeff is not None or not fusible
     product[1, 2] = 1
     assert ((product - 1).abs() <= 64 * UNIT[wide]).all()
     expected = z.double() / exact.clamp(min=1e-300).unsqueeze(-1)
     assert ((v.double() - expected).abs() <= 64 * UNIT[wide] * expected.abs()).all()
-    fine = ops.read_direction(z, torch.float64).v
+    fine = ops.read_direction(z, torch.float64, fusible=fusible).v
     assert fine.dtype == torch.float64
     assert ((fine - expected).abs() <= 64 * UNIT[torch.float64] * expected.abs()).all()
 
 
+@pytest.mark.parametrize("fusible", [False, True])
 @pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-22, 1e-18, 1e17, 1e20, 1e38])
-def test_read_direction_is_right_or_says_so(size: float) -> None:
+def test_read_direction_is_right_or_says_so(size: float, fusible: bool) -> None:
     """Where v leaves fp32, ``1/‖z‖²`` must be 0, which callers look at; a direction that is a little off would pass unseen."""
     z = normal(seeded(1), 4, 63, dtype=torch.float32).clamp(-3, 3) * size
-    v, inverse, _ = ops.read_direction(z)
+    v, inverse, _ = ops.read_direction(z, fusible=fusible)
     product = (v.double() * z.double()).sum(-1)
     refused = (inverse == 0) & ~v.any(-1)
     assert (refused == (inverse == 0)).all()
