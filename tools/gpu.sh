@@ -20,8 +20,8 @@ part() { # NAME SECONDS COMMAND...
 }
 
 workers=$($run -c 'import xdist; print("-n 6 --dist worksteal")' 2>/dev/null)
-part tests 170 $run -m pytest -m gpu $workers
-part kernels 140 $run -m icl_patch bench linear inversion throughput --device cuda --quick --fresh --seconds 50 --out "$results"
-part generation 100 $run -m icl_patch bench generation --device cuda --quick --fresh --seconds 50 --out "$results"
-part sanitizer 75 sh tools/sanitize.sh
+part tests 155 $run -m pytest -m gpu $workers
+part kernels 120 $run -m icl_patch bench inversion linear throughput --device cuda --quick --fresh --seconds 40 --out "$results"
+part generation 180 $run -m icl_patch bench generation --device cuda --quick --fresh --seconds 60 --out "$results"
+part sanitizer 60 sh tools/sanitize.sh
 [ -z "$failed" ] || { echo "gpu: failed:$failed"; exit 1; }
