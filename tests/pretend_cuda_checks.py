@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytestmark = pytest.mark.gpu
+
 
 def test_devices_do_not_mix():
     x = torch.ones(3, device="cuda")

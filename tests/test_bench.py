@@ -124,6 +124,12 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
     assert len(results.failed) == 4
 
 
+def test_an_error_is_one_line_with_or_without_words() -> None:
+    assert harness.reason(AssertionError("expected 1\ngot 2")) == "expected 1"
+    assert harness.reason(AssertionError()) == "AssertionError: "
+    assert harness.reason(ValueError("\n  no\nyes")) == "ValueError: no"
+
+
 def test_units_are_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "compare", lambda calls, *_: {"ours": harness.Timing(2, 2, 2), "other": harness.Timing(1, 1, 1)})
     results = Results("throughput", CPU, tmp_path)
@@ -358,19 +364,19 @@ NCU = """==PROF== Connected to process 1
 "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","smsp__average_warps_issue_stalled_membar_per_issue_active.ratio",\
 "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 "","","","us","%","%","inst","inst","inst","inst"
-"0","1","_dot_linear_kernel","1,234.50","91.25","40.10","0.20","1.50","0.00","12.75"
+"0","1","_linear_kernel","1,234.50","91.25","40.10","0.20","1.50","0.00","12.75"
 "1","1","_coefficient_kernel","2.50","3.00","12.00","0.10","","0.30","1.00"
 """.replace("\\\n", "")
 
 
 def test_what_nsight_compute_prints_is_read() -> None:
     first, second = profiling.read_ncu(NCU)
-    assert first["kernel"] == "_dot_linear_kernel"
+    assert first["kernel"] == "_linear_kernel"
     assert first["numbers"] == {"time": pytest.approx(1.2345e-3), "DRAM throughput, % of peak": 91.25, "occupancy, % of warps": 40.1}
     assert first["stalls"] == [("long_scoreboard", 12.75), ("barrier", 1.5), ("wait", 0.2)]
     assert second["stalls"] == [("long_scoreboard", 1.0), ("membar", 0.3), ("wait", 0.1)]
     lines = list(profiling.kernels_markdown([first, second]))
-    assert "| `_dot_linear_kernel` | 1.23 ms | 91.2 | 40.1 | long scoreboard 12.8, barrier 1.5, wait 0.2 |" in lines
+    assert "| `_linear_kernel` | 1.23 ms | 91.2 | 40.1 | long scoreboard 12.8, barrier 1.5, wait 0.2 |" in lines
     assert all(name in profiling.metric_names() for name in profiling.METRICS)
     for text in ("==ERROR== ERR_NVGPUCTRPERM - no permission", "", "Killed"):
         with pytest.raises(ValueError, match=r"expected a table of Nsight Compute, got (==ERROR== ERR_NVGPUCTRPERM|nothing|Killed)"):
