@@ -210,12 +210,12 @@ class BlockRecorder:
 
     def _read_direction(self, z: Tensor) -> ops.Direction:
         """:func:`icl_patch.ops.read_direction` of the reduced rows of what a module reads, as rows (M, K)."""
+        rows = z.reshape(-1, z.shape[-1])
         if self.fusible:
-            v, inverse, coeff = ops.read_direction(z.reshape(-1, z.shape[-1]), fusible=True)
+            v, inverse, coeff = ops.read_direction(rows, fusible=True)
             assert coeff is not None
             return ops.Direction(v[self.rows :], inverse[self.rows :], coeff[self.rows :])
-        _, own = self.split(z)
-        return ops.read_direction(own.reshape(-1, z.shape[-1]))
+        return ops.read_direction(rows if self.tape is not None else rows[self.rows :])
 
     def _set_direction(self, z: Tensor, flat: ops.Direction) -> None:
         v, inverse = self.zero_padding(self.unflat(flat.v)), self.unflat(flat.inverse_norm2)
