@@ -34,7 +34,7 @@ INSTRUCTION_SETS = {"portable": []}
 X86 = ["-DICL_PATCH_X86"] if platform.machine() in ("x86_64", "AMD64") else []
 if X86:
     wide = ["-mavx512f", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
-    INSTRUCTION_SETS |= {"avx2": ["-mavx2", "-mf16c", "-mfma"], "avx512": wide}
+    INSTRUCTION_SETS |= {"avx2": ["-mavx2", "-mf16c", "-mfma"], "avx512": wide, "avx512_bf16": [*wide, "-mavx512bf16"]}
 
 
 def find_compiler() -> str | None:

@@ -139,7 +139,7 @@ def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, devic
         ceiling=ceiling(device),
         units=dict.fromkeys(calls, batch),
         unit="tokens",
-        notes={"weights MB": weight_bytes(models.plain) / 1e6, "ceiling GB/s": ceiling(device) / 1e9},
+        notes={"weights MB": weight_bytes(models.plain) / 1e6},
         costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
         most_seconds=6.0,
     )

@@ -22,15 +22,16 @@ Call = Callable[[], object]
 class InTurn:
     """A call that takes the next of several inputs each time, so that none of them is in a cache when its turn comes.
 
-    On a GPU :func:`compare` replays such calls as a CUDA graph.
+    Calls on the same inputs share a ``turn``, which counts theirs: what one of them has just read is not what the next one reads. On a
+    GPU :func:`compare` replays such calls as a CUDA graph.
     """
 
-    def __init__(self, function: Callable[[Any], object], inputs: Sequence[Any]) -> None:
+    def __init__(self, function: Callable[[Any], object], inputs: Sequence[Any], turn: Iterator[int] | None = None) -> None:
         self.inputs = inputs
-        self._function, self._turn = function, itertools.cycle(inputs)
+        self._function, self._turn = function, itertools.count() if turn is None else turn
 
     def __call__(self) -> object:
-        return self._function(next(self._turn))
+        return self._function(self.inputs[next(self._turn) % len(self.inputs)])
 
 
 @dataclass(frozen=True)
@@ -153,16 +154,16 @@ class Comparison:
 
     ours: the call that the others are compared with. check: the error of a call's result, by the call's name; raises AssertionError with
     what was expected and what came. nbytes: what each call must move at least, and ceiling: the bandwidth measured here, in bytes a
-    second. apart: calls that write so much that the others would wait for their writes; they are timed after them. units: how many of
-    something each call does, which then are what is compared, and unit: what they are. notes: further numbers about our call.
-    costs: further numbers about any call, by its name and its seconds, from passes that are not timed.
+    second, or the call whose bandwidth it is. apart: calls that write so much that the others would wait for their writes; they are
+    timed after them. units: how many of something each call does, which then are what is compared, and unit: what they are. notes:
+    further numbers about our call. costs: further numbers about any call, by its name and its seconds, from passes that are not timed.
     """
 
     ours: str
     calls: Mapping[str, Call]
     check: Callable[[str, Any], float | None]
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    ceiling: float | None = None
+    ceiling: float | str | None = None
     apart: Collection[str] = ()
     units: Mapping[str, float] = field(default_factory=dict)
     unit: str = ""
@@ -277,13 +278,22 @@ def _numbers(comparison: Comparison, name: str, timings: Mapping[str, Timing], e
         row["ratio"] = timing.median / units.get(name, 1) / (ours.median / units.get(comparison.ours, 1))
     if name in comparison.nbytes:
         row["GB/s"] = comparison.nbytes[name] / timing.median / 1e9
-        if comparison.ceiling is not None:
-            row["of ceiling"] = comparison.nbytes[name] / timing.median / comparison.ceiling
+        if ceiling := _ceiling(comparison, timings):
+            row["of ceiling"] = comparison.nbytes[name] / timing.median / ceiling
+            if name == comparison.ours:
+                row["ceiling GB/s"] = ceiling / 1e9
     if name in units:
         row |= {"unit": f"{comparison.unit}/s", "rate": units[name] / timing.median}
     if error is not None:
         row["error"] = error
     return row | (dict(comparison.notes) if name == comparison.ours else {})
+
+
+def _ceiling(comparison: Comparison, timings: Mapping[str, Timing]) -> float | None:
+    found = comparison.ceiling
+    if isinstance(found, str):
+        return comparison.nbytes[found] / timings[found].median if found in timings else None
+    return found
 
 
 def reason(error: Exception) -> str:

@@ -7,6 +7,7 @@ besides its evaluations; these rows have a pole, so no φ(0). On a GPU all but `
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,16 +65,18 @@ def comparison(batch: int, n: int, dtype: torch.dtype, device: torch.device) -> 
     result = ops.invert_rmsnorm(target, scale, rms, EPS, h)
     evaluations = result.evaluations.double()
     # In a model a small input is in the GPU's cache, as it was made just before; a large one is not: two take turns.
-    turns = [(delta, target, h)]
+    inputs = [(delta, target, h)]
     if device.type == "cuda" and 4 * h.nbytes > last_level_cache(device):
-        turns.append((delta.clone(), target.clone(), h.clone()))
-    calls: dict[str, Call] = {
-        "inversion": InTurn(lambda turn: ops.invert_rmsnorm(turn[1], scale, rms, EPS, turn[2]), turns),
-        "RMSNorm": InTurn(lambda turn: F.rms_norm(turn[2], (n,), scale, EPS), turns),
-        "bisection": InTurn(lambda turn: ops.invert_rmsnorm(turn[1], scale, rms, EPS, turn[2], method="bisection"), turns),
-        "whole update": InTurn(lambda turn: ops.stable_scale(turn[0], scale, turn[2], EPS), turns),
-        "torch bisection": lambda: reference.invert_rmsnorm(target, scale, rms, EPS, h, method="bisection"),
+        inputs.append((delta.clone(), target.clone(), h.clone()))
+    functions: dict[str, Callable[[tuple[Tensor, Tensor, Tensor]], object]] = {
+        "inversion": lambda of: ops.invert_rmsnorm(of[1], scale, rms, EPS, of[2]),
+        "RMSNorm": lambda of: F.rms_norm(of[2], (n,), scale, EPS),
+        "bisection": lambda of: ops.invert_rmsnorm(of[1], scale, rms, EPS, of[2], method="bisection"),
+        "whole update": lambda of: ops.stable_scale(of[0], scale, of[2], EPS),
     }
+    turn = itertools.count()
+    calls: dict[str, Call] = {name: InTurn(function, inputs, turn) for name, function in functions.items()}
+    calls["torch bisection"] = lambda: reference.invert_rmsnorm(target, scale, rms, EPS, h, method="bisection")
     if device.type == "cuda":
         calls["empty launch"] = InTurn(lambda one: one.add_(1), [torch.zeros(1, device=device)])
 

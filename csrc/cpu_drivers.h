@@ -9,6 +9,7 @@
   namespace icl_patch::isa {                                                                                                \
   void invert_rows(const Inversion& call, int64_t begin, int64_t end);                                                      \
   void linear_outputs(const Linear& call, const float* z, int64_t z_stride, const float* coefficients, int64_t begin, int64_t end); \
+  void arrange(Float weight_dtype, float* z, int64_t count);                                                                \
   void low_rank_outputs(const Linear& call, const float* coefficients, int64_t begin, int64_t end);                         \
   void norm_rows(const Norm& call, int64_t begin, int64_t end);                                                             \
   void gated_outputs(const Gated& call, int64_t begin, int64_t end);                                                        \
@@ -19,4 +20,5 @@
 ICL_PATCH_DECLARE(portable)
 ICL_PATCH_DECLARE(avx2)
 ICL_PATCH_DECLARE(avx512)
+ICL_PATCH_DECLARE(avx512_bf16)
 #undef ICL_PATCH_DECLARE

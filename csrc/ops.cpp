@@ -79,26 +79,30 @@ Matrix matrix(const char* name, const Tensor& x, const Tensor& reference, int64_
 struct CpuDriver {
   const char* name;
   bool supported;
-  decltype(&portable::invert_rows) invert_rows;
   decltype(&portable::linear_outputs) linear_outputs;
+  decltype(&portable::arrange) arrange;
   decltype(&portable::low_rank_outputs) low_rank_outputs;
+  decltype(&portable::dot) dot;
+  decltype(&portable::invert_rows) invert_rows;
   decltype(&portable::norm_rows) norm_rows;
   decltype(&portable::gated_outputs) gated_outputs;
   decltype(&portable::read_direction) read_direction;
   decltype(&portable::to_single) to_single;
-  decltype(&portable::dot) dot;
 };
 
 #define ICL_PATCH_DRIVERS(isa)                                                                                              \
-  isa::invert_rows, isa::linear_outputs, isa::low_rank_outputs, isa::norm_rows, isa::gated_outputs, isa::read_direction,    \
-      isa::to_single, isa::dot
+  isa::linear_outputs, isa::arrange, isa::low_rank_outputs, isa::dot, isa::invert_rows, isa::norm_rows, isa::gated_outputs, \
+      isa::read_direction, isa::to_single
 
 // The widest instruction set of this processor, or the one that ICL_PATCH_CPU names; null if it names none of this processor's.
 const CpuDriver* find_cpu_driver() {
+#ifdef ICL_PATCH_X86
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
+#endif
   static const CpuDriver drivers[] = {
 #ifdef ICL_PATCH_X86
-      {"avx512", __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"),
-       ICL_PATCH_DRIVERS(avx512)},
+      {"avx512_bf16", avx512 && __builtin_cpu_supports("avx512bf16"), ICL_PATCH_DRIVERS(avx512_bf16)},
+      {"avx512", avx512, ICL_PATCH_DRIVERS(avx512)},
       {"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma"), ICL_PATCH_DRIVERS(avx2)},
 #endif
       {"portable", true, ICL_PATCH_DRIVERS(portable)},
@@ -228,17 +232,24 @@ Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>
 // z in fp32, and the coefficients z·v of every row and rank; then the outputs, side by side.
 void run_pass(const Linear& call) {
   const CpuDriver& driver = cpu();
-  const int64_t rank = call.factors.rank, width = (call.k + 15) / 16 * 16, patched_from = call.context_rows();
-  std::vector<float> z(call.rows * width), direction(call.k), coefficients((call.rows - patched_from) * rank);
-  for (int64_t m = 0; m < call.rows; ++m) driver.to_single(call.z, call.row_of(m), call.k, &z[m * width]);
+  const int64_t rank = call.factors.rank, width = (call.k + 31) / 32 * 32, patched_from = call.context_rows();
+  struct alignas(64) Line {  // a load across two of the cache's lines is two loads
+    float numbers[16];
+  };
+  std::vector<Line> lines(call.rows * width / 16);
+  float* const z = lines.empty() ? nullptr : lines[0].numbers;
+  std::vector<float> direction(call.k), coefficients((call.rows - patched_from) * rank);
+  for (int64_t m = 0; m < call.rows; ++m) driver.to_single(call.z, call.row_of(m), call.k, z + m * width);
   for (int64_t m = patched_from; m < call.rows; ++m) {
     const int64_t row = m - patched_from, patch = call.factors.patch_of(call.first + row);
     for (int64_t r = 0; patch >= 0 && r < rank; ++r) {
       driver.to_single(call.factors.v.rows(patch), r, call.k, direction.data());
-      coefficients[row * rank + r] = driver.dot(&z[m * width], direction.data(), call.k);
+      coefficients[row * rank + r] = driver.dot(z + m * width, direction.data(), call.k);
     }
   }
   const bool no_weight = call.plain.data != nullptr;
+  if (!no_weight && !call.transposed)
+    for (int64_t m = 0; m < call.rows; ++m) driver.arrange(call.weight_dtype, z + m * width, width);
   const int64_t block = no_weight || call.transposed ? 512 : 16, blocks = (call.n + block - 1) / block;
   const int64_t work = block * (no_weight ? call.rows * rank : call.k);
   torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, 65536 / std::max<int64_t>(work, 1)), [&](int64_t begin, int64_t end) {
@@ -246,7 +257,7 @@ void run_pass(const Linear& call) {
     if (no_weight)
       driver.low_rank_outputs(call, coefficients.data(), begin, end);
     else
-      driver.linear_outputs(call, z.data(), width, coefficients.data(), begin, end);
+      driver.linear_outputs(call, z, width, coefficients.data(), begin, end);
   });
 }
 

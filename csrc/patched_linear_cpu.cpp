@@ -11,43 +11,49 @@
 namespace icl_patch::ICL_PATCH_ISA {
 namespace {
 
-// As many accumulators as the registers hold: kTall rows of W by kWide rows of z.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kTall = 4, kWide = 4;
+constexpr int kLanes = 16;
 #elif defined(__AVX2__)
-constexpr int kLanes = 8, kTall = 4, kWide = 2;
+constexpr int kLanes = 8;
 #else
-constexpr int kLanes = 4, kTall = 4, kWide = 2;
+constexpr int kLanes = 4;
 #endif
 constexpr int64_t kMaxRows = kMaxLinearRows;
-constexpr int64_t kChunk = 2048;   // of K: what kTall rows of W take of the first-level cache while the rows of z pass by
+constexpr int64_t kChunk = 2048;   // bytes of a row of W: what a block of them takes of the first-level cache while the rows of z pass by
+constexpr int64_t kLead = 8192;    // bytes of W, at least: how far ahead it is asked for
 constexpr int64_t kColumns = 512;  // of N, where W lies as (K, N)
 
 using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 using Bits = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 using Halves = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
+template <class Vector, class Scalar>
+ICL_PATCH_CALLABLE Vector vector_at(const Scalar* from) {
+  Vector x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
+// What W may be kept in. A step multiplies kStep of its numbers, a Lot, with as many of a row of z, which is kept as Row; its order among
+// them is the kind's own (arrange). The sums of kTall rows of W and kWide rows of z fit the registers. `widen` takes kLanes numbers in order.
+
 struct Single {
   using Type = float;
-  static ICL_PATCH_CALLABLE Lanes load(const float* from) {
-    Lanes x;
-    memcpy(&x, from, sizeof x);
-    return x;
-  }
-};
-
-struct Brain {
-  using Type = uint16_t;
-  static ICL_PATCH_CALLABLE Lanes load(const uint16_t* from) {
-    Halves x;
-    memcpy(&x, from, sizeof x);
-    return reinterpret_cast<Lanes>(__builtin_convertvector(x, Bits) << 16);
-  }
+  using Row = float;
+  using Lot = Lanes;
+  static constexpr int kStep = kLanes, kTall = 4, kWide = kLanes == 16 ? 4 : 2;
+  static ICL_PATCH_CALLABLE Lanes widen(const float* from) { return vector_at<Lanes>(from); }
+  static ICL_PATCH_CALLABLE Lot load(const float* from) { return widen(from); }
+  static ICL_PATCH_CALLABLE Lot row(const float* from) { return widen(from); }
+  static ICL_PATCH_CALLABLE Lanes multiply_add(Lot w, Lot z, Lanes sum) { return sum + w * z; }
 };
 
 struct Half {
   using Type = uint16_t;
-  static ICL_PATCH_CALLABLE Lanes load(const uint16_t* from) {
+  using Row = float;
+  using Lot = Lanes;
+  static constexpr int kStep = kLanes, kTall = kLanes == 16 ? 6 : 4, kWide = kLanes == 16 ? 4 : 2;
+  static ICL_PATCH_CALLABLE Lanes widen(const uint16_t* from) {
 #if defined(__AVX512F__)
     return reinterpret_cast<Lanes>(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(__AVX2__)
@@ -58,60 +64,125 @@ struct Half {
     return x;
 #endif
   }
+  static ICL_PATCH_CALLABLE Lot load(const uint16_t* from) { return widen(from); }
+  static ICL_PATCH_CALLABLE Lot row(const float* from) { return Single::widen(from); }
+  static ICL_PATCH_CALLABLE Lanes multiply_add(Lot w, Lot z, Lanes sum) { return sum + w * z; }
 };
 
-ICL_PATCH_CALLABLE float across(Lanes x) {
-  float lanes[kLanes];
-  memcpy(lanes, &x, sizeof x);
-  for (int width = kLanes / 2; width; width /= 2)
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  return lanes[0];
+ICL_PATCH_CALLABLE Lanes widen_brain(const uint16_t* from) {
+  return reinterpret_cast<Lanes>(__builtin_convertvector(vector_at<Halves>(from), Bits) << 16);
 }
 
-// The last lanes of a row of W, of which there are `count`; beyond them z is 0.
+#if defined(__AVX512BF16__)
+// The processor multiplies pairs of bf16 and adds both products in fp32.
+struct Brain {
+  using Type = uint16_t;
+  using Row = uint16_t;
+  using Lot = __m512bh;
+  static constexpr int kStep = 2 * kLanes, kTall = 8, kWide = 2;
+  static ICL_PATCH_CALLABLE Lanes widen(const uint16_t* from) { return widen_brain(from); }
+  static ICL_PATCH_CALLABLE Lot load(const uint16_t* from) { return vector_at<Lot>(from); }
+  static ICL_PATCH_CALLABLE Lot row(const uint16_t* from) { return load(from); }
+  static ICL_PATCH_CALLABLE Lanes multiply_add(Lot w, Lot z, Lanes sum) {
+    return reinterpret_cast<Lanes>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), w, z));
+  }
+  static void arrange(float* z, int64_t count) {
+    auto* narrow = reinterpret_cast<unsigned char*>(z);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint16_t bits = to_brain(z[i]);
+      memcpy(narrow + i * sizeof bits, &bits, sizeof bits);
+    }
+  }
+};
+#else
+// Two numbers of a word at a time: the even ones are its low halves, the odd ones its high halves.
+struct Brain {
+  using Type = uint16_t;
+  using Row = float;
+  struct Lot {
+    Lanes even, odd;
+  };
+  static constexpr int kStep = 2 * kLanes, kTall = kLanes == 16 ? 6 : 4, kWide = kLanes == 16 ? 3 : 2;
+  static ICL_PATCH_CALLABLE Lanes widen(const uint16_t* from) { return widen_brain(from); }
+  static ICL_PATCH_CALLABLE Lot load(const uint16_t* from) {
+    const auto words = vector_at<Bits>(from);
+    return {reinterpret_cast<Lanes>(words << 16), reinterpret_cast<Lanes>(words & 0xffff0000u)};
+  }
+  static ICL_PATCH_CALLABLE Lot row(const float* from) { return {Single::widen(from), Single::widen(from + kLanes)}; }
+  static ICL_PATCH_CALLABLE Lanes multiply_add(Lot w, Lot z, Lanes sum) { return sum + w.even * z.even + w.odd * z.odd; }
+  static void arrange(float* z, int64_t count) {
+    for (int64_t k = 0; k < count; k += kStep) {
+      float parts[kStep];
+      for (int lane = 0; lane < kLanes; ++lane) parts[lane] = z[k + 2 * lane], parts[kLanes + lane] = z[k + 2 * lane + 1];
+      memcpy(z + k, parts, sizeof parts);
+    }
+  }
+};
+#endif
+
+using Quad = float __attribute__((vector_size(4 * sizeof(float))));
+
+template <class Vector>
+ICL_PATCH_CALLABLE Quad fold(Vector x) {  // the lanes added in halves, down to four
+  if constexpr (sizeof x == sizeof(Quad)) {
+    return x;
+  } else {
+    struct Halved {
+      float __attribute__((vector_size(sizeof x / 2))) low, high;
+    } halves;
+    memcpy(&halves, &x, sizeof x);
+    return fold(halves.low + halves.high);
+  }
+}
+
+// totals[i] is the sum of the lanes of sums[i], added in halves; for `count` of them, and up to the next multiple of four.
+ICL_PATCH_CALLABLE void across(const Lanes* sums, int64_t count, float* totals) {
+  for (int64_t i = 0; i < count; i += 4) {
+    const Quad a = fold(sums[i]), b = fold(sums[i + 1]), c = fold(sums[i + 2]), d = fold(sums[i + 3]);
+    const auto sum = [](Quad x) { return (x[0] + x[2]) + (x[1] + x[3]); };
+    const Quad all = {sum(a), sum(b), sum(c), sum(d)};
+    memcpy(totals + i, &all, sizeof all);
+  }
+}
+
+// The last numbers of a row of W, of which there are `count`; beyond them z is 0.
 template <class W>
-ICL_PATCH_CALLABLE Lanes load_some(const typename W::Type* from, int64_t count) {
-  typename W::Type padded[kLanes] = {};
+ICL_PATCH_CALLABLE typename W::Lot load_some(const typename W::Type* from, int64_t count) {
+  typename W::Type padded[W::kStep] = {};
   memcpy(padded, from, count * sizeof(typename W::Type));
   return W::load(padded);
 }
 
-// sums[m][n] += z[m] · w[n] over [begin, end); begin is a multiple of the lanes.
-template <class W, int kRows>
-ICL_PATCH_CALLABLE void accumulate(const typename W::Type* w, int64_t stride, const float* z, int64_t z_stride, int64_t begin, int64_t end,
-                                   Lanes (*sums)[kTall]) {
-  Lanes local[kRows][kTall];
+// sums[m][n] += z[m] · w[n] over [begin, end); begin is a multiple of the step. `ahead` is what lies behind w's place there in the order
+// in which W is read, or null: rows are too short for the hardware to run ahead.
+template <class W, int kRows, bool kAhead>
+ICL_PATCH_CALLABLE void accumulate(const typename W::Type* w, int64_t stride, const typename W::Row* z, int64_t z_stride, int64_t begin,
+                                   int64_t end, const typename W::Type* ahead, Lanes (*sums)[W::kTall]) {
+  Lanes local[kRows][W::kTall];
   for (int m = 0; m < kRows; ++m)
-    for (int n = 0; n < kTall; ++n) local[m][n] = sums[m][n];
+    for (int n = 0; n < W::kTall; ++n) local[m][n] = sums[m][n];
   const auto step = [&](int64_t k, auto load) __attribute__((always_inline)) {
-    Lanes weights[kTall];
-    for (int n = 0; n < kTall; ++n) {
-      weights[n] = load(w + n * stride + k);
-      __builtin_prefetch(w + (n + kTall) * stride + k, 0, 2);  // of the next block: rows are too short for the hardware to run ahead
-    }
-    for (int m = 0; m < kRows; ++m) {
-      const Lanes row = Single::load(z + m * z_stride + k);
-      for (int n = 0; n < kTall; ++n) local[m][n] += weights[n] * row;
+    typename W::Lot rows[kRows];
+    for (int m = 0; m < kRows; ++m) rows[m] = W::row(z + m * z_stride + k);
+    for (int n = 0; n < W::kTall; ++n) {
+      const typename W::Lot weights = load(w + n * stride + k);
+      if (kAhead) __builtin_prefetch(ahead + n * stride + k, 0, 2);
+      for (int m = 0; m < kRows; ++m) local[m][n] = W::multiply_add(weights, rows[m], local[m][n]);
     }
   };
   int64_t k = begin;
-  for (; k + kLanes <= end; k += kLanes) step(k, [](const typename W::Type* from) __attribute__((always_inline)) { return W::load(from); });
+  for (; k + W::kStep <= end; k += W::kStep) step(k, [](const typename W::Type* from) __attribute__((always_inline)) { return W::load(from); });
   if (k < end) step(k, [=](const typename W::Type* from) __attribute__((always_inline)) { return load_some<W>(from, end - k); });
   for (int m = 0; m < kRows; ++m)
-    for (int n = 0; n < kTall; ++n) sums[m][n] = local[m][n];
+    for (int n = 0; n < W::kTall; ++n) sums[m][n] = local[m][n];
 }
 
-template <class W>
-ICL_PATCH_CALLABLE void accumulate_some(int64_t rows, const typename W::Type* w, int64_t stride, const float* z, int64_t z_stride,
-                                        int64_t begin, int64_t end, Lanes (*sums)[kTall]) {
-  switch (rows) {
-    case 1: return accumulate<W, 1>(w, stride, z, z_stride, begin, end, sums);
-    case 2: return accumulate<W, 2>(w, stride, z, z_stride, begin, end, sums);
-#if defined(__AVX512F__)
-    case 3: return accumulate<W, 3>(w, stride, z, z_stride, begin, end, sums);
-    default: return accumulate<W, 4>(w, stride, z, z_stride, begin, end, sums);
-#endif
-  }
+template <class W, bool kAhead, int kRows = W::kWide>
+ICL_PATCH_CALLABLE void accumulate_some(int64_t rows, const typename W::Type* w, int64_t stride, const typename W::Row* z, int64_t z_stride,
+                                        int64_t begin, int64_t end, const typename W::Type* ahead, Lanes (*sums)[W::kTall]) {
+  if constexpr (kRows > 1)
+    if (rows < kRows) return accumulate_some<W, kAhead, kRows - 1>(rows, w, stride, z, z_stride, begin, end, ahead, sums);
+  accumulate<W, kRows, kAhead>(w, stride, z, z_stride, begin, end, ahead, sums);
 }
 
 // What becomes of z·w for row m and output n.
@@ -162,33 +233,49 @@ class Epilogue {
 };
 
 template <class W>
-void rows_of_weight(const Linear& call, const float* z, int64_t z_stride, const Epilogue& epilogue, int64_t begin, int64_t end) {
+void rows_of_weight(const Linear& call, const float* arranged, int64_t arranged_stride, const Epilogue& epilogue, int64_t begin, int64_t end) {
+  constexpr int64_t kTall = W::kTall, kWide = W::kWide, kDepth = kChunk / sizeof(typename W::Type), kTile = 16 * kTall;
   const auto* weight = static_cast<const typename W::Type*>(call.weight);
-  Lanes sums[kMaxRows][kTall];
-  float products[kMaxRows][kTall];
-  for (int64_t n = begin; n < end; n += kTall) {
-    // The last block steps back so as to be whole; what it computes twice comes out the same.
-    const int64_t first = std::max<int64_t>(std::min<int64_t>(n, call.n - kTall), 0);
-    const int64_t count = std::min<int64_t>(kTall, call.n);
-    const auto* w = weight + first * call.weight_stride;
-    memset(sums, 0, call.rows * sizeof sums[0]);
-    if (count == kTall) {
-      for (int64_t k = 0; k < call.k; k += kChunk)
-        for (int64_t m = 0; m < call.rows; m += kWide)
-          accumulate_some<W>(std::min<int64_t>(kWide, call.rows - m), w, call.weight_stride, z + m * z_stride, z_stride, k,
-                             std::min(k + kChunk, call.k), sums + m);
-    } else {  // fewer than kTall outputs in all
-      for (int64_t m = 0; m < call.rows; ++m)
-        for (int64_t i = 0; i < count; ++i) {
-          Lanes alone[1][kTall] = {};
-          accumulate<W, 1>(w + i * call.weight_stride, 0, z + m * z_stride, z_stride, 0, call.k, alone);
-          sums[m][i] = alone[0][0];
+  const auto* z = reinterpret_cast<const typename W::Row*>(arranged);
+  const int64_t z_stride = arranged_stride * (sizeof(float) / sizeof(typename W::Row)), stride = call.weight_stride;
+  const int64_t block = kTall * call.k * sizeof(typename W::Type), ahead = (kLead / std::max<int64_t>(block, 1) + 1) * kTall * stride;
+  Lanes sums[kMaxRows][kTall] = {};
+  float totals[kMaxRows][kTall], products[kMaxRows][kTall + kTile];  // what stands before a tile is not its own
+  for (int64_t tile = begin; tile < end; tile += kTile) {
+    const int64_t tile_end = std::min(tile + kTile, end);
+    for (int64_t n = tile; n < tile_end; n += kTall) {
+      // The last block steps back so as to be whole; what it computes twice comes out the same.
+      const int64_t first = std::max<int64_t>(std::min<int64_t>(n, tile_end - kTall), 0);
+      const int64_t count = std::min(kTall, call.n);
+      const auto* w = weight + first * stride;
+      memset(sums, 0, call.rows * sizeof sums[0]);
+      if (count == kTall) {
+        for (int64_t k = 0; k < call.k; k += kDepth) {
+          const int64_t to = std::min(k + kDepth, call.k);
+          accumulate_some<W, true>(std::min(kWide, call.rows), w, stride, z, z_stride, k, to, w + ahead, sums);
+          for (int64_t m = kWide; m < call.rows; m += kWide)
+            accumulate_some<W, false>(std::min(kWide, call.rows - m), w, stride, z + m * z_stride, z_stride, k, to, nullptr, sums + m);
         }
+      } else {  // fewer than kTall outputs in all
+        for (int64_t m = 0; m < call.rows; ++m)
+          for (int64_t i = 0; i < count; ++i) {
+            Lanes alone[1][kTall] = {};
+            accumulate<W, 1, false>(w + i * stride, 0, z + m * z_stride, z_stride, 0, call.k, nullptr, alone);
+            sums[m][i] = alone[0][0];
+          }
+      }
+      across(sums[0], call.rows * kTall, totals[0]);
+      for (int64_t m = 0; m < call.rows; ++m) memcpy(&products[m][kTall + first - tile], totals[m], count * sizeof(float));
     }
-    for (int64_t m = 0; m < call.rows; ++m)
-      for (int64_t i = 0; i < count; ++i) products[m][i] = across(sums[m][i]);
-    epilogue(&products[0][0], kTall, first, count);
+    epilogue(&products[0][kTall], kTall + kTile, tile, tile_end - tile);
   }
+}
+
+template <class W>
+ICL_PATCH_CALLABLE Lanes widen_some(const typename W::Type* from, int64_t count) {
+  typename W::Type padded[kLanes] = {};
+  memcpy(padded, from, count * sizeof(typename W::Type));
+  return W::widen(padded);
 }
 
 // W as (K, N): a block of columns, the rows of W one after another. Partial sums of kDepth rows, for the rounding's sake.
@@ -205,8 +292,8 @@ void columns_of_weight(const Linear& call, const float* z, int64_t z_stride, con
       for (int64_t k = depth; k < std::min(depth + kDepth, call.k); ++k) {
         const auto* from = weight + k * call.weight_stride + first;
         int64_t i = 0;
-        for (; i + kLanes <= count; i += kLanes) *reinterpret_cast<Lanes*>(row + i) = W::load(from + i);
-        if (i < count) *reinterpret_cast<Lanes*>(row + i) = load_some<W>(from + i, count - i);
+        for (; i + kLanes <= count; i += kLanes) *reinterpret_cast<Lanes*>(row + i) = W::widen(from + i);
+        if (i < count) *reinterpret_cast<Lanes*>(row + i) = widen_some<W>(from + i, count - i);
         for (int64_t m = 0; m < call.rows; ++m) {
           const float factor = z[m * z_stride + k];
           for (int64_t j = 0; j < count; ++j) parts[m][j] += factor * row[j];
@@ -235,6 +322,11 @@ void linear_outputs(const Linear& call, const float* z, int64_t z_stride, const 
   }
 }
 
+// A row of z, padded with zeros to `count`, in the order that linear_outputs reads beside rows of W.
+void arrange(Float weight_dtype, float* z, int64_t count) {
+  if (weight_dtype == Float::kBrain) Brain::arrange(z, count);
+}
+
 // The same epilogue on an output that is there already.
 void low_rank_outputs(const Linear& call, const float* coefficients, int64_t begin, int64_t end) {
   const Epilogue epilogue(call, coefficients);
@@ -249,9 +341,12 @@ void low_rank_outputs(const Linear& call, const float* coefficients, int64_t beg
 float dot(const float* x, const float* y, int64_t count) {
   Lanes sum{};
   int64_t k = 0;
-  for (; k + kLanes <= count; k += kLanes) sum += Single::load(x + k) * Single::load(y + k);
-  if (k < count) sum += load_some<Single>(x + k, count - k) * load_some<Single>(y + k, count - k);
-  return across(sum);
+  for (; k + kLanes <= count; k += kLanes) sum += Single::widen(x + k) * Single::widen(y + k);
+  if (k < count) sum += widen_some<Single>(x + k, count - k) * widen_some<Single>(y + k, count - k);
+  const Lanes alone[4] = {sum};
+  float totals[4];
+  across(alone, 1, totals);
+  return totals[0];
 }
 
 }  // namespace icl_patch::ICL_PATCH_ISA

@@ -6,6 +6,7 @@
 
 import logging
 import os
+import sys
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -24,12 +25,21 @@ wanted = os.environ.get("ICL_PATCH_OPS") or "auto"
 if wanted not in ("auto", "torch", "triton"):
     raise ValueError(f"expected ICL_PATCH_OPS=auto, torch or triton, got {wanted!r}")
 
-# By the dtypes for which the processor has matrix units, whose products of a few rows already are faster than a streamed one.
-_MATRIX_UNITS = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}
+
+def _cpu_stream_rows(matrix_units: str, kernels: str) -> int:
+    """Up to how many rows a streamed product is faster than torch's own in a narrow dtype."""
+    if wanted == "triton":
+        return _STREAM_ROWS
+    if getattr(torch.cpu, matrix_units, lambda: False)():
+        return _STREAM_ROWS_BESIDE_AMX
+    if native.cpu_instructions.startswith("avx") and not getattr(torch.ops.mkldnn, kernels, lambda: True)():
+        return sys.maxsize  # torch multiplies number by number
+    return _STREAM_ROWS
+
+
 _CPU_STREAM_ROWS = {
-    dtype: _STREAM_ROWS_BESIDE_AMX
-    for dtype, name in _MATRIX_UNITS.items()
-    if wanted != "triton" and getattr(torch.cpu, name, lambda: False)()
+    torch.bfloat16: _cpu_stream_rows("_is_amx_tile_supported", "_is_mkldnn_bf16_supported"),
+    torch.float16: _cpu_stream_rows("_is_amx_fp16_supported", "_is_mkldnn_fp16_supported"),
 }
 
 
@@ -100,7 +110,8 @@ def regime_of(z: Tensor, rows: int) -> str:
     """``"stream"`` or ``"tile"``: in which of the two products with z's dtype on z's device are computed for so many rows.
 
     Within a regime a row's bits do not depend on the number of rows. On the CPU a tile is a product of torch's own, from 17 rows on;
-    in bf16 from 5 rows on where the processor has matrix units.
+    in bf16 from 5 rows on where the processor has matrix units, and never where torch has no fast product of a dtype (fp16 without
+    AVX512-FP16).
     """
     if rows > (_CPU_STREAM_ROWS.get(z.dtype, _STREAM_ROWS) if z.is_cpu else _STREAM_ROWS):
         return TILE

@@ -56,12 +56,15 @@ def _text(name: str) -> str:
 
 
 cpu_instructions = _text("icl_patch_cpu_instructions")
-"""The instruction set that the CPU drivers use here: ``avx512``, ``avx2`` or ``portable``; empty without the library.
+"""The instruction set that the CPU drivers use here: ``avx512_bf16``, ``avx512``, ``avx2`` or ``portable``; empty without the library.
 
-The environment variable ICL_PATCH_CPU, read when the library is loaded, names another one. All of them give the same bits.
+The environment variable ICL_PATCH_CPU, read when the library is loaded, names another one. All of them give the same bits, but in the
+patched products, which add up in the processor's own width.
 """
 if _lacking is None and not cpu_instructions:
-    raise ValueError(f"expected ICL_PATCH_CPU=avx512, avx2 or portable, one that this processor has, got {os.environ['ICL_PATCH_CPU']!r}")
+    raise ValueError(
+        f"expected ICL_PATCH_CPU=avx512_bf16, avx512, avx2 or portable, one that this processor has, got {os.environ['ICL_PATCH_CPU']!r}"
+    )
 
 cuda_architectures = tuple(filter(None, _text("icl_patch_cuda_architectures").split(",")))
 """The compute capabilities there is machine code for, as ``("80", "90")``; empty if the library was built without CUDA."""

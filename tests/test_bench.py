@@ -1,5 +1,6 @@
 """The benchmarks: what is checked, timed, recorded, resumed and drawn. No assertion on time."""
 
+import itertools
 import json
 import math
 import re
@@ -81,6 +82,15 @@ def test_inputs_are_taken_in_turn() -> None:
     assert seen == [1, 2, 3, 1]
 
 
+def test_calls_that_share_a_turn_do_not_take_the_same_input() -> None:
+    seen: list[str] = []
+    turn = itertools.count()
+    one, two = (InTurn(lambda x, of=of: seen.append(of + x), ["1", "2", "3"], turn) for of in "ab")
+    for call in (one, two, two, one, one):
+        call()
+    assert seen == ["a1", "b2", "b3", "a1", "a2"]
+
+
 def test_parts_are_the_whole_once() -> None:
     cases = [case(str(i), {}) for i in range(10)]
     assert [c.name for i in (1, 2, 3) for c in part_of(cases, (i, 3))] == [c.name for c in cases]
@@ -103,16 +113,25 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
         case("b", {"ours": done, "other": raises}),
         Case("c", cannot_be_built),
         case("d", {"ours": done, "other": done}, wrong=("ours",)),
+        case("e", {"ours": done, "other": done}, nbytes={"ours": 8, "other": 4}, ceiling="other"),
+        case("f", {"ours": done, "other": done}, wrong=("other",), nbytes={"ours": 8, "other": 4}, ceiling="other"),
     ]
     results = Results("linear", CPU, tmp_path)
     lines = list(measure(cases, results, rounds=3))
-    assert [good for _, good in lines] == [True] + [False] * 7
+    assert [good for _, good in lines] == [True] + [False] * 11
     rows = {(row["case"], row["call"]): row for row in json.loads(results.path.read_text())["rows"]}
     assert rows["a", "other"]["failed"] == "expected 1, got 2"
     assert "seconds" not in rows["a", "other"]
     mine = rows["a", "ours"]
     assert (mine["ratio"], mine["error"], mine["passes"]) == (1, 0.5, 3)
     assert mine["of ceiling"] == pytest.approx(8 / mine["seconds"]["median"] / 4)
+    assert mine["ceiling GB/s"] == 4e-9
+    beside = rows["e", "ours"]
+    assert beside["of ceiling"] == pytest.approx(2 * rows["e", "other"]["ratio"])
+    assert beside["ceiling GB/s"] == rows["e", "other"]["GB/s"]
+    assert rows["e", "other"]["of ceiling"] == 1
+    assert "GB/s" in rows["f", "ours"]
+    assert "of ceiling" not in rows["f", "ours"]
     assert rows["b", "other"]["failed"] == "RuntimeError: no memory"
     assert rows["c", ""]["failed"] == "ValueError: no such weight"
     assert "failed" in rows["d", "ours"]
@@ -120,8 +139,8 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
     assert "seconds" in rows["d", "other"]
     table = results.path.with_suffix(".md").read_text()
     assert "| FAILED: expected 1, got 2 |" in table
-    assert [len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines() if line.startswith("|")] == [9] * 6
-    assert len(results.failed) == 4
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines() if line.startswith("|")] == [10] * 8
+    assert len(results.failed) == 5
 
 
 def test_an_error_is_one_line_with_or_without_words() -> None:
@@ -225,8 +244,9 @@ def test_linear_through_the_command_line(small: None, tmp_path: Path, capsys: py
     assert "2 of 4 cases were measured before" in capsys.readouterr().err
     [found] = load_all(tmp_path, "linear")
     assert len({row["case"] for row in found["rows"]}) == 4
-    assert all(0 <= row["error"] < 0.1 and row["ratio"] > 0 for row in found["rows"])
+    assert all(row["ratio"] > 0 and (row["call"] == linear.READ or 0 <= row["error"] < 0.1) for row in found["rows"])
     assert all(row["of ceiling"] > 0 and row["ceiling GB/s"] > 0 for row in found["rows"] if row["ours"])
+    assert [row["of ceiling"] for row in found["rows"] if row["call"] == linear.READ] == [1] * 4
     assert {"patched_linear", "F.linear", "unfused", "W + ΔW", "W + ΔW in a buffer"} <= {row["call"] for row in found["rows"]}
     assert ("PEFT" in found["skipped"]) == (linear.no_peft() is not None)
     assert cli.main(["bench", "--plots", "--out", str(tmp_path)]) == 0

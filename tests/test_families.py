@@ -100,7 +100,7 @@ def test_exact_is_bit_identical(family: str, dtype: torch.dtype, seed: int) -> N
                 check_inside(tape, wanted, mask, dtype)
             assert patch.report.misses.sum() == 0
             assert patch.report.reader_error.max() <= 8 * EPSILON[dtype]
-            assert patch.report.correction.max() <= 8 * EPSILON[dtype]
+            assert patch.report.correction.max() <= 16 * EPSILON[dtype]  # a new scale of some hundreds magnifies the norm's rounding
             assert not patch.report.experts_changed.any()
 
 

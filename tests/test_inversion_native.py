@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from instruction_sets import INSTRUCTION_SETS, run_on
 from inversion import mixed_rows, needs_native, same_rows
 from numeric import same_bits
 from torch import Tensor
@@ -62,15 +63,10 @@ print(native.cpu_instructions, digest.hexdigest())
 """
 
 
-def run_on(instructions: str, script: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"ICL_PATCH_CPU": instructions, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    return subprocess.run([sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(scope="module")
 def digests() -> dict[str, str]:
     found = {}
-    for instructions in ("portable", "avx2", "avx512"):
+    for instructions in INSTRUCTION_SETS:
         done = run_on(instructions, DIGEST)
         if done.returncode == 0:
             name, found[instructions] = done.stdout.split()
@@ -92,7 +88,7 @@ def test_instruction_sets_agree_bit_for_bit(digests: dict[str, str]) -> None:
 def test_an_unknown_instruction_set_is_refused() -> None:
     done = run_on("sse9", "import icl_patch")
     assert done.returncode != 0
-    assert "expected ICL_PATCH_CPU=avx512, avx2 or portable" in done.stderr
+    assert "expected ICL_PATCH_CPU=avx512_bf16, avx512, avx2 or portable" in done.stderr
     assert "got 'sse9'" in done.stderr
 
 
