@@ -19,7 +19,7 @@ from icl_patch.kernels.config import DTYPES, STREAM, Config, Entry
 from icl_patch.kernels.launching import Launch
 from icl_patch.kernels.linear import plan_linear, sums_coefficients
 
-FUSED = (1, 4, 16, 32, 64)
+FUSED = (1, 4, 8, 16, 32, 64)
 """How many coefficients a program may sum itself, to try once the blocks are chosen: the bits are the same."""
 
 
@@ -31,7 +31,7 @@ def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
             found += [
                 {"dot": False, "block_m": 16, "block_n": block_n, "block_k": 64, "num_warps": warps, "num_stages": stages}
                 for warps in (4, 8)
-                for stages in (2, 4)
+                for stages in (4, 8)
             ]
     elif regime == STREAM:
         for block_n in (16, 32, 64, 128):
