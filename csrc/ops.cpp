@@ -132,6 +132,7 @@ void run_cpu(const Inversion& call, const Tensor&) {
 
 #ifdef ICL_PATCH_CUDA
 void run_cuda(const Inversion& call, const Tensor& on) {
+  STD_TORCH_CHECK(call.n <= 1 << 30, "expected at most 2^30 elements a row, got ", call.n);
   void* stream = nullptr;
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));

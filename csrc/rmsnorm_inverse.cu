@@ -39,6 +39,9 @@ struct Exchange {
 
 extern __shared__ double shared_memory[];  // an Exchange, then e and p of a row that is kept there
 
+// Of columns apart from each other; the arithmetic of their addresses would be most of a kernel, if it were in line everywhere.
+__device__ __noinline__ double apart(const Matrix& x, int64_t b, int k) { return x.at(b, k); }
+
 template <int kThreads, int kItems, Keep kKeep, bool kUpdate>
 class BlockRow {
  public:
@@ -47,6 +50,8 @@ class BlockRow {
   __device__ BlockRow(const Inversion& call, int64_t b)
       : call_(call),
         b_(b),
+        n_(static_cast<int>(call.n)),
+        start_(b * call.n),
         exchange_(*reinterpret_cast<Exchange*>(shared_memory)),
         shared_(shared_memory + sizeof(Exchange) / sizeof(double)) {}
 
@@ -61,7 +66,7 @@ class BlockRow {
   // A coordinate of a survey.
   struct At {
     const BlockRow& row;
-    int64_t k;
+    int k;
     Inputs x;
 
     __device__ double scale() const { return x.scale; }
@@ -76,7 +81,7 @@ class BlockRow {
     }
 
     __device__ double put(double hidden, double new_scale) const {
-      const int64_t i = row.b_ * row.call_.n + k;
+      const int64_t i = row.start_ + k;
       row.call_.new_scale[i] = new_scale;
       if (row.call_.hidden_is_double) {
         static_cast<double*>(row.call_.hidden)[i] = hidden;
@@ -98,15 +103,15 @@ class BlockRow {
 
   template <class F>
   __device__ __forceinline__ void each(F f) const {
-    for (int64_t first = 0; first < call_.n; first += int64_t{kBatch} * kThreads) {
+    for (int first = 0; first < n_; first += kBatch * kThreads) {
       double scale[kBatch], other[kBatch], fallback[kBatch];
       read(call_.scale, first, scale);
       read(kUpdate ? call_.delta : call_.target, first, other);
       if (kUpdate) read(call_.fallback, first, fallback);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const int64_t k = first + j * kThreads + threadIdx.x;
-        if (k < call_.n) f(At{*this, k, {scale[j], other[j], kUpdate ? fallback[j] : 0}});
+        const int k = place(first, j);
+        if (k < n_) f(At{*this, k, {scale[j], other[j], kUpdate ? fallback[j] : 0}});
       }
     }
   }
@@ -125,7 +130,7 @@ class BlockRow {
 #pragma unroll
       for (int j = 0; j < kItems; ++j) f(sum, Term{e_[j], p_[j]});
     } else if (kKeep == Keep::kShared) {
-      for (int64_t k = threadIdx.x; k < call_.n; k += kThreads) f(sum, Term{shared_[k], shared_[call_.n + k]});
+      for (int k = threadIdx.x; k < n_; k += kThreads) f(sum, Term{shared_[k], shared_[n_ + k]});
     } else {
       each([&](const At& at) {
         const auto [e, p] = usable(at.m(), at.g(), smallest_);
@@ -135,18 +140,23 @@ class BlockRow {
     return across_block(sum);
   }
 
-  __device__ __forceinline__ void prepare(double smallest) {
+  template <template <class> class S, class F>
+  __device__ __forceinline__ S<double> prepare(double smallest, F f) {
     smallest_ = smallest;
+    S<double> sum;
     if (kKeep == Keep::kRegisters) {
 #pragma unroll
-      for (int part = 0; part < kItems; part += kBatch) prepare_registers(part);
-    } else if (kKeep == Keep::kShared) {
-      each([&](const At& at) {  // every thread reads what it wrote
+      for (int part = 0; part < kItems; part += kBatch) prepare_registers(part, sum, f);
+    } else {
+      each([&](const At& at) {
+        f(sum, at);
+        if (kKeep == Keep::kNothing) return;
         const auto [e, p] = usable(at.m(), at.g(), smallest);
-        shared_[at.k] = e;
-        shared_[call_.n + at.k] = p;
+        shared_[at.k] = e;  // every thread reads what it wrote
+        shared_[n_ + at.k] = p;
       });
     }
+    return across_block(sum);
   }
 
   template <class F>
@@ -167,35 +177,45 @@ class BlockRow {
   }
 
  private:
+  __device__ __forceinline__ static int place(int first, int j) { return first + j * kThreads + static_cast<int>(threadIdx.x); }
+
   // One dtype for a batch, so that its loads are in flight together.
-  __device__ __forceinline__ void read(const Matrix& x, int64_t first, double (&to)[kBatch]) const {
-    const int64_t start = b_ * x.row;
-    const auto all = [&](auto load) {
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int64_t k = first + j * kThreads + threadIdx.x;
-        to[j] = k < call_.n ? load(start + k * x.column) : 0;
-      }
-    };
+  __device__ __forceinline__ void read(const Matrix& x, int first, double (&to)[kBatch]) const {
+    if (x.column != 1) {
+      for (int j = 0; j < kBatch; ++j) to[j] = place(first, j) < n_ ? apart(x, b_, place(first, j)) : 0;
+      return;
+    }
     switch (x.dtype) {
-      case Float::kDouble: all([&](int64_t i) { return static_cast<const double*>(x.data)[i]; }); break;
-      case Float::kSingle: all([&](int64_t i) -> double { return static_cast<const float*>(x.data)[i]; }); break;
-      case Float::kBrain: all([&](int64_t i) -> double { return from_brain(static_cast<const uint16_t*>(x.data)[i]); }); break;
-      default: all([&](int64_t i) -> double { return from_half(static_cast<const uint16_t*>(x.data)[i]); });
+      case Float::kDouble: return load<double>(x, first, to, [](double value) { return value; });
+      case Float::kSingle: return load<float>(x, first, to, [](float value) -> double { return value; });
+      case Float::kBrain: return load<uint16_t>(x, first, to, [](uint16_t value) -> double { return from_brain(value); });
+      default: load<uint16_t>(x, first, to, [](uint16_t value) -> double { return from_half(value); });
     }
   }
 
-  __device__ __forceinline__ void prepare_registers(int part) {
+  template <class T, class F>
+  __device__ __forceinline__ void load(const Matrix& x, int first, double (&to)[kBatch], F widen) const {
+    const T* const from = static_cast<const T*>(x.data) + b_ * x.row + place(first, 0);
+    T values[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) values[j] = place(first, j) < n_ ? from[j * kThreads] : T{};
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) to[j] = widen(values[j]);
+  }
+
+  template <class S, class F>
+  __device__ __forceinline__ void prepare_registers(int part, S& sum, F f) {
     double scale[kBatch], other[kBatch], fallback[kBatch];
-    const int64_t first = int64_t{part} * kThreads;
+    const int first = part * kThreads;
     read(call_.scale, first, scale);
     read(kUpdate ? call_.delta : call_.target, first, other);
     if (kUpdate) read(call_.fallback, first, fallback);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const At at{*this, 0, {scale[j], other[j], kUpdate ? fallback[j] : 0}};
+      const At at{*this, place(first, j), {scale[j], other[j], kUpdate ? fallback[j] : 0}};
       const auto [e, p] = usable(at.m(), at.g(), smallest_);
-      const bool inside = first + j * kThreads + threadIdx.x < call_.n;
+      const bool inside = at.k < n_;
+      if (inside) f(sum, at);
       e_[part + j] = inside ? e : 1;
       p_[part + j] = inside ? p : 0;
     }
@@ -216,6 +236,8 @@ class BlockRow {
 
   const Inversion& call_;
   const int64_t b_;
+  const int n_;
+  const int64_t start_;  // of the row in the outputs
   Exchange& exchange_;
   double* const shared_;
   double power_ = 1, smallest_ = 0;

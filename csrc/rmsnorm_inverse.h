@@ -15,7 +15,7 @@
 //                             fallback() and index(), and for the stable update scale() and delta()
 //     row.reduce<S>(f)        the same, where `at` need only have e() and p(): what is summed at every evaluation
 //     row.scale(power)        m and g are multiplied by a power of two from now on
-//     row.prepare(smallest)   e() and p() are those of `usable` from now on
+//     row.prepare<S>(smallest, f)   a survey, after which e() and p() are those of `usable`
 //     row.form(update)        m() and g() are those of the update from now on
 //     row.once(f)             f(), computed once and known to all that work on the row
 //     row.is_double()         whether hidden is wanted in double precision
@@ -336,8 +336,7 @@ template <class Row>
 ICL_PATCH_INLINE Secular secular(Row& row, double smallest, double target) {
   using V = typename Row::Value;
   const double inverse_root = 1 / std::sqrt(target);
-  row.prepare(smallest);
-  const auto sums = row.template survey<Weights>([=](auto& sum, const auto& at) {
+  const auto sums = row.template prepare<Weights>(smallest, [=](auto& sum, const auto& at) {
     const V m = at.m(), e = distance(m, smallest), p = magnitude(m) * magnitude(at.g()), squared = p * p;
     const auto pole = e == 0.0;
     sum.squares += squared;

@@ -178,8 +178,10 @@ class CpuRow {
     for (int64_t i = 0; i < g_ - m_; ++i) m_[i] *= power, g_[i] *= power;
   }
 
-  void prepare(double smallest) const {
+  template <template <class> class S, class F>
+  S<double> prepare(double smallest, F f) const {
     for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).prepare(smallest);
+    return survey<S>(f);
   }
 
   void keep() const {

@@ -30,12 +30,18 @@ ICL_PATCH_CALLABLE uint32_t bits_of(float value) {
 ICL_PATCH_CALLABLE float from_brain(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
 
 ICL_PATCH_CALLABLE float from_half(uint16_t bits) {
+#ifdef __CUDA_ARCH__
+  float exact;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(exact) : "h"(bits));
+  return exact;
+#else
   const uint32_t magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
   // exponent and mantissa in place, then the bias: 2^112 also normalises what was denormal; infinity and NaN keep their exponent
   const float finite = from_bits(magnitude << 13) * 0x1p112f;
   const float special = from_bits((magnitude << 13) | (magnitude > 0x7c00u ? 0x7fc00000u : 0x7f800000u));
   const float value = magnitude < 0x7c00u ? finite : special;
   return from_bits(bits_of(value) | sign);
+#endif
 }
 
 // To the nearest bf16, ties to even, still in fp32; NaN stays NaN.

@@ -17,6 +17,7 @@ from icl_patch.ops import InversionStatus as Status
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # as csrc/rows.h counts them
 PLENTY, LITTLE = 1 << 18, 1 << 10  # bytes of shared memory: a long row is kept there, or read again each time
 
 
@@ -27,6 +28,13 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w"]
     subprocess.run([COMPILER, *flags, *include, str(HERE / "cuda_on_cpu" / "entry.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
+
+
+def apart(x: Tensor, column: int) -> Tensor:
+    """x with a column in every ``column``-th place, and NaN between them."""
+    spread = torch.full((*x.shape, column), torch.nan, dtype=x.dtype)
+    spread[..., 0] = x
+    return spread
 
 
 class Driver:
@@ -47,20 +55,22 @@ class Driver:
         update: bool = False,
         bisection: bool = False,
         shared_memory: int = PLENTY,
+        column: int = 1,
     ) -> reference.RMSNormInverse:
         rows, n = target.shape
-        single = target.dtype == torch.float32
         result = reference.RMSNormInverse(
-            torch.full((rows, n), torch.nan, dtype=target.dtype),
+            torch.full((rows, n), torch.nan, dtype=torch.float64 if target.dtype == torch.float64 else torch.float32),
             torch.full((rows,), torch.nan, dtype=torch.float64),
             torch.full((rows, n), torch.nan, dtype=torch.float64),
             torch.full((rows,), 99, dtype=torch.int8),
             torch.full((rows,), 99, dtype=torch.int32),
         )
-        given = [x if x is None else x.contiguous() for x in (target, scale.expand(rows, n), rms, fallback)]
+        spread = [x if x is None else apart(x, column) for x in (target, scale.expand(rows, n), fallback)]
+        given = [*spread[:2], rms, spread[2]]
         pointers = [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in given]
         out = [ctypes.c_void_p(x.data_ptr()) for x in (result.hidden, result.shift, result.new_scale, result.status, result.evaluations)]
-        sizes = (ctypes.c_int64(rows), ctypes.c_int64(n), ctypes.c_bool(update), ctypes.c_bool(single))
+        dtype = ctypes.c_int(DTYPES.index(target.dtype))
+        sizes = (ctypes.c_int64(rows), ctypes.c_int64(n), ctypes.c_bool(update), dtype, ctypes.c_int64(column))
         error = self.call(*sizes, *pointers, ctypes.c_double(eps), ctypes.c_bool(bisection), ctypes.c_int(shared_memory), *out)
         assert error is None
         return result
@@ -123,3 +133,23 @@ def test_the_whole_update(driver: ctypes.CDLL, dtype: torch.dtype, n: int, share
     assert (got.hidden - want.u).norm() <= tolerance * (want.u + h).norm()
     assert ((got.new_scale - want.new_scale).abs() <= 1e-9 * want.new_scale.abs()).all()
     assert not got.hidden[1].any() and torch.equal(got.new_scale[1], scale.double())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "shared_memory"),
+    [*((dtype, 1023, PLENTY) for dtype in DTYPES), (torch.bfloat16, 4097, PLENTY), (torch.float16, 4097, LITTLE)],
+    ids=str,
+)
+def test_every_dtype_and_columns_apart(driver: ctypes.CDLL, dtype: torch.dtype, n: int, shared_memory: int) -> None:
+    """The bits of what the numbers are in fp32 or fp64, wherever they lie."""
+    rng = seeded(n)
+    g, h = (normal(rng, 3, n, dtype=dtype) for _ in range(2))
+    m, rms = (1 + 0.4 * normal(rng, n)).to(dtype), torch.tensor([1.0, 0.5, 2.0]).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for update in (False, True):
+        given = [x if x is None else x.to(wide) for x in (g, m, None if update else rms)]
+        plain = Driver(driver)(*given, 1e-6, h.to(wide), update=update, shared_memory=shared_memory)
+        for column in (1, 3):
+            got = Driver(driver)(g, m, None if update else rms, 1e-6, h, update=update, shared_memory=shared_memory, column=column)
+            assert all(torch.equal(getattr(got, name), getattr(plain, name)) for name in vars(plain))
+        assert plain.status.tolist() == [Status.EASY] * 3

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from instruction_sets import INSTRUCTION_SETS, run_on
 from inversion import mixed_rows, needs_native, same_rows
 from numeric import same_bits
 from torch import Tensor
@@ -39,6 +38,7 @@ def test_the_library_is_built_where_it_can_be() -> None:
 
 DIGEST = """
 import hashlib, itertools, torch
+import test_native_linear
 from inversion import mixed_rows
 from numeric import FLOATS, normal, seeded
 from icl_patch import native, ops
@@ -59,14 +59,20 @@ for dtype, n in itertools.product(FLOATS.values(), (1, 2, 3, 5, 8, 9, 15, 16, 31
     parts += [torch.ops.icl_patch.gated_product(x, h, act) for x in (m, 1e3 * g, h / 9) for act in ("gelu_tanh", "silu")]
     for part in (*parts, *torch.ops.icl_patch.read_direction(m)):
         digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+test_native_linear.check_products()
 print(native.cpu_instructions, digest.hexdigest())
 """
+
+
+def run_on(instructions: str, script: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"ICL_PATCH_CPU": instructions, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    return subprocess.run([sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def digests() -> dict[str, str]:
     found = {}
-    for instructions in INSTRUCTION_SETS:
+    for instructions in ("portable", "avx2", "avx512", "avx512_bf16"):
         done = run_on(instructions, DIGEST)
         if done.returncode == 0:
             name, found[instructions] = done.stdout.split()

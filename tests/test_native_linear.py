@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import traced
-from instruction_sets import INSTRUCTION_SETS, run_on
 from numeric import UNIT, normal, same_bits, seeded
 from torch import Tensor
 
@@ -220,25 +219,9 @@ def test_traced_on_real_tensors(name: str) -> None:
     traced.check_traced(name)
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
-def test_on_the_other_instruction_sets(instructions: str) -> None:
-    """The products of each set are added up in its own width."""
-    if instructions == native.cpu_instructions:
-        pytest.skip("the tests above run on this one")
-    done = run_on(instructions, OTHERS)
-    if "expected ICL_PATCH_CPU=" in done.stderr:
-        pytest.skip("this processor does not have it")
-    assert done.stdout == instructions + "\n", done.stderr
-
-
-OTHERS = """
-import itertools
-import test_native_linear as this
-from icl_patch import native
-for transposed, dtype in itertools.product((False, True), this.DTYPES.values()):
-    for kind in ("none", "row", "pool"):
-        this.test_against_the_formula(kind, dtype, transposed)
-    this.test_a_row_does_not_see_the_others(dtype, transposed)
-    this.test_recording_has_the_bits_of_the_replay(dtype, transposed)
-print(native.cpu_instructions)
-"""
+def check_products() -> None:
+    """What an instruction set computes, added up in its own width; :mod:`test_inversion_native` calls it on each."""
+    for transposed, dtype in itertools.product((False, True), DTYPES.values()):
+        test_against_the_formula("row", dtype, transposed)
+        test_a_row_does_not_see_the_others(dtype, transposed)
+        test_recording_has_the_bits_of_the_replay(dtype, transposed)

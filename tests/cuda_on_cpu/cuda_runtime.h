@@ -16,6 +16,7 @@
 #define __shared__
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 
 struct dim3 {
