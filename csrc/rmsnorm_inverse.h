@@ -396,7 +396,7 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bis
   const double unscaled = 1 / power;
   const double missing = hard ? 0 : -1;  // e of the coordinates that take up the missing norm
   const double s = root.s, rescale = std::sqrt(target / norm2), norm = std::sqrt(radius.c * radius.c + radius.eps);
-  const auto faults = row.template survey<Faults>([=](auto& sum, const auto& at) {
+  const auto any = [=](auto& sum, const auto& at) {
     const V m = at.m(), g = at.g(), e = distance(m, smallest), shifted = e + s;
     const auto at_pole = e == missing;
     const V size = magnitude(m) * magnitude(g) / select(shifted > 0.0, shifted, V{1});
@@ -408,7 +408,14 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bis
     const V new_scale = select(by_quotient & (y == 0.0), m, quotient) * unscaled;
     sum.unreachable += select((m == 0.0) & (g != 0.0) & (y == 0.0), V{1}, V{});
     sum.nonfinite += at.store(y * norm, new_scale);
-  });
+  };
+  // Neither a pole nor an m = 0 to tell apart: the same numbers.
+  const auto regular = [=](auto& sum, const auto& at) {
+    const V m = at.m(), shifted = distance(m, smallest) + s;
+    sum.nonfinite += at.store(m * at.g() / shifted * rescale * norm, shifted / m * unscaled);
+  };
+  const bool is_regular = !hard && smallest > 0 && s > 0;
+  const auto faults = is_regular ? row.template survey<Faults>(regular) : row.template survey<Faults>(any);
   const double shift = s * unscaled * unscaled;
   Status status = faults.unreachable != 0 ? kUnreachable : hard ? kHard : kEasy;
   if (!root.converged || faults.nonfinite != 0 || !(shift < kInfinity)) status = kNoConvergence;
