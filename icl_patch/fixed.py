@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
 
 from icl_patch import streams
 from icl_patch.decoding import Decoding, Feed, Pass, Step
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.notes import Notes
+from icl_patch.regions import Regions
 
 _LEAST = 32  # tokens
 _KEPT = 2  # steps, and the caches they run on, that a patcher keeps between generations
@@ -68,7 +70,8 @@ class Traced:
             return [x for x in leaves if isinstance(x, Tensor)]
 
         with self._covering():
-            self._graph = _compiled(make_fx(run)())
+            blocks = [block.module for block in self._step.patcher.blocks]
+            self._graph = Regions(make_fx(run)(), blocks)
         return passes[0]
 
     @contextmanager
@@ -78,12 +81,6 @@ class Traced:
         except Exception as cause:  # of the model's own code, which nobody here has seen
             name, reason = type(self._step.patcher.model).__name__, str(cause).partition("\n")[0]
             raise UnsupportedModelError(f"compiled=True does not cover {name}: {reason}") from cause
-
-
-def _compiled(graph: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """Compiled when it is first called."""
-    made: Callable[[], list[Tensor]] = torch.compile(graph, fullgraph=True, dynamic=False)
-    return made
 
 
 class Captured:
@@ -185,6 +182,16 @@ def roomy(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+def _traced(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a trace of the model depends on: where its weights lie, its hooks (by numbers that are never given twice), its attention."""
+    found = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
+    for module in model.modules():
+        found += (*module._forward_pre_hooks, *module._forward_hooks)
+        if "forward" in vars(module):
+            found.append(id(module.forward))
+    return (*found, model.config._attn_implementation)
+
+
 def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable[[], None]:
     """Let a context's steps run on buffers that never move.
 
@@ -194,8 +201,7 @@ def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable
     assert isinstance(state.step, Step)
     patcher, feed = state.patcher, state.step.feed
     capacity = roomy(state.ids.shape[1])
-    weights = tuple(x.data_ptr() for x in (*patcher.model.parameters(), *patcher.model.buffers()))
-    key = (len(state.ids), capacity, state.way, both, compiled, graph, feed.current.device, weights)
+    key = (len(state.ids), capacity, state.way, both, compiled, graph, feed.current.device, _traced(patcher.model))
     fixed = patcher.fixed.pop(key, None) or FixedStep(state, capacity, both, compiled, graph)
     fixed.start_from(feed)
     state.step, state.cache = fixed, fixed.feed.cache

@@ -3,8 +3,8 @@
 ``ICL_PATCH_OPS=torch pytest -p pretend_cuda -m gpu`` runs tests of a device on it. A storage says which device its tensors claim to be on;
 one that was made inside an operator says nothing and goes with any. Tensors of two devices do not mix. A graph takes down what is
 dispatched while it is captured, takes back what that wrote, and at a replay does it again on what lies in the same places by then; a
-capture neither looks at a number nor copies between devices. ``torch.compile`` gives back what it was given. Streams and events do
-nothing, no kernel runs, and no time means anything.
+capture neither looks at a number nor copies between devices. A compiler gives back what it was given. Streams and events do nothing, no
+kernel runs, and no time means anything.
 """
 
 import time
@@ -20,6 +20,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
+
+from icl_patch import regions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 # What waits for the device, as the host looks at a number.
@@ -260,6 +262,7 @@ def pytest_configure() -> None:
         setattr(torch, name, claiming_data(getattr(torch, name), empty))
     torch.Generator = Generator
     torch.compile = lambda function, **_: function
+    regions.BACKEND = lambda module, _: module
     fake_tensor.init_gpu_context = always(None)
 
     Tensor.device = property(device_of)

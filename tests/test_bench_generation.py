@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from icl_patch import regions
 from icl_patch.bench import costs, generation, plots, steps
 from icl_patch.bench.generation import APPLIED, COMPILED, NAIVE, OURS, OURS_COMPILED, PEFT, PLAIN
 from icl_patch.bench.harness import Case, Comparison, measure
@@ -131,6 +132,7 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
         raise RuntimeError("no C++ compiler\nin the PATH")
 
     monkeypatch.setattr(steps.torch, "compile", no_compiler)
+    monkeypatch.setattr(regions, "BACKEND", no_compiler)
     monkeypatch.setattr(steps, "materialised", lambda model, patch: torch.no_grad())  # Algorithm 1 that changes nothing
     monkeypatch.setattr(generation, "no_peft", lambda: "peft is not installed")
     results = Results("generation", CPU, tmp_path)

@@ -10,10 +10,8 @@ from models import ragged, tokens
 from small import IDS, small, works
 from torch import nn
 
-from icl_patch import ContextPatcher, ControllabilityError, UnsupportedModelError, fixed, metrics, zoo
+from icl_patch import ContextPatcher, ControllabilityError, UnsupportedModelError, fixed, metrics, regions, zoo
 from icl_patch.generation import GenerationStep
-
-INDUCTOR = fixed._compiled
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +19,12 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The graphs that were traced; compiled with the compiler's front half alone, as its back half takes ten seconds a graph."""
     found: list[Any] = []
 
-    def compiled(graph: Any) -> Any:
-        found.append(graph)
-        return torch.compile(graph, fullgraph=True, dynamic=False, backend="aot_eager")
+    def compiled(module: Any, blocks: Any) -> Any:
+        found.append(module)
+        return regions.Regions(module, blocks)
 
-    monkeypatch.setattr(fixed, "_compiled", compiled)
+    monkeypatch.setattr(fixed, "Regions", compiled)
+    monkeypatch.setattr(regions, "BACKEND", "aot_eager")
     yield found
     torch.compiler.reset()
 
@@ -61,7 +60,7 @@ def test_a_compiled_step_is_the_eager_one(family: str, fast: bool | None, traces
 def test_with_the_whole_compiler() -> None:
     with pytest.MonkeyPatch.context() as patch, ContextPatcher(small("llama"), "stable") as patcher:
         eager = steps_of(patcher)
-        patch.setattr(fixed, "_compiled", INDUCTOR)
+        patch.setattr(regions, "BACKEND", "inductor")
         same(steps_of(patcher, compiled=True, check_every=1), eager)
 
 
@@ -104,6 +103,18 @@ def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
             same(steps_of(patcher, ids, compiled=True), steps_of(patcher, ids))
         assert len(traces) == 4
         assert len(patcher.fixed) == 2
+
+
+def test_another_hook_makes_another_step(traces: list[Any]) -> None:
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        expected = steps_of(patcher)
+        handle = model.model.layers[0].register_forward_hook(lambda _module, _args, out: out + 1)
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        handle.remove()
+        for _ in range(2):
+            same(steps_of(patcher, compiled=True), expected)
+    assert len(traces) == 2
 
 
 def test_the_room_of_a_step() -> None:
