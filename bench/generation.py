@@ -68,7 +68,7 @@ PEFT = "PEFT, factors swapped"
 APPLIED = ("patch applied", "patch applied, compiled", "patch applied, CUDA graph")
 NAIVE = ("W + ΔW built, with a cache", "W + ΔW built, Algorithm 1 without a cache")
 # Of the error: of the ways that round W + ΔW or its factors to the model's dtype, and of the others.
-_LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.3, 0.15)}
+_LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.12)}
 _SLOW = 3.0  # seconds: what takes longer is not taken again to be observed
 
 
@@ -140,6 +140,7 @@ def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, devic
         units=dict.fromkeys(calls, batch),
         unit="tokens",
         notes={"weights MB": weight_bytes(models.plain) / 1e6},
+        apart=[name for name in calls if ids.is_cuda and "compiled" in name],  # the others are there when the compiler has only begun
         costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
         most_seconds=6.0,
     )

@@ -153,10 +153,11 @@ class Comparison:
     """Calls that do the same work.
 
     ours: the call that the others are compared with. check: the error of a call's result, by the call's name; raises AssertionError with
-    what was expected and what came. nbytes: what each call must move at least, and ceiling: the bandwidth measured here, in bytes a
-    second, or the call whose bandwidth it is. apart: calls that write so much that the others would wait for their writes; they are
-    timed after them. units: how many of something each call does, which then are what is compared, and unit: what they are. notes:
-    further numbers about our call. costs: further numbers about any call, by its name and its seconds, from passes that are not timed.
+    what was expected and what came. nbytes: what each call must move at least, and ceiling: the bandwidth measured here, in bytes a second,
+    or the call whose bandwidth it is. apart: calls that write so much that the others would wait for their writes, or that take long to be
+    made; they are checked and timed after them. units: how many of something each call does, which then are what is compared, and unit:
+    what they are. notes: further numbers about our call. costs: further numbers about any call, by its name and its seconds, from passes
+    that are not timed.
     """
 
     ours: str
@@ -180,6 +181,9 @@ class Case:
     name: str
     build: Callable[[], Comparison]
     parameters: Mapping[str, str | int] = field(default_factory=dict)
+
+
+UNFINISHED = "unfinished"  # a row's mark until its case is done
 
 
 class Recorder(Protocol):
@@ -224,40 +228,51 @@ def measure(
             yield f"out of time: {len(left) - number + 1} of {len(left)} cases left", good
             return
         yield f"{number}/{len(left)} {case.name}", good
-        rows = _rows(case, results.device, rounds)
+        rows: list[dict[str, Any]] = []
+        for rows in _rows(case, results.device, rounds):
+            results.add(case, rows)
         good = good and not any("failed" in row for row in rows)
-        results.add(case, rows)
         yield "  " + describe(rows), good
 
 
-def _rows(case: Case, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows as far as they are known, each time more of them or more of each: whoever is cut off has what was measured."""
     head = {"case": case.name, **({"parameters": dict(case.parameters)} if case.parameters else {})}
     try:
         comparison = case.build()
     except Exception as error:  # whatever it is, the other cases are worth having
-        return [head | {"call": "", "ours": True, "failed": reason(error)}]
-    failed, errors = {}, {}
-    for name, call in comparison.calls.items():
-        try:
-            errors[name] = comparison.check(name, call())
-        except Exception as error:
-            failed[name] = reason(error)
+        yield [head | {"call": "", "ours": True, "failed": reason(error)}]
+        return
+    failed: dict[str, str] = {}
+    errors: dict[str, float | None] = {}
     timings: dict[str, Timing] = {}
+    costs: dict[str, dict[str, Any]] = {}
+
+    def rows() -> list[dict[str, Any]]:
+        found = []
+        for name in comparison.calls:
+            row = head | {"call": name, "ours": name == comparison.ours}
+            if name in failed:
+                found.append(row | {"failed": failed[name]})
+            elif name in timings:
+                found.append(row | _numbers(comparison, name, timings, errors[name]) | costs.get(name, {UNFINISHED: True}))
+        return found
+
     for apart in (False, True):
-        calls = {name: call for name, call in comparison.calls.items() if name not in failed and (name in comparison.apart) is apart}
+        calls = {name: call for name, call in comparison.calls.items() if (name in comparison.apart) is apart}
+        for name, call in calls.items():
+            try:
+                errors[name] = comparison.check(name, call())
+            except Exception as error:
+                failed[name] = reason(error)
+        whole = {name: call for name, call in calls.items() if name not in failed}
         try:
-            timings |= compare(calls, device, rounds, comparison.least_seconds, comparison.most_seconds)
+            timings |= compare(whole, device, rounds, comparison.least_seconds, comparison.most_seconds)
         except Exception as error:
-            failed |= dict.fromkeys(calls, reason(error))
-    rows = []
-    for name in comparison.calls:
-        row = head | {"call": name, "ours": name == comparison.ours}
-        if name in failed:
-            row["failed"] = failed[name]
-        else:
-            row |= _numbers(comparison, name, timings, errors[name]) | _costs(comparison, name, timings[name])
-        rows.append(row)
-    return rows
+            failed |= dict.fromkeys(whole, reason(error))
+        yield rows()
+    costs |= {name: _costs(comparison, name, timing) for name, timing in timings.items()}
+    yield rows()
 
 
 def _costs(comparison: Comparison, name: str, timing: Timing) -> dict[str, Any]:

@@ -9,6 +9,7 @@ that of a large copy. The error is the largest difference from fp64, relative to
 """
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -242,9 +243,11 @@ def no_peft() -> str | None:
     if find_spec("peft") is None:
         return "peft is not installed"
     try:
-        import peft.tuners.lora  # noqa: F401
+        import peft.tuners.lora
     except Exception as error:  # a half-installed optional library must not cost the other rows
         return f"peft does not import: {type(error).__name__}: {error}"
+    if "config" not in inspect.signature(peft.tuners.lora.Linear.__init__).parameters:
+        return f"peft {peft.__version__} makes its layers otherwise than 0.19"
     return None
 
 

@@ -17,9 +17,9 @@ from rich.table import Table
 
 import icl_patch
 from icl_patch import native
-from icl_patch.bench.harness import Case, cell, format_seconds
+from icl_patch.bench.harness import UNFINISHED, Case, cell, format_seconds
 
-_COLUMNS = ("case", "call", "ours", "parameters", "seconds", "ratio", "unit", "rate", "failed", "code", "parts", "not observed")
+_COLUMNS = ("case", "call", "ours", "parameters", "seconds", "ratio", "unit", "rate", "failed", "code", "parts", "not observed", UNFINISHED)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -99,9 +99,9 @@ class Results:
         return [f"{row['case']}, {row['call']}: {row['failed']}" for row in self.rows if "failed" in row]
 
     def has(self, name: str) -> bool:
-        """Whether a case was measured already, by this code, and did not fail."""
+        """Whether a case was measured already, all of it, by this code, and did not fail."""
         rows = self.cases.get(name, [])
-        return bool(rows) and all(row.get("code") == code_fingerprint() and "failed" not in row for row in rows)
+        return bool(rows) and all(row.get("code") == code_fingerprint() and not {"failed", UNFINISHED} & set(row) for row in rows)
 
     def skip(self, call: str, reason: str) -> None:
         """Say why no row has this call."""

@@ -278,16 +278,21 @@ cudaError_t launch(const Inversion& call, int64_t kept, cudaStream_t stream) {
   return cudaLaunchKernelEx(&config, kernel, call);
 }
 
+constexpr int64_t kReserved = 1024;  // bytes of shared memory that CUDA takes of every block
+
 // The block depends on n and the device alone, so that a row's bits do not depend on the batch.
 cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t stream) {
   if (call.n <= 256) return launch<32, 8, Keep::kRegisters>(call, 0, stream);
   if (call.n <= 2048) return launch<256, 8, Keep::kRegisters>(call, 0, stream);
   if (call.n <= 4096) return launch<512, 8, Keep::kRegisters>(call, 0, stream);
-  int available = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  int of_block = 0, of_processor = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
-  const int64_t needed = 2 * call.n * static_cast<int64_t>(sizeof(double));
-  if (needed + static_cast<int64_t>(sizeof(Exchange)) <= available) return launch<512, 8, Keep::kShared>(call, needed, stream);
+  const int64_t kept = 2 * call.n * static_cast<int64_t>(sizeof(double)), needed = kept + static_cast<int64_t>(sizeof(Exchange));
+  // Two rows on a multiprocessor: while one waits for its memory or its sums, the other computes.
+  if (2 * (needed + kReserved) <= of_processor) return launch<256, 8, Keep::kShared>(call, kept, stream);
+  if (needed <= of_block) return launch<512, 8, Keep::kShared>(call, kept, stream);
   return launch<512, 8, Keep::kNothing>(call, 0, stream);
 }
 

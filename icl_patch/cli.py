@@ -427,8 +427,10 @@ def _bench(options: argparse.Namespace) -> int:
         for line, good_so_far in run(results, plan):
             print(f"{results.benchmark}: {line}", file=sys.stderr, flush=True)
             good = good and good_so_far
-    tables = [line for results in everything for line in (results.table(), f"written to {results.path}")]
-    _print(options, {results.benchmark: results.to_dict() for results in everything}, *tables)
+        if not options.json:
+            _print(options, {}, results.table(), f"written to {results.path}")
+    if options.json:
+        _print(options, {results.benchmark: results.to_dict() for results in everything})
     return 0 if good else 1
 
 

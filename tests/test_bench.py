@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,28 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     found.add(cases[0], failed)
     assert not found.has("a")
     assert [line for line, _ in measure(cases, Results("linear", CPU, tmp_path), seconds=-1)] == ["out of time: 2 of 2 cases left"]
+
+
+def test_who_is_cut_off_has_what_was_measured(tmp_path: Path) -> None:
+    """What is quick to make is timed and written before the rest is begun; the case is measured again."""
+
+    def stopped() -> object:
+        raise KeyboardInterrupt
+
+    def of(late: Callable[[], object]) -> Case:
+        calls = {"ours": done, "late": late, "other": done}
+        return Case("a", lambda: Comparison("ours", calls, lambda *_: None, apart=("late",), costs=lambda *_: {"cost": 1.0}))
+
+    with pytest.raises(KeyboardInterrupt):
+        list(measure([of(stopped)], Results("linear", CPU, tmp_path), rounds=2))
+    results = Results("linear", CPU, tmp_path)
+    assert [row["call"] for row in results.rows] == ["ours", "other"]
+    assert all("seconds" in row and "cost" not in row for row in results.rows)
+    assert not results.has("a")
+    list(measure([of(done)], results, rounds=2))
+    assert [row["call"] for row in results.rows] == ["ours", "late", "other"]
+    assert all(row["cost"] == 1 and harness.UNFINISHED not in row for row in results.rows)
+    assert results.has("a")
 
 
 def test_a_file_of_another_environment_is_begun_anew(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # as csrc/rows.h counts them
-PLENTY, LITTLE = 1 << 18, 1 << 10  # bytes of shared memory: a long row is kept there, or read again each time
+PLENTY, ENOUGH, LITTLE = 1 << 18, 100_000, 1 << 10  # bytes of shared memory: two long rows fit there, or one, or it is read again each time
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_every_family_in_a_warp(driver: ctypes.CDLL, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("n", "shared_memory"),
-    [(1, PLENTY), (31, PLENTY), (256, PLENTY), (257, PLENTY), (2049, PLENTY), (4097, PLENTY), (4097, LITTLE)],
+    [(1, PLENTY), (31, PLENTY), (256, PLENTY), (257, PLENTY), (2049, PLENTY), (4097, PLENTY), (4097, ENOUGH), (4097, LITTLE)],
 )
 def test_every_way_of_keeping_a_row(driver: ctypes.CDLL, n: int, shared_memory: int) -> None:
     """A warp, 256 and 512 threads, registers, shared memory and neither; a hard, an easy, a bad and a NaN row."""

@@ -27,7 +27,7 @@ struct dim3 {
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor };
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -152,8 +152,8 @@ template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
   return bytes <= emulated::shared_memory_limit ? cudaSuccess : cudaErrorInvalidValue;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = emulated::shared_memory_limit;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = emulated::shared_memory_limit + (attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 1024 : 0);
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {
