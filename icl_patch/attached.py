@@ -1,5 +1,6 @@
 """A block whose readers and writer have been swapped, and what is seen of it during a pass."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -76,9 +77,8 @@ class AttachedBlock:
         form = block.form
         self.block, self.form = block, form
         self.module = model.get_submodule(block.path)
-        self._model = model
         self.recorder: BlockRecorder | None = None  # what records it just now
-        self._swapped: list[str] = []
+        self._swapped: list[tuple[str, nn.Module, PatchedModule]] = []  # with what held them then
         try:
             self.readers: dict[str, PatchedLinear] = {
                 name: self._swap(name, PatchedRouter if name in form.routers else PatchedLinear) for name in form.readers
@@ -96,14 +96,20 @@ class AttachedBlock:
         return PatchedRMSNorm(base, scale_offset=self.form.scale_offset, cast_first=self.form.cast_first)
 
     def _swap(self, name: str, wrap: Any) -> Any:
-        patched = swap(self._model, self.block.path_of(name), wrap)
-        self._swapped.append(name)
+        holder = self.module.get_submodule(name.rpartition(".")[0])
+        patched = swap(self.module, name, wrap)
+        self._swapped.append((name, holder, patched))
         return patched
 
     def detach(self) -> None:
-        """Put the base modules back."""
+        """Put the base modules back. What somebody has put in a patched module's place since stays there, with a warning."""
+        replaced = []
         while self._swapped:
-            restore(self._model, self.block.path_of(self._swapped.pop()))
+            name, holder, patched = self._swapped.pop()
+            if not restore((self.module, holder), patched):
+                replaced.append(self.block.path_of(name))
+        for path in replaced:
+            warnings.warn(f"{path} has been replaced while it was patched: what stands there now is left as it is", stacklevel=3)
 
     @property
     def patched(self) -> list[PatchedModule]:

@@ -18,7 +18,7 @@ from transformers import Cache
 from icl_patch import fingerprints, metrics, streams
 from icl_patch.attached import AttachedBlock, Factors
 from icl_patch.attention import OneToken, restricted_attention
-from icl_patch.calling import inputs
+from icl_patch.calling import inputs, names_of
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.families import vocabulary
 from icl_patch.fast import FoldedStreams
@@ -245,6 +245,7 @@ def _replay_errors(patcher: "ContextPatcher") -> Iterator[float]:
         yield float(metrics.linf(patcher.replay(decoded.make_patch())[0][:, -1], decoded.logits).max())
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
     patcher: "ContextPatcher",
@@ -264,11 +265,16 @@ def prefill(
         context_ids, context_mask: (B, C) int64 and bool, left-padded.
         capacity: the largest number of tokens there will be, C included.
         way: how the steps are to run.
-        chunk: so many tokens a call, for contexts whose activations are too large at once; all in one by default.
+        chunk: so many tokens a call, for contexts whose activations are too large at once; all in one by default. Not for recurrent
+            models, nor with further inputs.
         cache: an empty cache; a dynamic one by default.
-        reserve: whether a dynamic cache gets room for all tokens now, so that no step has to copy it.
+        reserve: whether a dynamic cache gets room for tokens to come, so that few steps have to copy it.
         model_inputs: further inputs of the model for this pass.
     """
+    given = names_of(model_inputs)
+    if chunk is not None and (patcher.recurrent or given):
+        why = f"with {', '.join(given)}" if given else "of a recurrent model, which goes on by one token a call"
+        raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
     sequences = streams.absorb_all_but_last(context_ids, context_mask)
     patcher.check_vocabulary(sequences)
@@ -319,6 +325,7 @@ def _linears(patcher: "ContextPatcher", way: Way) -> list[tuple[nn.Module, Forwa
     return [(module, linear_forward(module)) for module in plain_linears(patcher.model, patcher.forms) if module not in doubled]
 
 
+@torch.inference_mode(False)  # a cache that is written in place may be used inside it and outside
 @torch.no_grad()
 def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) -> Decoded:
     """One token a row, everything before it absorbed into its weights.
@@ -356,14 +363,15 @@ class _Recorded:
     @torch.no_grad()
     def __call__(self) -> ContextPatch:
         state, patcher = self.state, self.state.patcher
-        if fingerprints.weight_state(patcher.model, patcher.forms) != state.weights:
-            raise ValueError("expected the weights that the step ran with, they have changed since: ask for the patch before that")
         if self.made.overwritten is not None and self.made.overwritten():
             raise ValueError("expected a patch of a CUDA graph's step to be asked for before the next step")
         layers = [self._of_live_rows(block, held) for block, held in zip(self.blocks, self.made.factors, strict=True)]
         report = report_of([[notes.settle(self.live) for notes in self.made.notes]], slice(None))
         logits = self.made.logits[: len(state.ids)].unsqueeze(1) if self.both else None
-        return patcher.patch_of(state.sequences_at(self.length), tuple(layers), report, logits)
+        patch = patcher.patch_of(state.sequences_at(self.length), tuple(layers), report, logits)
+        if patcher.fingerprinted != state.weights:
+            raise ValueError("expected the weights that the step ran with, they have changed since: ask for the patch before that")
+        return patch
 
     def _of_live_rows(self, block: AttachedBlock, held: Factors) -> Factors:
         """A block's factors, and its norms' scales beside their changes; the rows that had ended have no change."""

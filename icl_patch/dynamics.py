@@ -167,6 +167,8 @@ class Dynamics:
     def trajectory(self, parameter: str) -> Trajectory:
         """``W_0, …, W_n`` of one parameter for every row and kept token: leading dimensions (n + 1, B, T).
 
+        ``ΔW_0`` is 0: nothing is absorbed yet. The first patch's factors are not always, an update may correct rounding with them.
+
         Raises:
             ValueError: the patches change no such parameter.
         """
@@ -174,10 +176,10 @@ class Dynamics:
         if not found:
             raise ValueError(f"expected one of the changed parameters {', '.join(self.parameters)}, got {parameter!r}")
         if found[0].index is None:
-            return Trajectory.of(torch.stack([change.u for change in found]), _stacked([change.v for change in found]))
+            return Trajectory.of(_from_zero([change.u for change in found]), _stacked([change.v for change in found]))
         slots = [change.in_slots() for change in found]
         v = _stacked([v for _, v in slots])
-        u = torch.stack([u for u, _ in slots])
+        u = _from_zero([u for u, _ in slots])
         v = torch.ones_like(u[..., :1]) if v is None else v
         return Trajectory.of(u, v, _stacked([change.index for change in found]))
 
@@ -191,6 +193,10 @@ def _named(patch: ContextPatch) -> Iterator[tuple[str, Change]]:
         block = patch.blocks[index]
         for change in changes_of(block.form, layer):
             yield f"{block.path}.{change.name}" + (f".{change.parameter}" if change.parameter else ""), change
+
+
+def _from_zero(parts: list[Tensor]) -> Tensor:
+    return torch.stack([torch.zeros_like(parts[0]), *parts[1:]])
 
 
 def _stacked(parts: list[Tensor | None]) -> Tensor | None:
@@ -306,8 +312,10 @@ def factorise(patcher: "ContextPatcher", context_ids: Tensor, kept_ids: Tensor, 
         A factorisation with inputs (n + 1, B, K), in the dtype of the factors; its W_0 is any of the block's readers.
 
     Raises:
-        ValueError: more than one kept token, or the block has no readers that share their input.
+        ValueError: more than one kept token, or the block has no readers that share their input; or as
+            :meth:`icl_patch.ContextPatcher.require_attached`.
     """
+    patcher.require_attached()
     if kept_ids.shape[1:] != (1,):
         raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
     inputs = []

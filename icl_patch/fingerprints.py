@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -39,9 +40,33 @@ def weight_fingerprint(model: nn.Module, blocks: Iterable[Block]) -> str:
 
 
 def weight_state(model: nn.Module, blocks: Iterable[Block]) -> list[tuple[int, int, torch.dtype]]:
-    """What changes when any of these weights is written to or replaced, at no cost."""
-    parts = (part for _, tensor in patched_tensors(model, blocks) for part in _plain(tensor))
-    return [(part.data_ptr(), part._version, part.dtype) for part in parts]
+    """What changes when any of these weights is written to or replaced, at a small part of the cost of reading them.
+
+    A write through ``.data``, or to a tensor that was made in inference mode, is counted nowhere. It is seen by what it leaves in a sample:
+    one element at least of every row and every column of a matrix, and of the matrices of many experts as many as of one. So a change of
+    less than that, a single element's, may go unseen.
+    """
+    state = []
+    for block in blocks:
+        parts = [part.detach() for _, tensor in patched_tensors(model, [block]) for part in _plain(tensor)]
+        state += [(part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype) for part in parts]
+        samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for part in parts:
+            samples.setdefault((part.device, part.dtype), []).append(_sample(part))
+        for (_, dtype), alike in samples.items():  # mostly one kind: the device is waited for once a block
+            content = torch.cat(alike).view(torch.uint8).cpu().numpy().tobytes()
+            state.append((len(content), hash(content), dtype))
+    return state
+
+
+def _sample(part: Tensor) -> Tensor:
+    """Elements of a tensor, at one distance from each other, as a view (n,): of a matrix they go through all rows and all columns."""
+    laid = part.permute(sorted(range(part.dim()), key=part.stride, reverse=True))  # as it lies in memory: nothing is copied
+    flat, (height, width) = laid.reshape(-1), (1, 1, *laid.shape)[-2:]
+    every = max(len(flat) // max(height, width, 1), 1)
+    while math.gcd(every, width) > 1:  # else some columns are never met
+        every -= 1
+    return flat[::every]
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.families import vocabulary
 from icl_patch.modules import PatchedModule
 from icl_patch.reads import Readers, watch_readers
 from icl_patch.value_output import ValueOutput, value_output
@@ -135,6 +136,7 @@ class Folding:
             self._put(reader._parameters, "bias", nn.Parameter(total.to(weight.dtype), weight.requires_grad))
 
 
+@torch.inference_mode(False)  # whether an output is changed in place is counted in no other mode
 @torch.no_grad()
 def fold(model: PreTrainedModel, norms: Iterable[str] | None = None, *, untie: bool = False) -> Folding:
     """Fold norms into the linear maps that follow: the model computes the same, with ``LN(x) = x/σ(x)``, ``RMSNorm(x) = x/rms(x)``.
@@ -184,7 +186,7 @@ def fold(model: PreTrainedModel, norms: Iterable[str] | None = None, *, untie: b
     for path in asked:
         if path not in candidates:
             raise ValueError(f"expected the path of a norm with a weight and an eps, got {path!r}")
-    ids = torch.randint(0, int(model.config.vocab_size), (2, 7), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(0, vocabulary(model), (2, 7), generator=torch.Generator().manual_seed(0)).to(model.device)
     with watch_readers(model, candidates) as found:
         expected = model(input_ids=ids, use_cache=False).logits
     folding = Folding(model)
@@ -221,8 +223,11 @@ def norm_form(norm: nn.Module) -> NormForm | None:
     assert isinstance(weight, Tensor) and eps is not None
     x = 0.7 + 2 * torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
     x = x.to(weight.device, weight.dtype)
-    with torch.no_grad():
-        got = norm(x).double()
+    try:
+        with torch.no_grad():
+            got = norm(x).double()
+    except TypeError:  # it has other inputs too, such as a gate
+        return None
     for centred in (False, True):
         for offset in (0.0, 1.0):
             wide = x.double()

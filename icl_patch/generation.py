@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, QuantizedCache, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -85,9 +85,10 @@ class History:
         self._patcher = patcher
         self._sequences = streams.absorb_all_but_last(ids, mask)
         patcher.check_vocabulary(self._sequences)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._cache = patcher.prefill(self._sequences, **model_inputs)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> Computation:
         """The patch for the current token; call once a token."""
@@ -159,20 +160,34 @@ def _prepare(
     if generation_config.num_beams > 1:
         raise ValueError(f"expected num_beams = 1, got {generation_config.num_beams}: a patch belongs to one history")
     mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+    _check_positions(model_kwargs.get("position_ids"), mask)
     cache = model_kwargs.get("past_key_values")
+    if getattr(cache, "offloading", False) or isinstance(cache, QuantizedCache):
+        raise ValueError(f"expected a dynamic or a static cache, got {generation_config.cache_implementation or type(cache).__name__}")
     if cache is not None and cache.get_seq_length() != 0:
         raise ValueError(
             f"expected an empty cache, got one of {int(cache.get_seq_length())} tokens: the context is absorbed from its start"
         )
     return _Prepared(
         ids=input_ids,
-        mask=torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool(),
+        mask=mask,
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,
         cache=cache if cache is not None and cache.is_compileable else None,
         model_inputs={name: value for name, value in model_kwargs.items() if name not in _ITS_OWN and value is not None},
     )
+
+
+def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
+    """That given positions, (B, C) or several planes of them, are those that count the tokens of the mask, as ours do."""
+    if positions is None:
+        return
+    rows, columns = mask.shape
+    expected = mask.long().cumsum(-1) - 1
+    if positions.shape[-2:] not in ((rows, columns), (1, columns)) or not bool(((positions == expected) | ~mask).all()):
+        raise ValueError(f"expected no position_ids, or those that count the tokens from 0, got others, {tuple(positions.shape)}")
 
 
 def generate(
@@ -188,9 +203,18 @@ def generate(
     patcher.require_attached()
     if max_new_tokens is not None and max_new_tokens < 0:
         raise ValueError(f"expected max_new_tokens ≥ 0, got {max_new_tokens}")
+    for name, ours in (("attention_mask", "context_mask"), ("custom_generate", "decoding_method")):
+        if name in arguments:
+            raise TypeError(f"expected {ours}, got {name}")
+    cache = arguments.get("past_key_values")
+    if cache is not None and not cache.is_compileable:
+        raise ValueError(f"expected a static cache or none, got a {type(cache).__name__}: a dynamic one is made for every context")
     ids, mask = streams.check_context(context_ids, context_mask)
     patcher.check_vocabulary(streams.absorb_all_but_last(ids, mask))
     if max_new_tokens == 0:
+        if streamer is not None:
+            streamer.put(ids.cpu())
+            streamer.end()
         return iter(())
     if max_new_tokens is None and _has_no_length(patcher.model, arguments):
         room = _limit(patcher.model) - int(mask.sum(1).max())
@@ -198,7 +222,7 @@ def generate(
     lengths = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     model: Any = patcher.model
     prepared = model.generate(ids, attention_mask=mask.long(), custom_generate=_prepare, streamer=streamer, **lengths, **arguments)
-    return _steps(start(patcher, prepared, options), prepared, options, streamer)
+    return _steps(patcher, prepared, options, streamer)
 
 
 def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
@@ -224,17 +248,15 @@ def decoding_method(patcher: ContextPatcher, streamer: BaseStreamer | None, opti
         patcher.require_attached()
         prepared = _prepare(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
         patcher.check_vocabulary(streams.absorb_all_but_last(*streams.check_context(prepared.ids, prepared.mask)))
-        state = start(patcher, prepared, options)
-        steps = list(_steps(state, prepared, options, streamer))
-        sequences = torch.cat([input_ids, torch.stack([step.token_ids for step in steps], 1)], 1)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        found: dict[str, Any] = {"sequences": sequences}
-        if generation_config.output_scores:
-            found["scores"] = tuple(step.scores for step in steps)
-        if generation_config.output_logits:
-            found["logits"] = tuple(step.logits.float() for step in steps)
-        return GenerateDecoderOnlyOutput(**found)
+        asked = [name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")]
+        found: dict[str, Any] = {name: () for name in asked if generation_config.return_dict_in_generate}
+        sequences = [input_ids]
+        for step in _steps(patcher, prepared, options, streamer):
+            sequences.append(step.token_ids.unsqueeze(1))
+            for name in found:
+                found[name] += (getattr(step, name).float(),)
+        found["sequences"] = torch.cat(sequences, 1)
+        return GenerateDecoderOnlyOutput(**found) if generation_config.return_dict_in_generate else found["sequences"]
 
     return decode
 
@@ -245,13 +267,11 @@ def _limit(model: PreTrainedModel) -> int:
     return limit if isinstance(limit, int) and limit > 0 else 2**62
 
 
+@torch.inference_mode(False)  # what is made here is written in place, by whoever takes the steps
 def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Decoding:
     """The context in a cache, ready for its last token."""
     longest, new = int(prepared.mask.sum(1).max()), prepared.capacity - prepared.ids.shape[1]
-    if longest + new > _limit(patcher.model):
-        raise ValueError(
-            f"expected at most {_limit(patcher.model)} tokens, as many as the model has positions for, got {longest} and {new} new ones"
-        )
+    patcher.check_length(longest, new)
     if options.graph and not prepared.ids.is_cuda:
         raise ValueError(f"expected a CUDA device with graph=True, got {prepared.ids.device}")
     return prefill(
@@ -304,15 +324,27 @@ def _next(state: Decoding, token_ids: Tensor, options: Options, number: int) -> 
     return decoded, logits, ReplayCheck(linf.masked_fill(ended, 0), same | ended)
 
 
-def _steps(state: Decoding, prepared: _Prepared, options: Options, streamer: BaseStreamer | None) -> Iterator[GenerationStep]:
-    """The loop of transformers' ``_sample`` around our decode step."""
+def _steps(patcher: ContextPatcher, prepared: _Prepared, options: Options, streamer: BaseStreamer | None) -> Iterator[GenerationStep]:
+    """The steps, up to the first of which everything is ready, and errors have been raised."""
+    steps: Any = _loop(patcher, prepared, options, streamer)
+    next(steps)  # what has begun is ended, also where nobody asks for a step
+    return steps
+
+
+def _loop(patcher: ContextPatcher, prepared: _Prepared, options: Options, streamer: BaseStreamer | None) -> Iterator[GenerationStep | None]:
+    """The loop of transformers' ``_sample`` around our decode step; first it gives None, when it is ready."""
     config: Any = prepared.config
     processors: Any = prepared.processors
     token_ids, number = prepared.ids[:, -1], 0
     ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
-    live, all_scores = torch.ones_like(token_ids, dtype=torch.bool), ()
-    release = fix(state, both=options.logits == "context", compiled=options.compiled, graph=options.graph) if options.fixed else None
+    live = torch.ones_like(token_ids, dtype=torch.bool)
+    all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
+    release = None
     try:
+        state = start(patcher, prepared, options)
+        if options.fixed:
+            release = fix(state, both=options.logits == "context", compiled=options.compiled, graph=options.graph)
+        yield None
         while live.any():
             number += 1
             decoded, logits, check = _next(state, token_ids, options, number)
@@ -321,6 +353,8 @@ def _steps(state: Decoding, prepared: _Prepared, options: Options, streamer: Bas
             chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if config.do_sample else scores.argmax(-1)
             token_ids = torch.where(live, chosen, config._pad_token_tensor) if ends else chosen
             longer = torch.cat([so_far, token_ids.unsqueeze(1)], 1)
+            if all_scores is not None:
+                all_scores += (scores,)
             ended = ~live | prepared.criteria(longer, all_scores)
             if streamer is not None:
                 streamer.put(token_ids.cpu())

@@ -8,7 +8,7 @@ them) and ``replay`` (the given factors are applied).
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
@@ -363,10 +363,10 @@ def swap(model: nn.Module, path: str, wrap: Callable[[nn.Module], _Module]) -> _
     return patched
 
 
-def restore(model: nn.Module, path: str) -> None:
-    """Put the base module back in the place of the patched one at ``path``."""
-    parent, _, name = path.rpartition(".")
-    holder = model.get_submodule(parent)
-    patched = getattr(holder, name)
-    assert isinstance(patched, PatchedModule)
-    setattr(holder, name, patched.base_layer)
+def restore(roots: Iterable[nn.Module], patched: PatchedModule) -> bool:
+    """Put the base module back wherever the roots hold the patched one, at any depth, and say whether they did."""
+    holders = [module for root in roots for module in root.modules()]
+    places = [(holder, name) for holder in holders for name, child in holder._modules.items() if child is patched]
+    for holder, name in places:
+        setattr(holder, name, patched.base_layer)
+    return bool(places)

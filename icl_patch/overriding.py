@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from icl_patch import ops
@@ -44,9 +45,14 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def linear_forward(module: nn.Linear) -> Forward:
-    """A forward of a linear map through our ops, which read the weights once for the few rows of a decode step."""
+    """A forward of a linear map through our ops, which read the weights once for the few rows of a decode step.
+
+    Under autocast it is the module's own, in the dtype that autocast says.
+    """
 
     def forward(x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return type(module).forward(module, x)
         rows = x.reshape(-1, x.shape[-1])
         return ops.patched_linear(rows, module.weight, bias=module.bias).reshape(*x.shape[:-1], module.out_features)
 

@@ -42,6 +42,7 @@ from icl_patch.patch_file import (
     TOKEN_TENSORS,
     PatchInfo,
     check_finite,
+    check_fit,
     parse_header,
     read_blocks,
     read_layers,
@@ -230,7 +231,8 @@ class ContextPatch:
         """Read a patch file, checked whole before anything is returned; with a model, its tensors go to the model's device.
 
         Raises:
-            PatchFormatError: the file is not a patch file, or its tensors are missing, extra, of the wrong shape or not finite.
+            PatchFormatError: the file is not a patch file, or its tensors are missing, extra, of the wrong shape or not finite; or it
+                names tokens, positions or experts that the model does not have.
             FingerprintMismatch: the patch was computed with other patched weights, another dtype or another tokenizer than the given ones.
         """
         try:
@@ -248,7 +250,7 @@ class ContextPatch:
             patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
         if model is not None:
             patch.check_model(model)
-            _check_widths(patch, model)
+            check_fit(patch, model)
             patch = patch.to(model.device)
         return patch
 
@@ -276,30 +278,3 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
-
-
-def _check_widths(patch: ContextPatch, model: PreTrainedModel) -> None:
-    """Raises PatchFormatError unless every factor fits the parameter it changes."""
-    if patch.info.replayable and len(patch.blocks) != len(patch.layers):
-        raise PatchFormatError(f"expected the factors of {len(patch.blocks)} layers, got {len(patch.layers)}")
-    for place, change in patch._changes():
-        path = f"{patch.blocks[patch.layer_indices[place]].path}.{change.name}"
-        shape = _matrix_shape(model, path, change)
-        if shape is None:
-            continue
-        got = (change.u.shape[-1],) if change.v is None else (change.u.shape[-1], change.v.shape[-1])
-        expected = shape[::-1] if change.transposed else shape
-        if got != expected:
-            widths = " and ".join(map(str, expected))
-            raise PatchFormatError(f"expected u and v of widths {widths} for {path}, got {got}")
-
-
-def _matrix_shape(model: PreTrainedModel, path: str, change: Change) -> tuple[int, ...] | None:
-    """The shape of the parameter that a change is for; None if a quantised module does not say."""
-    if change.index is not None:
-        parent, _, name = path.rpartition(".")
-        return tuple(getattr(model.get_submodule(parent), name).shape[1:])
-    parameter = getattr(model.get_submodule(path), change.parameter, None)
-    if not isinstance(parameter, Tensor) or not parameter.is_floating_point():
-        return None
-    return tuple(parameter.shape)

@@ -1,15 +1,20 @@
-"""The file format of a patch: its header and its tensors, checked before anything is made of them."""
+"""The file format of a patch: its header and its tensors, checked before anything is made of them, and against a model."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from icl_patch.changes import Change, changes_of
 from icl_patch.errors import PatchFormatError
-from icl_patch.families import Block, Form
+from icl_patch.families import Block, Form, text_config, vocabulary
+
+if TYPE_CHECKING:
+    from icl_patch.patch import ContextPatch
 
 FORMAT = 1
 UPDATES = ("direct", "stable", "exact")
@@ -93,7 +98,20 @@ def token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
             raise PatchFormatError(f"expected {name} with padding on the {'right' if name == 'kept_mask' else 'left'} only")
     if read["kept_ids"].numel() == 0:
         raise PatchFormatError(f"expected at least one kept token, got kept_ids {tuple(read['kept_ids'].shape)}")
+    _check_order(read)
     return read
+
+
+def _check_order(read: dict[str, Tensor]) -> None:
+    """Raises PatchFormatError unless slots and positions increase from token to token, from the prefix to the kept tokens."""
+    tokens = torch.cat([read["prefix_mask"], read["kept_mask"]], 1)
+    for names in (("prefix_slots", "kept_slots"), ("prefix_positions", "position_ids")):
+        places = torch.cat([read[name] for name in names], 1)
+        falls = (places.diff(dim=1) <= 0) & tokens[:, :-1] & tokens[:, 1:]
+        if falls.any():
+            row = int(falls.any(1).nonzero()[0])
+            got = places[row, tokens[row]].tolist()
+            raise PatchFormatError(f"expected {' and '.join(names)} that increase from token to token, got {got!r:.80} in row {row}")
 
 
 def read_blocks(header: dict[str, Any]) -> tuple[Block, ...]:
@@ -143,5 +161,51 @@ def _check_factor(name: str, tensor: Tensor, kind: str, leading: tuple[int, ...]
     if kind == "index":
         if tensor.dtype != torch.int64 or (tensor.numel() and int(tensor.min()) < 0):
             raise PatchFormatError(f"expected {name} of numbers of experts in int64, got {tensor.dtype}")
+        twice = (tensor.sort(-1).values.diff(dim=-1) == 0).any(-1)
+        if twice.any():
+            place = twice.nonzero()[0].tolist()
+            raise PatchFormatError(f"expected {name} of distinct experts, got {tensor[tuple(place)].tolist()} at row, token {place}")
     elif tensor.dtype not in (torch.float32, torch.float64):
         raise PatchFormatError(f"expected {name} in fp32 or fp64, got {tensor.dtype}")
+
+
+# -- what a model has room for
+
+
+def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
+    """Raises PatchFormatError unless the model has the patch's tokens, positions and experts, and every factor fits its parameter."""
+    _check_tokens(patch, model)
+    if patch.info.replayable and len(patch.blocks) != len(patch.layers):
+        raise PatchFormatError(f"expected the factors of {len(patch.blocks)} layers, got {len(patch.layers)}")
+    for index, layer in zip(patch.layer_indices, patch.layers, strict=True):
+        block = patch.blocks[index]
+        for change in changes_of(block.form, layer):
+            _check_change(block.path_of(change.name), change, model)
+
+
+def _check_tokens(patch: "ContextPatch", model: PreTrainedModel) -> None:
+    room = getattr(text_config(model), "max_position_embeddings", None)
+    limits = {"ids": vocabulary(model), "positions": room if isinstance(room, int) and room > 0 else 2**63}
+    names = (("kept_ids", "ids"), ("prefix_ids", "ids"), ("position_ids", "positions"), ("prefix_positions", "positions"))
+    for name, kind in names:
+        tensor, limit = getattr(patch, name), limits[kind]
+        if tensor.numel() and int(tensor.max()) >= limit:
+            raise PatchFormatError(f"expected {name} from 0 to {limit - 1}, as many {kind} as the model has, got {int(tensor.max())}")
+
+
+def _check_change(path: str, change: Change, model: PreTrainedModel) -> None:
+    """Widths of a change, and the experts it is for."""
+    holder, _, name = (path, "", change.parameter) if change.index is None else path.rpartition(".")
+    parameter = getattr(model.get_submodule(holder), name, None)
+    if not isinstance(parameter, Tensor) or not parameter.is_floating_point():  # a quantised module does not say
+        return
+    shape = tuple(parameter.shape)
+    if change.index is not None:
+        count, largest, shape = shape[0], int(change.index.max()), shape[1:]
+        if largest >= count:
+            raise PatchFormatError(f"expected the index of {path} from 0 to {count - 1}, got {largest}")
+    got = (change.u.shape[-1],) if change.v is None else (change.u.shape[-1], change.v.shape[-1])
+    expected = shape[::-1] if change.transposed else shape
+    if got != expected:
+        widths = " and ".join(map(str, expected))
+        raise PatchFormatError(f"expected u and v of widths {widths} for {path}, got {got}")

@@ -14,14 +14,15 @@ from transformers.generation.streamers import BaseStreamer
 from icl_patch import fingerprints, streams
 from icl_patch.attached import AttachedBlock, replaying
 from icl_patch.attention import check_attention
+from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import Writer, blocks_of, check_language_model, family_of, vocabulary
+from icl_patch.families import Writer, blocks_of, check_language_model, family_of, text_config, vocabulary
 from icl_patch.fast import FoldedStreams
 from icl_patch.fusing import Fusions
 from icl_patch.modules import PatchedModule
 from icl_patch.passes import Computation, Passes
 from icl_patch.patch import ContextPatch
-from icl_patch.patch_file import UPDATES, PatchInfo
+from icl_patch.patch_file import UPDATES, PatchInfo, check_fit
 from icl_patch.probe import Probe
 from icl_patch.states import is_recurrent
 from icl_patch.streams import Sequences
@@ -50,7 +51,7 @@ class ContextPatcher(Passes):
 
     Raises:
         UnsupportedModelError: the model has blocks of an unknown form, or does not behave as its family says.
-        ValueError: ``update`` is unknown, or the model is attached already, or it is training with attention dropout.
+        ValueError: ``update`` is unknown, or the model is attached already, or it is training with dropout or gradient checkpointing.
 
     Source: Goldwaser et al. (2025), Theorem 2 and Algorithm 1.
     """
@@ -63,8 +64,7 @@ class ContextPatcher(Passes):
         check_attention(model)
         if any(isinstance(module, PatchedModule) for module in model.modules()):
             raise ValueError(f"expected a model without patched modules, {type(model).__name__} has some: detach the other patcher first")
-        if model.training and _drops(model):
-            raise ValueError("expected a model in eval mode, got one that is training with dropout")
+        _check_training(model, model.training)
         self.blocks: list[AttachedBlock] = []
         self._dtype = model.dtype
         self._applied = False
@@ -97,6 +97,10 @@ class ContextPatcher(Passes):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.detach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what a copy has to make anew: functions that run the modules of this model
+        return vars(self) | {"folded": None, "fusions": None, "fixed": {}}
 
     @property
     def attached(self) -> bool:
@@ -134,14 +138,18 @@ class ContextPatcher(Passes):
             context_mask, kept_mask, prefix_mask: bool, True = token.
             absorbed: [(start, stop)] columns of ``context_ids`` to absorb, by default all. Tokens before the first absorbed one join
                 the prefix; those after it that are not absorbed are kept tokens, before ``kept_ids``.
-            model_inputs: further inputs of the model for the pass over what stands before the first kept token.
+            model_inputs: further inputs of the model for the pass over what stands before the first kept token, which must all be
+                absorbed then.
 
         Returns:
             The patch of all kept tokens; ``patch.logits`` are the logits with the context.
 
         Raises:
             ControllabilityError: no change of the weights can have the effect, for the layer and token named.
-            ValueError: a shape, a mask or a span does not fit.
+            UnsupportedModelError: ``model_inputs`` are images or the like, and their tokens have positions of three numbers (M-RoPE).
+            ValueError: a shape, a mask or a span does not fit; there are more tokens than the model has positions for; or there are
+                ``model_inputs`` beside a prefix.
+            TypeError: ids or a mask are no tensor, or one of ``model_inputs`` is none of the model's.
         """
         self.require_attached()
         sequences = streams.assemble(
@@ -158,7 +166,9 @@ class ContextPatcher(Passes):
     @torch.no_grad()
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
+        self.require_attached()
         self.check_vocabulary(sequences)
+        self.check_length(int(sequences.mask.sum(1).max()))
         cache = self.prefill(sequences, **model_inputs)
         return self.compute_from(cache, sequences)
 
@@ -168,6 +178,13 @@ class ContextPatcher(Passes):
         for ids in (sequences.head_ids, sequences.tail_ids):
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
                 raise ValueError(f"expected ids from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}")
+
+    def check_length(self, tokens: int, new: int = 0) -> None:
+        """Raises ValueError if the model has no positions for so many tokens and ``new`` ones after them."""
+        limit = getattr(text_config(self.model), "max_position_embeddings", None)
+        if isinstance(limit, int) and 0 < limit < tokens + new:
+            more = f" and {new} new ones" if new else ""
+            raise ValueError(f"expected at most {limit} tokens, as many as the model has positions for, got {tokens}{more}")
 
     @property
     def closes(self) -> bool:
@@ -182,6 +199,10 @@ class ContextPatcher(Passes):
 
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """A cache of the head, as the untouched model makes it, with the rows that the pass over the tail needs."""
+        check_inputs(self.model, model_inputs)
+        given = names_of(model_inputs)
+        if given and (sequences.head_mask & ~sequences.head_absorbed).any():
+            raise ValueError(f"expected no prefix beside {', '.join(given)}, of which a replay of the prefix knows nothing")
         cache = streams.new_cache(self.model)
         if sequences.head_ids.shape[1]:
             streams.run_head(self.model, sequences, cache, **model_inputs)
@@ -248,6 +269,11 @@ class ContextPatcher(Passes):
             self._fingerprint = (state, fingerprints.weight_fingerprint(self.model, self.forms))
         return self._fingerprint[1]
 
+    @property
+    def fingerprinted(self) -> list[tuple[int, int, torch.dtype]] | None:
+        """The state of the weights that had the last fingerprint, see :func:`icl_patch.fingerprints.weight_state`."""
+        return None if self._fingerprint is None else self._fingerprint[0]
+
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:
         """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
@@ -283,6 +309,7 @@ class ContextPatcher(Passes):
 
         self.require_attached()
         sequences = streams.assemble(context_ids, kept_ids, prefix_ids=prefix_ids, kept_mask=kept_mask, prefix_mask=prefix_mask)
+        self.check_length(int(sequences.mask.sum(1).max()))
         return grow(self, sequences, sequences.head_ids.shape[1] - context_ids.shape[1], layers)
 
     # -- replay
@@ -303,6 +330,7 @@ class ContextPatcher(Passes):
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
+            PatchFormatError: it names tokens, positions or experts that the model does not have, or its factors do not fit.
             ValueError: the tokens are not those the patch is for, or the patch is a part that cannot be replayed.
         """
         self._check_replay(kept_ids, patch, kept_mask)
@@ -315,9 +343,13 @@ class ContextPatcher(Passes):
             patch.check_tokenizer(self.tokenizer_fingerprint)
 
     def _check_replay(self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None) -> None:
+        streams.check_tensor("kept_ids", kept_ids)
+        if kept_mask is not None:
+            streams.check_tensor("kept_mask", kept_mask)
         self._check_fingerprints(patch)
         if not patch.info.replayable or len(patch.layers) != len(self.blocks):
             raise ValueError("expected a patch with all its layers and its first tokens, got a part of one")
+        check_fit(patch, self.model)
         if kept_mask is not None and not torch.equal(kept_mask.bool(), patch.kept_mask):
             raise ValueError("expected the kept_mask that the patch was computed for, got another one")
         if kept_ids.shape != patch.kept_ids.shape or ((kept_ids != patch.kept_ids) & patch.kept_mask).any():
@@ -347,6 +379,7 @@ class ContextPatcher(Passes):
         self._check_fingerprints(patch)
         if patch.layer_indices != tuple(range(len(self.blocks))):
             raise ValueError("expected a patch with all its layers, got a part of one")
+        check_fit(patch, self.model)
         rows, tokens = patch.kept_ids.shape
         if not (-rows <= row < rows and -tokens <= token < tokens):
             raise ValueError(f"expected a row and a token of {rows} x {tokens}, got {row} and {token}")
@@ -437,13 +470,23 @@ class ContextPatcher(Passes):
         return generation.decoding_method(self, streamer, generation.Options(logits, fast, False, 0, prefill_chunk, compiled, graph))
 
     def require_attached(self) -> None:
-        """Raises ValueError after :meth:`detach`, while a patch is applied, or if the model's dtype is not what it was."""
+        """Raises ValueError after :meth:`detach`, while a patch is applied, or if the model's dtype or training is not what it was."""
         if not self.attached:
             raise ValueError("expected an attached patcher, this one has been detached")
         if self._applied:
             raise ValueError("expected a model without an applied patch: leave the `with patcher.applied(...)` block first")
         if self.model.dtype != self._dtype:
             raise ValueError(f"expected the model in {self._dtype}, as it was attached to, got it in {self.model.dtype}: attach again")
+        if self.model.training or any(block.module.training for block in self.blocks):
+            _check_training(self.model, True)
+
+
+def _check_training(model: PreTrainedModel, training: bool) -> None:
+    """Raises ValueError if training changes what the model computes."""
+    if training and _drops(model):
+        raise ValueError("expected a model in eval mode, got one that is training with dropout")
+    if any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ValueError("expected a model in eval mode, got one that is training with gradient checkpointing, which keeps no cache")
 
 
 def _drops(model: PreTrainedModel) -> bool:

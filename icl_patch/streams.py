@@ -30,28 +30,34 @@ def stack_cache(cache: Cache, batch: int) -> None:
         return
     layers: list[Any] = cache.layers
     for layer in layers:
-        if layer.is_initialized:
+        if layer.keys is not None:  # as before the first token, and where a layer shares another's
             layer.keys, layer.values = layer.keys.repeat(2, 1, 1, 1), layer.values.repeat(2, 1, 1, 1)
             layer.batch_size = 2 * batch
 
 
 class ReservedLayer(DynamicLayer):
-    """A dynamic cache's layer with room for ``capacity`` tokens: a step writes its token in place, where the library copies the layer.
+    """A dynamic cache's layer with room for tokens to come: a step writes its token in place, where the library copies the layer.
 
-    What the library's own methods (``crop``, ``batch_select_indices``, …) make of the layer is taken as it is; beyond the capacity it
-    grows as theirs does.
+    The room grows by a quarter at a time, up to ``capacity`` tokens. What the library's own methods (``crop``, ``batch_select_indices``, …)
+    make of the layer is taken as it is; beyond the capacity it grows as theirs does.
     """
+
+    _LEAST = 256  # tokens that it grows by
 
     def __init__(self, layer: DynamicLayer, capacity: int) -> None:
         super().__init__()
         vars(self).update(vars(layer))
+        self._capacity = capacity
         self._rooms: dict[str, Tensor] = {}
         for name in ("keys", "values"):
-            held = getattr(layer, name)
-            room = held.new_empty(*held.shape[:-2], max(capacity, held.shape[-2]), held.shape[-1])
-            room[..., : held.shape[-2], :] = held
-            self._rooms[name] = room
-            setattr(self, name, room[..., : held.shape[-2], :])
+            self._make_room(name, getattr(self, name).shape[-2])
+
+    def _make_room(self, name: str, tokens: int) -> None:
+        held = getattr(self, name)
+        size = max(tokens, min(tokens + max(tokens // 4, self._LEAST), self._capacity))
+        self._rooms[name] = held.new_empty(*held.shape[:-2], size, held.shape[-1])
+        self._rooms[name][..., : held.shape[-2], :] = held
+        setattr(self, name, self._rooms[name][..., : held.shape[-2], :])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the tokens' keys and values; all of them."""
@@ -62,17 +68,19 @@ class ReservedLayer(DynamicLayer):
     def _append(self, name: str, states: Tensor) -> Tensor:
         start = getattr(self, name).shape[-2]
         stop = start + states.shape[-2]
+        if stop > self._rooms[name].shape[-2]:
+            self._make_room(name, stop)
         self._rooms[name][..., start:stop, :] = states
         held = self._rooms[name][..., :stop, :]
         setattr(self, name, held)
         return held
 
     def _takes(self, name: str, states: Tensor) -> bool:
-        """Whether what the layer holds lies where it was put, with room after it."""
+        """Whether what the layer holds lies where it was put, with room after it or to be made."""
         room, held = self._rooms[name], getattr(self, name)
         if held is None or held.dim() != room.dim() or held.stride() != room.stride() or held.shape[:-2] != room.shape[:-2]:
             return False
-        return held.data_ptr() == room.data_ptr() and held.shape[-2] + states.shape[-2] <= room.shape[-2]
+        return held.data_ptr() == room.data_ptr() and held.shape[-2] + states.shape[-2] <= max(room.shape[-2], self._capacity)
 
 
 def reserve(cache: Cache, capacity: int) -> None:
@@ -172,15 +180,21 @@ class Sequences:
         )
 
 
+def check_tensor(name: str, given: object) -> None:
+    """Raises TypeError if what was given under this name is no tensor."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"expected {name} as a tensor, got {type(given).__name__}")
+
+
 def _as_batch(name: str, ids: Tensor, mask: Tensor | None, batch: int | None) -> tuple[Tensor, Tensor]:
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"expected {name}_ids as a tensor, got {type(ids).__name__}")
+    check_tensor(f"{name}_ids", ids)
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"expected {name}_ids (B, T) of integers, got {tuple(ids.shape)} {ids.dtype}")
     if batch is not None and ids.shape[0] != batch:
         raise ValueError(f"expected {name}_ids with {batch} rows, got {ids.shape[0]}")
     if mask is None:
         return ids.long(), torch.ones_like(ids, dtype=torch.bool)
+    check_tensor(f"{name}_mask", mask)
     if mask.shape != ids.shape:
         raise ValueError(f"expected {name}_mask {tuple(ids.shape)}, got {tuple(mask.shape)}")
     if mask.device != ids.device:
@@ -250,7 +264,19 @@ def run(
     last tokens' logits are wanted, 0 for all.
     """
     with nullcontext() if visibility is None else restricted_attention(model, visibility):
-        return call(model, ids, mask, positions, cache, last_logits, **model_inputs)
+        logits = call(model, ids, mask, positions, cache, last_logits, **model_inputs)
+    if mask.shape[1] == 1:  # recurrent layers leave padding out in calls of several tokens only
+        _forget(cache, ~mask[:, 0].bool())
+    return logits
+
+
+def _forget(cache: Cache, rows: Tensor) -> None:
+    """Make the recurrent states of rows (B,) bool what they are before the first token."""
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            for state in getattr(layer, name, {}).values():
+                if state is not None:
+                    state.masked_fill_(rows.reshape(-1, *[1] * (state.dim() - 1)), 0)
 
 
 def run_head(model: PreTrainedModel, sequences: Sequences, cache: Cache, *, chunk: int | None = None, **model_inputs: Any) -> None:

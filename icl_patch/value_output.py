@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.families import layers_of, text_config
 from icl_patch.reads import LINEAR
 
 
@@ -80,27 +82,19 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
 
     Source: "Folding weights in transformers", Original and Reformulating Self-Attention.
     """
-    blocks = _blocks(model)
-    block = blocks[layer]
+    block = list(layers_of(model).values())[layer]
+    config: Any = text_config(model)
     value, output, packing = _find(block)
-    heads = int(model.config.num_attention_heads)
+    heads = int(config.num_attention_heads)
     weight_o, bias_o = _affine(output)
     if weight_o.shape[0] % heads:
         raise UnsupportedModelError(f"{type(block).__name__} reads {weight_o.shape[0]} numbers in its output matrix, for {heads} heads")
     weight_o = weight_o.unflatten(0, (heads, -1))  # (H, d_head, d)
-    groups = int(getattr(model.config, "num_key_value_heads", None) or heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
     weight_v, bias_v = _values(*_affine(value), packing, heads, weight_o.shape[1], groups)
     made = ValueOutput(weight_v, weight_o, bias_o + torch.einsum("hk,hkd->d", bias_v, weight_o))
     _check(model, block, value, output, made)
     return made
-
-
-def _blocks(model: PreTrainedModel) -> nn.ModuleList:
-    count = int(model.config.num_hidden_layers)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not lists:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} blocks")
-    return lists[0]
 
 
 def _find(block: nn.Module) -> tuple[nn.Module, nn.Module, _Packing]:

@@ -31,6 +31,8 @@ MARS_PROMPT = "Write a single-sentence weather forecast for Mars, from the persp
 
 
 _ROUNDINGS = 16  # of the dtype's epsilon, allowed to the readers' outputs and to the exact update's correction
+# Above this a null floor is no rounding: the model's calls do not go on from each other (bf16, fp16: other experts chosen reach tenths).
+_FLOOR = {"float32": 0.01, "float64": 0.01, "bfloat16": 1.0, "float16": 1.0}
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,11 @@ class VerifyReport:
         """Whether the update keeps its promise; in bf16 and fp16 direct and stable make none.
 
         exact: every step and every block bit-identical, and, because that alone would hold with no reader patched, the readers' outputs
-        right and the correction small, both to a few units of the dtype's rounding. fp32: every token, errors within the limit.
+        right and the correction small, both to a few units of the dtype's rounding. fp32: every token, errors within the limit. Of a
+        model that is not itself when it is called otherwise, as the null floor shows, nothing is proven.
         """
+        if not self.null_floor["linf_max"] <= _FLOOR[self.dtype]:
+            return False
         if self.experts_identical not in (None, 1.0) and (self.update == "exact" or self.dtype == "float32"):
             return False
         if self.update == "exact":

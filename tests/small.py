@@ -40,6 +40,11 @@ def works(patcher: ContextPatcher, inputs: dict | None = None) -> None:
     assert metrics.linf(logits, patch.logits)[patch.kept_mask].max() <= (0 if patcher.update == "exact" else 1e-4)
 
 
+def checkpointing(model: Any) -> None:
+    """Switch gradient checkpointing on, by the name that this version of transformers has for it."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
 IDS, KEPT = tokens(0, 2, 5), tokens(1, 2, 3)
 
 

@@ -200,6 +200,26 @@ def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> N
         assert close(sizes[-1], norms[module][layer], 1e-5), name
 
 
+@pytest.mark.parametrize(("family", "update"), [("gemma3", "direct"), ("mixtral", "exact"), ("gpt2", "exact")])
+def test_a_trajectory_starts_at_zero(family: str, update: str) -> None:
+    """Although the patch of nothing corrects some rounding; all that follows is what the patches hold."""
+    with ContextPatcher(build(family, torch.float32), update) as patcher:
+        dynamics = patcher.dynamics(CONTEXT, KEPT)
+    nothing, last = dynamics.patches[0], dict(dynamics.patches[-1].weight_changes(1, 0))
+    assert any(sizes.any() for sizes in nothing.norms().values())
+    for name in dynamics.parameters:
+        changes = dynamics.trajectory(name).changes
+        assert not changes[0].norm().any()
+        final = changes[-1, 1, 0]
+        if final.index is None:
+            written = written_out(final).reshape(-1, final.v.shape[-1])
+            written = written.T if written.T.shape == last[name].shape else written.reshape(last[name].shape)
+            assert close(written, last[name], 1e-6), name
+        else:
+            sizes = [last[f"{name}[{expert}]"].norm() for expert in final.index.tolist()]
+            assert close(final.norm(), torch.stack(sizes).norm(), 1e-6), name
+
+
 def test_layers_and_names(llama_patcher: ContextPatcher) -> None:
     one = llama_patcher.dynamics(CONTEXT, KEPT, layers=slice(1, 2))
     assert one.parameters == tuple(f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
@@ -263,6 +283,18 @@ def test_factorisation_of_a_model(family: str) -> None:
     assert close(bare, v / v.square().sum(-1, keepdim=True), off)  # both end with the token alone
     assert close(found.total(weight).on(bare), grown.changes[-1, :, 0].on(bare), off)
     assert not close(found.inputs[2], found.inputs[0], 0.01)
+
+
+def test_a_factorisation_leaves_an_applied_patch_alone() -> None:
+    patcher = ContextPatcher(small("llama"), "direct")
+    with patcher.applied(patcher.compute(CONTEXT, KEPT)) as changed, torch.no_grad():
+        before = changed(CONTEXT).logits
+        with pytest.raises(ValueError, match="without an applied patch"):
+            factorise(patcher, CONTEXT, KEPT, 1)
+        assert torch.equal(changed(CONTEXT).logits, before)
+    patcher.detach()
+    with pytest.raises(ValueError, match="detached"):
+        factorise(patcher, CONTEXT, KEPT, 1)
 
 
 def test_factorisation_needs_readers_and_one_token() -> None:

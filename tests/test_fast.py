@@ -1,5 +1,6 @@
 """Both streams over one cache: which models, what is refused, what it costs, and that a wrong stream would be noticed."""
 
+import copy
 import gc
 import re
 
@@ -106,6 +107,32 @@ def test_its_cache_has_one_row_a_sequence(way: Way, rows: int) -> None:
         state = prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
         decode_one_token(state, ids[:, -1])
         assert {layer.keys.shape[0] for layer in state.cache.layers} == {3 * rows}
+
+
+def test_a_copy_folds_its_own_model() -> None:
+    """A deep copy of a patcher has a model of its own, and nothing of what was made for the other's."""
+    model, ids = small("llama"), tokens(0, 2, 7)
+    arguments: dict = {"max_new_tokens": 3, "fast": True, "eos_token_id": None}
+    with ContextPatcher(model, "stable") as patcher:
+        before = list(patcher.generate(ids, **arguments))
+        patcher.fixed["a step"] = object()  # one that is traced has the other's buffers
+        copied = copy.deepcopy(patcher)
+        assert copied.model is not model
+        assert patcher.fixed
+        assert not copied.fixed
+        patcher.fixed.clear()
+        with torch.no_grad():
+            for layer in copied.model.model.layers:
+                layer.mlp.down_proj.weight.mul_(1.5)
+        others = list(copied.generate(ids, **arguments))
+        copied.detach()
+        after = list(patcher.generate(ids, **arguments))
+    with ContextPatcher(copied.model, "stable") as fresh:
+        expected = list(fresh.generate(ids, **arguments))
+    for first, again, other, wanted in zip(before, after, others, expected, strict=True):
+        assert torch.equal(first.logits, again.logits)
+        assert torch.equal(other.logits, wanted.logits)
+        assert metrics.linf(other.logits, first.logits).max() > 1e-3
 
 
 def held() -> int:

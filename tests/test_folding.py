@@ -13,6 +13,7 @@ from numeric import same_bits
 from small import Snapshot, small
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -26,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from icl_patch import ContextPatcher, PatchedLinear, UnsupportedModelError, metrics
+from icl_patch import ContextPatcher, PatchedLinear, UnsupportedModelError, metrics, zoo
 from icl_patch.folding import UncentredLayerNorm, fold, norm_form, value_output
 
 
@@ -175,6 +176,42 @@ def test_norms_can_be_chosen() -> None:
         assert [norm.path for norm in folding.folded] == ["model.layers.1.input_layernorm"]
         assert folding.refused["model.norm"] == "it was not asked for"
         assert not (model.model.layers[0].input_layernorm.weight == 1).all()
+
+
+@pytest.mark.parametrize("made_there", [False, True])
+def test_in_inference_mode(made_there: bool) -> None:
+    with torch.inference_mode(made_there):
+        model = small("llama")
+    expected = logits(model)
+    with torch.inference_mode(), fold(model) as folding:
+        assert len(folding.folded) == 7
+        assert off(logits(model), expected) <= CLOSE[torch.float32]
+        assert not model.lm_head.weight.is_inference()  # what is made here can be trained elsewhere
+        made = value_output(model, 0)
+    assert torch.equal(logits(model), expected)
+    with fold(model):
+        assert torch.equal(value_output(model, 0).matrices(), made.matrices())
+
+
+@pytest.mark.parametrize("name", ["gemma3-vision", "llava"])
+def test_the_language_model_beside_a_vision_tower(name: str) -> None:
+    """Its norms are folded, and its W_VO are those of the language model alone; the tower's norms do not run in a pass over text."""
+    model = zoo.build(name)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    alone = AutoModelForCausalLM.from_config(model.config.text_config).eval()
+    alone.model, alone.lm_head = model.model.language_model, model.lm_head
+    with torch.no_grad():
+        expected = alone(ids).logits
+        assert off(model(ids).logits, expected) <= CLOSE[torch.float32]
+        with fold(model) as folding:
+            assert [norm.path for norm in folding.folded][-1] == "model.language_model.norm" and len(folding.folded) == 9
+            assert all(reason == "it does not run in a pass over tokens" for path, reason in folding.refused.items() if "vision" in path)
+            assert off(model(ids).logits, expected) <= CLOSE[torch.float32]
+    for layer in (0, -1):
+        mine, theirs = value_output(model, layer), value_output(alone, layer)
+        assert torch.equal(mine.matrices(), theirs.matrices())
+        assert torch.equal(mine.bias, theirs.bias)
+    assert not torch.equal(value_output(model, 0).matrices(), value_output(model, -1).matrices())
 
 
 # -- patches
@@ -375,6 +412,17 @@ def test_refuses_a_norm_of_another_formula() -> None:
     model.transformer.h[0].ln_1 = Shifted(24).eval()
     assert norm_form(Shifted(24)) is None
     assert "neither a LayerNorm nor an RMSNorm" in refused(model, "transformer.h.0.ln_1")
+
+
+def test_refuses_a_norm_with_a_gate() -> None:
+    """Qwen3-Next's linear attention has one, and its other norms are folded all the same."""
+    model = zoo.build("qwen3_next")
+    assert norm_form(model.get_submodule("model.layers.0.linear_attn.norm")) is None
+    refused(model, "model.layers.0.linear_attn.norm")
+    expected = logits(model)
+    with fold(model) as folding:
+        assert {f"model.layers.{i}.input_layernorm" for i in range(4)} < {norm.path for norm in folding.folded}
+        assert off(logits(model), expected) <= CLOSE[torch.float32]
 
 
 def test_refuses_an_output_that_is_changed_in_place() -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from models import build, case, ragged, tokens
 from small import works
 from test_families import EXPERTS, Stock
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics, streams, zoo
@@ -175,6 +177,53 @@ def test_an_image_in_the_context_and_text_in_the_replay(family: str, update: str
     assert error <= (0 if update == "exact" else 1e-4)
 
 
+def test_an_image_in_the_prefix_is_refused() -> None:
+    """A replay runs the prefix alone: without the image it is another one."""
+    model, context, kept, inputs = with_image("gemma3-vision", torch.float32)
+    types = {"token_type_ids": F.pad(inputs["token_type_ids"], (0, 4))}
+    with ContextPatcher(model, "stable") as patcher:
+        whole = torch.cat([context, kept], 1)
+        for arguments in ({"context_ids": kept, "prefix_ids": context}, {"context_ids": whole, "absorbed": [(9, 12)]}):
+            with pytest.raises(ValueError, match="expected no prefix beside pixel_values, token_type_ids"):
+                patcher.compute(kept_ids=kept, **arguments, **inputs | types)
+        text = {"context_ids": kept, "prefix_ids": kept, "kept_ids": kept}
+        works(patcher, text | {"pixel_values": None})
+        nothing = {"prefix_ids": kept, "prefix_mask": torch.zeros_like(kept), "token_type_ids": types["token_type_ids"].roll(4, 1)}
+        works(patcher, {"context_ids": context, "kept_ids": kept, **inputs, **nothing})
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
+def test_images_whose_tokens_have_three_positions_are_refused(kind: str) -> None:
+    vision = {"hidden_size": 32, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "depth": 2}
+    own = {"Qwen2VL": {"embed_dim": 16, "mlp_ratio": 2, "in_channels": 3}, "Qwen2_5_VL": {"hidden_size": 16, "out_hidden_size": 32}}[kind]
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**zoo._COMMON, "rope_parameters": rope},
+        vision_config=vision | own,
+        image_token_id=96,
+        video_token_id=93,
+        vision_start_token_id=94,
+        vision_end_token_id=95,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    zoo.randomise(model)
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    text, kept = tokens(0, 2, 9) % 90 + 1, tokens(1, 2, 2) % 90 + 1
+    image = torch.tensor([[5, 94, 96, 96, 96, 96, 95, 6]])
+    inputs = {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (image == 96).int()}
+    expected = model.generate(text, output_logits=True, return_dict_in_generate=True, **settings).logits
+    with ContextPatcher(model, "stable") as patcher:
+        works(patcher, {"context_ids": text, "kept_ids": kept, "mm_token_type_ids": torch.zeros_like(text)})
+        for step, logits in zip(patcher.generate(text, **settings), expected, strict=True):
+            assert metrics.linf(step.logits, logits).max() <= 1e-4
+        with pytest.raises(UnsupportedModelError, match=r"positions of three numbers.* got pixel_values, image_grid_thw"):
+            patcher.compute(image, kept[:1], **inputs)
+        with pytest.raises(ValueError, match="position"):
+            patcher.generate(image, **settings, **inputs)
+
+
 # -- quantised weights
 
 
@@ -274,6 +323,42 @@ def test_generation_says_what_the_model_says(family: str) -> None:
     with ContextPatcher(model) as patcher:
         steps = list(patcher.generate(tokens(7, 3, 9), context_mask=ragged(3, 9, side="left"), max_new_tokens=5, eos_token_id=None))
     assert [step.token_ids.tolist() for step in steps] == [token_ids.tolist() for token_ids in said]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "falcon_h1", "mamba"])
+@pytest.mark.parametrize("update", ["stable", "exact"])
+def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -> None:
+    """Recurrent classes leave padding out in calls of several tokens only: a row that begins later has no state before it does."""
+    model, ids, mask = zoo.build(family), torch.tensor([[5, 6], [33, 7]]), torch.tensor([[True, True], [False, True]])
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, attention_mask=mask.long(), **arguments).logits
+    with ContextPatcher(model, update) as patcher:
+        for step, logits in zip(patcher.generate(ids, context_mask=mask, **settings), expected, strict=True):
+            assert metrics.linf(step.logits, logits).max() <= 1e-4
+        context, kept = tokens(0, 2, 3), tokens(1, 2, 2)
+        both = patcher.compute(context, kept, prefix_ids=ids[:, :1], prefix_mask=mask[:, :1])
+        alone = patcher.compute(context[1:], kept[1:])
+    for layer, single in zip(both.layers, alone.layers, strict=True):
+        for name, factor in single.items():
+            assert metrics.linf(layer[name][1:].float(), factor.float()).max() <= 1e-3, name
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gemma4-moe", "bloom", "falcon-rw"])
+@pytest.mark.parametrize("update", ["stable", "exact"])
+def test_static_caches_of_layers_that_share_keys_and_of_alibi(family: str, update: str) -> None:
+    """Padded rows; a context of one token, for which no layer has keys yet; and places that are never used."""
+    model, ids, mask = zoo.build(family), tokens(4, 2, 5), ragged(2, 5, side="left")
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
+    with ContextPatcher(model, update) as patcher:
+        for part in (slice(0, 5), slice(4, 5)):
+            expected = model.generate(ids[:, part], attention_mask=mask[:, part].long(), **arguments).logits
+            roomy = StaticCache(config=model.config, max_cache_len=12)
+            for static in ({"cache_implementation": "static"}, {"past_key_values": roomy}):
+                steps = patcher.generate(ids[:, part], context_mask=mask[:, part], **settings, **static)
+                for step, logits in zip(steps, expected, strict=True):
+                    assert metrics.linf(step.logits, logits).max() <= 1e-4
 
 
 @pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "qwen3_next"])

@@ -10,6 +10,7 @@ from models import ragged, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from icl_patch import ContextPatcher, fixed, metrics, zoo
 from icl_patch.decoding import Way, decode_one_token, prefill
@@ -114,7 +115,7 @@ def test_a_step_takes_fewer_operators_than_the_models_own(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_without_a_context_nothing_changes(family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both streams have the same bits where they see the same: from the smallest delta a stable update makes one of finite size."""
-    monkeypatch.setattr(fixed, "_compiled", lambda graph: graph)
+    monkeypatch.setattr(fixed, "Regions", lambda module, blocks: module)
     ids = tokens(0, 2, 1) % zoo.VOCABULARY
     for dtype, fast in itertools.product((torch.float32, torch.bfloat16, torch.float64), (False, True)):
         with ContextPatcher(zoo.build(family, dtype=dtype), "stable") as patcher:
@@ -150,3 +151,73 @@ def test_look_alikes_are_left_alone() -> None:
         assert len(fusions.forwards()) == len(fusions._found) - 1
         late.remove()
     handle.remove()
+
+
+class _Clamped(LlamaMLP):
+    """The product of what is clamped to numbers that those of size 1 do not reach."""
+
+    gate, up = 10.0, 10.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=self.gate) * self.up_proj(x).clamp(-self.up, self.up))
+
+
+class _ClampedHigh(_Clamped):
+    """Nor those of size 30."""
+
+    gate = up = 130.0
+
+
+class _ClampedGate(_Clamped):
+    """Its product overflows in fp16 where they are of size 1000."""
+
+    up = torch.inf
+
+
+class _ClampedNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states.clamp(-50, 50))
+
+
+class _LargeEps(LlamaRMSNorm):
+    """Where eps matters another norm, and in half precision nowhere else."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        return self.weight * (x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)).to(hidden_states.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_another_function_of_large_and_of_small_numbers_is_left_alone(dtype: torch.dtype) -> None:
+    model: Any = zoo.build("llama", dtype=dtype)
+    layers = model.model.layers
+    for layer, kind in zip(layers, (_Clamped, _ClampedHigh, _ClampedGate), strict=False):
+        layer.mlp.__class__ = kind
+    layers[1].input_layernorm.__class__ = _ClampedNorm
+    layers[3].input_layernorm.__class__ = _LargeEps
+    layers[2].mlp.up_proj.weight.data.mul_(30)
+    layers[3].mlp.up_proj.weight.data.mul_(100)  # in fp16 its product overflows even where numbers are of size 30
+    with ContextPatcher(model, "stable") as patcher:
+        assert kinds(patcher) == Counter({"_Norm": LAYERS - 1, "_NormBefore": LAYERS, "_Gated": LAYERS - 3})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
+def test_what_is_found_in_half_precision(family: str, dtype: torch.dtype) -> None:
+    """Where the largest numbers overflow."""
+    with ContextPatcher(zoo.build(family, dtype=dtype), "stable") as patcher:
+        norms, told, gated, last = EXPECTED[family]
+        assert kinds(patcher) == Counter({"_Norm": LAYERS * norms + last, "_NormBefore": LAYERS * told, "_Gated": LAYERS * gated})
+
+
+def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
+    model: Any = zoo.build("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = _Clamped
+        layer.post_attention_layernorm.weight.data.mul_(8)
+    ids = tokens(0, 2, 6) % zoo.VOCABULARY
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, output_logits=True, return_dict_in_generate=True, **settings).logits
+    with ContextPatcher(model, "stable") as patcher:
+        for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
+            assert metrics.linf(step.logits, logits).max() <= 1e-4

@@ -107,3 +107,25 @@ def test_two_generations_do_not_mix(family: str, update: str) -> None:
                 assert torch.equal(step.logits, steps[number].logits)
                 for layer, expected in zip(step.patch.layers, steps[number].patch.layers, strict=True):
                     assert all(torch.equal(layer[name], expected[name]) for name in expected)
+
+
+@families
+@pytest.mark.parametrize("update", ["direct", "stable"])
+def test_generation_under_autocast(family: str, update: str) -> None:
+    """In the dtype that autocast says, also for a patcher that has generated without it: the model's own logits up to its rounding."""
+    model, ids = small(family), tokens(7, 2, 8)
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
+    plain = model.generate(ids, **arguments).logits
+    for before in (False, True):
+        with ContextPatcher(model, update) as patcher:
+            if before:
+                list(patcher.generate(ids, **settings))
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = model.generate(ids, **arguments).logits
+                steps = list(patcher.generate(ids, **settings))
+            again = list(patcher.generate(ids, **settings))
+        for step, logits, after, exact in zip(steps, expected, again, plain, strict=True):
+            assert metrics.linf(step.logits.float(), logits).max() <= 0.05
+            assert metrics.linf(after.logits, exact).max() <= 1e-4
+            assert metrics.linf(step.logits.float(), after.logits).max() > 1e-3  # it was bf16

@@ -1,5 +1,6 @@
 """The loop inside ``model.generate``, patched modules in other loops, and one patch applied to every step."""
 
+import gc
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,7 @@ import torch
 from models import build, ragged, tokens
 from small import IDS, KEPT, Snapshot, small
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics, zoo
 
@@ -55,6 +57,27 @@ def test_generate_with_our_decoding_method(family: str, update: str, fast: bool 
             assert (ours - theirs)[finite].abs().max() <= 1e-3 * theirs[finite].abs().max()
             live &= expected.sequences[:, 9 + step] != 11
     before.check(model)
+
+
+class _Counter(BaseStreamer):
+    """How many tensors as wide as the vocabulary there are, at every token."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.counts = width, []
+
+    def put(self, _value: Tensor) -> None:
+        self.counts.append(sum(type(x) is Tensor and x.dim() == 2 and x.shape[1] == self.width for x in gc.get_objects()))
+
+    def end(self) -> None:
+        pass
+
+
+def test_what_was_not_asked_for_is_not_kept() -> None:
+    model = small("llama", vocab_size=101)
+    with ContextPatcher(model, "stable") as patcher:
+        counter = _Counter(101)
+        model.generate(IDS, max_new_tokens=9, eos_token_id=None, custom_generate=patcher.decoding_method(streamer=counter))
+    assert max(counter.counts[2:]) <= counter.counts[2]
 
 
 def test_the_decoding_method_of_another_model() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from models import build, ragged, tokens
-from small import IDS, Snapshot, plain_logits, small, works
+from small import IDS, KEPT, Snapshot, plain_logits, small, works
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -21,7 +22,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch import ContextPatcher, ControllabilityError, metrics, streams
+from icl_patch import ContextPatcher, ControllabilityError, metrics, streams, zoo
 from icl_patch.decoding import Feed, Way, decode_one_token, prefill
 from icl_patch.generation import GenerationStep
 
@@ -139,6 +140,46 @@ def test_streamers_get_what_transformers_gives_them() -> None:
         steps.close()
     assert all(torch.equal(one, other) for one, other in zip(ours.got, theirs.got, strict=True))
     assert ours.ended == dropped.ended == 1
+
+
+def test_streamers_are_ended_whatever_happens() -> None:
+    """No token wanted, an error before the first, nobody who asks for one: who waits for the text is told."""
+    collectors = [Collector() for _ in range(4)]
+    with ContextPatcher(small("llama", max_position_embeddings=12), "stable") as patcher:
+        assert list(patcher.generate(IDS, max_new_tokens=0, streamer=collectors[0])) == []
+        with pytest.raises(ValueError, match="expected at most 12 tokens"):
+            patcher.generate(IDS, max_new_tokens=20, streamer=collectors[1])
+        with pytest.raises(ValueError, match="expected a CUDA device"):
+            patcher.generate(IDS.cpu(), max_new_tokens=3, graph=True, streamer=collectors[2])
+        steps = patcher.generate(IDS, max_new_tokens=3, streamer=collectors[3])
+        del steps
+    assert [len(collector.got) for collector in collectors] == [1] * 4
+    assert [collector.ended for collector in collectors] == [1] * 4
+
+
+class _Scores(StoppingCriteria):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_kwargs: Any) -> Tensor:
+        self.seen.append(scores if scores is None else [x.clone() for x in scores])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("wanted", [{}, {"output_scores": True, "return_dict_in_generate": True}], ids=["without", "with"])
+def test_criteria_see_the_scores_that_were_asked_for(wanted: dict) -> None:
+    model, theirs, ours = small("llama"), _Scores(), _Scores()
+    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None} | wanted
+    model.generate(IDS, stopping_criteria=StoppingCriteriaList([theirs]), **arguments)
+    with ContextPatcher(model, "exact") as patcher:
+        list(patcher.generate(IDS, stopping_criteria=StoppingCriteriaList([ours]), **arguments))
+    assert len(ours.seen) == len(theirs.seen) == 4
+    for one, other in zip(ours.seen, theirs.seen, strict=True):
+        if not wanted:
+            assert one is other is None
+        else:
+            assert len(one) == len(other)
+            assert all(metrics.linf(x, y).max() <= 1e-5 for x, y in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize(("family", "update"), [("gemma3", "exact"), ("gemma3", "stable"), ("llama", "direct")])
@@ -345,6 +386,65 @@ def test_half_precision(dtype: torch.dtype, fast: bool) -> None:
     for step in steps:
         assert step.logits.dtype == dtype
         assert step.check.linf.max() <= limit
+
+
+def test_what_goes_on_by_single_tokens_takes_no_chunks() -> None:
+    model = zoo.build("mamba")
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.raises(ValueError, match="expected no chunks of a recurrent model, which goes on by one token a call, got chunks of 4"):
+            patcher.generate(IDS % zoo.VOCABULARY, prefill_chunk=4)
+        works(patcher, {"context_ids": IDS % zoo.VOCABULARY, "kept_ids": KEPT % zoo.VOCABULARY})
+
+
+def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
+    ids, mask = tokens(6, 3, 9), MASK
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        arguments: dict = {"context_mask": mask, "max_new_tokens": 3, "eos_token_id": None}
+        expected = stream(list(patcher.generate(ids, **arguments)))
+        for same in (positions, positions.expand(3, 3, 9)):
+            assert torch.equal(stream(list(patcher.generate(ids, position_ids=same, **arguments))), expected)
+        for others in (positions + 4, positions[:, 1:], torch.stack([positions, positions * 2])):
+            with pytest.raises(ValueError, match=r"expected no position_ids, or those that count the tokens from 0, got"):
+                patcher.generate(ids, position_ids=others, **arguments)
+        with pytest.raises(ValueError, match="expected a static cache or none, got a DynamicCache"):
+            patcher.generate(ids, past_key_values=DynamicCache(), **arguments)
+        with pytest.raises(ValueError, match="expected a dynamic or a static cache, got offloaded"):
+            patcher.generate(ids, cache_implementation="offloaded", **arguments)
+        with pytest.raises(TypeError, match="expected context_mask, got attention_mask"):
+            patcher.generate(ids, attention_mask=mask.long())
+        works(patcher)
+
+
+@pytest.mark.parametrize(("update", "fast"), [("stable", False), ("stable", True), ("exact", False)])
+def test_inside_and_outside_of_inference_mode(update: str, fast: bool) -> None:
+    arguments: dict = {"max_new_tokens": 4, "fast": fast, "eos_token_id": None}
+    with ContextPatcher(small("llama"), update) as patcher:
+        with torch.inference_mode():
+            first = patcher.generate(IDS, **arguments)
+            begun = [next(first)]
+        steps = begun + list(first)
+        second = patcher.generate(IDS, **arguments)
+        expected = [next(second)]
+        with torch.inference_mode():
+            expected += list(second)
+    assert torch.equal(stream(steps), stream(expected))
+    for step, other in zip(steps, expected, strict=True):
+        assert torch.equal(step.logits, other.logits)
+
+
+def test_room_is_made_as_it_is_needed() -> None:
+    """For a reply that may be long, and is not."""
+    dynamic = DynamicLayer()
+    dynamic.update(*torch.randn(2, 1, 2, 5, 4).unbind())
+    reserved, places = streams.ReservedLayer(dynamic, 100_000), set()
+    for _ in range(2000):
+        new = torch.randn(2, 1, 2, 1, 4).unbind()
+        made, expected = reserved.update(*new), dynamic.update(*new)
+        assert made[0].untyped_storage().nbytes() <= 1.25 * expected[0].nbytes + 256 * 2 * 4 * 4
+        places.add(made[0].data_ptr())
+    assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
+    assert len(places) <= 8
 
 
 def test_a_reserved_layer_is_a_dynamic_one_that_does_not_move() -> None:

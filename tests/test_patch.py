@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, case
+from models import build, case, tokens
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics
+from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics, zoo
 from icl_patch.embedded.train import build_tokenizer
 
 TOKEN_TENSORS = ("kept_ids", "kept_mask", "position_ids", "kept_slots", "prefix_ids", "prefix_mask", "prefix_positions", "prefix_slots")
@@ -305,6 +305,84 @@ def test_consistent_tensors_that_do_not_fit_the_model(change: Callable, patch_of
     write(path, header, tensors)
     with pytest.raises(PatchFormatError):
         ContextPatch.load(path, small("gemma3"))
+
+
+def test_experts_that_no_token_has(tmp_path: Path) -> None:
+    path, model, index = tmp_path / "p.safetensors", zoo.build("mixtral", num_hidden_layers=2), "layers.1.mlp.experts.index"
+    with ContextPatcher(model, "stable") as patcher:
+        patcher.compute(**case("prefix")).save(path)
+        header, tensors = read(path)
+        for chosen, message in (
+            ([0, 7], None),
+            ([3, 8], r"index of model\.layers\.1\.mlp\.experts\.gate_up_proj from 0 to 7, got 8"),
+            ([99, 98], "from 0 to 7, got 99"),
+            ([3, 3], r"expected layers\.1\.mlp\.experts\.index of distinct experts, got \[3, 3\] at row, token \[2, 1\]"),
+        ):
+            tensors[index][2, 1] = torch.tensor(chosen)
+            write(path, header, tensors)
+            if message is None:
+                ContextPatch.load(path, model)
+            else:
+                with pytest.raises(PatchFormatError, match=message):
+                    ContextPatch.load(path, model)
+                if "distinct" not in message:  # read without a model, it is checked when it meets one
+                    loaded = ContextPatch.load(path)
+                    with pytest.raises(PatchFormatError, match=message):
+                        patcher.forward(loaded.kept_ids, loaded, kept_mask=loaded.kept_mask)
+    with pytest.raises(PatchFormatError, match="distinct"):  # without a patcher, or a model
+        ContextPatch.load(path)
+
+
+@pytest.mark.parametrize("name", ["kept_ids", "prefix_ids"])
+def test_ids_that_the_model_does_not_have(name: str, patch_of: Callable, tmp_path: Path) -> None:
+    path, model = tmp_path / "p.safetensors", small("gemma3")
+    patch_of("gemma3", "stable").save(path)
+    header, tensors = read(path)
+    for last in (96, 97):
+        header[name][1][-1] = last
+        write(path, header, tensors)
+        if last == 96:
+            ContextPatch.load(path, model)
+    with pytest.raises(PatchFormatError, match=rf"expected {name} from 0 to 96, as many ids as the model has, got 97"):
+        ContextPatch.load(path, model)
+    ContextPatch.load(path)
+
+
+def test_a_place_that_does_not_follow_the_one_before(patch_of: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    patch_of("gemma3", "stable").save(path)
+    header, tensors = read(path)
+    for name, column in (("kept_slots", 1), ("position_ids", 1), ("kept_slots", 0), ("position_ids", 0), ("prefix_slots", 4)):
+        row = list(header[name][0])
+        before = {"kept_slots": "prefix_slots", "position_ids": "prefix_positions"}[name] if not column else name
+        for place in (header[before][0][column - 1], 0):  # the same as the one before, and an earlier one
+            row[column] = place
+            write(path, header | {name: [row, *header[name][1:]]}, tensors)
+            with pytest.raises(PatchFormatError, match=rf"{name}.* that increase from token to token, got .* in row 0"):
+                ContextPatch.load(path)
+    same = [[5] * len(row) for row in header["kept_slots"]]
+    assert refuses(path, header | {"kept_slots": same}, tensors)
+    padded = [[*row[:-1], 0] for row in header["kept_slots"]]  # the last row's last token is padding
+    assert not header["kept_mask"][2][-1]
+    assert not refuses(path, header | {"kept_slots": [*header["kept_slots"][:2], padded[2]]}, tensors)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "llama"])
+def test_positions_that_the_model_does_not_have(family: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "p.safetensors", zoo.build(family, num_hidden_layers=1)
+    with ContextPatcher(model, "stable") as patcher:
+        patcher.compute(tokens(1, 1, 126), tokens(2, 1, 2)).save(path)  # as many as there are
+        patch = ContextPatch.load(path, model)
+        assert patch.position_ids.tolist() == [[126, 127]]
+        assert patcher.forward(patch.kept_ids, patch).isfinite().all()
+        header, tensors = read(path)
+        for name, places in (("position_ids", [127, 128]), ("prefix_positions", [128])):
+            changed = {name: [places]}
+            if name == "prefix_positions":
+                changed |= {"prefix_ids": [[1]], "prefix_mask": [[False]], "prefix_slots": [[0]]}
+            write(path, header | changed, tensors)
+            with pytest.raises(PatchFormatError, match=f"expected {name} from 0 to 127, as many positions as the model has, got 128"):
+                ContextPatch.load(path, model)
 
 
 HEADER = ("format", "model", "fingerprint", "family", "update", "dtype", "passes", "replayable", "layers", "blocks", *TOKEN_TENSORS)

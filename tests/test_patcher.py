@@ -1,6 +1,7 @@
 """ContextPatcher as something that is attached to a model: what it leaves behind, what is absorbed, what is built."""
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from icl_patch import (
     metrics,
     ops,
 )
+from icl_patch.modules import PatchedModule
 
 
 def use(patcher: ContextPatcher, stage: str) -> None:
@@ -151,6 +153,66 @@ def test_one_patcher_at_a_time() -> None:
     before.check(model)
     with ContextPatcher(model, "stable") as patcher:
         works(patcher)
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("what", ["one matrix", "an MLP", "a matrix within another"])
+def test_detach_leaves_alone_what_was_replaced_meanwhile(what: str) -> None:
+    model = small("llama")
+    before = dict(model.named_modules())
+    patcher = ContextPatcher(model, "stable")
+    mlp = model.model.layers[1].mlp
+    if what == "an MLP":
+        mine: nn.Module = nn.Identity()
+        model.model.layers[1].mlp = mine
+        gone = {f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    else:
+        mine = mlp.down_proj = nn.Linear(72, 48) if what == "one matrix" else Doubled(mlp.down_proj)
+        gone = {"model.layers.1.mlp.down_proj"}
+    replaced = gone if what == "one matrix" else set()  # our module is nowhere
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patcher.detach()
+    assert {str(warning.message).split(" ")[0] for warning in caught} == replaced
+    assert all(warning.filename == __file__ and "replaced while it was patched" in str(warning.message) for warning in caught)
+    after = dict(model.named_modules())
+    assert not any(isinstance(module, PatchedModule) for module in [*after.values(), *mlp.modules()])
+    assert mine in after.values()
+    kept = before.keys() - gone - {name for name in before if what == "an MLP" and name.startswith("model.layers.1.mlp")}
+    assert all(after[name] is before[name] for name in kept)
+    assert [mlp.gate_proj, mlp.up_proj] == [before[f"model.layers.1.mlp.{part}_proj"] for part in ("gate", "up")]
+    if isinstance(mine, Doubled):
+        assert mine.inner is before["model.layers.1.mlp.down_proj"]
+    patcher.detach()
+    assert not patcher.attached
+    if what == "one matrix":
+        with ContextPatcher(model, "stable") as patcher:
+            works(patcher)
+
+
+@pytest.mark.parametrize(("family", "update", "inside"), [("gemma3", "exact", False), ("llama", "stable", True)])
+def test_a_model_made_in_inference_mode(family: str, update: str, inside: bool) -> None:
+    with torch.inference_mode():
+        model = small(family)
+    assert next(model.parameters()).is_inference()
+    inputs = case("prefix")
+    with ContextPatcher(small(family), update) as patcher:
+        expected = patcher.compute(**inputs)
+    with torch.inference_mode(inside), ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(**inputs)
+        works(patcher)
+        use(patcher, "generate")
+    assert patch.info == expected.info
+    assert torch.equal(patch.logits, expected.logits)
+    assert all(torch.equal(mine[name], theirs[name]) for mine, theirs in zip(patch.layers, expected.layers, strict=True) for name in mine)
 
 
 def test_nothing_works_after_detach() -> None:

@@ -1,6 +1,8 @@
 """What a patcher refuses, and that everything still works afterwards."""
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from models import build, case, ragged, tokens
-from small import IDS, KEPT, Snapshot, families, plain_logits, small, updates, works
+from small import IDS, KEPT, Snapshot, checkpointing, families, plain_logits, small, updates, works
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma3ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from icl_patch import (
@@ -24,7 +26,11 @@ from icl_patch import (
     UnsupportedModelError,
     metrics,
     ops,
+    zoo,
 )
+from icl_patch.calling import check_inputs
+from icl_patch.families import Block, Form, Writer, blocks_of
+from icl_patch.fingerprints import patched_tensors, weight_state
 
 
 def test_what_is_no_language_model_is_refused() -> None:
@@ -55,6 +61,38 @@ def test_an_unknown_update_and_training_are_refused() -> None:
     with pytest.raises(ValueError, match="dropout"):
         ContextPatcher(small("llama", attention_dropout=0.1).train())
     with ContextPatcher(small("llama").train()) as patcher:  # without dropout training changes nothing
+        works(patcher)
+
+
+def begun(patcher: ContextPatcher) -> Callable[[], Any]:
+    steps = patcher.generate(IDS, max_new_tokens=3, eos_token_id=None)
+    next(steps)
+    return lambda: next(steps)
+
+
+@pytest.mark.parametrize("reason", ["dropout", "gradient checkpointing"])
+def test_training_that_changes_what_is_computed_is_refused(reason: str) -> None:
+    """When attaching, and when it begins later, in the model or in one block; once it is over everything works."""
+    model = small("llama", attention_dropout=0.1 if reason == "dropout" else 0.0)
+    if reason == "gradient checkpointing":
+        checkpointing(model)
+    with pytest.raises(ValueError, match=f"training with {reason}"):
+        ContextPatcher(model.train())
+    with ContextPatcher(model.eval(), "stable") as patcher:
+        patch = patcher.compute(IDS, KEPT)
+        calls = (
+            begun(patcher),
+            begun(patcher),
+            lambda: patcher.compute(IDS, KEPT),
+            lambda: patcher.forward(KEPT, patch),
+            lambda: patcher.generate(IDS),
+            lambda: patcher.dynamics(IDS, KEPT),
+        )
+        for call, part in zip(calls, itertools.cycle((model, model.model.layers[1])), strict=False):
+            part.train()
+            with pytest.raises(ValueError, match=f"training with {reason}"):
+                call()
+            model.eval()
         works(patcher)
 
 
@@ -374,14 +412,107 @@ def test_ids_beyond_the_vocabulary(llama_patcher: ContextPatcher) -> None:
         llama_patcher.compute([[1, 2]], KEPT)
 
 
-def test_weights_that_change_while_attached(tmp_path: Path) -> None:
+def test_lists_are_no_tensors(llama_patcher: ContextPatcher) -> None:
+    ids, mask, patch = IDS.tolist(), torch.ones_like(IDS).tolist(), llama_patcher.compute(IDS, KEPT)
+    for call, name in (
+        (lambda: llama_patcher.compute(IDS, KEPT.tolist()), "kept_ids"),
+        (lambda: llama_patcher.compute(IDS, KEPT, prefix_ids=ids), "prefix_ids"),
+        (lambda: llama_patcher.compute(IDS, KEPT, context_mask=mask), "context_mask"),
+        (lambda: llama_patcher.forward(KEPT.tolist(), patch), "kept_ids"),
+        (lambda: llama_patcher.forward(KEPT, patch, kept_mask=[[True] * 3] * 2), "kept_mask"),
+        (lambda: llama_patcher.generate(IDS, context_mask=mask), "context_mask"),
+    ):
+        with pytest.raises(TypeError, match=f"expected {name} as a tensor, got list"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["prefix_id", "pixel_values", "position_ids", "labels", "inputs_embeds", "kwargs"])
+def test_inputs_that_the_model_does_not_have(name: str, llama_patcher: ContextPatcher) -> None:
+    """Its class would take most of them, and not look at them."""
+    with pytest.raises(TypeError, match=rf"further inputs of LlamaForCausalLM but its own \(none\), got {name}"):
+        llama_patcher.compute(IDS, KEPT, **{name: IDS})
+    with ContextPatcher(zoo.build("gemma3-vision"), "stable") as patcher:
+        message = rf"its own \(.*pixel_values, token_type_ids\), got {name}"
+        if name == "pixel_values":
+            name, message = "pixel_value", message.removesuffix("s")
+        with pytest.raises(TypeError, match=message):
+            patcher.compute(IDS, KEPT, **{name: IDS, "token_type_ids": torch.zeros_like(IDS)})
+
+
+class Passing(Gemma3ForConditionalGeneration):
+    """Names no further input itself, but hands on what it is given."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **others)
+
+
+def test_inputs_that_only_the_base_model_has() -> None:
+    model = zoo.build("gemma3-vision")
+    model.__class__ = Passing
+    check_inputs(model, ["pixel_values", "token_type_ids"])
+    with pytest.raises(TypeError, match=r"\(.*pixel_values.*\), got others, self"):
+        check_inputs(model, ["pixel_values", "others", "self"])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_more_tokens_than_the_model_has_positions_for(family: str) -> None:
+    """Padding has none."""
+    model = zoo.build(family)
+    context, mask = torch.ones(2, 127, dtype=torch.int64), torch.ones(2, 127, dtype=torch.bool)
+    mask[:, :2] = False
+    with ContextPatcher(model, "stable") as patcher:
+        works(patcher, {"context_ids": context, "kept_ids": KEPT, "context_mask": mask})
+        for call in (patcher.compute, patcher.dynamics):
+            with pytest.raises(ValueError, match="expected at most 128 tokens, as many as the model has positions for, got 130"):
+                call(context, KEPT)
+
+
+@pytest.mark.parametrize("through", ["the parameter", ".data", "inference mode"])
+def test_weights_that_change_while_attached(through: str, tmp_path: Path) -> None:
     """An older patch is refused, and a new one is saved under the new weights' hash."""
-    model = small("llama")
+    with torch.inference_mode(through == "inference mode"):
+        model = small("llama")
     with ContextPatcher(model) as patcher:
         old = patcher.compute(IDS, KEPT)
-        with torch.no_grad():
-            model.get_submodule("model.layers.0.mlp.down_proj").weight.mul_(1.5)
+        patcher.forward(KEPT, old)
+        weight = model.get_submodule("model.layers.0.mlp.down_proj").weight
+        with torch.inference_mode(through == "inference mode"), torch.no_grad():
+            (weight.data if through == ".data" else weight).mul_(1.5)
         with pytest.raises(FingerprintMismatch):
             patcher.forward(KEPT, old)
         patcher.compute(IDS, KEPT).save(tmp_path / "new.safetensors")
         ContextPatch.load(tmp_path / "new.safetensors", model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])
+def test_every_row_and_column_that_is_written_past_the_version_counter_is_seen(family: str) -> None:
+    """Matrices wider than high and higher than wide, of widths of powers of two or not; vectors; and every expert."""
+    model = zoo.build(family)
+    if family == "llama":  # one that does not lie row after row
+        up = model.get_submodule("model.layers.0.mlp.up_proj")
+        up.weight = nn.Parameter(up.weight.detach().T.contiguous().T)
+    blocks = blocks_of(model)[:1]
+    state = weight_state(model, blocks)
+    assert weight_state(model, blocks) == state
+    for _, tensor in patched_tensors(model, blocks):
+        for part in (*tensor.data.unbind(), *(tensor.data.unbind(1) if tensor.dim() == 2 else ())):
+            before = part.clone()
+            part.add_(1)
+            assert weight_state(model, blocks) != state
+            part.copy_(before)
+    assert weight_state(model, blocks) == state
+
+
+def test_the_state_of_weights_of_any_shape_and_dtype() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    block = Block("", Form(Writer.WEIGHT, ("",), down=""))
+    for number, shape in enumerate([(), (0, 5), (1, 5), (5, 1), (2**15, 3), (3, 2**15), (4, 2**15, 2)]):
+        for dtype in (torch.float64, torch.bfloat16, torch.uint8, torch.float8_e4m3fn):
+            model.register_buffer(f"{number}_{str(dtype)[6:]}", torch.ones(shape).to(dtype))
+    state = weight_state(model, [block])
+    assert weight_state(model, [block]) == state
+    for name, buffer in model.named_buffers():
+        if buffer.numel():
+            buffer.data.zero_()
+            assert weight_state(model, [block]) != state, name
+            buffer.data.copy_(torch.ones(()))

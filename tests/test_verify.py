@@ -1,11 +1,13 @@
 """The papers' protocol, on the embedded model (the proof at full size) and on random models (its parts)."""
 
+import dataclasses
 import json
 import math
 
 import pytest
 import torch
 from models import build
+from small import checkpointing
 from torch import Tensor
 
 from icl_patch import embedded, metrics, ops, verify
@@ -132,6 +134,18 @@ def test_a_model_passed_in_is_not_changed() -> None:
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verify(**arguments)
+
+
+@pytest.mark.parametrize(("update", "dtype"), [("exact", torch.float32), ("stable", torch.float32), ("exact", torch.bfloat16)])
+def test_nothing_is_proven_of_a_model_that_contradicts_itself(update: str, dtype: torch.dtype) -> None:
+    report = verify(max_new_tokens=2, update=update, dtype=dtype)
+    assert report.passed
+    for floor in (2.6, math.nan) if dtype == torch.bfloat16 else (0.02, 2.6, math.nan):
+        assert not dataclasses.replace(report, null_floor=report.null_floor | {"linf_max": floor}).passed
+    model = build("llama", 0, dtype, vocab_size=RANDOM_VOCABULARY)
+    checkpointing(model)
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        verify(model.train(), build_tokenizer(), context="abc", max_new_tokens=2, update=update)
 
 
 def test_a_model_object_needs_its_tokenizer() -> None:
