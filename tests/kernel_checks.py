@@ -206,13 +206,17 @@ def test_the_same_bits_again(dtype: torch.dtype) -> None:
         assert all(same_bits(kernels.patched_linear(**case.arguments), first) for _ in range(1 if INTERPRETED else 50))
 
 
+@pytest.mark.parametrize(("rows", "rank"), [(1, 1), (3, 1), (3, 2)])
 @every_float
-def test_coefficients_have_the_same_bits_wherever_they_are_summed(dtype: torch.dtype) -> None:
-    case = linear_case("row-rank", (3, 20, 4300), 2, dtype)
-    config = config_for("", dtype, 20, 4300, "stream")
-    inside, before = (launch_linear(**case.arguments, out_dtype=torch.float32, config=replace(config, fused=limit)) for limit in (4096, 0))
-    assert same_bits(inside, before)
+def test_coefficients_have_the_same_bits_wherever_they_are_summed(dtype: torch.dtype, rows: int, rank: int) -> None:
+    case = linear_case("row-rank", (rows, 20, 4300), rank, dtype)
     coeff = kernels.coefficients(case.z, case.v)
+    for n in (20, 5000):  # steps of 256 and of 128 elements
+        config = config_for("", dtype, n, 4300, "stream")
+        inside, before = (
+            launch_linear(**case.arguments, out_dtype=torch.float32, config=replace(config, fused=limit)) for limit in (4096, 0)
+        )
+        assert same_bits(inside, before)
     exact = torch.einsum("mk,mrk->mr", case.z.double(), case.row_v)
     assert ((coeff - exact).abs() <= 64 * UNIT[torch.float32] * torch.einsum("mk,mrk->mr", case.z.double().abs(), case.row_v.abs())).all()
     # Older interpreters round the product of a fused multiply-add.

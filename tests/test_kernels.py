@@ -1,9 +1,12 @@
 """The Triton kernels without a GPU: in Triton's interpreter, compiled ahead of time, and their configurations."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +19,9 @@ pytest.importorskip("triton")
 from icl_patch import kernels
 from icl_patch.kernels import Config, aot, config, launching, specialisations, tuning
 from icl_patch.kernels.config import DTYPES, REGIMES, Entry, config_for
-from icl_patch.kernels.direction import Direction, plan_direction
+from icl_patch.kernels.direction import plan_direction
 from icl_patch.kernels.gated import plan_gated
-from icl_patch.kernels.linear import plan_linear
+from icl_patch.kernels.linear import launch_linear, plan_linear
 from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
 
 CHECKS = Path(__file__).with_name("kernel_checks.py")
@@ -41,6 +44,7 @@ def test_in_the_interpreter() -> None:
 COMPILED = [
     "default: stream bfloat16 N ≤ 16384, rank 1",
     "default: stream bfloat16 N ≤ 4096, Conv1D",
+    "default: stream bfloat16 N ≤ 1728, recording",
     "default: tile bfloat16, recording",
     "default: stream float32, rank 4, 4 rows",
     "coefficients K = 5376",
@@ -73,12 +77,11 @@ def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> N
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    z, w, y, bias = empty(rows, k, dtype=dtype), empty(n, k, dtype=dtype), empty(rows, n, dtype=dtype), empty(n, dtype=dtype)
+    z, w, bias = empty(rows, k, dtype=dtype), empty(n, k, dtype=dtype), empty(n, dtype=dtype)
     u, v, index = empty(4, 2, n), empty(4, 2, k, dtype=dtype), empty(rows, dtype=torch.int32)
-    pair, y_pair, u_out, coeff = empty(2 * rows, k, dtype=dtype), empty(2 * rows, n, dtype=dtype), empty(rows, n), empty(rows, 1)
     planned = [
-        plan_linear(z, w, u, v, bias, index, None, y, None, chosen),
-        plan_linear(pair, w, None, None, None, None, coeff, y_pair, u_out, chosen),
+        plan_linear(z, w, u, v, bias, index, dtype, chosen),
+        plan_linear(empty(2 * rows, k, dtype=dtype), w, None, None, None, None, dtype, chosen, record=True),
     ]
     for launch in planned:
         assert aot.compile_ahead(launch, 90).asm["cubin"]
@@ -86,13 +89,12 @@ def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> N
 
 @pytest.mark.parametrize("size", [1, 2, 2**31 + 1])
 def test_odd_rows_compile(size: int) -> None:
-    x, wide = torch.empty(2 * size, 1, device="meta"), torch.empty(size, 1, device="meta")
-    direction = Direction(wide, wide[:, 0], wide)
+    x = torch.empty(2 * size, 1, device="meta")
     planned = [
-        plan_norm_pair(x, x[0], 1e-6, 0.0, True, x, wide, direction),
-        plan_rms_norm(x, x[0], 1e-6, 0.0, True, x),
-        plan_direction(x, direction),
-        plan_gated(x, x, "silu", x),
+        plan_norm_pair(x, x[0], 1e-6, 0.0, True),
+        plan_rms_norm(x, x[0], 1e-6, 0.0, True),
+        plan_direction(x),
+        plan_gated(x, x, "silu"),
     ]
     for launch in planned:
         assert aot.compile_ahead(launch, 90).asm["cubin"]
@@ -117,6 +119,18 @@ def test_the_weight_is_read_in_large_pieces(name: str) -> None:
     for variant in ("rank 1", "Conv1D"):
         ptx = aot.compile_ahead(EVERYTHING[f"default: {name}, {variant}"], 90).asm["ptx"]
         assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("shape", [" N ≤ 1728", " N ≤ 4096", " N ≤ 16384", ""])
+def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> None:
+    """A step that waited for z or v would hold up the next copy of the weight, and with few programs the memory."""
+    text = aot.compile_ahead(EVERYTHING[f"default: stream bfloat16{shape}, rank 1"], capability).asm["ttgir"]
+    loop = re.search(r"scf\.for .*?scf\.yield", text, re.S)
+    assert loop is not None
+    assert loop[0].count("ttg.async_copy_global_to_local") == 4  # w and z, and for the coefficient z and v
+    assert "tt.load" not in loop[0]
+    assert "convert_layout" not in loop[0]
 
 
 def test_matrix_units_are_used() -> None:
@@ -147,12 +161,8 @@ def test_every_shape_has_a_configuration() -> None:
 def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None:
     """And fits GPUs with less shared memory than those it is compiled for."""
     for name, launch in EVERYTHING.items():
-        if name in (
-            "default: stream bfloat16, rank 4, 4 rows",
-            "default: stream bfloat16, rank 1, 16 rows",
-            "default: tile bfloat16, rank 1",
-        ):
-            assert aot.resources(launch, 90).shared <= 99 * 1024
+        if name.startswith("default") and name.endswith((", rank 4, 4 rows", ", rank 1, 16 rows", ", recording")):
+            assert aot.compile_ahead(launch, 90).metadata.shared <= 99 * 1024
     text = (Path(config.__file__).parent / "configs" / "default.json").read_text(encoding="utf-8")
     assert "Not measured" in text
 
@@ -225,36 +235,198 @@ def test_tune_takes_the_best_of_each_class() -> None:
         tuning.tune(torch.bfloat16, "stream", shapes, lambda *_: None)
 
 
-def test_a_second_launch_goes_to_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a tensor lies at an address that the first was not compiled for."""
-    seen = []
+# The second call of an op goes to its compiled kernel
 
-    class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name = name
 
-        def __getitem__(self, grid: tuple) -> object:
-            def run(*arguments: object, **options: object) -> object:
-                seen.append((self.name, grid, arguments[2:], options))
-                return Kernel("compiled")
+class Kernel:
+    """Stands for a kernel and notes how it is run; what it compiles may only be run on arguments that the compiler takes for the same."""
 
-            return run
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
 
+    def __getitem__(self, grid: tuple) -> Callable:
+        def run(*arguments: object, num_warps: int, num_stages: int, enable_fp_fusion: bool) -> Compiled:
+            assert not enable_fp_fusion
+            self.seen.append("kernel")
+            return Compiled(self.seen, (*grid, 1, 1), arguments)
+
+        return run
+
+
+class Compiled:
+    def __init__(self, seen: list[str], grid: tuple, arguments: tuple) -> None:
+        self.seen, self.grid, self.known = seen, grid, [seen_by_the_compiler(x) for x in arguments]
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        assert grid == self.grid
+
+        def run(*arguments: object) -> None:
+            assert [seen_by_the_compiler(x) for x in arguments] == self.known
+            self.seen.append("compiled")
+
+        return run
+
+
+def seen_by_the_compiler(x: object) -> object:
+    return (x.dtype, x.device, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else (type(x), x)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How the kernels are run, every one a stand-in."""
+    seen: list[str] = []
+    for module, names in {
+        "coefficients": ("_coefficient_kernel",),
+        "direction": ("_direction_kernel",),
+        "gated": ("_gated_kernel",),
+        "linear": ("_linear_kernel",),
+        "low_rank": ("_low_rank_kernel",),
+        "norms": ("_norm_pair_kernel", "_rms_norm_kernel"),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(sys.modules[f"icl_patch.kernels.{module}"], name, Kernel(seen))
     monkeypatch.setattr(launching, "INTERPRETED", True)
-    launch = launching.Launch(Kernel("kernel"), 5, (7, True), 4, 2)
-    x = torch.ones(64)
-    x = x[(-x.data_ptr() % 16) // 4 :]
-    for tensors in ((x, None), (x[4:], None), (x[1:], None), (x, x), (x, None)):
-        launch.with_tensors(x.device, *tensors)
-    assert [(name, grid) for name, grid, *_ in seen] == [
-        ("kernel", (5,)),
-        ("compiled", (5, 1, 1)),
-        ("kernel", (5,)),
-        ("kernel", (5,)),
-        ("compiled", (5, 1, 1)),
-    ]
-    assert all(arguments == (7, True) for _, _, arguments, _ in seen)
-    assert seen[0][3] == {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+    monkeypatch.setattr(launching, "_calls", {})
+    return seen
+
+
+M, N, K, B16 = 4, 24, 40, torch.bfloat16
+LINEAR = {"z": (M, K), "weight": (N, K), "u": (M, N), "v": (M, K), "bias": (N,)}
+
+# Each op: itself, its tensors' sizes, its options, other options, and how many kernels it runs.
+OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
+    "patched_linear": (kernels.patched_linear, LINEAR, {}, [{"out_dtype": torch.float32}, {"regime": "tile"}], 1),
+    "patched_linear plain": (kernels.patched_linear, {"z": (M, K), "weight": (N, K)}, {}, [{"out_dtype": torch.float16}], 1),
+    "patched_linear, coefficients before": (kernels.patched_linear, LINEAR | {"u": (M, 32, N), "v": (M, 32, K)}, {}, [], 2),
+    "launch_linear": (
+        launch_linear,
+        LINEAR,
+        {},
+        [{"config": Config(True, 16, 32, 64, 4, 2)}, {"config": Config(True, 16, 32, 64, 4, 3)}],
+        1,
+    ),
+    "coefficients": (kernels.coefficients, {"z": (M, K), "v": (M, 2, K)}, {}, [], 1),
+    "record_linear": (
+        lambda z_pair, weight, bias, coeff, **options: kernels.record_linear(
+            z_pair, weight, bias, direction=kernels.Direction(coeff, coeff, coeff), **options
+        ),
+        {"z_pair": (2 * M, K), "weight": (N, K), "bias": (N,), "coeff": (M, 1)},
+        {},
+        [{"regime": "tile"}],
+        1,
+    ),
+    "record_linear, its direction": (kernels.record_linear, {"z_pair": (2 * M, K), "weight": (N, K)}, {}, [], 2),
+    "add_low_rank": (
+        kernels.add_low_rank,
+        {"y": (M, N), "z": (M, K), "u": (M, N), "v": (M, K)},
+        {},
+        [{"out_dtype": torch.float32}],
+        2,
+    ),
+    "read_direction": (kernels.read_direction, {"z": (M, K)}, {}, [], 1),
+    "norm_pair": (
+        kernels.norm_pair,
+        {"hidden": (2 * M, K), "weight": (K,)},
+        {"eps": 1e-6},
+        [{"eps": 1e-5}, {"scale_offset": 1.0}, {"cast_first": False}],
+        1,
+    ),
+    "rms_norm": (
+        kernels.rms_norm,
+        {"x": (M, K), "scale": (M, K)},
+        {"eps": 1e-6},
+        [{"eps": 1e-5}, {"scale_offset": 1.0}, {"cast_first": False}],
+        1,
+    ),
+    "gated_product": (
+        kernels.gated_product,
+        {"gate": (M, N), "up": (M, N)},
+        {"activation": "silu"},
+        [{"activation": "gelu_tanh"}],
+        1,
+    ),
+}
+
+
+def tensors_of(sizes: dict[str, tuple], dtype: torch.dtype = B16, rows: int = M) -> dict[str, torch.Tensor]:
+    rows_of = {M: rows, 2 * M: 2 * rows}
+    return {
+        name: torch.ones(rows_of.get(size[0], size[0]), *size[1:], dtype=torch.float32 if name == "coeff" else dtype)
+        for name, size in sizes.items()
+    }
+
+
+def in_gaps(x: torch.Tensor) -> torch.Tensor:
+    """With other strides."""
+    return torch.ones(*x.shape, 2, dtype=x.dtype)[..., 0]
+
+
+def off_by_one(x: torch.Tensor) -> torch.Tensor:
+    """With the same strides, but not at a multiple of 16 bytes."""
+    flat = torch.ones(x.numel() + 16, dtype=x.dtype)
+    start = -(flat.data_ptr() // x.element_size()) % 16 + 1
+    return flat[start : start + x.numel()].view(x.shape)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_second_call_goes_to_the_compiled_kernel(name: str, runs: list[str]) -> None:
+    """Unless anything that a check, a plan or the compiler sees of its arguments is another."""
+    op, sizes, options, others, count = OPS[name]
+    base = tensors_of(sizes)
+    different = [(base, options | other) for other in others]
+    different += [(tensors_of(sizes, torch.float16), options), (tensors_of(sizes, rows=M - 1), options)]
+    for moved in (off_by_one, in_gaps):
+        different += [(base | {key: moved(base[key])}, options) for key in base if key != "coeff" or moved is off_by_one]
+    for tensors, chosen in [(base, options), *different]:
+        op(**tensors, **chosen)
+        assert len(runs) == count
+        assert "kernel" in runs
+        runs.clear()
+    for tensors, chosen in [*different, (tensors_of(sizes), options)]:
+        op(**tensors, **chosen)
+        assert runs == ["compiled"] * count
+        runs.clear()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_is_wrong_is_refused_after_a_good_call(name: str, runs: list[str]) -> None:
+    op, sizes, options, *_ = OPS[name]
+    base = tensors_of(sizes)
+    op(**base, **options)
+    runs.clear()
+    if name == "coefficients":  # it checks nothing
+        return
+    for key, x in base.items():
+        for wrong in (x.double(), x.to("meta"), x[None]):
+            with pytest.raises((TypeError, ValueError), match="expected"):
+                op(**base | {key: wrong}, **options)
+    assert not runs
+
+
+def test_two_ops_on_the_same_tensors(runs: list[str]) -> None:
+    hidden, weight = torch.ones(4, 8), torch.ones(8)
+    assert kernels.norm_pair(hidden, weight, 1e-6).delta.shape == (2, 8)
+    assert kernels.rms_norm(hidden, weight, 1e-6).shape == (4, 8)
+    assert runs == ["kernel"] * 2
+
+
+def test_calls_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch, runs: list[str]) -> None:
+    monkeypatch.setattr(launching, "_MOST_CALLS", 3)
+    for rows in (1, 2, 3, 4, 1, 1):
+        x = torch.ones(rows, 8)
+        kernels.gated_product(x, x, "silu")
+        assert len(launching._calls) <= 3
+    assert runs == ["kernel"] * 5 + ["compiled"]
+
+
+def test_a_call_holds_no_tensor(runs: list[str]) -> None:
+    for op, sizes, options, *_ in OPS.values():
+        base = tensors_of(sizes)
+        held = [weakref.ref(x) for x in base.values()]
+        op(**base, **options)
+        del base
+        gc.collect()
+        assert not any(ref() is not None for ref in held)
 
 
 def test_tensors_that_no_kernel_serves() -> None:

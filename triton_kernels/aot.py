@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -18,8 +18,8 @@ from icl_patch.kernels.launching import Launch
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one program can have, by compute capability."""
 
-TYPES = {"torch.float64": "fp64", "torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-TYPES |= {f"torch.int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)}
+TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES |= {getattr(torch, f"int{bits}"): f"i{bits}" for bits in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def signature_of(kernel: Any, arguments: tuple) -> tuple[dict[str, str], dict[tu
         place = (parameter.num,)
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
             signature[parameter.name], constants[place] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[parameter.name], attributes[place] = f"*{TYPES[str(value.dtype)]}", [["tt.divisibility", 16]]
+        elif isinstance(value, torch.dtype):
+            signature[parameter.name], attributes[place] = f"*{TYPES[value]}", [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels.launching import Launch, ceil_div, power_of_two
+from icl_patch.kernels.launching import Launch, ceil_div, dtype_of, power_of_two, serve
 
 LANES = tl.constexpr(64)
 LANE_BITS = tl.constexpr(6)
@@ -77,14 +77,14 @@ def _coefficient_kernel(
     tl.store(coeff_ptr + pid + tl.arange(0, 1), total)
 
 
-def plan_coefficients(z: Tensor, v: Tensor, index: Tensor | None, coeff: Tensor) -> Launch:
-    """``coeff[m, r] = z_m · v_r`` for z (M, K), v (M, R, K), (1, R, K) or a pool with ``index``; 0 where the index is -1."""
-    rank, k = v.shape[1:]
+def plan_coefficients(z: Tensor, v: Tensor, index: Tensor | None) -> Launch:
+    """From z (M, K), v (M, R, K), (1, R, K) or a pool with ``index``: ``z_m · v_r``, (M, R) fp32; 0 where the index is -1."""
+    rows, (rank, k) = len(z), v.shape[1:]
     segments = segments_of(k)
     stride_vm = 0 if index is None and v.shape[0] == 1 else v.stride(0)
-    strides = (*z.stride(), stride_vm, *v.stride()[1:])
-    arguments = (z, v, index, coeff, *strides, k, rank, index is not None, *steps_of(k), segments)
-    return Launch(_coefficient_kernel, len(z) * rank, arguments, warps_for(segments))
+    rest = (*z.stride(), stride_vm, *v.stride()[1:], k, rank, index is not None, *steps_of(k), segments)
+    outputs = (((rows, rank), torch.float32),)
+    return Launch(_coefficient_kernel, rows * rank, (z.dtype, v.dtype, dtype_of(index)), outputs, rest, warps_for(segments))
 
 
 def segments_of(k: int) -> int:
@@ -105,6 +105,4 @@ def warps_for(segments: int) -> int:
 
 def coefficients(z: Tensor, v: Tensor, index: Tensor | None = None) -> Tensor:
     """``c = z·v``, (M, R) fp32, for the arguments of :func:`icl_patch.kernels.patched_linear` with u and v of 3 dimensions."""
-    coeff = torch.empty(z.shape[0], v.shape[1], dtype=torch.float32, device=z.device)
-    plan_coefficients(z, v, index, coeff)(z.device)
-    return coeff
+    return serve(plan_coefficients, (z, v, index))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from icl_patch.kernels import library
 from icl_patch.kernels.coefficients import CHUNKS, LANE_BITS, LANES, add_segments, log2, pair_sum, segments_of, steps_of
-from icl_patch.kernels.launching import Launch, ceil_div, check_floats, needs_op, power_of_two
+from icl_patch.kernels.launching import Launch, ceil_div, check_floats, needs_op, power_of_two, serve
 
 TINY = tl.constexpr(2.0**-126)
 HUGE = tl.constexpr(3.4028234663852886e38)
@@ -98,23 +98,26 @@ def row_warps(k: int) -> int:
     return 8 if k > 2048 else 4
 
 
-def plan_direction(z: Tensor, direction: Direction) -> Launch:
-    """The launch that fills ``direction`` for z (M, K)."""
-    k = z.shape[1]
-    return Launch(_direction_kernel, len(z), (z, *direction, *z.stride(), k, *row_blocks(k)), row_warps(k))
+def direction_outputs(rows: int, k: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """What a launch fills of a :class:`Direction`."""
+    return ((rows, k), torch.float32), ((rows,), torch.float32), ((rows, 1), torch.float32)
 
 
-def empty_direction(rows: int, k: int, device: torch.device) -> Direction:
-    """Room for the directions of ``rows`` rows."""
-    sizes = ((rows, k), (rows,), (rows, 1))
-    return Direction(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
+def plan_direction(z: Tensor) -> Launch:
+    """From z (M, K) its direction."""
+    rows, k = z.shape
+    rest = (*z.stride(), k, *row_blocks(k))
+    return Launch(_direction_kernel, rows, (z.dtype,), direction_outputs(rows, k), rest, row_warps(k))
 
 
-def launch_direction(z: Tensor) -> Direction:
+def launch_direction(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`read_direction`, straight to the kernel."""
-    direction = empty_direction(z.shape[0], z.shape[1], z.device)
-    plan_direction(z, direction)(z.device)
-    return direction
+    return serve(_find, (z,))
+
+
+def _find(z: Tensor) -> Launch:
+    _check(z)
+    return plan_direction(z)
 
 
 library.define("triton_read_direction(Tensor z) -> (Tensor, Tensor, Tensor)", launch_direction)
@@ -142,7 +145,13 @@ def read_direction(z: Tensor) -> Direction:
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
+    if needs_op(z):
+        _check(z)
+        return Direction(*torch.ops.icl_patch.triton_read_direction(z))
+    return Direction(*launch_direction(z))
+
+
+def _check(z: Tensor) -> None:
     if z.dim() != 2 or not z.shape[1]:
         raise ValueError(f"expected z (M, K) with K ≥ 1, got {tuple(z.shape)}")
     check_floats(z, z=z)
-    return Direction(*torch.ops.icl_patch.triton_read_direction(z)) if needs_op(z) else launch_direction(z)

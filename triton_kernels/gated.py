@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from icl_patch.kernels import library
-from icl_patch.kernels.launching import Launch, ceil_div, check, check_floats, needs_op
+from icl_patch.kernels.launching import Launch, ceil_div, check, check_floats, needs_op, serve
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 _BLOCK = 1024
@@ -31,19 +31,22 @@ def _gated_kernel(
     tl.store(y_ptr + m * N + offs_n, (rounded * up).to(gate.dtype), mask=mask)
 
 
-def plan_gated(gate: Tensor, up: Tensor, activation: str, y: Tensor) -> Launch:
-    """The launch that fills y."""
+def plan_gated(gate: Tensor, up: Tensor, activation: str) -> Launch:
+    """From gate and up the product."""
     rows, n = gate.shape
     column_blocks = ceil_div(n, _BLOCK)
-    arguments = (gate, up, y, n, column_blocks, *gate.stride(), *up.stride(), activation == "gelu_tanh", _BLOCK)
-    return Launch(_gated_kernel, rows * column_blocks, arguments, 4)
+    rest = (n, column_blocks, *gate.stride(), *up.stride(), activation == "gelu_tanh", _BLOCK)
+    return Launch(_gated_kernel, rows * column_blocks, (gate.dtype, up.dtype), (((rows, n), gate.dtype),), rest, 4)
 
 
 def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """:func:`gated_product`, straight to the kernel."""
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    plan_gated(gate, up, activation, y)(gate.device)
-    return y
+    return serve(_find, (gate, up), activation)
+
+
+def _find(gate: Tensor, up: Tensor, activation: str) -> Launch:
+    _check(gate, up, activation)
+    return plan_gated(gate, up, activation)
 
 
 library.define("triton_gated_product(Tensor gate, Tensor up, str activation) -> Tensor", launch_gated)
@@ -68,9 +71,15 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or the activation does not fit.
     """
+    if needs_op(gate, up):
+        _check(gate, up, activation)
+        return torch.ops.icl_patch.triton_gated_product(gate, up, activation)
+    return launch_gated(gate, up, activation)
+
+
+def _check(gate: Tensor, up: Tensor, activation: str) -> None:
     if gate.dim() != 2 or gate.shape != up.shape:
         raise ValueError(f"expected gate and up (M, N), got {tuple(gate.shape)} and {tuple(up.shape)}")
     check_floats(gate, gate=gate, up=up)
     check(gate.dtype == up.dtype, f"up in gate's dtype {gate.dtype}", up.dtype, TypeError)
     check(activation in ACTIVATIONS, f"activation {' or '.join(map(repr, ACTIVATIONS))}", repr(activation))
-    return (torch.ops.icl_patch.triton_gated_product if needs_op(gate, up) else launch_gated)(gate, up, activation)

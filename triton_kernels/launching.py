@@ -1,6 +1,7 @@
 """How a kernel is described before it runs: the same description is launched, interpreted or compiled ahead of time."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,55 +16,75 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class Launch:
-    """One kernel launch.
+    """One kernel launch without its tensors: it serves all that have the dtypes, sizes and strides it was planned for.
 
-    kernel: the kernel; programs: how many; arguments: all of them in the kernel's order, constexprs included; num_warps, num_stages: how
-    it is compiled.
+    kernel: it takes the tensors it reads, those it fills, then ``rest``, constexprs included; programs: how many; inputs: what it reads,
+    as dtypes, None where there is no tensor; outputs: what it fills, as sizes and dtypes; num_warps, num_stages: how it is compiled.
     """
 
     kernel: Any
     programs: int
-    arguments: tuple
+    inputs: tuple[torch.dtype | None, ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    rest: tuple
     num_warps: int
     num_stages: int = 1
-    compiled: dict[int, Any] = field(init=False, default_factory=dict)
+    _compiled: dict[int, Callable[..., None]] = field(init=False, default_factory=dict)
 
-    def __call__(self, device: torch.device) -> None:
-        """Run it on the device's current stream."""
-        self.with_tensors(device)
-
-    def with_tensors(self, device: torch.device, *tensors: Tensor | None) -> None:
-        """Run it with more arguments before those it has.
-
-        From its second time on such a launch goes straight to the compiled kernel: of all that the compiler looks at, only the alignment
-        of the tensors can differ.
-        """
-        if not self.programs:
-            return
-        if INTERPRETED or device.index == torch.cuda.current_device():
-            self._run(tensors)
-        else:
-            with torch.cuda.device(device):
-                self._run(tensors)
+    def __call__(self, *inputs: Tensor | None) -> Any:
+        """Run it on the current stream of the first input's device: the output, or a tuple of them."""
+        assert inputs[0] is not None
+        device = inputs[0].device
+        outputs = [torch.empty(size, dtype=dtype, device=device) for size, dtype in self.outputs]
+        if self.programs:
+            if INTERPRETED or device.index == torch.cuda.current_device():
+                self._run((*inputs, *outputs))
+            else:
+                with torch.cuda.device(device):
+                    self._run((*inputs, *outputs))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _run(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Straight to the compiled kernel from the second time on: of all that the compiler looks at, only addresses can differ."""
         aligned = 0
         for tensor in tensors:
             aligned = 2 * aligned + (tensor is not None and not tensor.data_ptr() & 15)
-        compiled = self.compiled.get(aligned)
-        if compiled is None:
-            self.compiled[aligned] = self.kernel[(self.programs,)](*tensors, *self.arguments, **self.options)
+        run = self._compiled.get(aligned)
+        if run is not None:
+            run(*tensors, *self.rest)
         else:
-            compiled[(self.programs, 1, 1)](*tensors, *self.arguments)
+            compiled = self.kernel[(self.programs,)](*tensors, *self.rest, **self.options)
+            if compiled is not None:  # in the interpreter there is none
+                self._compiled[aligned] = compiled[(self.programs, 1, 1)]
 
-    def without(self, count: int) -> "Launch":
-        """The same without its first arguments, for :meth:`with_tensors`."""
-        return replace(self, arguments=self.arguments[count:])
+    @property
+    def arguments(self) -> tuple:
+        """All of the kernel's, dtypes in the place of tensors."""
+        return (*self.inputs, *(dtype for _, dtype in self.outputs), *self.rest)
 
     @property
     def options(self) -> dict[str, int | bool]:
         """For the compiler. It fuses no multiply with an add: the kernels say where, so the bits do not depend on its version."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+
+
+_calls: dict[tuple, Callable[..., Any]] = {}
+_MOST_CALLS = 4096
+
+
+def serve(find: Callable[..., Callable[..., Any]], tensors: tuple[Tensor | None, ...], *options: Hashable) -> Any:
+    """``find(*tensors, *options)(*tensors)``, but it is found once for all tensors of the same sizes, strides, dtypes and devices.
+
+    That is all that a check, a plan and the compiler see of a tensor but for its address, which :class:`Launch` looks at.
+    """
+    key = (find, options, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    call = _calls.get(key)
+    if call is None:
+        call = find(*tensors, *options)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call(*tensors)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -74,6 +95,11 @@ def ceil_div(a: int, b: int) -> int:
 def power_of_two(n: int) -> int:
     """The smallest power of two that is not smaller than ``n``; 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def dtype_of(x: Tensor | None) -> torch.dtype | None:
+    """None for none."""
+    return None if x is None else x.dtype
 
 
 def check(good: bool, what: str, got: object, error: type[Exception] = ValueError) -> None:
@@ -98,4 +124,9 @@ def needs_op(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     gradients = torch.is_grad_enabled()
-    return any(x is not None and (type(x) not in (Tensor, torch.nn.Parameter) or (gradients and x.requires_grad)) for x in tensors)
+    for x in tensors:  # not any(): this stands before every launch of a decoding step
+        if x is None:
+            continue
+        if type(x) not in (Tensor, torch.nn.Parameter) or (gradients and x.requires_grad):
+            return True
+    return False

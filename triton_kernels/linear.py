@@ -1,20 +1,30 @@
 """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r`` in one pass over W."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from icl_patch.kernels import library
-from icl_patch.kernels.coefficients import coefficients
+from icl_patch.kernels.coefficients import LANES, plan_coefficients
 from icl_patch.kernels.config import STREAM, STREAM_ROWS, TILE, Config, config_for, gpu_name
 from icl_patch.kernels.gradients import backward, setup
-from icl_patch.kernels.launching import FLOATS, INTERPRETED, Launch, ceil_div, check, check_floats, needs_op, power_of_two
+from icl_patch.kernels.launching import (
+    FLOATS,
+    INTERPRETED,
+    Launch,
+    ceil_div,
+    check,
+    check_floats,
+    dtype_of,
+    needs_op,
+    power_of_two,
+    serve,
+)
 from icl_patch.kernels.linear_kernels import _linear_kernel
 
 MAX_RANK = 64
-_TENSORS = 9  # the kernel's first arguments
 
 
 def regime_of(rows: int) -> str:
@@ -36,6 +46,19 @@ def coefficient_rows(block_m: int, rows: int) -> int:
     return min(block_m, power_of_two(rows))
 
 
+def coefficient_block(config: Config, block_m: int, rows: int, fused: int, dtype: torch.dtype) -> tuple[int, int]:
+    """For how many rows a program sums coefficients, and of how many elements it loads z and v at once.
+
+    Only 4 bytes a thread, or more, are copied ahead of their use: so that z is, a whole step is loaded, for a row more than there are if
+    it must be. Not where that would be many numbers for a thread.
+    """
+    threads, own = 32 * config.num_warps, coefficient_rows(block_m, rows)
+    padded = max(own, power_of_two(ceil_div(4 * threads, config.block_k * dtype.itemsize)))
+    if dtype.itemsize >= 4 or padded > block_m or fused * padded * config.block_k > 8 * threads:
+        return own, LANES.value
+    return padded, config.block_k
+
+
 def sums_coefficients(config: Config, rows: int, rank: int) -> bool:
     """Whether the linear kernel sums the coefficients z·v itself."""
     return power_of_two(rank) * coefficient_rows(config.block_m, rows) <= config.fused
@@ -48,17 +71,17 @@ def plan_linear(
     v: Tensor | None,
     bias: Tensor | None,
     index: Tensor | None,
-    coeff: Tensor | None,
-    y: Tensor,
-    u_out: Tensor | None,
+    dtype: torch.dtype,
     config: Config,
+    *,
+    record: bool = False,
 ) -> Launch:
-    """The launch that fills y (M, N); with ``u_out`` z and y are (2M, ·), and ``u_out`` (M, N) is the patch it makes.
+    """From z, weight, bias, u, v, index and the coefficients of :func:`plan_before` y (M, N) in ``dtype``.
 
-    u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``coeff`` (M, R), v is not read.
+    u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y are (2M, ·), the coefficients (M, 1)
+    are always read, and the patch u (M, N) is a second output.
     """
     n, k = weight.shape
-    record = u_out is not None
     rows = len(z) // 2 if record else len(z)
     rank, fused = 0, 0
     u_strides: tuple[int, ...] = (0, 0, 0)
@@ -68,63 +91,27 @@ def plan_linear(
         u_strides, v_strides = u.stride(), v.stride()
         if index is None and u.shape[0] == 1:
             u_strides, v_strides = (0, *u_strides[1:]), (0, *v_strides[1:])
-        fused = 0 if coeff is not None else power_of_two(rank)
+        fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
-    arguments = (
-        z, weight, bias, u, v, index, coeff, y, u_out,
+    coeff = torch.float32 if record or (rank and not fused) else None
+    inputs = (z.dtype, weight.dtype, dtype_of(bias), dtype_of(u), dtype_of(v), dtype_of(index), coeff)
+    outputs: tuple = (((len(z), n), dtype),)
+    rest = (
         rows, n, *z.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), *u_strides, *v_strides,
         config.dot, k, rank, fused, record, index is not None, bias is not None,
-        block_m, block_n, config.block_k, coefficient_rows(block_m, rows), config.num_stages, INTERPRETED,
+        block_m, block_n, config.block_k, *coefficient_block(config, block_m, rows, fused, z.dtype), config.num_stages, INTERPRETED,
     )  # fmt: skip
-    return Launch(_linear_kernel, ceil_div(rows, block_m) * ceil_div(n, block_n), arguments, config.num_warps, config.num_stages)
+    if record:
+        outputs += (((rows, n), torch.float32),)
+    else:
+        rest = (None, *rest)
+    programs = ceil_div(rows, block_m) * ceil_div(n, block_n)
+    return Launch(_linear_kernel, programs, inputs, outputs, rest, config.num_warps, config.num_stages)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a call needs beside its tensors: it is found once for all calls whose tensors have the same shapes, strides and dtypes."""
-
-    size: tuple[int, int]
-    dtype: torch.dtype
-    rank_summed_before: int  # coefficients that a launch of their own sums; 0 for none
-    launch: Launch | None  # with the tensors' sizes and strides, but not the tensors
-
-    def __call__(self, z: Tensor, weight: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None, index: Tensor | None) -> Tensor:
-        y = torch.empty(self.size, dtype=self.dtype, device=z.device)
-        if self.launch is not None:
-            coeff = None
-            if self.rank_summed_before:
-                assert v is not None
-                coeff = coefficients(z, v if v.dim() == 3 else v.unsqueeze(1), index)
-            self.launch.with_tensors(z.device, z, weight, bias, u, v, index, coeff, y, None)
-        return y
-
-
-def _find_call(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-    regime: str | None,
-    config: Config | None = None,
-) -> _Call:
-    rows, size, dtype = len(z), (len(z), len(weight)), out_dtype or z.dtype
-    if config is None:
-        config = config_for(gpu_name(z.device), weight.dtype, *weight.shape, regime or regime_of(rows))
-    if not rows or not len(weight):
-        return _Call(size, dtype, 0, None)
-    summed_before = 0
-    if u is not None and v is not None:
-        if u.dim() == 2:
-            u, v = u.unsqueeze(1), v.unsqueeze(1)
-        if not len(u):  # an empty pool: no row has a patch
-            u = v = index = None
-        elif not sums_coefficients(config, rows, u.shape[1]):
-            summed_before = u.shape[1]
-    coeff = z if summed_before else None  # it is there or not: where it lies comes later
-    return _Call(size, dtype, summed_before, plan_linear(z, weight, u, v, bias, index, coeff, z, None, config).without(_TENSORS))
+def plan_before(z: Tensor, v: Tensor | None, index: Tensor | None, config: Config) -> Launch | None:
+    """The launch for the coefficients, where the linear kernel does not sum them; v (M, R, K), (1, R, K) or a pool."""
+    return None if v is None or sums_coefficients(config, len(z), v.shape[1]) else plan_coefficients(z, v, index)
 
 
 def launch_linear(
@@ -138,8 +125,35 @@ def launch_linear(
     regime: str | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """:func:`patched_linear` with arguments that fit and without gradients, straight to the kernel."""
-    return _find_call(z, weight, u, v, bias, index, out_dtype, regime, config)(z, weight, u, v, bias, index)
+    """:func:`patched_linear` without gradients, straight to the kernel."""
+    return serve(_find, (z, weight, u, v, bias, index), out_dtype, regime, config)
+
+
+def _find(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    out_dtype: torch.dtype | None,
+    regime: str | None,
+    config: Config | None,
+) -> Callable[..., Tensor]:
+    _check(z, weight, u, v, bias, index, out_dtype)
+    if u is not None and not len(u):  # an empty pool: no row has a patch
+        plain = _find(z, weight, None, None, bias, None, out_dtype, regime, config)
+        return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
+    if u is not None and v is not None and u.dim() == 2:
+        u, v = u.unsqueeze(1), v.unsqueeze(1)
+    config = config or config_for(gpu_name(z.device), weight.dtype, *weight.shape, regime or regime_of(len(z)))
+    before = plan_before(z, v, index, config)
+    launch = plan_linear(z, weight, u, v, bias, index, out_dtype or z.dtype, config)
+
+    def call(z: Tensor, weight: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None, index: Tensor | None) -> Tensor:
+        return launch(z, weight, bias, u, v, index, None if before is None else before(z, v, index))
+
+    return call
 
 
 library.define(
@@ -200,23 +214,7 @@ def patched_linear(
     if needs_op(z, weight, u, v, bias):
         _check(z, weight, u, v, bias, index, out_dtype)
         return torch.ops.icl_patch.triton_patched_linear(z, weight, u, v, bias, index, out_dtype, regime)
-    key = (z.device, out_dtype, regime, *map(_form, (z, weight, u, v, bias, index)))
-    call = _calls.get(key)
-    if call is None:
-        _check(z, weight, u, v, bias, index, out_dtype)
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        call = _calls[key] = _find_call(z, weight, u, v, bias, index, out_dtype, regime)
-    return call(z, weight, u, v, bias, index)
-
-
-_calls: dict[tuple, _Call] = {}
-_MOST_CALLS = 4096
-
-
-def _form(x: Tensor | None) -> tuple | None:
-    """All that the checks and the compiler see of a tensor, but for the alignment of its address."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+    return launch_linear(z, weight, u, v, bias, index, out_dtype, regime)
 
 
 def _check(

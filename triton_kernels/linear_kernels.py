@@ -27,20 +27,39 @@ def _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX: tl.constexpr):
 
 
 @triton.jit
+def _halves(x):
+    """The first and the last half of x (A, B, ·)."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], x.shape[1], 2, x.shape[2] // 2)), (0, 1, 3, 2)))
+
+
+@triton.jit
+def _coefficient_chunks(partial, total, z, v, k):
+    """The chunks of 64 of z (1, ROWS, ·) and v (FUSED, ROWS, ·), one after the other; their first element is k."""
+    if z.shape[2] == LANES:
+        partial, total = coefficient_step(partial, total, z, v, k)
+    else:
+        z_first, z_last = _halves(z)
+        v_first, v_last = _halves(v)
+        partial, total = _coefficient_chunks(partial, total, z_first, v_first, k)
+        partial, total = _coefficient_chunks(partial, total, z_last, v_last, k + z_first.shape[2])
+    return partial, total
+
+
+@triton.jit
 def _coefficient_steps(
     partial, total, z_ptr, v_ptr, offs_m, row, patched, k0, stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
-    K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, BLOCK_K: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K elements of ``z·v_r``, for FUSED ≥ R ranks: partial and total are (FUSED, ROWS, 64)."""
+    """BLOCK_K elements of ``z·v_r``, for FUSED ≥ R ranks: partial and total are (FUSED, ROWS, 64). AT_ONCE elements are loaded at once."""
     offs_r = tl.arange(0, FUSED)[:, None, None]
-    for j in tl.static_range(BLOCK_K // LANES):
-        k = k0 + j * LANES
-        offs_k = (k + tl.arange(0, LANES)).to(tl.int64)[None, None, :]
+    for j in tl.static_range(BLOCK_K // AT_ONCE):
+        k = k0 + j * AT_ONCE
+        offs_k = (k + tl.arange(0, AT_ONCE)).to(tl.int64)[None, None, :]
         mask = patched[None, :, None] & (offs_k < K)
         z = tl.load(z_ptr + offs_m[None, :, None] * stride_zm + offs_k * stride_zk, mask=mask, other=0.0).to(tl.float32)
         v_ptrs = v_ptr + row[None, :, None] * stride_vm + offs_r.to(tl.int64) * stride_vr + offs_k * stride_vk
         v = tl.load(v_ptrs, mask=mask & (offs_r < R), other=0.0).to(tl.float32)
-        partial, total = coefficient_step(partial, total, z, v, k)
+        partial, total = _coefficient_chunks(partial, total, z, v, k)
     return partial, total
 
 
@@ -128,7 +147,8 @@ def _linear_kernel(
     M, N, stride_zm, stride_zk, stride_wn, stride_wk, stride_b, stride_um, stride_ur, stride_un, stride_vm, stride_vr, stride_vk,
     DOT: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, RECORD: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, NUM_STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+    NUM_STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs share outputs, not rows: the second reads the weight from L2.
     pid = tl.program_id(0).to(tl.int64)
@@ -166,7 +186,7 @@ def _linear_kernel(
         if FUSED:
             partial, total = _coefficient_steps(
                 partial, total, z_ptr, v_ptr, offs_c, row, patched, k0, stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
-                K, R, FUSED, BLOCK_K,
+                K, R, FUSED, BLOCK_K, AT_ONCE,
             )  # fmt: skip
     sums, sums_ctx = acc, acc_ctx
     if not DOT:

@@ -1,13 +1,15 @@
 """``y + Σ_r (z·v_r) u_r``: the low-rank term alone, on an output that is there already."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from icl_patch.kernels import library
-from icl_patch.kernels.coefficients import coefficients
-from icl_patch.kernels.launching import FLOATS, Launch, ceil_div, check, check_floats, needs_op
+from icl_patch.kernels.coefficients import plan_coefficients
+from icl_patch.kernels.launching import FLOATS, Launch, ceil_div, check, check_floats, dtype_of, needs_op, serve
 from icl_patch.kernels.linear import check_factors
 
 _BLOCK = 512
@@ -36,29 +38,33 @@ def _low_rank_kernel(
     tl.store(y_ptr + m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def plan_low_rank(plain: Tensor, u: Tensor, index: Tensor | None, coeff: Tensor, y: Tensor) -> Launch:
-    """The launch that fills y (M, N); u (M, R, N) or (1, R, N), or a pool with ``index``; coeff (M, R)."""
+def plan_low_rank(plain: Tensor, u: Tensor, index: Tensor | None, dtype: torch.dtype) -> Launch:
+    """From plain (M, N), u (M, R, N), (1, R, N) or a pool with ``index``, and the coefficients (M, R): their sum in ``dtype``."""
     rows, n = plain.shape
     column_blocks = ceil_div(n, _BLOCK)
     stride_um = 0 if index is None and u.shape[0] == 1 else u.stride(0)
-    arguments = (
-        plain, u, index, coeff, y, n, column_blocks, *plain.stride(), stride_um, *u.stride()[1:], u.shape[1], index is not None, _BLOCK,
-    )  # fmt: skip
-    return Launch(_low_rank_kernel, rows * column_blocks, arguments, 4)
+    rest = (n, column_blocks, *plain.stride(), stride_um, *u.stride()[1:], u.shape[1], index is not None, _BLOCK)
+    inputs = (plain.dtype, u.dtype, dtype_of(index), torch.float32)
+    return Launch(_low_rank_kernel, rows * column_blocks, inputs, (((rows, n), dtype),), rest, 4)
 
 
 def launch_low_rank(
-    plain: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None, out_dtype: torch.dtype | None = None
+    y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """:func:`add_low_rank` with arguments that fit and without gradients, straight to the kernels."""
-    u, v = (factor if factor.dim() == 3 else factor.unsqueeze(1) for factor in (u, v))
-    y = torch.empty(plain.shape, dtype=out_dtype or plain.dtype, device=plain.device)
-    if not y.numel():
-        return y
+    """:func:`add_low_rank` without gradients, straight to the kernels."""
+    return serve(_find, (y, z, u, v, index), out_dtype)
+
+
+def _find(
+    y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    _check(y, z, u, v, index, out_dtype)
+    dtype = out_dtype or y.dtype
     if not len(u):  # an empty pool: no row has a patch
-        return y.copy_(plain)
-    plan_low_rank(plain, u, index, coefficients(z, v, index), y)(plain.device)
-    return y
+        return lambda y, z, u, v, index: y.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    u, v = (factor if factor.dim() == 3 else factor.unsqueeze(1) for factor in (u, v))
+    before, launch = plan_coefficients(z, v, index), plan_low_rank(y, u, index, dtype)
+    return lambda y, z, u, v, index: launch(y, u, index, before(z, v, index))
 
 
 library.define(
@@ -90,10 +96,15 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit.
     """
+    if needs_op(y, z, u, v):
+        _check(y, z, u, v, index, out_dtype)
+        return torch.ops.icl_patch.triton_add_low_rank(y, z, u, v, index, out_dtype)
+    return launch_low_rank(y, z, u, v, index, out_dtype)
+
+
+def _check(y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None) -> None:
     if y.dim() != 2 or z.dim() != 2 or len(y) != len(z):
         raise ValueError(f"expected y (M, N) and z (M, K), got {tuple(y.shape)} and {tuple(z.shape)}")
     check_floats(y, y=y, z=z)
     check_factors(z, y.shape[1], u, v, index)
     check(out_dtype is None or out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)
-    run = torch.ops.icl_patch.triton_add_low_rank if needs_op(y, z, u, v) else launch_low_rank
-    return run(y, z, u, v, index, out_dtype)

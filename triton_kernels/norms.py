@@ -13,8 +13,8 @@ from torch import Tensor
 
 from icl_patch.kernels import library
 from icl_patch.kernels.coefficients import LANE_BITS, LANES, add_segments, pair_sum
-from icl_patch.kernels.direction import Direction, empty_direction, inverse_of, norm2, row_blocks, row_offsets, row_warps, sum_all
-from icl_patch.kernels.launching import Launch, check, check_floats, needs_op
+from icl_patch.kernels.direction import Direction, direction_outputs, inverse_of, norm2, row_blocks, row_offsets, row_warps, sum_all
+from icl_patch.kernels.launching import Launch, check, check_floats, needs_op, serve
 
 
 class NormPair(NamedTuple):
@@ -113,41 +113,40 @@ def _rms_norm_kernel(
         tl.store(y_ptr + m * D + offs, _scaled(x, reciprocal, scale, CAST_FIRST), mask=mask)
 
 
-def plan_norm_pair(
-    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool, z_pair: Tensor, delta: Tensor, direction: Direction
-) -> Launch:
-    """The launch that fills z_pair, delta and direction."""
+def plan_norm_pair(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
+    """From hidden and weight z_pair, delta and the direction."""
     rows, d = len(hidden) // 2, hidden.shape[1]
-    arguments = (
-        hidden, weight, z_pair, delta, *direction, rows, *hidden.stride(), weight.stride(0), float(eps), float(offset),
-        d, cast_first, *row_blocks(d),
-    )  # fmt: skip
-    return Launch(_norm_pair_kernel, rows, arguments, row_warps(d))
+    outputs = (((2 * rows, d), hidden.dtype), ((rows, d), torch.float32), *direction_outputs(rows, d))
+    rest = (rows, *hidden.stride(), weight.stride(0), eps, offset, d, cast_first, *row_blocks(d))
+    return Launch(_norm_pair_kernel, rows, (hidden.dtype, weight.dtype), outputs, rest, row_warps(d))
 
 
 def launch_norm_pair(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> tuple[Tensor, ...]:
     """:func:`norm_pair`, straight to the kernel: z_pair, delta, v, inverse_norm2, coeff."""
-    rows, d = len(hidden) // 2, hidden.shape[1]
-    z_pair = torch.empty((2 * rows, d), dtype=hidden.dtype, device=hidden.device)
-    delta = torch.empty((rows, d), dtype=torch.float32, device=hidden.device)
-    direction = empty_direction(rows, d, hidden.device)
-    plan_norm_pair(hidden, weight, eps, offset, cast_first, z_pair, delta, direction)(hidden.device)
-    return z_pair, delta, *direction
+    return serve(_find_norm_pair, (hidden, weight), eps, offset, cast_first)
 
 
-def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool, y: Tensor) -> Launch:
-    """The launch that fills y."""
-    d = x.shape[1]
+def _find_norm_pair(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
+    _check_norm_pair(hidden, weight, eps)
+    return plan_norm_pair(hidden, weight, eps, offset, cast_first)
+
+
+def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
+    """From x and scale y."""
+    rows, d = x.shape
     strides = scale.stride() if scale.dim() == 2 else (0, scale.stride(0))
-    arguments = (x, scale, y, *x.stride(), *strides, float(eps), float(offset), d, cast_first, *row_blocks(d)[2:])
-    return Launch(_rms_norm_kernel, len(x), arguments, row_warps(d))
+    rest = (*x.stride(), *strides, eps, offset, d, cast_first, *row_blocks(d)[2:])
+    return Launch(_rms_norm_kernel, rows, (x.dtype, scale.dtype), (((rows, d), x.dtype),), rest, row_warps(d))
 
 
 def launch_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
     """:func:`rms_norm`, straight to the kernel."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    plan_rms_norm(x, scale, eps, offset, cast_first, y)(x.device)
-    return y
+    return serve(_find_rms_norm, (x, scale), eps, offset, cast_first)
+
+
+def _find_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
+    _check_rms_norm(x, scale, eps)
+    return plan_rms_norm(x, scale, eps, offset, cast_first)
 
 
 library.define(
@@ -192,14 +191,21 @@ def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or ``eps`` does not fit.
     """
+    eps, scale_offset = float(eps), float(scale_offset)
+    if needs_op(hidden, weight):
+        _check_norm_pair(hidden, weight, eps)
+        z_pair, delta, *direction = torch.ops.icl_patch.triton_norm_pair(hidden, weight, eps, scale_offset, cast_first)
+    else:
+        z_pair, delta, *direction = launch_norm_pair(hidden, weight, eps, scale_offset, cast_first)
+    return NormPair(z_pair, delta, Direction(*direction))
+
+
+def _check_norm_pair(hidden: Tensor, weight: Tensor, eps: float) -> None:
     if hidden.dim() != 2 or hidden.shape[0] % 2 or not hidden.shape[1]:
         raise ValueError(f"expected hidden (2M, d) with d ≥ 1, got {tuple(hidden.shape)}")
     check_floats(hidden, hidden=hidden, weight=weight)
     check(weight.shape == hidden.shape[1:], f"weight ({hidden.shape[1]},)", weight.shape)
     check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)
-    run = torch.ops.icl_patch.triton_norm_pair if needs_op(hidden, weight) else launch_norm_pair
-    z_pair, delta, *direction = run(hidden, weight, eps, scale_offset, cast_first)
-    return NormPair(z_pair, delta, Direction(*direction))
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
@@ -219,10 +225,16 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0,
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
+    eps, scale_offset = float(eps), float(scale_offset)
+    if needs_op(x, scale):
+        _check_rms_norm(x, scale, eps)
+        return torch.ops.icl_patch.triton_rms_norm(x, scale, eps, scale_offset, cast_first)
+    return launch_rms_norm(x, scale, eps, scale_offset, cast_first)
+
+
+def _check_rms_norm(x: Tensor, scale: Tensor, eps: float) -> None:
     if x.dim() != 2 or not x.shape[1]:
         raise ValueError(f"expected x (M, d) with d ≥ 1, got {tuple(x.shape)}")
     check_floats(x, x=x, scale=scale)
     check(scale.shape in (x.shape, x.shape[1:]), f"scale {tuple(x.shape)} or ({x.shape[1]},)", scale.shape)
     check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)
-    run = torch.ops.icl_patch.triton_rms_norm if needs_op(x, scale) else launch_rms_norm
-    return run(x, scale, eps, scale_offset, cast_first)

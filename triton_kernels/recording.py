@@ -1,5 +1,6 @@
 """Both streams through one linear map in one pass over W: the outputs and the patch they differ by."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from icl_patch.kernels import library
 from icl_patch.kernels.config import Config, config_for, gpu_name
 from icl_patch.kernels.direction import Direction, read_direction
-from icl_patch.kernels.launching import check, needs_op
+from icl_patch.kernels.launching import check, needs_op, serve
 from icl_patch.kernels.linear import check_linear, plan_linear, regime_of
 
 
@@ -34,14 +35,16 @@ def launch_record(
     z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None = None, config: Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """:func:`record_linear` for given coefficients, straight to the kernel: y_pair and u."""
-    rows, n, device = len(z_pair) // 2, weight.shape[0], z_pair.device
-    y_pair = torch.empty((2 * rows, n), dtype=z_pair.dtype, device=device)
-    u = torch.empty((rows, n), dtype=torch.float32, device=device)
-    if u.numel():
-        if config is None:
-            config = config_for(gpu_name(device), weight.dtype, *weight.shape, regime or regime_of(rows))
-        plan_linear(z_pair, weight, None, None, bias, None, coeff, y_pair, u, config)(device)
-    return y_pair, u
+    return serve(_find, (z_pair, weight, bias, coeff), regime, config)
+
+
+def _find(
+    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None, config: Config | None
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]:
+    _check(z_pair, weight, bias, coeff)
+    config = config or config_for(gpu_name(z_pair.device), weight.dtype, *weight.shape, regime or regime_of(len(z_pair) // 2))
+    launch = plan_linear(z_pair, weight, None, None, bias, None, z_pair.dtype, config, record=True)
+    return lambda z_pair, weight, bias, coeff: launch(z_pair, weight, bias, None, None, None, coeff)
 
 
 library.define(
@@ -79,14 +82,21 @@ def record_linear(
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    check_linear(z_pair, weight, bias, None)
-    check(z_pair.shape[0] % 2 == 0, "z_pair (2M, K)", z_pair.shape)
-    rows = z_pair.shape[0] // 2
     if direction is None:
-        direction = read_direction(z_pair[rows:])
-    coeff = direction.coeff
-    good = coeff.shape == (rows, 1) and coeff.dtype == torch.float32 and coeff.is_contiguous()
-    check(good, f"contiguous coefficients ({rows}, 1) in fp32", coeff.shape)
-    run = torch.ops.icl_patch.triton_record_linear if needs_op(z_pair, weight, bias) else launch_record
-    y_pair, u = run(z_pair, weight, bias, coeff, regime)
+        _check(z_pair, weight, bias)
+        direction = read_direction(z_pair[z_pair.shape[0] // 2 :])
+    if needs_op(z_pair, weight, bias):
+        _check(z_pair, weight, bias, direction.coeff)
+        y_pair, u = torch.ops.icl_patch.triton_record_linear(z_pair, weight, bias, direction.coeff, regime)
+    else:
+        y_pair, u = launch_record(z_pair, weight, bias, direction.coeff, regime)
     return Recorded(y_pair, u, direction)
+
+
+def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor | None = None) -> None:
+    check_linear(z_pair, weight, bias, None)
+    rows, odd = divmod(z_pair.shape[0], 2)
+    check(not odd, "z_pair (2M, K)", z_pair.shape)
+    if coeff is not None:
+        good = coeff.shape == (rows, 1) and coeff.dtype == torch.float32 and coeff.is_contiguous() and coeff.device == z_pair.device
+        check(good, f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}", coeff.shape)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from icl_patch.kernels.coefficients import plan_coefficients
 from icl_patch.kernels.config import STREAM, Entry, data_files
-from icl_patch.kernels.direction import Direction, plan_direction
+from icl_patch.kernels.direction import plan_direction
 from icl_patch.kernels.gated import ACTIVATIONS, plan_gated
 from icl_patch.kernels.launching import Launch
-from icl_patch.kernels.linear import plan_linear, sums_coefficients
+from icl_patch.kernels.linear import plan_linear
 from icl_patch.kernels.low_rank import plan_low_rank
 from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
 
@@ -36,16 +36,12 @@ def linear_launch(entry: Entry, variant: str, rank: int | None, rows: int) -> La
     n, k = min(entry.max_n or 21504, 21504), min(entry.max_k or 5376, 5376)
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
     if rank is None:
-        return plan_linear(
-            _empty(2 * rows, k, dtype=dtype), weight, None, None, None, None, _empty(rows, 1), _empty(2 * rows, n, dtype=dtype),
-            _empty(rows, n), config,
-        )  # fmt: skip
-    z, y = _empty(rows, k, dtype=dtype), _empty(rows, n, dtype=dtype)
+        return plan_linear(_empty(2 * rows, k, dtype=dtype), weight, None, None, None, None, dtype, config, record=True)
+    z = _empty(rows, k, dtype=dtype)
     if not rank:
-        return plan_linear(z, weight, None, None, None, None, None, y, None, config)
-    coeff = None if sums_coefficients(config, rows, rank) else _empty(rows, rank)
+        return plan_linear(z, weight, None, None, None, None, dtype, config)
     index = _empty(rows, dtype=torch.int64) if "pool" in variant else None
-    return plan_linear(z, weight, _empty(rows, rank, n), _empty(rows, rank, k), _empty(n, dtype=dtype), index, coeff, y, None, config)
+    return plan_linear(z, weight, _empty(rows, rank, n), _empty(rows, rank, k), _empty(n, dtype=dtype), index, dtype, config)
 
 
 def linear_launches() -> Iterator[tuple[str, Launch]]:
@@ -68,15 +64,13 @@ def other_launches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, L
     """The kernels without a configuration, for rows of 5376 and 21504 elements."""
     for width in (5376, 21504):
         z, wide = _empty(4, width, dtype=dtype), _empty(4, width)
-        direction = Direction(wide, _empty(4), _empty(4, 1))
-        yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None, _empty(4, 16))
-        yield f"direction K = {width}", plan_direction(z, direction)
-        yield f"add_low_rank N = {width}", plan_low_rank(wide, _empty(4, 1, width), None, _empty(4, 1), z)
+        yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None)
+        yield f"direction K = {width}", plan_direction(z)
+        yield f"add_low_rank N = {width}", plan_low_rank(wide, _empty(4, 1, width), None, dtype)
     d = 5376
     pair, z, wide = _empty(8, d, dtype=dtype), _empty(4, d, dtype=dtype), _empty(4, d)
     for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):
-        direction = Direction(wide, _empty(4), _empty(4, 1))
-        yield f"norm_pair {name}", plan_norm_pair(pair, _empty(d, dtype=dtype), 1e-6, offset, cast_first, pair, wide, direction)
-        yield f"rms_norm {name}", plan_rms_norm(z, wide, 1e-6, offset, cast_first, z)
+        yield f"norm_pair {name}", plan_norm_pair(pair, _empty(d, dtype=dtype), 1e-6, offset, cast_first)
+        yield f"rms_norm {name}", plan_rms_norm(z, wide, 1e-6, offset, cast_first)
     for activation in ACTIVATIONS:
-        yield f"gated_product {activation}", plan_gated(z, z, activation, z)
+        yield f"gated_product {activation}", plan_gated(z, z, activation)

@@ -14,10 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from icl_patch.kernels import aot, specialisations
-from icl_patch.kernels.coefficients import plan_coefficients
 from icl_patch.kernels.config import DTYPES, STREAM, Config, Entry
 from icl_patch.kernels.launching import Launch
-from icl_patch.kernels.linear import plan_linear, sums_coefficients
+from icl_patch.kernels.linear import plan_before, plan_linear
 
 FUSED = (1, 4, 8, 16, 32, 64)
 """How many coefficients a program may sum itself, to try once the blocks are chosen: the bits are the same."""
@@ -120,17 +119,17 @@ class Variant:
         def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device="meta")
 
-        rows, rank, streams = self.rows, self.rank, 1 + self.record
-        z, y = (empty(streams * rows, width, dtype=self.dtype) for width in (self.k, self.n))
+        rows, rank = self.rows, self.rank
+        z = empty((1 + self.record) * rows, self.k, dtype=self.dtype)
         weight = empty(self.n, self.k, dtype=self.dtype)
         if self.record:
-            yield plan_linear(z, weight, None, None, None, None, empty(rows, 1), y, empty(rows, self.n), self.config)
+            yield plan_linear(z, weight, None, None, None, None, self.dtype, self.config, record=True)
             return
-        u, v, coeff = empty(rows, rank, self.n), empty(rows, rank, self.k), None
-        if not sums_coefficients(self.config, rows, rank):
-            coeff = empty(rows, rank)
-            yield plan_coefficients(z, v, None, coeff)
-        yield plan_linear(z, weight, u, v, None, None, coeff, y, None, self.config)
+        u, v = empty(rows, rank, self.n), empty(rows, rank, self.k)
+        before = plan_before(z, v, None, self.config)
+        if before is not None:
+            yield before
+        yield plan_linear(z, weight, u, v, None, None, self.dtype, self.config)
 
 
 class _Ahead:
