@@ -203,7 +203,7 @@ Factor factor(const char* name, const Tensor& x, const Tensor& z, int64_t width,
   const int64_t rank = x.dim() == 3 ? x.size(1) : 1;
   const bool shared = !indexed && x.dim() == 3 && x.size(0) == 1;
   STD_TORCH_CHECK(indexed || shared || x.size(0) == z.size(0), "expected ", name, " for 1 or ", z.size(0), " rows, got ", x.size(0));
-  STD_TORCH_CHECK(factors.rank == 0 || (factors.rank == rank && factors.shared == shared), "expected u and v of the same rows and rank");
+  STD_TORCH_CHECK(factors.rank < 0 || (factors.rank == rank && factors.shared == shared), "expected u and v of the same rows and rank");
   factors.rank = rank;
   factors.shared = shared;
   return {{x.const_data_ptr(), narrow_dtype_of(name, x), x.dim() == 3 ? x.stride(1) : 0, x.stride(last)}, x.stride(0)};
@@ -277,6 +277,7 @@ void set_output(Linear& call, Tensor& y) {
 }
 
 void set_factors(Linear& call, const Tensor& z, const Tensor& u, const Tensor& v, const std::optional<Tensor>& index) {
+  call.factors.rank = -1;  // 0 is a rank too
   call.factors.u = factor("u", u, z, call.n, call.factors, index.has_value());
   call.factors.v = factor("v", v, z, call.k, call.factors, index.has_value());
   STD_TORCH_CHECK(u.dim() == v.dim() && u.size(0) == v.size(0), "expected u and v for the same rows, got ", u.size(0), " and ", v.size(0));

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from icl_patch import native
 
@@ -81,6 +82,8 @@ def at_once(z: Tensor) -> Any:
     """
     if not z.is_cpu or wanted != "auto" or torch.is_grad_enabled() or torch.compiler.is_compiling() or not native.is_loaded:
         return None
+    if forward_ad._current_level >= 0:
+        return None
     return torch.ops.icl_patch
 
 
@@ -90,7 +93,9 @@ def is_traced() -> bool:
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:
-    """Whether a derivative may be asked for."""
+    """Whether a derivative may be asked for, backwards or forwards."""
+    if forward_ad._current_level >= 0:
+        return True
     if torch.is_grad_enabled():
         for tensor in tensors:  # not any(), as below
             if tensor is not None and tensor.requires_grad:

@@ -6,7 +6,6 @@ change of weights can have), 2 bad usage, 130 interrupted.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -233,7 +232,7 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def _print(options: argparse.Namespace, value: dict[str, Any], *renderables: Any) -> None:
     if options.json:
-        print(json.dumps(value))
+        print(report.to_json(value))
         return
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
@@ -329,8 +328,10 @@ def _generate(options: argparse.Namespace) -> int:
     model, tokenizer = _load(options)
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature")
-    ids, mask = encode_contexts(tokenizer, [_context(options) or default_context(model)], chat=options.chat)
-    choice: dict[str, Any] = {"do_sample": options.sample} | ({"temperature": options.temperature} if options.temperature else {})
+    ids, mask = encode_contexts(
+        tokenizer, [default_context(model) if (context := _context(options)) is None else context], chat=options.chat
+    )
+    choice: dict[str, Any] = {"do_sample": options.sample} | ({} if options.temperature is None else {"temperature": options.temperature})
     steps: list[GenerationStep] = []
     with ContextPatcher(model, options.update, tokenizer=tokenizer) as patcher, _progress("generating") as progress:
         for step in patcher.generate(

@@ -88,6 +88,7 @@ class PatchedExperts(PatchedModule):
     """
 
     base_layer: Any  # a module with the experts' matrices
+    _FACTORS = ("read_u", "read_v", "index", "write_u", "write_v")
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)

@@ -10,8 +10,8 @@ def linf(logits: Tensor, reference: Tensor) -> Tensor:
     NaN or infinity on one side only gives infinity.
     """
     difference = (logits.double() - reference.double()).abs()
-    difference = torch.where(logits == reference, 0.0, difference).nan_to_num(nan=torch.inf)
-    size = reference.double().abs().amax(-1)
+    difference = torch.where(logits == reference, 0.0, difference).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    size = reference.double().abs().nan_to_num(0.0, 0.0).amax(-1)  # of what is finite
     return difference.amax(-1) / torch.where(size > 0, size, 1.0)
 
 

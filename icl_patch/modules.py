@@ -38,12 +38,13 @@ class PatchedModule(nn.Module):
         self._parameters, self._buffers, self._modules = base_layer._parameters, base_layer._buffers, base_layer._modules
         self._non_persistent_buffers_set = base_layer._non_persistent_buffers_set
         object.__setattr__(self, "base_layer", base_layer)
-        self.training = base_layer.training
+        self.training, self._version = base_layer.training, base_layer._version
         self.mode = Mode.OFF
         self.recorder: Callable[..., Tensor] | None = None
 
     base_layer: nn.Module
 
+    _FACTORS: ClassVar[tuple[str, ...]] = ()  # the attributes that hold them
     _STATE: ClassVar[frozenset[str]] = frozenset(("mode", "recorder"))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -65,6 +66,23 @@ class PatchedModule(nn.Module):
         """Set the mode of this module and its base."""
         self.base_layer.train(mode)
         return super().train(mode)
+
+    # What a base saves, loads and moves beside its parameters and buffers (a quantised one's scales, say) goes with them.
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.base_layer._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.base_layer._load_from_state_dict(*args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PatchedModule":
+        """Factors follow a move to another device; their dtype is their own."""
+        self.base_layer._apply(fn, recurse)
+        for name in self._FACTORS:
+            factor = getattr(self, name)
+            if factor is not None:
+                setattr(self, name, factor.to(fn(factor[:0]).device))
+        return self
 
     def record(self, recorder: Callable[..., Tensor]) -> None:
         """Hand every input to ``recorder(module, x)``, which sets the factors and returns the output."""
@@ -95,7 +113,8 @@ class PatchedLinear(PatchedModule):
     Source: Goldwaser et al. (2025), Lemmas 6, 8 and 9.
     """
 
-    _STATE = PatchedModule._STATE | {"u", "v", "bias_change", "out_dtype"}
+    _FACTORS = ("u", "v", "bias_change")
+    _STATE = PatchedModule._STATE | {*_FACTORS, "out_dtype"}
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
@@ -136,11 +155,11 @@ class PatchedLinear(PatchedModule):
             self.v.copy_(v)
 
     def merge(self) -> nn.Module:
-        """A copy of the base module with the patch in its parameters: ``W + Σ_r u_r v_rᵀ`` or ``b + Δb``, rounded to their dtype once.
+        """A copy of the base module with the patch in its parameters: ``W + Σ_r u_r v_rᵀ`` or ``b + Δb``, in fp64, rounded to their dtype.
 
         Raises:
             TypeError: the base module is not an ``nn.Linear`` or a Conv1D with a plain weight.
-            ValueError: the patch is not the same for all rows, or a bias is to change and there is none.
+            ValueError: the patch is not the same for all rows or does not fit, or a bias is to change and there is none.
         """
         base = self.base_layer
         if type(base) not in (nn.Linear, Conv1D) or type(base.weight) is not nn.Parameter:
@@ -159,17 +178,10 @@ class PatchedLinear(PatchedModule):
         with torch.no_grad():
             for name, change in changes.items():
                 parameter = getattr(merged, name)
+                if change.shape != parameter.shape:
+                    raise ValueError(f"expected a change of {name} {tuple(parameter.shape)}, got {tuple(change.shape)}")
                 parameter.copy_(parameter.double() + change.double())
         return merged
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PatchedLinear":
-        """Factors follow a move to another device; their dtype is their own."""
-        super()._apply(fn, recurse)
-        for name in ("u", "v", "bias_change"):
-            factor = getattr(self, name)
-            if factor is not None:
-                setattr(self, name, factor.to(fn(factor[:0]).device))
-        return self
 
     def set_bias_change(self, bias_change: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
         """Apply ``b + Δb`` from now on: ``bias_change`` (N,), or one per row of the input (..., K): (..., N) or flat (M, N)."""
@@ -265,7 +277,8 @@ class PatchedRMSNorm(PatchedModule):
     Source: Goldwaser et al. (2025), Lemma 10.
     """
 
-    _STATE = PatchedModule._STATE | {"new_scale"}
+    _FACTORS = ("new_scale",)
+    _STATE = PatchedModule._STATE | {*_FACTORS}
 
     def __init__(self, base_layer: nn.Module, *, scale_offset: float = 0.0, cast_first: bool = True) -> None:
         super().__init__(base_layer)
@@ -324,7 +337,10 @@ class PatchedRMSNorm(PatchedModule):
     def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``; with the base's own scale the base's own bits."""
         normalized = self.normalize(x)
-        new_scale = new_scale.reshape(x.shape) if new_scale.dim() > 1 and new_scale.numel() == x.numel() else new_scale
+        if new_scale.dim() > 1:
+            if new_scale.numel() != x.numel():
+                raise ValueError(f"expected new_scale (n,) or one for each row of x {tuple(x.shape)}, got {tuple(new_scale.shape)}")
+            new_scale = new_scale.reshape(x.shape)
         y = normalized * new_scale.to(torch.promote_types(new_scale.dtype, normalized.dtype))
         return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
 

@@ -125,7 +125,7 @@ def record_linear(
 
     Returns:
         y_pair (2M, N) in z's dtype, u (M, N) fp32 (fp64 for fp64 z), and the direction. ``patched_linear(z, weight, u, direction.v,
-        bias)`` gives y again, bit for bit.
+        bias)`` gives y again, bit for bit, where our kernels multiply: not in fp64, nor by a weight of which neither side is contiguous.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -192,6 +192,8 @@ def add_low_rank(
 
 def _with_low_rank(y: Tensor, z: Tensor, u: Tensor | None, v: Tensor | None, index: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """:func:`add_low_rank` with arguments that fit; without factors y alone."""
+    if not out_dtype.is_floating_point:
+        raise TypeError(f"expected a floating out_dtype, got {out_dtype}")
     if u is None or v is None:
         return y.to(out_dtype)
     fits = u.dim() < 3 or 1 <= u.shape[1] <= 64
@@ -512,7 +514,7 @@ def _check_factors(z: Tensor, u: Tensor | None, v: Tensor | None, n: int, index:
             raise ValueError(f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}")
         if index.device != z.device:
             raise ValueError(f"expected index on {z.device}, got {index.device}")
-        if index.is_cuda or is_traced():  # to look would wait for the device, or there is nothing to look at
+        if index.is_cuda or index.is_meta or is_traced():  # to look would wait for the device, or there is nothing to look at
             return
         if rows and not -1 <= int(index.min()) <= int(index.max()) < u.shape[0]:
             raise ValueError(f"expected index from -1 to {u.shape[0] - 1}, got {int(index.min())} to {int(index.max())}")

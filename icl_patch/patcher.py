@@ -43,6 +43,8 @@ class ContextPatcher(Passes):
             patch = patcher.compute(context_ids, kept_ids)
             logits = patcher.forward(kept_ids, patch)      # no context anywhere
 
+    It is for one thread at a time, and so is the model while it is attached: what a pass applies lies in the model's modules.
+
     Args:
         model: a Hugging Face causal language model of a known family.
         update: ``"direct"`` (Theorem 1: closed form), ``"stable"`` (Appendix B: RMSNorm inversion) or ``"exact"`` (closed on the

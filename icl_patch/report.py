@@ -1,6 +1,7 @@
 """What people read: tables on a terminal, Markdown and JSON files, and the papers' Figure 3 as a picture."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,22 @@ def to_markdown(tables: Sequence[Table]) -> str:
     return "\n".join(parts)
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """An object as JSON, which has no word for NaN and infinity: null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write an object as readable JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """Write an object as readable JSON, see :func:`to_json`."""
+    path.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
 
 
 def plot(report: VerifyReport, tokens: Sequence[str], path: Path) -> None:

@@ -9,6 +9,7 @@ Source: Goldwaser et al. (2025), section 4.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -235,7 +237,10 @@ def load_model(
         made, own = embedded.load(dtype or torch.float32, device or "cpu")
         return made, tokenizer or own
     if isinstance(model, (str, Path)):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", revision=revision or "main")
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", revision=revision or "main")
+        except SafetensorError as error:
+            raise OSError(f"expected whole weights in {model}, got {error}") from error
         if device is not None:
             loaded = loaded.to(device)
         return loaded.eval(), tokenizer or AutoTokenizer.from_pretrained(model, revision=revision or "main")
@@ -370,6 +375,11 @@ def _computations(
         ids, mask = _extend(ids, mask, token_ids)
 
 
+def _worse(one: float, other: float) -> float:
+    """The larger error; of NaN nothing is better."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
 class _Comparison:
     """Gathers what the steps show."""
 
@@ -400,11 +410,11 @@ class _Comparison:
             for name, y_ctx in tape.readers.items():
                 if y_ctx.shape[-1] == 1:  # a gate's one number may be near 0; the report has its error relative to both its values
                     continue
-                self.reader_error = max(self.reader_error, float(metrics.linf(other.readers[name][:, -1], y_ctx[:, -1]).max()))
+                self.reader_error = _worse(self.reader_error, float(metrics.linf(other.readers[name][:, -1], y_ctx[:, -1]).max()))
         report = computation.patch.report
         assert report is not None
-        self.reader_error = max(self.reader_error, float(report.reader_error.max()))
-        self.correction = max(self.correction, float(report.correction.max()))
+        self.reader_error = _worse(self.reader_error, float(report.reader_error.max()))
+        self.correction = _worse(self.correction, float(report.correction.max()))
         self.misses += int(report.misses.sum())
         self.passes = computation.patch.passes
 

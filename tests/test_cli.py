@@ -1,7 +1,9 @@
 """The command line as a user meets it: what is printed where, files, exit status."""
 
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from icl_patch import ContextPatch, ContextPatcher, cli, embedded
+from icl_patch import ContextPatch, ContextPatcher, cli, embedded, report
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
@@ -84,6 +86,33 @@ def test_generate_replays_every_nth_token(capsys: pytest.CaptureFixture, monkeyp
     replay = ContextPatcher.replay
     monkeypatch.setattr(ContextPatcher, "replay", lambda self, patch: (-replay(self, patch)[0], []))
     assert run(capsys, *command[:-3], "--check-every", "4")[0] == 1
+
+
+def test_an_empty_context_and_a_temperature_of_zero_are_what_they_say(capsys: pytest.CaptureFixture) -> None:
+    command = ("generate", "--max-new-tokens", "6", "--json")
+    empty, default = (json.loads(run(capsys, *command, *context)[1]) for context in (("--context", ""), ()))
+    assert empty["token_ids"] != default["token_ids"]
+    status, out, err = run(capsys, *command, "--context", "a", "--sample", "--temperature", "0")
+    assert (status, out) == (2, "")
+    assert "temperature" in err
+
+
+def test_weights_that_are_cut_off(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded.MODEL_DIR, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    status, out, err = run(capsys, "generate", str(folder), "--context", "a", "--max-new-tokens", "2")
+    assert (status, out) == (2, "")
+    assert f"expected whole weights in {folder}" in err
+
+
+def test_json_has_no_word_for_what_is_not_finite(tmp_path: Path) -> None:
+    value = {"a": [1.5, math.nan, (math.inf,)], "b": {"c": -math.inf, "d": "NaN", "e": None, "f": True}}
+    expected = {"a": [1.5, None, [None]], "b": {"c": None, "d": "NaN", "e": None, "f": True}}
+    report.write_json(tmp_path / "x.json", value)
+    for text in (report.to_json(value), (tmp_path / "x.json").read_text()):
+        assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == expected
 
 
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])

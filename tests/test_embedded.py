@@ -28,6 +28,11 @@ def test_held_out_prompts_are_distinct_and_repeatable(kind: str) -> None:
     assert all(prompt.kind == kind and prompt.answer and "\n" not in prompt.answer for prompt in prompts)
 
 
+def test_no_more_prompts_than_there_are() -> None:
+    with pytest.raises(ValueError, match="expected at most 965 held-out prompts of language, got 966"):
+        embedded.held_out_prompts("language", 966)
+
+
 @pytest.mark.parametrize("kind", embedded.KINDS)
 def test_no_held_out_prompt_is_in_the_training_data(kind: str, training_text: str) -> None:
     for prompt in embedded.held_out_prompts(kind, 200):

@@ -1,6 +1,7 @@
 """Patched modules by themselves: a drop-in while off, ``W + u vᵀ`` or ``m'`` while patched, and never a stored output."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,50 @@ def test_state_and_parameters_are_the_bases_own(name: str) -> None:
     assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in base.state_dict().items())
 
 
+class Packed(Int8Linear):
+    """Saves, loads and moves what is neither parameter nor buffer, as quantised linears do."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.absmax, self.notes = torch.rand(3), "fresh"
+
+    def get_extra_state(self) -> str:
+        return self.notes
+
+    def set_extra_state(self, state: str) -> None:
+        self.notes = state
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "packed.absmax"] = self.absmax
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, metadata: dict, *args: Any) -> None:
+        assert metadata["version"] == 3
+        self.absmax = state_dict.pop(prefix + "packed.absmax")
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.absmax = fn(self.absmax)
+        return self
+
+
+def test_what_a_base_keeps_elsewhere_goes_with_it() -> None:
+    base, other = Packed(), Packed()
+    other.notes = "other"
+    layer = nn.Sequential(PatchedLinear(base))
+    saved = nn.Sequential(other).state_dict()
+    assert layer.state_dict().keys() == saved.keys() == {f"0.{name}" for name in ("packed", "row_scale", "packed.absmax", "_extra_state")}
+    layer.load_state_dict(saved)
+    assert base.notes == "other"
+    assert torch.equal(base.absmax, other.absmax)
+    assert torch.equal(base.packed, other.packed)
+    layer.to(torch.float64)
+    assert base.absmax.dtype == base.row_scale.dtype == torch.float64
+
+
 def test_a_parameter_that_is_replaced_is_replaced_for_both() -> None:
     """Fine-tuning and off-loading put new parameters into modules; after detaching the base must have them."""
     base = nn.Linear(K, N)
@@ -201,6 +246,10 @@ def test_factors_follow_to_another_device_and_keep_their_dtype() -> None:
     assert (layer.weight.dtype, layer.u.dtype, layer.v.dtype) == (torch.bfloat16, torch.float32, torch.float64)
     layer.to("meta")
     assert layer.weight.device == layer.u.device == layer.v.device == torch.device("meta")
+    norm = patched_norm("llama")
+    norm.set_patch(torch.rand(2, K))
+    norm.to("meta")
+    assert norm(torch.empty(2, K, device="meta")).shape == (2, K)
 
 
 def test_factors_are_updated_where_they_lie() -> None:
@@ -443,6 +492,10 @@ def test_a_scale_that_does_not_fit() -> None:
     layer = patched_norm("llama")
     with pytest.raises(ValueError, match=r"expected new_scale \(\.\.\., 12\), got \(13,\)"):
         layer.set_patch(torch.ones(K + 1))
+    for rows in ((4, 1), (3,)):
+        layer.set_patch(torch.ones(*rows, K))
+        with pytest.raises(ValueError, match=r"expected new_scale \(n,\) or one for each row of x \(2, 3, 12\), got"):
+            layer(torch.ones(2, 3, K))
 
 
 def test_a_scale_of_integers_is_refused() -> None:

@@ -214,6 +214,34 @@ def test_an_unsigned_index_is_no_mask() -> None:
     assert same_bits(out, ops.patched_linear(**case.arguments | {"index": index}))
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(("u_rank", "v_rank"), [(0, 3), (3, 0), (2, 3)])
+def test_ranks_that_differ(u_rank: int, v_rank: int, grad: bool) -> None:
+    z, weight, y = torch.ones(4, 8), torch.ones(6, 8), torch.ones(4, 6)
+    u, v = torch.ones(4, u_rank, 6), torch.ones(4, v_rank, 8)
+    with torch.set_grad_enabled(grad):
+        for call in (lambda: ops.patched_linear(z, weight, u, v), lambda: ops.add_low_rank(y, z, u, v)):
+            with pytest.raises(ValueError, match="expected u and v with the same rows and rank"):
+                call()
+        none = ops.patched_linear(z, weight, u[:, :0], v[:, :0])
+        assert torch.equal(none, ops.patched_linear(z, weight))
+
+
+def test_an_output_of_integers_is_refused() -> None:
+    z, weight, u, v = torch.ones(4, 8), torch.ones(6, 8), torch.ones(4, 6), torch.ones(4, 8)
+    with torch.no_grad():
+        for factors in ((u, v), (None, None)):
+            with pytest.raises(TypeError, match=r"expected a floating out_dtype, got torch\.int32"):
+                ops.patched_linear(z, weight, *factors, out_dtype=torch.int32)
+        with pytest.raises(TypeError, match="expected a floating out_dtype"):
+            ops.add_low_rank(u, z, u, v, out_dtype=torch.int32)
+
+
+def test_an_index_without_numbers() -> None:
+    z, weight, u, v = (torch.empty(shape, device="meta") for shape in ((4, 8), (6, 8), (2, 1, 6), (2, 1, 8)))
+    assert ops.patched_linear(z, weight, u, v, index=torch.empty(4, dtype=torch.int64, device="meta")).shape == (4, 6)
+
+
 def test_an_empty_pool_patches_no_row() -> None:
     case = linear_case("pool", (3, 7, 9))
     out = ops.patched_linear(**case.arguments | {"u": case.u[:0], "v": case.v[:0], "index": torch.full((3,), -1)})
@@ -244,6 +272,25 @@ def test_gradients(layout: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: ops.patched_linear(*x, index=case.index), inputs)
     if layout != "pool":
         assert torch.autograd.gradcheck(lambda z, w, u, v, b: ops.add_low_rank(F.linear(z, w, b), z, u, v), inputs)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_derivatives_forwards(grad: bool) -> None:
+    """``jvp`` against the derivative backwards, also where no gradient is recorded."""
+    z, weight, u, v = (normal(seeded(number), *shape) for number, shape in enumerate(((3, 5), (4, 5), (3, 4), (3, 5))))
+    tangent = normal(seeded(9), 3, 5)
+    functions = {
+        "patched_linear": lambda z: ops.patched_linear(z, weight, u, v),
+        "add_low_rank": lambda z: ops.add_low_rank(u, z, u, v),
+        "read_direction": lambda z: ops.read_direction(z).v,
+        "rms_norm": lambda z: ops.rms_norm(z, v[0], 1e-6),
+        "gated_product": lambda z: ops.gated_product(z, v, "silu"),
+    }
+    for name, function in functions.items():
+        with torch.set_grad_enabled(grad):
+            _, found = torch.func.jvp(function, (z,), (tangent,))
+        expected = torch.einsum("ijkl,kl->ij", torch.func.jacrev(function)(z), tangent)
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max() > 0, name
 
 
 def test_gradients_of_the_pool_go_to_the_rows_used() -> None:

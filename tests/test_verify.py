@@ -173,6 +173,10 @@ def test_metrics_on_known_numbers() -> None:
     assert metrics.linf(torch.tensor([[0.0, 1.0, 4.0]]), reference).item() == 0.25
     assert metrics.linf(torch.tensor([[0.0, math.nan, 4.0]]), reference).item() == math.inf
     assert metrics.linf(torch.zeros(1, 3), torch.zeros(1, 3)).item() == 0
+    infinite = torch.tensor([[1.0, 2.0, math.inf]])
+    assert metrics.linf(reference, infinite).item() == metrics.linf(infinite, reference).item() == math.inf
+    assert metrics.linf(infinite, infinite).item() == 0
+    assert metrics.linf(torch.tensor([[1.0, 5.0, math.inf]]), infinite).item() == 1.5  # of the largest that is finite
     two = torch.tensor([[math.log(3.0), 0.0]])
     assert metrics.total_variation(two, torch.zeros(1, 2)).item() == pytest.approx(0.25)
     assert metrics.same_argmax(two, reference[:, :2] + torch.tensor([[1.0, 0.0]])).all()

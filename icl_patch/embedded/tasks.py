@@ -60,6 +60,9 @@ CHANCE = {
 }
 
 
+_MOST_KNOWN = 20_000  # draws without a new prompt: then there are none left
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A context, one question about it, and the answer: ``context + question`` is the prompt, ``answer + "\\n"`` what must follow."""
@@ -131,13 +134,17 @@ def held_out_prompts(kind: str, count: int = 200, seed: int = 0) -> list[Prompt]
     """``count`` distinct prompts of one kind, made of held-out atoms only; the same ``seed`` gives the same prompts.
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: an unknown kind, or more prompts than there are of it.
     """
     if kind not in KINDS:
         raise ValueError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
     rng = random.Random(f"{kind}/{seed}")
     prompts: dict[tuple[str, str], Prompt] = {}
+    known = 0  # draws one after the other
     while len(prompts) < count:
         context, [(question, answer), *_] = _document(kind, rng, held_out=True, questions=1)
+        known = known + 1 if (context, question) in prompts else 0
+        if known == _MOST_KNOWN:
+            raise ValueError(f"expected at most {len(prompts)} held-out prompts of {kind}, got {count}")
         prompts[context, question] = Prompt(kind, context, question, answer)
     return list(prompts.values())
