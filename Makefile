@@ -63,7 +63,7 @@ papers: $(EXPERIMENTS:%=papers-%) ## the papers' experiments in full, into docs/
 papers-%: $(RUN)
 	$(RUN) examples/papers/$*.py
 
-gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: the tests that need one, the headline benchmarks, the memory checks; PARTS="tests kernels generation sanitizer", SCALE=n for n times the time
+gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: its tests, the headline benchmarks, the memory checks; PARTS=tests, SCALE=2: those alone, twice the time
 	@sh tools/gpu.sh
 
 PART ?= 1/1

@@ -68,7 +68,7 @@ PEFT = "PEFT, factors swapped"
 APPLIED = ("patch applied", "patch applied, compiled", "patch applied, CUDA graph")
 NAIVE = ("W + ΔW built, with a cache", "W + ΔW built, Algorithm 1 without a cache")
 # Of the error: of the ways that round W + ΔW or its factors to the model's dtype, and of the others.
-_LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.12)}
+_LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
 _SLOW = 3.0  # seconds: what takes longer is not taken again to be observed
 
 

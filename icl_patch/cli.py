@@ -328,9 +328,8 @@ def _generate(options: argparse.Namespace) -> int:
     model, tokenizer = _load(options)
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature")
-    ids, mask = encode_contexts(
-        tokenizer, [default_context(model) if (context := _context(options)) is None else context], chat=options.chat
-    )
+    context = _context(options)
+    ids, mask = encode_contexts(tokenizer, [default_context(model) if context is None else context], chat=options.chat)
     choice: dict[str, Any] = {"do_sample": options.sample} | ({} if options.temperature is None else {"temperature": options.temperature})
     steps: list[GenerationStep] = []
     with ContextPatcher(model, options.update, tokenizer=tokenizer) as patcher, _progress("generating") as progress:

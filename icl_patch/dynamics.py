@@ -315,7 +315,6 @@ def factorise(patcher: "ContextPatcher", context_ids: Tensor, kept_ids: Tensor, 
         ValueError: more than one kept token, or the block has no readers that share their input; or as
             :meth:`icl_patch.ContextPatcher.require_attached`.
     """
-    patcher.require_attached()
     if kept_ids.shape[1:] != (1,):
         raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
     inputs = []

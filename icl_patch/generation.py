@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from icl_patch import metrics, streams
 from icl_patch.decoding import Decoded, Decoding, Way, decode_one_token, fold, prefill
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import text_config
+from icl_patch.families import position_limit
 from icl_patch.fixed import fix
 from icl_patch.passes import Computation
 from icl_patch.patch import ContextPatch
@@ -217,7 +217,7 @@ def generate(
             streamer.end()
         return iter(())
     if max_new_tokens is None and _has_no_length(patcher.model, arguments):
-        room = _limit(patcher.model) - int(mask.sum(1).max())
+        room = position_limit(patcher.model) - int(mask.sum(1).max())
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
     lengths = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     model: Any = patcher.model
@@ -259,12 +259,6 @@ def decoding_method(patcher: ContextPatcher, streamer: BaseStreamer | None, opti
         return GenerateDecoderOnlyOutput(**found) if generation_config.return_dict_in_generate else found["sequences"]
 
     return decode
-
-
-def _limit(model: PreTrainedModel) -> int:
-    """The most tokens that the model has positions for."""
-    limit = getattr(text_config(model), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else 2**62
 
 
 @torch.inference_mode(False)  # what is made here is written in place, by whoever takes the steps

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from icl_patch.changes import Change, changes_of
 from icl_patch.errors import PatchFormatError
-from icl_patch.families import Block, Form, text_config, vocabulary
+from icl_patch.families import Block, Form, position_limit, vocabulary
 
 if TYPE_CHECKING:
     from icl_patch.patch import ContextPatch
@@ -184,8 +184,7 @@ def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
 
 
 def _check_tokens(patch: "ContextPatch", model: PreTrainedModel) -> None:
-    room = getattr(text_config(model), "max_position_embeddings", None)
-    limits = {"ids": vocabulary(model), "positions": room if isinstance(room, int) and room > 0 else 2**63}
+    limits = {"ids": vocabulary(model), "positions": position_limit(model)}
     names = (("kept_ids", "ids"), ("prefix_ids", "ids"), ("position_ids", "positions"), ("prefix_positions", "positions"))
     for name, kind in names:
         tensor, limit = getattr(patch, name), limits[kind]

@@ -16,7 +16,7 @@ from icl_patch.attached import AttachedBlock, replaying
 from icl_patch.attention import check_attention
 from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import Writer, blocks_of, check_language_model, family_of, text_config, vocabulary
+from icl_patch.families import Writer, blocks_of, check_language_model, family_of, position_limit, vocabulary
 from icl_patch.fast import FoldedStreams
 from icl_patch.fusing import Fusions
 from icl_patch.modules import PatchedModule
@@ -183,8 +183,7 @@ class ContextPatcher(Passes):
 
     def check_length(self, tokens: int, new: int = 0) -> None:
         """Raises ValueError if the model has no positions for so many tokens and ``new`` ones after them."""
-        limit = getattr(text_config(self.model), "max_position_embeddings", None)
-        if isinstance(limit, int) and 0 < limit < tokens + new:
+        if (limit := position_limit(self.model)) < tokens + new:
             more = f" and {new} new ones" if new else ""
             raise ValueError(f"expected at most {limit} tokens, as many as the model has positions for, got {tokens}{more}")
 

@@ -170,8 +170,8 @@ def _region(module: fx.GraphModule, nodes: Sequence[fx.Node], kinds: dict[str, _
     """The region of these nodes, of one of the kinds found so far or of a new one."""
     calls = [node for node in nodes if node.op == "call_function"]
     inside = set(calls)
-    given = dict.fromkeys(x for node in calls for x in node.all_input_nodes if x not in inside)
-    inputs = {x: _tensor(module, x) for x in given if isinstance(_tensor(module, x), Tensor) or x.op != "get_attr"}
+    given = {x: _tensor(module, x) for node in calls for x in node.all_input_nodes if x not in inside}
+    inputs = {x: held for x, held in given.items() if isinstance(held, Tensor) or x.op != "get_attr"}
     outputs = [node for node in calls if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {x: graph.placeholder(f"x{number}") for number, x in enumerate(inputs)}

@@ -150,7 +150,7 @@ def test_streamers_are_ended_whatever_happens() -> None:
         with pytest.raises(ValueError, match="expected at most 12 tokens"):
             patcher.generate(IDS, max_new_tokens=20, streamer=collectors[1])
         with pytest.raises(ValueError, match="expected a CUDA device"):
-            patcher.generate(IDS.cpu(), max_new_tokens=3, graph=True, streamer=collectors[2])
+            patcher.generate(IDS, max_new_tokens=3, graph=True, streamer=collectors[2])
         steps = patcher.generate(IDS, max_new_tokens=3, streamer=collectors[3])
         del steps
     assert [len(collector.got) for collector in collectors] == [1] * 4

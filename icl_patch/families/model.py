@@ -49,6 +49,12 @@ def vocabulary(model: PreTrainedModel) -> int:
     return int(getattr(text_config(model), "vocab_size"))  # noqa: B009 (the configuration classes declare it each for itself)
 
 
+def position_limit(model: PreTrainedModel) -> int:
+    """How many positions the model has; more than there can be tokens if it sets no limit."""
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else 2**62
+
+
 def _has_head(model: PreTrainedModel) -> bool:
     """Whether the model ends in logits over its vocabulary."""
     head = model.get_output_embeddings()
