@@ -269,8 +269,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verify_families(options: argparse.Namespace) -> int:
-    if options.model is not None:
-        raise ValueError(f"expected no MODEL with --all-families, which makes its own, got {options.model!r}")
+    defaults = vars(_parser().parse_args(["verify"]))
+    own = ("all_families", "json", "seed")
+    if ignored := [name for name, value in vars(options).items() if name not in own and value != defaults[name]]:
+        names = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in ignored)
+        raise ValueError(f"expected only --seed and --json beside --all-families, which makes models and contexts, got {names}")
     with _progress("verifying") as progress:
         reports = survey.survey(seed=options.seed, progress=progress)
     result = {"families": [entry.to_dict() for entry in reports], "passed": all(entry.passed for entry in reports)}
@@ -279,6 +282,7 @@ def _verify_families(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    options.report.mkdir(parents=True, exist_ok=True)
     model, tokenizer = embedded.load()
     rows = demo.three_answers(model, tokenizer, options.prompts_per_kind)
     with _progress("verifying") as progress:
@@ -294,7 +298,6 @@ def _demo(options: argparse.Namespace) -> int:
         _shares(rows),
         report.verify_table(reports),
     ]
-    options.report.mkdir(parents=True, exist_ok=True)
     page, data, figure = (options.report / name for name in ("report.md", "report.json", "exactness.png"))
     result = {
         "answers": [{**vars(row.prompt), **{k: v for k, v in vars(row).items() if k != "prompt"}} for row in rows],

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from icl_patch import metrics, streams
 from icl_patch.decoding import Decoded, Decoding, Way, decode_one_token, fold, prefill
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import position_limit
+from icl_patch.families import check_length, position_limit
 from icl_patch.fixed import fix
 from icl_patch.passes import Computation
 from icl_patch.patch import ContextPatch
@@ -265,7 +265,7 @@ def decoding_method(patcher: ContextPatcher, streamer: BaseStreamer | None, opti
 def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Decoding:
     """The context in a cache, ready for its last token."""
     longest, new = int(prepared.mask.sum(1).max()), prepared.capacity - prepared.ids.shape[1]
-    patcher.check_length(longest, new)
+    check_length(patcher.model, longest, new)
     if options.graph and not prepared.ids.is_cuda:
         raise ValueError(f"expected a CUDA device with graph=True, got {prepared.ids.device}")
     return prefill(

@@ -8,6 +8,7 @@ them) and ``replay`` (the given factors are applied).
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +18,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody has hooked the module: its forward, or its gradients."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 class Mode(Enum):
@@ -43,6 +49,7 @@ class PatchedModule(nn.Module):
         self.recorder: Callable[..., Tensor] | None = None
 
     base_layer: nn.Module
+    _replay: Callable[..., Tensor]  # what the base module makes of its input with the patch
 
     _FACTORS: ClassVar[tuple[str, ...]] = ()  # the attributes that hold them
     _STATE: ClassVar[frozenset[str]] = frozenset(("mode", "recorder"))
@@ -92,6 +99,18 @@ class PatchedModule(nn.Module):
         """Be the base module again, bit for bit; the factors are dropped."""
         self.recorder, self.mode = None, Mode.OFF
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the base module is called with -> what it returns; a patch takes one input, under any name."""
+        if self.mode is Mode.OFF:
+            return self.base_layer(*args, **kwargs)
+        if len(args) + len(kwargs) != 1:
+            raise TypeError(f"expected one input in a patched {type(self.base_layer).__name__}, got {len(args) + len(kwargs)}")
+        (x,) = (*args, *kwargs.values())
+        if self.mode is Mode.RECORD:
+            assert self.recorder is not None
+            return self.recorder(self, x)
+        return self._replay(x)
+
     def extra_repr(self) -> str:
         """The base module and the mode."""
         return f"{type(self.base_layer).__name__}({self.base_layer.extra_repr()}), mode={self.mode.value}"
@@ -114,30 +133,35 @@ class PatchedLinear(PatchedModule):
     """
 
     _FACTORS = ("u", "v", "bias_change")
-    _STATE = PatchedModule._STATE | {*_FACTORS, "out_dtype"}
+    _STATE = PatchedModule._STATE | {*_FACTORS, "shared", "out_dtype"}
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
         self.u: Tensor | None = None
         self.v: Tensor | None = None
         self.bias_change: Tensor | None = None
+        self.shared: bool | None = None
         self.out_dtype: torch.dtype | None = None
 
-    def set_patch(self, u: Tensor, v: Tensor, *, out_dtype: torch.dtype | None = None) -> None:
+    def set_patch(self, u: Tensor, v: Tensor, *, shared: bool | None = None, out_dtype: torch.dtype | None = None) -> None:
         """Apply ``W + u vᵀ`` from now on.
 
         Args:
             u: shared by all rows (1, R, N); else one per row of the input (..., K): (..., N), or flat (M, N) or (M, R, N). Any float.
             v: the same with K for N.
+            shared: whether all rows share it. By default a patch (1, R, N) is; of one sequence (1, T, K) that may as well be a patch for
+                each of its T tokens, so there say which: a warning reminds of it.
             out_dtype: of the output; the base module's by default.
 
         Raises:
-            ValueError: u and v do not agree in their leading dimensions.
+            ValueError: u and v do not agree in their leading dimensions, or a patch that is to be shared is not (1, R, N).
         """
         if u.dim() < 2 or u.shape[:-1] != v.shape[:-1]:
             raise ValueError(f"expected u (..., N) and v (..., K) with the same leading dimensions, got {tuple(u.shape)}, {tuple(v.shape)}")
+        if shared and (u.dim() != 3 or u.shape[0] != 1):
+            raise ValueError(f"expected a patch that all rows share as u (1, R, N) and v (1, R, K), got {tuple(u.shape)}, {tuple(v.shape)}")
         self.off()
-        self.u, self.v, self.out_dtype, self.mode = u, v, out_dtype, Mode.REPLAY
+        self.u, self.v, self.shared, self.out_dtype, self.mode = u, v, shared, out_dtype, Mode.REPLAY
 
     def update_patch(self, u: Tensor, v: Tensor) -> None:
         """Copy other factors into those that are set, which keep their places in memory.
@@ -151,6 +175,8 @@ class PatchedLinear(PatchedModule):
             expected = f"u {tuple(self.u.shape)} and v {tuple(self.v.shape)}"
             raise ValueError(f"expected {expected}, as they were set, got {tuple(u.shape)} and {tuple(v.shape)}")
         with torch.no_grad():
+            # v is made ready before u is written: it may fail, or lie where u does
+            v = v.to(self.v.device, self.v.dtype, copy=v.untyped_storage().data_ptr() == self.u.untyped_storage().data_ptr())
             self.u.copy_(u)
             self.v.copy_(v)
 
@@ -166,7 +192,7 @@ class PatchedLinear(PatchedModule):
             raise TypeError(f"expected an nn.Linear or a Conv1D to merge into, got {type(base).__name__}")
         changes: dict[str, Tensor] = {}
         if self.u is not None and self.v is not None:
-            if self.u.dim() != 3 or self.u.shape[0] != 1:
+            if self.u.dim() != 3 or self.u.shape[0] != 1 or self.shared is False:
                 raise ValueError(f"expected a patch that all rows share, u (1, R, N), got {tuple(self.u.shape)}")
             change = torch.einsum("rn,rk->nk", self.u[0].double(), self.v[0].double())
             changes["weight"] = change.T if type(base) is Conv1D else change
@@ -195,24 +221,12 @@ class PatchedLinear(PatchedModule):
     def off(self) -> None:
         """Be the base module again, bit for bit; the factors are dropped."""
         super().off()
-        self.u = self.v = self.bias_change = self.out_dtype = None
-
-    def forward(self, z: Tensor) -> Tensor:
-        """(..., K) -> (..., N)."""
-        if self.mode is Mode.OFF:
-            return self.base_layer(z)
-        if self.mode is Mode.RECORD:
-            assert self.recorder is not None
-            return self.recorder(self, z)
-        if self.bias_change is not None:
-            plain, dtype = self.plain(z)
-            return add_bias_change(plain, self.bias_change, self.out_dtype or dtype)
-        return self._replay(z)
+        self.u = self.v = self.bias_change = self.shared = self.out_dtype = None
 
     def linear_map(self, z: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """The base module's matrix (N, K) and bias, if ``F.linear(z, matrix, bias)`` is all that the module does."""
         base = self.base_layer
-        if base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base) or torch.is_autocast_enabled(z.device.type):
+        if is_hooked(base) or "forward" in vars(base) or torch.is_autocast_enabled(z.device.type):
             return None
         weight = base.weight if type(base) in (nn.Linear, Conv1D) else None
         if type(weight) is not nn.Parameter or weight.dtype != z.dtype:
@@ -238,8 +252,18 @@ class PatchedLinear(PatchedModule):
         return y.reshape(*z.shape[:-1], y.shape[-1]), z.dtype
 
     def _replay(self, z: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
+        if self.bias_change is not None:
+            plain, dtype = self.plain(z)
+            return add_bias_change(plain, self.bias_change, self.out_dtype or dtype)
         assert self.u is not None and self.v is not None
         rows = z.reshape(-1, z.shape[-1])
+        if self.shared is None and self.u.shape[:-1] == z.shape[:-1] == (1, len(rows)) != (1, 1) and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"a patch u {tuple(self.u.shape)} of an input {tuple(z.shape)} is taken for one of rank {len(rows)} that all rows share: "
+                "say shared=True in set_patch if it is, shared=False if each row has its own",
+                stacklevel=2,
+            )
         u, v = self._by_row(self.u, z, len(rows)), self._by_row(self.v, z, len(rows))
         linear = self.linear_map(z)
         if linear is not None:
@@ -249,14 +273,13 @@ class PatchedLinear(PatchedModule):
             y = ops.add_low_rank(plain.reshape(-1, plain.shape[-1]), rows, u, v, out_dtype=self.out_dtype)
         return y.reshape(*z.shape[:-1], y.shape[-1])
 
-    @staticmethod
-    def _by_row(factor: Tensor, z: Tensor, rows: int) -> Tensor:
+    def _by_row(self, factor: Tensor, z: Tensor, rows: int) -> Tensor:
         """A factor in a form that the ops take: (1, R, ·), (M, R, ·) or (M, ·)."""
         if factor.dim() == 2:
             return factor
-        if factor.dim() == 3 and (factor.shape[0] == 1 or (factor.shape[0] == rows and factor.shape[:-1] != z.shape[:-1])):
+        if factor.dim() == 3 and factor.shape[0] == 1 and self.shared is not False:
             return factor
-        return factor.flatten(0, -2)
+        return factor if factor.dim() == 3 and factor.shape[0] == rows and factor.shape[:-1] != z.shape[:-1] else factor.flatten(0, -2)
 
 
 def add_bias_change(y: Tensor, bias_change: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -324,13 +347,8 @@ class PatchedRMSNorm(PatchedModule):
         super().off()
         self.new_scale = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _replay(self, x: Tensor) -> Tensor:
         """(..., n) -> (..., n)."""
-        if self.mode is Mode.OFF:
-            return self.base_layer(x)
-        if self.mode is Mode.RECORD:
-            assert self.recorder is not None
-            return self.recorder(self, x)
         assert self.new_scale is not None
         return self.apply_scale(x, self.new_scale)
 

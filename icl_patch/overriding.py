@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from icl_patch import ops
 from icl_patch.families import Block
-from icl_patch.modules import PatchedModule
+from icl_patch.modules import PatchedModule, is_hooked
 
 Forward = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
 
 def untouched(module: nn.Module) -> bool:
     """Whether nobody has hooked the module or put another forward there."""
-    return overridable(module) and not module._forward_hooks and not module._forward_pre_hooks
+    return overridable(module) and not is_hooked(module)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from icl_patch.attached import AttachedBlock, replaying
 from icl_patch.attention import check_attention
 from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import Writer, blocks_of, check_language_model, family_of, position_limit, vocabulary
+from icl_patch.families import Writer, blocks_of, check_language_model, check_length, family_of, vocabulary
 from icl_patch.fast import FoldedStreams
 from icl_patch.fusing import Fusions
 from icl_patch.modules import PatchedModule
@@ -170,7 +170,7 @@ class ContextPatcher(Passes):
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
         self.require_attached()
         self.check_vocabulary(sequences)
-        self.check_length(int(sequences.mask.sum(1).max()))
+        check_length(self.model, int(sequences.mask.sum(1).max()))
         cache = self.prefill(sequences, **model_inputs)
         return self.compute_from(cache, sequences)
 
@@ -180,12 +180,6 @@ class ContextPatcher(Passes):
         for ids in (sequences.head_ids, sequences.tail_ids):
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
                 raise ValueError(f"expected ids from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}")
-
-    def check_length(self, tokens: int, new: int = 0) -> None:
-        """Raises ValueError if the model has no positions for so many tokens and ``new`` ones after them."""
-        if (limit := position_limit(self.model)) < tokens + new:
-            more = f" and {new} new ones" if new else ""
-            raise ValueError(f"expected at most {limit} tokens, as many as the model has positions for, got {tokens}{more}")
 
     @property
     def closes(self) -> bool:
@@ -310,7 +304,7 @@ class ContextPatcher(Passes):
 
         self.require_attached()
         sequences = streams.assemble(context_ids, kept_ids, prefix_ids=prefix_ids, kept_mask=kept_mask, prefix_mask=prefix_mask)
-        self.check_length(int(sequences.mask.sum(1).max()))
+        check_length(self.model, int(sequences.mask.sum(1).max()))
         return grow(self, sequences, sequences.head_ids.shape[1] - context_ids.shape[1], layers)
 
     # -- replay

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from icl_patch import embedded, metrics, streams
 from icl_patch.attached import BlockTape
+from icl_patch.families import check_length
 from icl_patch.generation import History
 from icl_patch.passes import Computation
 from icl_patch.patcher import ContextPatcher
@@ -190,6 +191,7 @@ def verify(
     ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat)
     if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
         raise ValueError(f"expected contexts of more than {keep_last + 1} tokens, got one of {int(mask.sum(1).min())}")
+    check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
 
     references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _null_floor(loaded, ids, mask, tokens, references, keep_last, inputs)

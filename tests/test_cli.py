@@ -209,6 +209,15 @@ def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -
     assert (folder / "exactness.png").stat().st_size > 10_000
 
 
+def test_demo_needs_its_folder_first(capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr("icl_patch.demo.three_answers", lambda *_: pytest.fail("computed before the folder was there"))
+    status, _, err = run(capsys, "demo", "--report", str(tmp_path / "file"))
+    assert status == 2
+    assert "file" in err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_the_module_runs_as_a_command() -> None:
     done = subprocess.run([sys.executable, "-P", "-m", "icl_patch", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("icl-patch ")

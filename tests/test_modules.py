@@ -1,6 +1,7 @@
 """Patched modules by themselves: a drop-in while off, ``W + u vᵀ`` or ``m'`` while patched, and never a stored output."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
 def test_a_shared_patch_does_not_depend_on_how_many_rows_come() -> None:
     """Two tokens of one row and a shared patch of rank 2 have the shapes of one patch a token, and must not be taken for it."""
     layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(1, 2, K)
-    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K))
+    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K), shared=True)
     torch.testing.assert_close(layer(z)[0], torch.cat([layer(z[0, :1]), layer(z[0, 1:])]))
 
 
@@ -289,8 +290,57 @@ def test_merged_weights_do_what_the_patch_does(kind: type, dtype: torch.dtype) -
     assert metrics.linf(layer.merge()(z), layer(z)).max() <= 8 * EPSILON[dtype]
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_one_sequence_with_a_patch_a_token(name: str) -> None:
+    """(1, T, N) is a patch of rank T that all tokens share, or one of rank 1 for each: whoever sets it says which, or is told."""
+    base, z = BASES[name](), torch.randn(1, 3, K)
+    layer, plain = PatchedLinear(base), base(z).double()
+    u, v = torch.randn(1, 3, N), torch.randn(1, 3, K)
+    each = plain + (z.double() * v.double()).sum(-1, keepdim=True) * u.double()
+    of_all = plain + z.double() @ v[0].double().T @ u[0].double()
+    layer.set_patch(u, v, shared=False)
+    torch.testing.assert_close(layer(z).double(), each, rtol=1e-5, atol=1e-5)
+    layer.set_patch(u, v, shared=True)
+    torch.testing.assert_close(layer(z).double(), of_all, rtol=1e-5, atol=1e-5)
+    layer.set_patch(u, v)
+    with pytest.warns(UserWarning, match=r"u \(1, 3, 7\) of an input \(1, 3, 12\) is taken for one of rank 3"):
+        torch.testing.assert_close(layer(z).double(), of_all, rtol=1e-5, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(z[:, :1]), layer(z.repeat(2, 1, 1)), layer(z[0])
+    with pytest.raises(ValueError, match=r"share as u \(1, R, N\) and v \(1, R, K\), got \(3, 7\), \(3, 12\)"):
+        layer.set_patch(u[0], v[0], shared=True)
+
+
+def test_an_update_that_reads_what_it_writes() -> None:
+    layer = PatchedLinear(nn.Linear(K, K))
+    u, v = torch.randn(1, 2, K), torch.randn(1, 2, K)
+    layer.set_patch(u.clone(), v.clone())
+    layer.update_patch(layer.v, layer.u)
+    assert torch.equal(layer.u, v)
+    assert torch.equal(layer.v, u)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_the_input_under_its_own_name(patched: bool) -> None:
+    linear, conv, norm = PatchedLinear(nn.Linear(K, N)), PatchedLinear(Conv1D(N, K)), patched_norm("llama")
+    z = torch.randn(2, 3, K)
+    if patched:
+        for layer in (linear, conv):
+            layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+        norm.set_patch(torch.rand(K))
+        with pytest.raises(TypeError, match="expected one input in a patched Linear, got 2"):
+            linear(z, scale=2.0)
+    assert torch.equal(linear(input=z), linear(z))
+    assert torch.equal(conv(x=z), conv(z))
+    assert torch.equal(norm(hidden_states=z), norm(z))
+
+
 def test_what_cannot_be_merged() -> None:
     layer = PatchedLinear(nn.Linear(K, N))
+    layer.set_patch(torch.randn(1, 3, N), torch.randn(1, 3, K), shared=False)
+    with pytest.raises(ValueError, match="that all rows share"):
+        layer.merge()
     layer.set_patch(torch.randn(3, N), torch.randn(3, K))
     with pytest.raises(ValueError, match="that all rows share"):
         layer.merge()
@@ -325,16 +375,20 @@ def test_compiles_without_a_graph_break(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_hooks_on_the_base_still_run(patched: bool) -> None:
-    base, z = nn.Linear(K, N), torch.randn(3, K)
+    base, z = nn.Linear(K, N), torch.randn(3, K, requires_grad=True)
     plain = base(z)
     seen = []
     base.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
     base.register_forward_hook(lambda _module, _args, out: 2 * out)
+    base.register_full_backward_hook(lambda _module, _given, made: seen.append(made[0]))
     layer = PatchedLinear(base)
     if patched:
         layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
-    assert torch.equal(layer(z), 2 * plain)
+    out = layer(z)
+    assert torch.equal(out, 2 * plain)
     assert len(seen) == 1
+    out.sum().backward()
+    assert torch.equal(seen[1], torch.ones(3, N))
 
 
 def test_a_forward_that_the_base_was_given_still_runs() -> None:

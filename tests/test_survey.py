@@ -51,7 +51,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert cli.main(["verify", "--all-families"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in FEW)
-    assert cli.main(["verify", "some-model", "--all-families"]) == 2
+    capsys.readouterr()
+    assert cli.main(["verify", "some-model", "--all-families", "--keep-last", "3", "--seed", "1"]) == 2
+    assert "contexts, got MODEL, --keep-last\n" in capsys.readouterr().err
 
 
 def test_the_readme_has_the_table_of_today() -> None:

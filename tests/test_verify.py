@@ -127,6 +127,7 @@ def test_a_model_passed_in_is_not_changed() -> None:
         ({"keep_last": -1}, "keep_last ≥ 0"),
         ({"context": "ab", "keep_last": 5}, "more than 6 tokens"),
         ({"context": []}, "at least one token"),
+        ({"context": "ab", "max_new_tokens": 100_000}, r"as many as the model has positions for, got \d+ and 99999 new ones"),
         ({"update": "best"}, "expected update"),
         ({"chat": True}, "chat template"),
     ],

@@ -4,7 +4,7 @@ The form of a block is read from its module tree and from one small forward, see
 """
 
 from icl_patch.families.forms import Block, Form, Writer
-from icl_patch.families.model import check_language_model, family_of, layers_of, position_limit, text_config, vocabulary
+from icl_patch.families.model import check_language_model, check_length, family_of, layers_of, position_limit, text_config, vocabulary
 from icl_patch.families.recognise import blocks_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Writer",
     "blocks_of",
     "check_language_model",
+    "check_length",
     "family_of",
     "layers_of",
     "position_limit",

@@ -55,6 +55,13 @@ def position_limit(model: PreTrainedModel) -> int:
     return limit if isinstance(limit, int) and limit > 0 else 2**62
 
 
+def check_length(model: PreTrainedModel, tokens: int, new: int = 0) -> None:
+    """Raises ValueError if the model has no positions for so many tokens and ``new`` ones after them."""
+    if (limit := position_limit(model)) < tokens + new:
+        more = f" and {new} new ones" if new else ""
+        raise ValueError(f"expected at most {limit} tokens, as many as the model has positions for, got {tokens}{more}")
+
+
 def _has_head(model: PreTrainedModel) -> bool:
     """Whether the model ends in logits over its vocabulary."""
     head = model.get_output_embeddings()
