@@ -218,8 +218,13 @@ def fold(patcher: "ContextPatcher") -> FoldedStreams:
     Raises:
         UnsupportedModelError: it cannot, or it does not say without the context what it says with it.
     """
-    if patcher.folded is not None:
-        return patcher.folded
+    if patcher.folded is None:
+        with torch.autocast(patcher.model.device.type, enabled=False):  # whose rounding would hide what is looked for
+            patcher.folded = _folded(patcher)
+    return patcher.folded
+
+
+def _folded(patcher: "ContextPatcher") -> FoldedStreams:
     patcher.folded, name = FoldedStreams(patcher.model, patcher.blocks), type(patcher.model).__name__
     try:
         error = max(_replay_errors(patcher))
@@ -314,7 +319,10 @@ def _first_step(patcher: "ContextPatcher", cache: Cache, past: Tensor, capacity:
     )
     batch = len(past) if way is Way.FOLDED else len(past) // 2
     patches = torch.arange(-batch, batch, device=past.device).clamp(min=-1)
-    fusions = patcher.fusions = patcher.fusions or Fusions(patcher.model, patcher.blocks)
+    if patcher.fusions is None:
+        with torch.autocast(patcher.model.device.type, enabled=False):
+            patcher.fusions = Fusions(patcher.model, patcher.blocks)
+    fusions = patcher.fusions
     folded = fold(patcher) if way is Way.FOLDED else None
     return Step(patcher, feed, folded, _linears(patcher, way), fusions.forwards(), frozenset(fusions.told()), patches)
 

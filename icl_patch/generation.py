@@ -268,6 +268,8 @@ def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Dec
     check_length(patcher.model, longest, new)
     if options.graph and not prepared.ids.is_cuda:
         raise ValueError(f"expected a CUDA device with graph=True, got {prepared.ids.device}")
+    if options.fixed and torch.is_autocast_enabled(prepared.ids.device.type):
+        raise ValueError("expected no autocast with compiled=True or graph=True: a step that is made once has the model's own dtype")
     return prefill(
         patcher,
         prepared.ids,

@@ -110,12 +110,13 @@ def test_two_generations_do_not_mix(family: str, update: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("update", ["direct", "stable"])
-def test_generation_under_autocast(family: str, update: str) -> None:
+@pytest.mark.parametrize(("update", "fast"), [("direct", False), ("stable", False), ("stable", True)])
+def test_generation_under_autocast(family: str, update: str, fast: bool) -> None:
     """In the dtype that autocast says, also for a patcher that has generated without it: the model's own logits up to its rounding."""
     model, ids = small(family), tokens(7, 2, 8)
     settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
+    settings["fast"] = fast
     plain = model.generate(ids, **arguments).logits
     for before in (False, True):
         with ContextPatcher(model, update) as patcher:
@@ -124,6 +125,8 @@ def test_generation_under_autocast(family: str, update: str) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 expected = model.generate(ids, **arguments).logits
                 steps = list(patcher.generate(ids, **settings))
+                with pytest.raises(ValueError, match="no autocast with compiled=True"):
+                    next(patcher.generate(ids, compiled=True, **settings))
             again = list(patcher.generate(ids, **settings))
         for step, logits, after, exact in zip(steps, expected, again, plain, strict=True):
             assert metrics.linf(step.logits.float(), logits).max() <= 0.05
