@@ -148,7 +148,9 @@ class PatchedExperts(PatchedModule):
             rows, slots = (index == expert).nonzero(as_tuple=True)
             given = x[rows] if x.dim() == 2 else x[rows, slots]
             weight = matrix[expert].T if transposed else matrix[expert]
-            out[rows, slots] = F.linear(given, weight, None if bias is None else bias[expert])
+            made = F.linear(given, weight, None if bias is None else bias[expert])
+            out = out.to(made.dtype)  # another one under autocast
+            out[rows, slots] = made
         return out
 
     def read(self, z: Tensor, index: Tensor) -> Tensor:

@@ -34,6 +34,18 @@ def test_every_implementation_of_the_library(family: str, implementation: str) -
         assert not patch.report.experts_changed.any()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4"])
+def test_experts_under_autocast(family: str) -> None:
+    model, ids = zoo.build(family), tokens(0, 2, 8)
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.generate(ids, **settings, output_logits=True, return_dict_in_generate=True).logits
+        for update, limit in (("stable", 0.05), ("exact", 0.0)):
+            with ContextPatcher(model, update) as patcher:
+                for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
+                    assert metrics.linf(step.logits.float(), logits).max() <= limit
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe"])
 def test_no_matrix_of_an_experts_size_is_made(family: str, implementation: str) -> None:
