@@ -75,7 +75,8 @@ class ContextPatcher(Passes):
         self.fixed: dict[Any, FixedStep] = {}  # and these by icl_patch.fixed.fix
         self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
-            self._attach()
+            with torch.autocast(model.device.type, enabled=False):  # whose rounding would hide what is looked for
+                self._attach()
         except (UnsupportedModelError, torch.OutOfMemoryError):
             self.detach()
             raise
