@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
@@ -69,9 +71,12 @@ class Traced:
             self._leaves = [None if isinstance(x, Tensor) else x for x in leaves]
             return [x for x in leaves if isinstance(x, Tensor)]
 
+        # one mode for what the trace notes of each tensor: make_fx would make one for each, which takes more than half its time
+        one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
         with self._covering():
-            blocks = [block.module for block in self._step.patcher.blocks]
-            self._graph = Regions(make_fx(run)(), blocks)
+            with one_mode:
+                graph = make_fx(run)()
+            self._graph = Regions(graph, [block.module for block in self._step.patcher.blocks])
         return passes[0]
 
     @contextmanager
