@@ -36,6 +36,11 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
         raise TypeError(f"expected no further inputs of {type(model).__name__} but its own ({further}), got {', '.join(unknown)}")
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model is told the positions of its tokens."""
+    return "position_ids" in _inputs_of(type(model).forward)
+
+
 def names_of(given: Mapping[str, Any]) -> list[str]:
     """The names of further inputs that hold something."""
     return [name for name, value in given.items() if value is not None and not (isinstance(value, dict) and not value)]

@@ -180,11 +180,6 @@ class Decoding:
     weights: list[Any]
     steps: int = 0
 
-    def sequences_at(self, length: int) -> Sequences:
-        """The first so many tokens, all but the last of them absorbed."""
-        mask = F.pad(self.context_mask, (0, length - self.context_mask.shape[1]), value=True)
-        return streams.absorb_all_but_last(self.ids[:, :length], mask)
-
     def append(self, token_ids: Tensor) -> None:
         """Note ``token_ids`` (B,) as the current token."""
         self.ids[:, self.length] = token_ids
@@ -194,6 +189,11 @@ class Decoding:
     def end(self, live: Tensor) -> None:
         """Say which rows still generate, (B,) bool."""
         self.live = live.unsqueeze(1)
+
+
+def _sequences(ids: Tensor, context_mask: Tensor) -> Sequences:
+    """The tokens so far, ids (B, S) with a mask (B, C) of those they began with: all but the last of them absorbed."""
+    return streams.absorb_all_but_last(ids, F.pad(context_mask, (0, ids.shape[1] - context_mask.shape[1]), value=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +218,7 @@ def fold(patcher: "ContextPatcher") -> FoldedStreams:
     Raises:
         UnsupportedModelError: it cannot, or it does not say without the context what it says with it.
     """
-    if patcher.folded is None:
+    if patcher.folded is None or not patcher.folded.fresh:
         with torch.autocast(patcher.model.device.type, enabled=False):  # whose rounding would hide what is looked for
             patcher.folded = _folded(patcher)
     return patcher.folded
@@ -362,22 +362,23 @@ def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) 
 
 
 class _Recorded:
-    """The factors of one step, and how a patch is made of them."""
+    """The factors of one step, and how a patch is made of them: later, when the state is steps ahead and its cache perhaps gone."""
 
     def __init__(self, state: Decoding, made: Pass, both: bool) -> None:
-        self.state, self.made, self.both, self.length, self.live = state, made, both, state.length, state.live
+        self.patcher, self.weights = state.patcher, state.weights
+        self.ids, self.context_mask = state.ids[:, : state.length], state.context_mask
+        self.made, self.both, self.live = made, both, state.live
         self.blocks = tuple(state.patcher.blocks)  # also when it has been detached
 
     @torch.no_grad()
     def __call__(self) -> ContextPatch:
-        state, patcher = self.state, self.state.patcher
         if self.made.overwritten is not None and self.made.overwritten():
             raise ValueError("expected a patch of a CUDA graph's step to be asked for before the next step")
         layers = [self._of_live_rows(block, held) for block, held in zip(self.blocks, self.made.factors, strict=True)]
         report = report_of([[notes.settle(self.live) for notes in self.made.notes]], slice(None))
-        logits = self.made.logits[: len(state.ids)].unsqueeze(1) if self.both else None
-        patch = patcher.patch_of(state.sequences_at(self.length), tuple(layers), report, logits)
-        if patcher.fingerprinted != state.weights:
+        logits = self.made.logits[: len(self.ids)].unsqueeze(1) if self.both else None
+        patch = self.patcher.patch_of(_sequences(self.ids, self.context_mask), tuple(layers), report, logits)
+        if self.patcher.fingerprinted != self.weights:
             raise ValueError("expected the weights that the step ran with, they have changed since: ask for the patch before that")
         return patch
 
@@ -398,7 +399,8 @@ class _Recorded:
 
 
 def _close(state: Decoding) -> Decoded:
-    computation = state.patcher.compute_from(state.cache, state.sequences_at(state.length), state.live)
+    sequences = _sequences(state.ids[:, : state.length], state.context_mask)
+    computation = state.patcher.compute_from(state.cache, sequences, state.live)
     patch = computation.patch
     assert patch.logits is not None
     return Decoded(computation.reduced_logits[:, -1], patch.logits[:, -1], lambda: patch)

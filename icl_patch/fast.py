@@ -79,6 +79,11 @@ class FoldedStreams:
         ends = [(module, _first_stream(module.forward)) for module in self._blocks[:-1]]
         self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *ends, (self._blocks[-1], _both_streams(self._blocks[-1].forward))]
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the modules still run the forwards that were traced."""
+        return all(overridable(module) for module, _ in self._forwards)
+
     @contextmanager
     def run(self, slot: Tensor | None) -> Iterator[None]:
         """Within this context a pass over one token a row gives both streams' logits, (2B, 1, V).

@@ -15,10 +15,13 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from icl_patch import streams
+from icl_patch.attached import AttachedBlock
 from icl_patch.decoding import Decoding, Feed, Pass, Step
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.notes import Notes
@@ -28,6 +31,17 @@ _LEAST = 32  # tokens
 _KEPT = 2  # steps, and the caches they run on, that a patcher keeps between generations
 
 Run = Callable[[Tensor, bool], Pass]
+
+
+class _NoLook(TorchFunctionMode):
+    """Within this context a tensor's numbers cannot be had on the host, where a trace would take what they are now for what they are."""
+
+    _LOOKS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self._LOOKS:
+            raise RuntimeError(f"it looks at the numbers of a tensor ({function.__name__})")
+        return function(*args, **kwargs or {})
 
 
 class Traced:
@@ -74,7 +88,7 @@ class Traced:
         # one mode for what the trace notes of each tensor: make_fx would make one for each, which takes more than half its time
         one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
         with self._covering():
-            with one_mode:
+            with one_mode, _NoLook():
                 graph = make_fx(run)()
             self._graph = Regions(graph, [block.module for block in self._step.patcher.blocks])
         return passes[0]
@@ -83,6 +97,8 @@ class Traced:
     def _covering(self) -> Iterator[None]:
         try:
             yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as cause:  # of the model's own code, which nobody here has seen
             name, reason = type(self._step.patcher.model).__name__, str(cause).partition("\n")[0]
             raise UnsupportedModelError(f"compiled=True does not cover {name}: {reason}") from cause
@@ -188,13 +204,31 @@ def roomy(tokens: int) -> int:
 
 
 def _traced(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a trace of the model depends on: where its weights lie, its hooks (by numbers that are never given twice), its attention."""
-    found = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
+    """What a trace of the model depends on: its modules, their hooks (by numbers that are never given twice), their settings, and where
+    its weights lie."""
+    found: list[Any] = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
+    found += (*_global_forward_pre_hooks, *_global_forward_hooks, model.config._attn_implementation)
     for module in model.modules():
-        found += (*module._forward_pre_hooks, *module._forward_hooks)
-        if "forward" in vars(module):
-            found.append(id(module.forward))
-    return (*found, model.config._attn_implementation)
+        names = vars(module)
+        found += (module, *module._forward_pre_hooks, *module._forward_hooks, names.get("forward"))
+        found += (x for x in names.values() if isinstance(x, bool | int | float | str))
+    return tuple(found)
+
+
+def check_fixable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> None:
+    """Whether a step of the model can be taken down.
+
+    Raises:
+        UnsupportedModelError: it depends on numbers that the host looks at, or on weights that no compiler takes.
+        ValueError: autocast is on.
+    """
+    name = type(model).__name__
+    if torch.is_autocast_enabled(model.device.type):
+        raise ValueError("expected no autocast with compiled=True or graph=True: a step that is made once has the model's own dtype")
+    if any(block.experts is not None for block in blocks):
+        raise UnsupportedModelError(f"compiled=True and graph=True do not cover {name}: the host looks which experts are chosen")
+    if any(weight.is_inference() for weight in model.parameters()):
+        raise UnsupportedModelError(f"compiled=True and graph=True need weights made outside of inference mode, {name} has others")
 
 
 def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable[[], None]:

@@ -35,6 +35,11 @@ class _Fused(ABC):
             return self.run(args[0])
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the module is still what it was when it was tried."""
+        return untouched(self.module)
+
     @abstractmethod
     def run(self, x: Tensor) -> Tensor:
         """The module's output."""
@@ -80,6 +85,11 @@ class _Gated(_Fused):
     activation: str
     swapped: bool
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the module and its children are still what they were."""
+        return super().fresh and {self.act, self.down, *self.readers} <= set(self.module.children())
+
     def run(self, x: Tensor) -> Tensor:
         halves = [reader(x) for reader in self.readers] if len(self.readers) == 2 else self.readers[0](x).chunk(2, -1)
         gate, up = halves[::-1] if self.swapped else halves
@@ -107,11 +117,11 @@ class Fusions:
 
     def forwards(self) -> list[tuple[nn.Module, Forward]]:
         """What runs in place of whose forward; of modules that nobody has put a hook on."""
-        return [(found.module, found) for found in self._found if untouched(found.module)]
+        return [(found.module, found) for found in self._found if found.fresh]
 
     def told(self) -> set[AttachedBlock]:
         """The blocks whose recorder is told of its MLP's input by the norm before it."""
-        return {found.block for found in self._found if isinstance(found, _NormBefore) and untouched(found.module)}
+        return {found.block for found in self._found if isinstance(found, _NormBefore) and found.fresh}
 
 
 def _eps(norm: Any) -> float:

@@ -20,7 +20,7 @@ from icl_patch import metrics, streams
 from icl_patch.decoding import Decoded, Decoding, Way, decode_one_token, fold, prefill
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import check_length, position_limit
-from icl_patch.fixed import fix
+from icl_patch.fixed import check_fixable, fix
 from icl_patch.passes import Computation
 from icl_patch.patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
@@ -268,8 +268,8 @@ def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Dec
     check_length(patcher.model, longest, new)
     if options.graph and not prepared.ids.is_cuda:
         raise ValueError(f"expected a CUDA device with graph=True, got {prepared.ids.device}")
-    if options.fixed and torch.is_autocast_enabled(prepared.ids.device.type):
-        raise ValueError("expected no autocast with compiled=True or graph=True: a step that is made once has the model's own dtype")
+    if options.fixed:
+        check_fixable(patcher.model, patcher.blocks)
     return prefill(
         patcher,
         prepared.ids,

@@ -21,17 +21,20 @@ def overridable(module: nn.Module) -> bool:
 
 @contextmanager
 def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Within this context each module runs the function beside it as its forward."""
-    done: list[dict[str, Any]] = []
+    """Within this context each module runs the function beside it as its forward; afterwards, what it ran before."""
+    done: list[tuple[dict[str, Any], Any]] = []
     try:
         for module, forward in forwards:
             names = vars(module)
+            done.append((names, names.get("forward")))
             names["forward"] = forward
-            done.append(names)
         yield
     finally:
-        for names in done:
-            del names["forward"]
+        for names, before in reversed(done):
+            if before is None:
+                del names["forward"]
+            else:
+                names["forward"] = before
 
 
 def untouched(module: nn.Module) -> bool:

@@ -16,12 +16,12 @@ from icl_patch.attached import AttachedBlock, replaying
 from icl_patch.attention import check_attention
 from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import Writer, blocks_of, check_language_model, check_length, family_of, vocabulary
+from icl_patch.families import Writer, blocks_of, check_language_model, check_length, counts_slots, family_of, vocabulary
 from icl_patch.fast import FoldedStreams
 from icl_patch.fusing import Fusions
 from icl_patch.modules import PatchedModule
 from icl_patch.passes import Computation, Passes
-from icl_patch.patch import ContextPatch
+from icl_patch.patch import ContextPatch, PatchReport
 from icl_patch.patch_file import UPDATES, PatchInfo, check_fit
 from icl_patch.probe import Probe
 from icl_patch.states import is_recurrent
@@ -90,10 +90,11 @@ class ContextPatcher(Passes):
     def _attach(self) -> None:
         self.forms = tuple(blocks_of(self.model))
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
+        self._counts_slots = counts_slots(self.model)
         probe = Probe(self.model, self.recurrent)
         for block in self.forms:
             self.blocks.append(AttachedBlock(self.model, block))
-        probe.check(self.blocks, self._compute_probe)
+        probe.check(self.blocks, self._try_exact)
 
     def __enter__(self) -> "ContextPatcher":
         return self
@@ -193,6 +194,13 @@ class ContextPatcher(Passes):
         scales = any(block.form.writer is Writer.SCALE for block in self.blocks)
         return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
 
+    def _closes_for(self, sequences: Sequences) -> bool:
+        """Whether they do for these tokens: of a model that counts its cache's slots, also for those that have others before them."""
+        if self.closes or not self._counts_slots:
+            return self.closes
+        prefixed = bool((sequences.head_mask & ~sequences.head_absorbed).any())
+        return prefixed or len(sequences.kept_columns) > 1
+
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """A cache of the head, as the untouched model makes it, with the rows that the pass over the tail needs."""
         check_inputs(self.model, model_inputs)
@@ -202,7 +210,7 @@ class ContextPatcher(Passes):
         cache = streams.new_cache(self.model)
         if sequences.head_ids.shape[1]:
             streams.run_head(self.model, sequences, cache, **model_inputs)
-            if not self.closes:
+            if not self._closes_for(sequences):
                 streams.stack_cache(cache, len(sequences.head_ids))
         return cache
 
@@ -211,15 +219,17 @@ class ContextPatcher(Passes):
 
         live: (B, 1) bool, the rows that are to get a patch from a closing pass; all by default.
         """
-        if self.closes:
+        if self._closes_for(sequences):
             return self._compute_closing(cache, sequences, self.update, live)
         return self._compute_two_stream(cache, sequences)
 
-    def _compute_probe(self, sequences: Sequences) -> Computation:
-        """An exact patch, whatever the update."""
+    def _try_exact(self, sequences: Sequences) -> tuple[PatchReport, Tensor]:
+        """The report of an exact patch, whatever the update, and the logits (B, T, V) of its replay."""
         cache = streams.new_cache(self.model)
         streams.run_head(self.model, sequences, cache)
-        return self._compute_closing(cache, sequences, "exact")
+        patch = self._compute_closing(cache, sequences, "exact").patch
+        assert patch.report is not None
+        return patch.report, self.replay(patch)[0]
 
     def _empty_patch(self, sequences: Sequences, logits: Tensor | None, passes: int) -> ContextPatch:
         """The patch of the kept tokens, without any factors yet."""

@@ -20,15 +20,20 @@ class _Kind:
     """A graph for all regions that are alike. It is compiled when it first runs."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
+        self._module: fx.GraphModule | None = module
         self._run: Callable[..., Sequence[Tensor]] | None = None
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """The outputs, one by one."""
         if self._run is None:
+            assert self._module is not None
             from torch._dynamo import lookup_backend  # takes seconds
+            from torch._inductor import config
 
-            self._run = lookup_backend(BACKEND)(self._module, list(inputs))
+            # the inputs are always of the same places and shapes: to assert it takes a sixth of a step's time between the products
+            with config.patch(size_asserts=False, alignment_asserts=False):
+                self._run = lookup_backend(BACKEND)(self._module, list(inputs))
+            self._module = None
         return self._run(*inputs)
 
 
@@ -53,7 +58,8 @@ class Regions:
         bounds = [0, *_ends(module, nodes, blocks), len(nodes)]
         parts = [nodes[start:end] for start, end in pairwise(bounds)]
         kinds: dict[str, _Kind] = {}
-        self._regions = [_region(module, part, kinds) for part in parts if any(node.op != "get_attr" for node in part)]
+        storage, written = _storages(module)
+        self._regions = [_region(module, part, kinds, storage, written) for part in parts if any(node.op != "get_attr" for node in part)]
         self._results: list[Any] = [_tensor(module, x) for x in output.args[0]]
         self.kinds = len(kinds)
 
@@ -70,6 +76,10 @@ def tidy(module: fx.GraphModule) -> None:
     """Take out of the blocks what they do alike: what is computed twice is computed once, and counters count together, at the end."""
     graph = module.graph
     storage, written = _storages(module)
+    for node in list(graph.nodes):
+        # what a block picks of what was made for all of them, each its own: done where that is made, the blocks are alike
+        if node.target is torch.ops.aten.select.int and node.args[0].op != "get_attr" and storage[node] not in written:
+            node.args[0].append(node)
     first: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         touched = {storage[x] for x in (node, *node.all_input_nodes)}
@@ -166,7 +176,9 @@ def _ends(module: fx.GraphModule, nodes: Sequence[fx.Node], blocks: Iterable[nn.
     return ends
 
 
-def _region(module: fx.GraphModule, nodes: Sequence[fx.Node], kinds: dict[str, _Kind]) -> _Region:
+def _region(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], kinds: dict[str, _Kind], storage: dict[fx.Node, Any], written: set[Any]
+) -> _Region:
     """The region of these nodes, of one of the kinds found so far or of a new one."""
     calls = [node for node in nodes if node.op == "call_function"]
     inside = set(calls)
@@ -182,6 +194,9 @@ def _region(module: fx.GraphModule, nodes: Sequence[fx.Node], kinds: dict[str, _
     graph.output([copies[x] for x in outputs])
     like = [x if isinstance(x, Tensor) else x.meta["val"] for x in inputs.values()]
     kind = f"{graph} {[(x.shape, x.stride(), x.dtype, x.device) for x in like]}"
+    homes = [storage[x] for x in inputs]
+    if any(home in written and homes.count(home) > 1 for home in homes):
+        kind += f" {id(nodes)}"  # the compiler takes it for granted which of its inputs share what is written
     if kind not in kinds:
         kinds[kind] = _Kind(fx.GraphModule(module, graph))
     return _Region(kinds[kind], list(inputs.values()), outputs)

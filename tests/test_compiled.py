@@ -1,14 +1,16 @@
 """A decode step that is traced once and compiled: the eager step's numbers, for every token and context that come after."""
 
+import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from models import ragged, tokens
 from small import IDS, small, works
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from icl_patch import ContextPatcher, ControllabilityError, UnsupportedModelError, fixed, metrics, regions, zoo
 from icl_patch.generation import GenerationStep
@@ -117,6 +119,44 @@ def test_another_hook_makes_another_step(traces: list[Any]) -> None:
     assert len(traces) == 2
 
 
+def test_another_model_makes_another_step(traces: list[Any]) -> None:
+    """Whatever of it was changed: a forward put in another's place, where an object of Python may have the same id, a setting, a hook."""
+    model = small("llama")
+    block = model.model.layers[0]
+    with ContextPatcher(model, "stable") as patcher:
+        for factor in (1.0, 0.5, 2.0):
+            block.forward = lambda *args, factor=factor, **kwargs: factor * type(block).forward(block, *args, **kwargs)
+            same(steps_of(patcher, compiled=True), steps_of(patcher))
+            del block.forward
+        block.self_attn.scaling *= 3
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        hook = register_module_forward_hook(lambda module, _args, out: 2 * out if module is model.model.norm else out)
+        try:
+            same(steps_of(patcher, compiled=True), steps_of(patcher))
+        finally:
+            hook.remove()
+    assert len(traces) == 5
+
+
+@pytest.mark.parametrize("look", [lambda x: x.tolist()[3], lambda x: x.numpy()[3], lambda x: x[3].item()])
+def test_a_step_that_looks_at_its_numbers(look: Callable[[Tensor], float]) -> None:
+    """What it found while it was traced would be there for good."""
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        hook = model.model.norm.register_forward_hook(lambda _module, _args, out: out * (1.5 if look(out[0, -1]) > 0 else 0.5))
+        with pytest.raises(UnsupportedModelError, match=r"compiled=True does not cover LlamaForCausalLM: .*(look|get value)"):
+            steps_of(patcher, compiled=True)
+        hook.remove()
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+
+
+def test_a_copy_of_a_step() -> None:
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        for compiled in (False, True):
+            step = steps_of(patcher, compiled=compiled)[1]
+            assert torch.equal(copy.deepcopy(step).logits, step.logits)
+
+
 def test_the_room_of_a_step() -> None:
     sizes = [fixed.roomy(length) for length in range(1, 5000)]
     assert all(length <= size <= max(length + 31, 1.25 * length) for length, size in enumerate(sizes, 1))
@@ -205,3 +245,13 @@ def test_what_cannot_be_compiled() -> None:
         with pytest.raises(UnsupportedModelError, match="compiled=True does not cover XGLMForCausalLM"):
             steps_of(patcher, ids, compiled=True)
         same(steps_of(patcher, ids), before)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = "do not cover MixtralForCausalLM: the host looks which experts are chosen"
+        with ContextPatcher(zoo.build("mixtral", 0, dtype), "stable") as patcher, pytest.raises(UnsupportedModelError, match=expected):
+            patcher.generate(tokens(0, 1, 5), compiled=True)
+    with torch.inference_mode():
+        model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        steps_of(patcher)
+        with pytest.raises(UnsupportedModelError, match="weights made outside of inference mode"):
+            steps_of(patcher, compiled=True)

@@ -91,6 +91,26 @@ def test_the_trial_notices_a_wrong_stream(fault: str, monkeypatch: pytest.Monkey
     before.check(model)
 
 
+def test_a_forward_that_is_put_there_later() -> None:
+    """Is run, and is there afterwards."""
+    model = small("llama")
+    block = model.model.layers[0]
+    with ContextPatcher(model, "stable") as patcher:
+        before = [step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)]
+        given = block.forward = lambda *args, **kwargs: 2 * type(block).forward(block, *args, **kwargs)
+        with pytest.raises(UnsupportedModelError, match=r"fast=True does not cover model.layers.0: its forward has been replaced"):
+            patcher.generate(IDS, max_new_tokens=2, fast=True)
+        steps = list(patcher.generate(IDS, max_new_tokens=2, eos_token_id=None))
+        assert {step.way for step in steps} == {"two streams"}
+        assert block.forward is given
+        assert metrics.linf(steps[0].logits, before[0]).max() > 0.01
+        with torch.no_grad():
+            assert metrics.linf(steps[0].logits, model(IDS).logits[:, -1]).max() <= 1e-5
+        del block.forward
+        again = [step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)]
+    assert all(torch.equal(x, y) for x, y in zip(before, again, strict=True))
+
+
 def test_something_between_attention_and_its_projection_is_refused() -> None:
     model = small("llama")
     attention = model.model.layers[2].self_attn

@@ -210,6 +210,18 @@ def test_what_is_found_in_half_precision(family: str, dtype: torch.dtype) -> Non
         assert kinds(patcher) == Counter({"_Norm": LAYERS * norms + last, "_NormBefore": LAYERS * told, "_Gated": LAYERS * gated})
 
 
+def test_a_child_that_is_replaced_later() -> None:
+    model = zoo.build("llama")
+    ids, settings = tokens(0, 2, 6) % zoo.VOCABULARY, {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+    with ContextPatcher(model, "stable") as patcher:
+        list(patcher.generate(ids, **settings))
+        for layer in model.model.layers:
+            layer.mlp.act_fn = torch.nn.ReLU()
+        expected = model.generate(ids, output_logits=True, return_dict_in_generate=True, **settings).logits
+        for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
+            assert metrics.linf(step.logits, logits).max() <= 1e-4
+
+
 def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
     model: Any = zoo.build("llama")
     for layer in model.model.layers:

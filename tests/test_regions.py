@@ -69,6 +69,49 @@ def test_regions_are_the_whole_graph() -> None:
     assert traced.kinds == 4
 
 
+def test_regions_that_share_what_they_write() -> None:
+    """A compiler takes it for granted which of its inputs are one: of regions alike but for that, each has its own graph."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(6))
+    start, written = torch.randn(2, 4), [torch.zeros(3, 4) for _ in blocks]
+    read = [tensor.view(3, 4) if number in (3, 4) else torch.zeros(3, 4) for number, tensor in enumerate(written)]
+
+    def run() -> list[Tensor]:
+        x = start
+        for block, here, there in zip(blocks, written, read, strict=True):
+            here.add_(x.mean() + 1)
+            x = block(x + there.sum(0))
+        return [x]
+
+    def three(function: Callable[[], list[Tensor]]) -> list[Tensor]:
+        for tensor in written:
+            tensor.zero_()
+        return [function()[0].clone() for _ in range(3)]
+
+    with torch.no_grad():
+        regions = Regions(graph_of(run), blocks)
+        assert all(torch.equal(x, y) for x, y in zip(three(regions), three(run), strict=True))
+    assert regions.kinds == 3  # one for four alike, and two for themselves
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_what_a_block_picks_of_what_all_have(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each picks its own of one tensor they are alike all the same."""
+    made: list[Regions] = []
+
+    def seen(*args: Any) -> Regions:
+        made.append(Regions(*args))
+        return made[-1]
+
+    monkeypatch.setattr(fixed, "Regions", seen)
+    layers = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    if family == "gemma3n":
+        layers |= {"intermediate_size": [48] * 8, "activation_sparsity_pattern": [0.0] * 8, "num_kv_shared_layers": 0}
+    with ContextPatcher(zoo.build(family, **layers), "stable") as patcher:
+        list(patcher.generate(tokens(0, 1, 6), max_new_tokens=1, compiled=True))
+    assert made[0].kinds <= 5
+
+
 def graph_of(function: Callable[[], list[Tensor]]) -> fx.GraphModule:
     with torch.no_grad():
         return make_fx(function)()

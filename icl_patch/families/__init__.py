@@ -4,7 +4,16 @@ The form of a block is read from its module tree and from one small forward, see
 """
 
 from icl_patch.families.forms import Block, Form, Writer
-from icl_patch.families.model import check_language_model, check_length, family_of, layers_of, position_limit, text_config, vocabulary
+from icl_patch.families.model import (
+    check_language_model,
+    check_length,
+    counts_slots,
+    family_of,
+    layers_of,
+    position_limit,
+    text_config,
+    vocabulary,
+)
 from icl_patch.families.recognise import blocks_of
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "blocks_of",
     "check_language_model",
     "check_length",
+    "counts_slots",
     "family_of",
     "layers_of",
     "position_limit",

@@ -37,6 +37,8 @@ def check_language_model(model: object) -> None:
     if not isinstance(model, PreTrainedModel) or not _has_head(model):
         kind = getattr(getattr(model, "config", None), "model_type", None)
         raise UnsupportedModelError(f"expected a causal language model with a head; got {type(model).__name__} of type {kind!r}")
+    if "minimax_m3_sparse" in (getattr(text_config(model), "layer_types", None) or ()):
+        raise UnsupportedModelError(f"{type(model).__name__} finds blocks of its cache by positions, which a shorter cache does not have")
 
 
 def family_of(model: PreTrainedModel) -> str:
@@ -60,6 +62,17 @@ def check_length(model: PreTrainedModel, tokens: int, new: int = 0) -> None:
     if (limit := position_limit(model)) < tokens + new:
         more = f" and {new} new ones" if new else ""
         raise ValueError(f"expected at most {limit} tokens, as many as the model has positions for, got {tokens}{more}")
+
+
+def counts_slots(model: PreTrainedModel) -> bool:
+    """Whether a block's attention depends on how many tokens are in the cache, where no mask and no position can say otherwise.
+
+    GPT-Neo's windows and the temperature of Llama 4's layers without positions do. Tokens on top of a shorter cache are another
+    computation then, unless each is alone.
+    """
+    config = text_config(model)
+    windows = family_of(model) == "gpt_neo" and "local" in getattr(config, "attention_layers", ())
+    return windows or bool(getattr(config, "attn_temperature_tuning", False))
 
 
 def _has_head(model: PreTrainedModel) -> bool:
