@@ -2,7 +2,9 @@
 
 import torch
 from torch import nn
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from icl_patch import zoo
 
 VOCABULARY = 97
 
@@ -72,6 +74,15 @@ FAMILIES = {
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
     """A random model of a family of :data:`FAMILIES`."""
     return FAMILIES[name](seed, dtype, **changes)
+
+
+def randomised(kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model of a class that the zoo does not have, with the zoo's random weights."""
+    torch.manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():
+        zoo.randomise(model)
+    return model
 
 
 def tokens(seed: int, rows: int, columns: int) -> torch.Tensor:

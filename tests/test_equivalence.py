@@ -1,14 +1,16 @@
 """The main claim, on random models: a replay without the context gives what the model gives with it."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
-from models import CASES, FAMILIES, build, case
-from torch import Tensor
+import transformers
+from models import CASES, FAMILIES, build, case, randomised, tokens
+from torch import Tensor, nn
 from transformers import DynamicCache
 
-from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics, streams
+from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics, streams, zoo
 from icl_patch.families import blocks_of
 from icl_patch.generation import History
 
@@ -138,6 +140,37 @@ def test_reduced_stream_equals_replay(update: str, family: str) -> None:
     assert metrics.linf(computed.reduced_logits, logits)[mask].max() <= 1e-4
     if patcher.closes:
         assert torch.equal(computed.reduced_logits[mask], logits[mask])
+
+
+def _gpt_neo() -> nn.Module:
+    """With windows that count its cache, longer ones than attaching tries."""
+    kinds = {"attention_types": [[["global", "local"], 1]], "window_size": 12, "num_layers": 2, "num_heads": 4}
+    config = transformers.GPTNeoConfig(vocab_size=97, hidden_size=32, intermediate_size=48, max_position_embeddings=128, **kinds)
+    config.bos_token_id, config.eos_token_id = 1, 2
+    return randomised(transformers.GPTNeoForCausalLM, config)
+
+
+def _llama4() -> nn.Module:
+    """With a temperature that rises with every 16 tokens in its cache (8192 in the released models)."""
+    return zoo.build("llama4", attn_temperature_tuning=True, floor_scale=16, attn_scale=0.5, attention_chunk_size=64)
+
+
+@pytest.mark.parametrize("make", [_gpt_neo, _llama4])
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_attention_that_counts_its_cache(make: Callable[[], nn.Module], update: str) -> None:
+    """A replay's is shorter: what the kept tokens attend to is another computation there, unless each is alone."""
+    model = make()
+    prefix, context, kept = tokens(0, 2, 6) % 97, tokens(1, 2, 20) % 97, tokens(2, 2, 6) % 97
+    alone = streams.assemble(context, kept[:, :1])
+    with ContextPatcher(model, update) as patcher:
+        for inputs in (streams.assemble(context, kept, prefix_ids=prefix), streams.assemble(context, kept), alone):
+            computed = patcher.compute_sequences(inputs)
+            with torch.no_grad():
+                expected = model(torch.cat([inputs.head_ids, inputs.tail_ids], 1)).logits[:, -inputs.tail_ids.shape[1] :]
+            assert computed.patch.logits is not None
+            assert metrics.linf(computed.patch.logits, expected).max() <= 1e-5
+            assert metrics.linf(replayed(patcher, computed.patch), expected).max() <= 1e-5
+        assert computed.patch.passes == (2 if update == "exact" else 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

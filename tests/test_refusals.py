@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import build, case, ragged, tokens
+from models import build, case, ragged, randomised, tokens
 from small import IDS, KEPT, Snapshot, checkpointing, families, plain_logits, small, updates, works
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForConditionalGeneration
@@ -127,6 +127,16 @@ class SelfMade(LlamaDecoderLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class LooksTwice(LlamaDecoderLayer):
+    """What it makes of its sum has the attention's output in it once more, which the sum's right change cannot give it."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return self.last_norm(hidden_states) + attended / 2
+
+
 class OwnProduct(LlamaMLP):
     """The output matrix is used, the module is not."""
 
@@ -173,6 +183,35 @@ def test_a_block_that_does_something_else_is_refused(kind: type[nn.Module], upda
     with pytest.raises(UnsupportedModelError):
         ContextPatcher(model, update)
     before.check(model)
+
+
+def test_a_block_that_hands_on_more_than_its_sum() -> None:
+    """Its exact patch needs no correction: only a replay shows it."""
+    model = disguised(LooksTwice)
+    for layer in model.model.layers:
+        layer.last_norm = nn.LayerNorm(model.config.hidden_size)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has blocks that hand on more of their context than their sum"):
+        ContextPatcher(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
+    """Also where they do less than bf16's rounding may in other models."""
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=3, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=48
+    )
+    model = randomised(transformers.BartForCausalLM, config).to(dtype)
+    with torch.no_grad():
+        model.model.decoder.embed_positions.weight.mul_(0.1)
+    with pytest.raises(UnsupportedModelError, match="BartForCausalLM has positions that the kept tokens alone cannot be given"):
+        ContextPatcher(model)
+
+
+def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
+    model = small("llama")
+    model.config.layer_types = ["minimax_m3_sparse"] * 2
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM finds blocks of its cache by positions"):
+        ContextPatcher(model)
 
 
 @updates
