@@ -262,8 +262,9 @@ __global__ __launch_bounds__(kThreads, 512 / kThreads) void invert_kernel(const 
   }
 }
 
+// kept: bytes of the row that stay in shared memory; most: of which a block may have so many.
 template <int kThreads, int kItems, Keep kKeep>
-cudaError_t launch(const Inversion& call, int64_t kept, cudaStream_t stream) {
+cudaError_t launch(const Inversion& call, cudaStream_t stream, int64_t kept = 0, int most = 0) {
   const auto kernel = call.delta.data ? invert_kernel<kThreads, kItems, kKeep, true> : invert_kernel<kThreads, kItems, kKeep, false>;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(call.rows));
@@ -271,8 +272,8 @@ cudaError_t launch(const Inversion& call, int64_t kept, cudaStream_t stream) {
   config.dynamicSmemBytes = sizeof(Exchange) + kept;
   config.stream = stream;
   if (kept > 0) {
-    const int bytes = static_cast<int>(config.dynamicSmemBytes);
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    // always the same: another host thread may set it for a shorter row before this one launches
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
     if (error != cudaSuccess) return error;
   }
   return cudaLaunchKernelEx(&config, kernel, call);
@@ -282,29 +283,31 @@ constexpr int64_t kReserved = 1024;  // bytes of shared memory that CUDA takes o
 
 // The block depends on n and the device alone, so that a row's bits do not depend on the batch.
 cudaError_t launch_for(const Inversion& call, int32_t device, cudaStream_t stream) {
-  if (call.n <= 256) return launch<32, 8, Keep::kRegisters>(call, 0, stream);
-  if (call.n <= 2048) return launch<256, 8, Keep::kRegisters>(call, 0, stream);
-  if (call.n <= 4096) return launch<512, 8, Keep::kRegisters>(call, 0, stream);
+  if (call.n <= 256) return launch<32, 8, Keep::kRegisters>(call, stream);
+  if (call.n <= 2048) return launch<256, 8, Keep::kRegisters>(call, stream);
+  if (call.n <= 4096) return launch<512, 8, Keep::kRegisters>(call, stream);
   int of_block = 0, of_processor = 0;
   cudaError_t error = cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (error != cudaSuccess) return error;
   const int64_t kept = 2 * call.n * static_cast<int64_t>(sizeof(double)), needed = kept + static_cast<int64_t>(sizeof(Exchange));
   // Two rows on a multiprocessor: while one waits for its memory or its sums, the other computes.
-  if (2 * (needed + kReserved) <= of_processor) return launch<256, 8, Keep::kShared>(call, kept, stream);
-  if (needed <= of_block) return launch<512, 8, Keep::kShared>(call, kept, stream);
-  return launch<512, 8, Keep::kNothing>(call, 0, stream);
+  if (2 * (needed + kReserved) <= of_processor) return launch<256, 8, Keep::kShared>(call, stream, kept, of_block);
+  if (needed <= of_block) return launch<512, 8, Keep::kShared>(call, stream, kept, of_block);
+  return launch<512, 8, Keep::kNothing>(call, stream);
 }
 
 }  // namespace
 
 const char* invert_rows(const Inversion& call, int32_t device, void* stream) {
-  int current = 0;
+  int current = device;
   cudaError_t error = cudaGetDevice(&current);
   if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
   if (error == cudaSuccess) error = launch_for(call, device, static_cast<cudaStream_t>(stream));
   if (current != device) cudaSetDevice(current);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // or whoever looks next takes it for his own
+  return cudaGetErrorString(error);
 }
 
 }  // namespace icl_patch::cuda

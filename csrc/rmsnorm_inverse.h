@@ -324,11 +324,14 @@ ICL_PATCH_INLINE PoleDirection pole_direction(const Row& row, double smallest, d
                                 const V x = (from_fallback ? at.fallback() : at.g()) / largest;
                                 sum.value += select(distance(at.m(), smallest) == 0.0, x * x, V{});
                               }).value;
-    (from_fallback ? direction.fallback : direction.g) = length / std::sqrt(squares) / largest;
-  } else {
-    direction.first = share.first;
-    direction.length = length;
+    const double factor = length / std::sqrt(squares) / largest;
+    if (factor < kInfinity) {  // not of the smallest denormal numbers
+      (from_fallback ? direction.fallback : direction.g) = factor;
+      return direction;
+    }
   }
+  direction.first = share.first;
+  direction.length = length;
   return direction;
 }
 
@@ -358,7 +361,7 @@ ICL_PATCH_INLINE double scaling_power(double largest) {
   int exponent = 0;
   std::frexp(largest, &exponent);
   if (exponent > -160 && exponent < 160) return 1;
-  return std::ldexp(1.0, exponent < -1000 ? 1000 : -exponent);
+  return std::ldexp(1.0, exponent < -1000 ? 1000 : exponent > 1000 ? -1000 : -exponent);  // and 1 / power is one too
 }
 
 template <class Row>

@@ -55,7 +55,9 @@ def _kernels() -> Any:
 
 
 def triton_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None = None) -> Any:
-    """Triton's kernels if they serve these tensors, else None."""
+    """Triton's kernels if they serve these tensors, else None; they have no derivatives forwards, and no torch.func sees into them."""
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
     if not (z.is_cuda if wanted == "auto" else wanted == "triton") or not _are_narrow(z, *others, out_dtype=out_dtype):
         return None
     return _kernels()

@@ -59,7 +59,7 @@ cpu_instructions = _text("icl_patch_cpu_instructions")
 """The instruction set that the CPU drivers use here: ``avx512_bf16``, ``avx512``, ``avx2`` or ``portable``; empty without the library.
 
 The environment variable ICL_PATCH_CPU, read when the library is loaded, names another one. All of them give the same bits, but in the
-patched products, which add up in the processor's own width.
+patched products, which add up in the processor's own width; where it multiplies bf16 in pairs it takes denormal numbers for 0.
 """
 if _lacking is None and not cpu_instructions:
     raise ValueError(

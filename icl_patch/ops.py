@@ -142,7 +142,8 @@ def record_linear(
             return y_pair, u, direction
         except RuntimeError:  # see at_once
             pass
-    if direction.coeff is not None and (kernels := triton_for(z_pair, weight, bias, direction.v)) is not None:
+    summed = direction.coeff is not None and not wants_gradients(z_pair, weight, bias, direction.v)
+    if summed and (kernels := triton_for(z_pair, weight, bias, direction.v)) is not None:
         y_pair, u, _ = kernels.record_linear(z_pair, weight, bias, direction=direction)
         return y_pair, u, direction
     _check_patched_linear(z_pair, weight, bias)
@@ -216,17 +217,27 @@ def read_direction(z: Tensor, dtype: torch.dtype | None = None, *, fusible: bool
         Direction(v, inverse_norm2, coeff). Where z = 0 there is no such vector: both are 0, and the caller must look. The same where v
         leaves its dtype's range.
 
+    Raises:
+        TypeError: z is not floating, or ``dtype`` neither fp32 nor fp64.
+        ValueError: z has no dimension.
+
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    dtype = dtype or reference.accumulation_dtype(z)
     shape = z.shape
-    rows = z if len(shape) == 2 else z.reshape(-1, shape[-1])
+    if not shape:
+        raise ValueError("expected z (..., K), got a tensor without dimensions")
+    if z.dtype not in _FLOATS:
+        raise TypeError(f"expected z in fp64, fp32, bf16 or fp16, got {z.dtype}")
+    dtype = dtype or reference.accumulation_dtype(z)
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"expected dtype torch.float32 or torch.float64, got {dtype}")
+    rows = z if len(shape) == 2 else z.unsqueeze(0).flatten(0, -2)
     if fusible:
         v, inverse = reference.read_direction(rows, dtype)
         found = Direction(v, inverse, (rows.to(dtype) * v).sum(-1, keepdim=True))
     elif (native_ops := at_once(z)) is not None:
         found = Direction(*native_ops.read_direction(rows, dtype == torch.float64))
-    elif dtype == torch.float32 and shape[-1] and (kernels := triton_for(z)) is not None:
+    elif dtype == torch.float32 and shape[-1] and not wants_gradients(z) and (kernels := triton_for(z)) is not None:
         found = Direction(*kernels.read_direction(rows))
     elif z.is_cpu and wanted != "torch" and not wants_gradients(z) and native.serves("cpu"):
         found = Direction(*torch.ops.icl_patch.read_direction(rows, dtype == torch.float64))
@@ -239,7 +250,13 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """``Norm(x) = x / sqrt(mean(x²) + eps)`` over the last dimension; (..., n) -> (..., n) fp32 (fp64 for fp64).
 
     The scale is not applied.
+
+    Raises:
+        TypeError: x is not floating.
+        ValueError: ``eps`` does not fit.
     """
+    _check_floats(x=x)
+    _check_eps(eps)
     return reference.rms_normalize(x, eps)
 
 

@@ -285,7 +285,7 @@ def invert_rmsnorm(
     status[nonfinite] = int(InversionStatus.NONFINITE)
 
     hidden = y * (c.square() + eps).sqrt().unsqueeze(1)
-    new_scale, s = new_scale / power, s / power.squeeze(1).square()
+    new_scale, s = new_scale / power, s / power.squeeze(1) / power.squeeze(1)
     hidden = torch.where(bad_radius.unsqueeze(1), 0.0, hidden)
     new_scale = torch.where(bad_radius.unsqueeze(1), scale.double().expand(batch, n), new_scale)
     shift = torch.where(bad_radius, 0.0, s)
@@ -300,7 +300,7 @@ def invert_rmsnorm(
 def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
     """(B, 1) powers of two that keep the squares and cubes of fp64 data in range; 1 for data in the range of fp32, whose are."""
     exponent = torch.frexp(torch.maximum(m.abs(), g.abs()).amax(1, keepdim=True)).exponent
-    return torch.ldexp(torch.ones_like(m[:, :1]), torch.where(exponent.abs() > 160, -exponent.clamp(min=-1000), 0))
+    return torch.ldexp(torch.ones_like(m[:, :1]), torch.where(exponent.abs() > 160, -exponent.clamp(-1000, 1000), 0))
 
 
 # A scale below this share of the row's RMS counts as zero: dividing by it costs more digits than fp32 has left.

@@ -2,6 +2,7 @@
 
 import sys
 
+import derivatives
 import row_ops
 import torch
 import traced
@@ -27,6 +28,9 @@ MODELS = {
 def main(backend: str) -> None:
     assert backends.wanted == backend
     row_ops.check_all(widths=(1, 70))
+    for op in derivatives.FUNCTIONS:
+        derivatives.check_derivatives(op)
+        derivatives.check_mapped(op)
     if backend == "triton":
         for op in traced.CALLS:
             traced.check_traced(op)

@@ -271,6 +271,21 @@ def test_low_precision_inputs_are_taken_at_their_value(invert: Invert, dtype: to
     assert torch.equal(result.shift, wide.shift) and torch.equal(result.new_scale, wide.new_scale)
 
 
+@every_implementation
+def test_the_ends_of_fp64(invert: Invert) -> None:
+    """The largest numbers, and the smallest denormal ones: hard rows, of which the pole takes all that is missing."""
+    m = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
+    for g in ([1.7e308, 1.0, 2.0], [8e307, 1e307, 2e307], [5e-324, 1e-320, 0.0]):
+        target = torch.tensor([g], dtype=torch.float64)
+        result = invert(target, m, torch.ones(1, dtype=torch.float64))
+        assert result.status.tolist() == [Status.HARD]
+        assert result.shift.tolist() == [0.0]
+        assert abs(float(result.hidden.square().mean()) - 1) <= 1e-15
+        normed = result.hidden / result.hidden.square().mean().sqrt()
+        reached = result.new_scale * normed
+        assert ((reached - target).abs() <= 1e-15 * target.abs() + 5e-324).all()
+
+
 @pytest.mark.parametrize("power", [-400, -60, 60, 400])
 @every_implementation
 def test_wide_fp64_rows_are_inverted_like_scaled_ones(invert: Invert, power: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from derivatives import FUNCTIONS, check_derivatives, check_mapped
 from numeric import FLOATING, FLOATS, UNIT, check_refused, every_dtype, normal, same_bits, seeded
 from torch import Tensor
 
@@ -274,23 +275,15 @@ def test_gradients(layout: str) -> None:
         assert torch.autograd.gradcheck(lambda z, w, u, v, b: ops.add_low_rank(F.linear(z, w, b), z, u, v), inputs)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_derivatives_forwards(grad: bool) -> None:
-    """``jvp`` against the derivative backwards, also where no gradient is recorded."""
-    z, weight, u, v = (normal(seeded(number), *shape) for number, shape in enumerate(((3, 5), (4, 5), (3, 4), (3, 5))))
-    tangent = normal(seeded(9), 3, 5)
-    functions = {
-        "patched_linear": lambda z: ops.patched_linear(z, weight, u, v),
-        "add_low_rank": lambda z: ops.add_low_rank(u, z, u, v),
-        "read_direction": lambda z: ops.read_direction(z).v,
-        "rms_norm": lambda z: ops.rms_norm(z, v[0], 1e-6),
-        "gated_product": lambda z: ops.gated_product(z, v, "silu"),
-    }
-    for name, function in functions.items():
-        with torch.set_grad_enabled(grad):
-            _, found = torch.func.jvp(function, (z,), (tangent,))
-        expected = torch.einsum("ijkl,kl->ij", torch.func.jacrev(function)(z), tangent)
-        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max() > 0, name
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives(name: str) -> None:
+    check_derivatives(name)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_mapped(name: str) -> None:
+    check_mapped(name)
 
 
 def test_gradients_of_the_pool_go_to_the_rows_used() -> None:
@@ -422,6 +415,19 @@ def test_read_direction_is_right_or_says_so(size: float, fusible: bool) -> None:
     refused = (inverse == 0) & ~v.any(-1)
     assert (refused == (inverse == 0)).all()
     assert (refused | ((product - 1).abs() <= 64 * UNIT[torch.float32])).all()
+
+
+def test_read_direction_refuses() -> None:
+    check_refused(TypeError, "expected z in fp64, fp32, bf16 or fp16, got torch.int64", lambda: ops.read_direction(torch.ones(2, 3).long()))
+    check_refused(TypeError, "expected dtype torch.float32 or torch.float64", lambda: ops.read_direction(torch.ones(2, 3), torch.float16))
+    check_refused(ValueError, "expected z (..., K), got a tensor without dimensions", lambda: ops.read_direction(torch.ones(())))
+    v, inverse, _ = ops.read_direction(torch.ones(2, 0, 0))
+    assert (v.shape, inverse.shape) == ((2, 0, 0), (2, 0))
+
+
+def test_rms_normalize_refuses() -> None:
+    check_refused(ValueError, "expected a finite eps ≥ 0, got -5", lambda: ops.rms_normalize(torch.ones(2, 3), -5))
+    check_refused(TypeError, "expected x in fp64", lambda: ops.rms_normalize(torch.ones(2, 3).long(), 1e-6))
 
 
 @every_dtype

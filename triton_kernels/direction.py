@@ -18,7 +18,7 @@ HUGE = tl.constexpr(3.4028234663852886e38)
 class Direction(NamedTuple):
     """v (M, K) fp32, ``z/‖z‖²``; inverse_norm2 (M,) fp32, ``1/‖z‖²``; coeff (M, 1) fp32, ``z·v`` as a linear op sums it.
 
-    Where z = 0, or where v or ``1/‖z‖²`` leaves fp32's range, all three are 0, and the caller must look.
+    Where z = 0, or where v leaves fp32's range, all three are 0, and the caller must look. A NaN in z makes ``1/‖z‖²`` NaN and v 0.
     """
 
     v: Tensor
@@ -46,11 +46,23 @@ def norm2(squares):
 
 @triton.jit
 def inverse_of(total, largest):
-    """``1/‖z‖²`` for ``‖z‖²`` (1,) and ``max |z|`` in fp64, 0 where there is no v in fp32."""
+    """``1/‖z‖²`` for ``‖z‖²`` (1,) and ``max |z|`` in fp64; 0 where there is no v in fp32, NaN where z has one."""
     inverse = 1.0 / total
     steepest = largest * inverse
-    lost = (total == 0) | (inverse > HUGE) | (inverse < TINY) | (steepest > HUGE) | (steepest < TINY)
-    return tl.where(lost, 0.0, inverse)
+    return tl.where((total == 0) | (steepest > HUGE) | (steepest < TINY), 0.0, inverse)
+
+
+@triton.jit
+def along(z, inverse):
+    """``z / ‖z‖²`` (SEGMENTS, WIDTH) in fp32; 0 in a row with a NaN."""
+    return tl.where(inverse == inverse, z.to(tl.float64) * inverse, 0.0).to(tl.float32)
+
+
+@triton.jit
+def narrowed(inverse):
+    """``1/‖z‖²`` in fp32, where 0 says that there is no v."""
+    narrow = inverse.to(tl.float32)
+    return tl.where((inverse > 0) & (narrow < TINY), TINY, narrow)
 
 
 @triton.jit
@@ -72,16 +84,16 @@ def _direction_kernel(
     for j in tl.range(0, ROUNDS):
         offs_k = first + j * WIDTH
         z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
-        tl.store(v_ptr + m * K + offs_k, (z.to(tl.float64) * inverse[:, None]).to(tl.float32), mask=offs_k < K)
+        tl.store(v_ptr + m * K + offs_k, along(z, inverse[:, None]), mask=offs_k < K)
     lanes = row_offsets(SEGMENTS, LANES)
     partial = tl.zeros((SEGMENTS, LANES), tl.float32)
     for j in tl.range(0, STEPS, UNROLL):  # v is computed again rather than read back
         for i in tl.static_range(UNROLL):
             offs_k = lanes + (j + i) * LANES
             z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
-            partial = tl.fma(z, (z.to(tl.float64) * inverse[:, None]).to(tl.float32), partial)
+            partial = tl.fma(z, along(z, inverse[:, None]), partial)
     one = tl.arange(0, 1)
-    tl.store(inverse_ptr + m + one, inverse.to(tl.float32))
+    tl.store(inverse_ptr + m + one, narrowed(inverse))
     tl.store(coeff_ptr + m + one, pair_sum(add_segments(partial, SEGMENTS), LANE_BITS))
 
 

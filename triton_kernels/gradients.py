@@ -19,8 +19,9 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     own = grad.to(z.dtype)
     dz, dweight = own @ weight, own.T @ z
     dbias = grad.sum(0).to(z.dtype) if ctx.has_bias else None
-    if u is None:
-        return dz, dweight, None, None, dbias, None, None, None
+    if u is None or not len(u):  # no rows, or a pool that no row uses
+        nothing = [None if factor is None else torch.zeros_like(factor) for factor in (u, v)]
+        return dz, dweight, *nothing, dbias, None, None, None
     g, wide = grad.float(), z.float()
     row_u, row_v = (_by_row(factor, index).float() for factor in (u, v))
     coeff = torch.einsum("mk,mrk->mr", wide, row_v.expand(len(z), -1, -1))

@@ -120,13 +120,16 @@ def check_floats(first: Tensor, **tensors: Tensor | None) -> None:
 
 
 def needs_op(*tensors: Tensor | None) -> bool:
-    """Whether a call must go through torch's dispatcher: under torch.compile and any other tracer, on fake tensors, and for gradients."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    """Whether a call must go through torch's dispatcher.
+
+    Under torch.compile and any other tracer it must, on fake tensors, for gradients, and for tensors whose signs are to be changed first.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return True
     gradients = torch.is_grad_enabled()
     for x in tensors:  # not any(): this stands before every launch of a decoding step
         if x is None:
             continue
-        if type(x) not in (Tensor, torch.nn.Parameter) or (gradients and x.requires_grad):
+        if type(x) not in (Tensor, torch.nn.Parameter) or (gradients and x.requires_grad) or x.is_neg():
             return True
     return False

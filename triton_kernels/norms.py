@@ -13,7 +13,18 @@ from torch import Tensor
 
 from icl_patch.kernels import library
 from icl_patch.kernels.coefficients import LANE_BITS, LANES, add_segments, pair_sum
-from icl_patch.kernels.direction import Direction, direction_outputs, inverse_of, norm2, row_blocks, row_offsets, row_warps, sum_all
+from icl_patch.kernels.direction import (
+    Direction,
+    along,
+    direction_outputs,
+    inverse_of,
+    narrowed,
+    norm2,
+    row_blocks,
+    row_offsets,
+    row_warps,
+    sum_all,
+)
 from icl_patch.kernels.launching import Launch, check, check_floats, needs_op, serve
 
 
@@ -81,7 +92,7 @@ def _norm_pair_kernel(
         scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
         x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
         wide = _scaled(x, reciprocal, scale, CAST_FIRST).to(tl.float32)
-        tl.store(v_ptr + m * D + offs, (wide.to(tl.float64) * inverse[:, None]).to(tl.float32), mask=mask)
+        tl.store(v_ptr + m * D + offs, along(wide, inverse[:, None]), mask=mask)
     lanes = row_offsets(SEGMENTS, LANES)
     partial = tl.zeros((SEGMENTS, LANES), tl.float32)
     for j in tl.range(0, STEPS, UNROLL):
@@ -91,9 +102,9 @@ def _norm_pair_kernel(
             scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
             x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
             wide = _scaled(x, reciprocal, scale, CAST_FIRST).to(tl.float32)
-            partial = tl.fma(wide, (wide.to(tl.float64) * inverse[:, None]).to(tl.float32), partial)
+            partial = tl.fma(wide, along(wide, inverse[:, None]), partial)
     one = tl.arange(0, 1)
-    tl.store(inverse_ptr + m + one, inverse.to(tl.float32))
+    tl.store(inverse_ptr + m + one, narrowed(inverse))
     tl.store(coeff_ptr + m + one, pair_sum(add_segments(partial, SEGMENTS), LANE_BITS))
 
 
