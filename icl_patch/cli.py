@@ -206,6 +206,8 @@ def _writable(*suffixes: str) -> Callable[[str], Path]:
 
 
 def _load(options: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if options.revision is not None and options.model in (None, "embedded"):
+        raise ValueError("expected no --revision of the embedded model")
     torch.manual_seed(options.seed)
     return load_model(options.model, None, options.dtype, options.device, options.revision)
 
@@ -230,11 +232,17 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to :func:`main`, for which it is no error."""
+        raise BrokenPipeError
+
+
 def _print(options: argparse.Namespace, value: dict[str, Any], *renderables: Any) -> None:
     if options.json:
         print(report.to_json(value))
         return
-    console = Console(highlight=False, soft_wrap=False)
+    console = _Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = 160  # a file has no width to fit
     for renderable in renderables:

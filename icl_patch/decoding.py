@@ -20,7 +20,7 @@ from icl_patch.attached import AttachedBlock, Factors
 from icl_patch.attention import OneToken, restricted_attention
 from icl_patch.calling import inputs, names_of
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
-from icl_patch.families import vocabulary
+from icl_patch.families import check_vocabulary, vocabulary
 from icl_patch.fast import FoldedStreams
 from icl_patch.fusing import Fusions
 from icl_patch.notes import Notes
@@ -212,7 +212,7 @@ class Decoded:
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def fold(patcher: "ContextPatcher") -> FoldedStreams:
+def folded_streams(patcher: "ContextPatcher") -> FoldedStreams:
     """How a model runs both streams over one cache: traced when it is first asked for, and tried on random tokens by replays.
 
     Raises:
@@ -282,7 +282,7 @@ def prefill(
         raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
     sequences = streams.absorb_all_but_last(context_ids, context_mask)
-    patcher.check_vocabulary(sequences)
+    check_vocabulary(patcher.model, context_ids)
     cache = streams.new_cache(patcher.model) if cache is None else cache
     if width > 1:
         streams.run_head(patcher.model, sequences, cache, chunk=chunk, **model_inputs)
@@ -323,13 +323,13 @@ def _first_step(patcher: "ContextPatcher", cache: Cache, past: Tensor, capacity:
         with torch.autocast(patcher.model.device.type, enabled=False):
             patcher.fusions = Fusions(patcher.model, patcher.blocks)
     fusions = patcher.fusions
-    folded = fold(patcher) if way is Way.FOLDED else None
+    folded = folded_streams(patcher) if way is Way.FOLDED else None
     return Step(patcher, feed, folded, _linears(patcher, way), fusions.forwards(), frozenset(fusions.told()), patches)
 
 
 def _linears(patcher: "ContextPatcher", way: Way) -> list[tuple[nn.Module, Forward]]:
     """The linear maps that are not patched, through our ops, which read their weights once for the few rows of a decode step."""
-    doubled = set(fold(patcher).projections) if way is Way.FOLDED else set()
+    doubled = set(folded_streams(patcher).projections) if way is Way.FOLDED else set()
     return [(module, linear_forward(module)) for module in plain_linears(patcher.model, patcher.forms) if module not in doubled]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from icl_patch import ops, streams
 from icl_patch.changes import Change, changes_of
+from icl_patch.families import check_vocabulary
 from icl_patch.patch import ContextPatch
 from icl_patch.streams import Sequences
 
@@ -210,7 +211,7 @@ def grow(patcher: "ContextPatcher", sequences: Sequences, start: int, layers: sl
 
     One cache grows by a token a step; each step runs the kept tokens on a copy of it.
     """
-    patcher.check_vocabulary(sequences)
+    check_vocabulary(patcher.model, sequences.head_ids, sequences.tail_ids)
     model, width, positions = patcher.model, sequences.head_ids.shape[1], sequences.positions
 
     def head(stop: int) -> Sequences:

@@ -25,28 +25,41 @@ def patched_tensors(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple
                 yield f"{block.path_of(part)}.{name}", tensor
 
 
+def _other_parameters(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that such a patch leaves alone, which its effect depends on as well."""
+    patched = {id(tensor) for _, tensor in patched_tensors(model, blocks)}
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in patched)
+
+
 def weight_fingerprint(model: nn.Module, blocks: Iterable[Block]) -> str:
-    """SHA-256 over the weights that a patch changes: names, shapes, dtypes and bytes, in order.
+    """SHA-256 over names, shapes, dtypes and bytes, in order: of all the weights that a patch changes, and of a sample of the others.
+
+    The sample has an element at least of every row and every column of a matrix.
 
     Raises:
         AttributeError: the model has no such module.
     """
+    blocks = tuple(blocks)
     digest = hashlib.sha256()
-    for name, tensor in patched_tensors(model, blocks):
-        for part in _plain(tensor.detach()):
-            digest.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
-            digest.update(part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    for tensors, whole in ((patched_tensors(model, blocks), True), (_other_parameters(model, blocks), False)):
+        for name, tensor in tensors:
+            for part in _plain(tensor.detach()):
+                digest.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
+                content = (part if whole else _sample(part)).contiguous().cpu().reshape(-1)
+                digest.update(content.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def weight_state(model: nn.Module, blocks: Iterable[Block]) -> list[tuple[int, int, torch.dtype]]:
-    """What changes when any of these weights is written to or replaced, at a small part of the cost of reading them.
+    """What changes when any of a model's weights is written to or replaced, at a small part of the cost of reading them.
 
-    A write through ``.data``, or to a tensor that was made in inference mode, is counted nowhere. It is seen by what it leaves in a sample:
-    one element at least of every row and every column of a matrix, and of the matrices of many experts as many as of one. So a change of
-    less than that, a single element's, may go unseen.
+    A write through ``.data``, or to a tensor that was made in inference mode, is counted nowhere. To the weights that a patch of these
+    blocks changes it is seen by what it leaves in a sample: one element at least of every row and every column of a matrix, and of the
+    matrices of many experts as many as of one. So a change of less than that, a single element's, may go unseen, and so to the others.
     """
-    state = []
+    blocks = tuple(blocks)
+    others = [part for _, tensor in _other_parameters(model, blocks) for part in _plain(tensor)]
+    state = [(part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype) for part in others]
     for block in blocks:
         parts = [part.detach() for _, tensor in patched_tensors(model, [block]) for part in _plain(tensor)]
         state += [(part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype) for part in parts]
@@ -54,7 +67,8 @@ def weight_state(model: nn.Module, blocks: Iterable[Block]) -> list[tuple[int, i
         for part in parts:
             samples.setdefault((part.device, part.dtype), []).append(_sample(part))
         for (_, dtype), alike in samples.items():  # mostly one kind: the device is waited for once a block
-            content = torch.cat(alike).view(torch.uint8).cpu().numpy().tobytes()
+            with torch.autocast(part.device.type, enabled=False):
+                content = torch.cat(alike).view(torch.uint8).cpu().numpy().tobytes()
             state.append((len(content), hash(content), dtype))
     return state
 

@@ -78,7 +78,7 @@ class Folding:
         self.model = model
         self.folded: tuple[FoldedNorm, ...] = ()
         self.refused: dict[str, str] = {}
-        self._undo: list[tuple[dict[str, Any], str, Any]] = []
+        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []  # holder, name, what was there, what is
 
     def __enter__(self) -> "Folding":
         return self
@@ -87,19 +87,26 @@ class Folding:
         self.restore()
 
     def restore(self) -> None:
-        """Put back the parameters and norms that were there, the same objects: bit-exact. Restoring twice is fine.
+        """Put back the parameters and norms that were there, the same objects: bit-exact, or as the model was moved since.
+
+        Restoring twice is fine.
 
         Raises:
-            ValueError: a :class:`~icl_patch.ContextPatcher` is attached to the folded model; detach it first.
+            ValueError: a :class:`~icl_patch.ContextPatcher` is attached to the folded model, or it was folded again: first undo that.
         """
         if self._undo:
             _require_unpatched(self.model)
+        last = {(id(holder), name): value for holder, name, _, value in self._undo}
+        if any(holder[name] is not last[id(holder), name] for holder, name, _, _ in self._undo):
+            raise ValueError(f"expected {type(self.model).__name__} as it was folded, it was changed since: restore a later folding first")
         while self._undo:
-            holder, name, original = self._undo.pop()
+            holder, name, original, value = self._undo.pop()
+            if isinstance(original, nn.Parameter) and (original.device, original.dtype) != (value.device, value.dtype):
+                original.data = original.data.to(value.device, value.dtype)
             holder[name] = original
 
     def _put(self, holder: dict[str, Any], name: str, value: Any) -> None:
-        self._undo.append((holder, name, holder[name]))
+        self._undo.append((holder, name, holder[name], value))
         holder[name] = value
 
     def _fold(self, norm: FoldedNorm) -> None:

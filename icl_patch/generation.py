@@ -17,9 +17,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import metrics, streams
-from icl_patch.decoding import Decoded, Decoding, Way, decode_one_token, fold, prefill
+from icl_patch.decoding import Decoded, Decoding, Way, decode_one_token, folded_streams, prefill
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import check_length, position_limit
+from icl_patch.families import check_length, check_vocabulary, position_limit
 from icl_patch.fixed import check_fixable, fix
 from icl_patch.passes import Computation
 from icl_patch.patch import ContextPatch
@@ -53,8 +53,8 @@ class GenerationStep:
     """
 
     token_ids: Tensor
-    logits: Tensor
-    scores: Tensor
+    logits: Tensor = field(repr=False)
+    scores: Tensor = field(repr=False)
     live: Tensor
     ended: Tensor
     way: str
@@ -84,7 +84,7 @@ class History:
         ids, mask = streams.check_context(context_ids, context_mask)
         self._patcher = patcher
         self._sequences = streams.absorb_all_but_last(ids, mask)
-        patcher.check_vocabulary(self._sequences)
+        check_vocabulary(patcher.model, ids)
         with torch.inference_mode(False), torch.no_grad():
             self._cache = patcher.prefill(self._sequences, **model_inputs)
 
@@ -210,7 +210,7 @@ def generate(
     if cache is not None and not cache.is_compileable:
         raise ValueError(f"expected a static cache or none, got a {type(cache).__name__}: a dynamic one is made for every context")
     ids, mask = streams.check_context(context_ids, context_mask)
-    patcher.check_vocabulary(streams.absorb_all_but_last(ids, mask))
+    check_vocabulary(patcher.model, ids)
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -247,7 +247,7 @@ def decoding_method(patcher: ContextPatcher, streamer: BaseStreamer | None, opti
             raise ValueError(f"expected the model that the patcher is attached to, got another {type(model).__name__}")
         patcher.require_attached()
         prepared = _prepare(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-        patcher.check_vocabulary(streams.absorb_all_but_last(*streams.check_context(prepared.ids, prepared.mask)))
+        check_vocabulary(model, streams.check_context(prepared.ids, prepared.mask)[0])
         asked = [name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")]
         found: dict[str, Any] = {name: () for name in asked if generation_config.return_dict_in_generate}
         sequences = [input_ids]
@@ -291,7 +291,7 @@ def _way(patcher: ContextPatcher, options: Options) -> Way:
         return Way.CLOSING
     if options.fast is not False:
         try:
-            fold(patcher)
+            folded_streams(patcher)
         except UnsupportedModelError:
             if options.fast:
                 raise

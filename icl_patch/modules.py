@@ -184,12 +184,14 @@ class PatchedLinear(PatchedModule):
         """A copy of the base module with the patch in its parameters: ``W + Σ_r u_r v_rᵀ`` or ``b + Δb``, in fp64, rounded to their dtype.
 
         Raises:
-            TypeError: the base module is not an ``nn.Linear`` or a Conv1D with a plain weight.
+            TypeError: the base module is not an ``nn.Linear`` or a Conv1D with a plain weight, or somebody hooked it.
             ValueError: the patch is not the same for all rows or does not fit, or a bias is to change and there is none.
         """
         base = self.base_layer
         if type(base) not in (nn.Linear, Conv1D) or type(base.weight) is not nn.Parameter:
             raise TypeError(f"expected an nn.Linear or a Conv1D to merge into, got {type(base).__name__}")
+        if is_hooked(base) or "forward" in vars(base):
+            raise TypeError(f"expected a {type(base).__name__} that does nothing else to merge into, got one with hooks or another forward")
         changes: dict[str, Tensor] = {}
         if self.u is not None and self.v is not None:
             if self.u.dim() != 3 or self.u.shape[0] != 1 or self.shared is False:
@@ -226,7 +228,7 @@ class PatchedLinear(PatchedModule):
     def linear_map(self, z: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """The base module's matrix (N, K) and bias, if ``F.linear(z, matrix, bias)`` is all that the module does."""
         base = self.base_layer
-        if is_hooked(base) or "forward" in vars(base) or torch.is_autocast_enabled(z.device.type):
+        if is_hooked(base) or "forward" in vars(base) or (not z.is_meta and torch.is_autocast_enabled(z.device.type)):
             return None
         weight = base.weight if type(base) in (nn.Linear, Conv1D) else None
         if type(weight) is not nn.Parameter or weight.dtype != z.dtype:
@@ -279,11 +281,17 @@ class PatchedLinear(PatchedModule):
             return factor
         if factor.dim() == 3 and factor.shape[0] == 1 and self.shared is not False:
             return factor
-        return factor if factor.dim() == 3 and factor.shape[0] == rows and factor.shape[:-1] != z.shape[:-1] else factor.flatten(0, -2)
+        if factor.shape[:-1] == z.shape[:-1]:
+            return factor.flatten(0, -2)
+        if factor.dim() != 3 or factor.shape[0] != rows:
+            raise ValueError(f"expected factors (1, R, ·), {(*z.shape[:-1], '·')} or flat ({rows}, ·), got {tuple(factor.shape)}")
+        return factor
 
 
 def add_bias_change(y: Tensor, bias_change: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """``y + Δb`` for rows y (..., N) and Δb (..., N), flat (M, N) or (N,), rounded once to ``out_dtype`` or y's dtype."""
+    if bias_change.shape not in (y.shape, y.shape[-1:], (y.shape[:-1].numel(), y.shape[-1])):
+        raise ValueError(f"expected bias_change {tuple(y.shape)}, flat or ({y.shape[-1]},), got {tuple(bias_change.shape)}")
     wide = torch.promote_types(torch.promote_types(y.dtype, bias_change.dtype), torch.float32)
     bias_change = bias_change if bias_change.dim() == 1 else bias_change.reshape(y.shape)
     return (y.to(wide) + bias_change.to(wide)).to(out_dtype or y.dtype)
@@ -295,7 +303,11 @@ class PatchedRMSNorm(PatchedModule):
     Args:
         base_layer: an RMSNorm with a ``weight`` (n,) and its eps as ``eps`` or ``variance_epsilon``.
         scale_offset: the scale is ``offset + weight`` (1 for Gemma, 0 for Llama).
-        cast_first: whether the normalised input is rounded to the model's dtype before it is scaled (Llama) or after (Gemma).
+        cast_first: whether the normalised input is rounded to the model's dtype before it is scaled (Llama) or after (Gemma). Where
+            neither is given, both are found by trying the module.
+
+    Raises:
+        TypeError: the module has no weight or no eps, or what it does is no RMSNorm.
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
@@ -303,13 +315,15 @@ class PatchedRMSNorm(PatchedModule):
     _FACTORS = ("new_scale",)
     _STATE = PatchedModule._STATE | {*_FACTORS}
 
-    def __init__(self, base_layer: nn.Module, *, scale_offset: float = 0.0, cast_first: bool = True) -> None:
+    def __init__(self, base_layer: nn.Module, *, scale_offset: float | None = None, cast_first: bool | None = None) -> None:
         super().__init__(base_layer)
         eps = getattr(base_layer, "eps", getattr(base_layer, "variance_epsilon", None))
         if eps is None or not isinstance(getattr(base_layer, "weight", None), Tensor):
             raise TypeError(f"expected an RMSNorm with a weight and an eps, got {type(base_layer).__name__}")
         self.eps = float(eps)
-        self.scale_offset, self.cast_first = scale_offset, cast_first
+        if scale_offset is None and cast_first is None:
+            scale_offset, cast_first = _tried_form(base_layer)
+        self.scale_offset, self.cast_first = scale_offset or 0.0, cast_first is not False
         self.new_scale: Tensor | None = None
 
     @property
@@ -356,7 +370,7 @@ class PatchedRMSNorm(PatchedModule):
         """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``; with the base's own scale the base's own bits."""
         normalized = self.normalize(x)
         if new_scale.dim() > 1:
-            if new_scale.numel() != x.numel():
+            if new_scale.shape not in (x.shape, (x.shape[:-1].numel(), x.shape[-1])):
                 raise ValueError(f"expected new_scale (n,) or one for each row of x {tuple(x.shape)}, got {tuple(new_scale.shape)}")
             new_scale = new_scale.reshape(x.shape)
         y = normalized * new_scale.to(torch.promote_types(new_scale.dtype, normalized.dtype))
@@ -383,6 +397,18 @@ def rms_norm_form(module: nn.Module, x: Tensor, made: Tensor) -> tuple[float, bo
             if bool(((mine == made) | (mine.isnan() & made.isnan())).all()):
                 return scale_offset, cast_first
     return None
+
+
+def _tried_form(module: nn.Module) -> tuple[float, bool]:
+    """:func:`rms_norm_form` on random rows."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        form = rms_norm_form(module, x, module(x))
+    if form is None:
+        raise TypeError(f"expected an RMSNorm of scale w or 1 + w, got {type(module).__name__}, which does something else")
+    return form
 
 
 _Module = TypeVar("_Module", bound=PatchedModule)

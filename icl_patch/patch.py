@@ -260,7 +260,7 @@ class ContextPatch:
             raise FingerprintMismatch("expected a patch of ids of the given tokenizer, got one that was computed with another")
 
     def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:
-        """Raises FingerprintMismatch unless the weights that the patch changes, and their dtype, are this model's."""
+        """Raises FingerprintMismatch unless the weights that the patch was computed with, and their dtype, are this model's."""
         name = model.config._name_or_path or type(model).__name__
         try:
             got = fingerprint or weight_fingerprint(model, self.blocks)

@@ -27,8 +27,9 @@ class PatchInfo:
     """What a patch belongs to.
 
     model, revision: the name or path and the commit the model was loaded from, as far as it knows; fingerprint: SHA-256 of the weights
-    that are patched; tokenizer: SHA-256 of the tokenizer, None if none was given; family, update, dtype (of the model); passes: forward
-    passes over the kept tokens that the patch took; replayable: False once tokens or layers were cut out that a replay needs.
+    that are patched and of a sample of the others; tokenizer: SHA-256 of the tokenizer, None if none was given; family, update, dtype
+    (of the model); passes: forward passes over the kept tokens that the patch took; replayable: False once tokens or layers were cut out
+    that a replay needs.
     """
 
     model: str

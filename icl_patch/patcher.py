@@ -16,7 +16,7 @@ from icl_patch.attached import AttachedBlock, replaying
 from icl_patch.attention import check_attention
 from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import Writer, blocks_of, check_language_model, check_length, counts_slots, family_of, vocabulary
+from icl_patch.families import Writer, blocks_of, check_language_model, check_length, check_vocabulary, counts_slots, family_of
 from icl_patch.fast import FoldedStreams
 from icl_patch.fusing import Fusions
 from icl_patch.modules import PatchedModule
@@ -53,6 +53,7 @@ class ContextPatcher(Passes):
 
     Raises:
         UnsupportedModelError: the model has blocks of an unknown form, or does not behave as its family says.
+        TypeError: the tokenizer is none.
         ValueError: ``update`` is unknown, or the model is attached already, or it is training with dropout or gradient checkpointing.
 
     Source: Goldwaser et al. (2025), Theorem 2 and Algorithm 1.
@@ -61,6 +62,8 @@ class ContextPatcher(Passes):
     def __init__(self, model: PreTrainedModel, update: str = "exact", *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         if update not in UPDATES:
             raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
+        if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+            raise TypeError(f"expected a tokenizer with a vocabulary, got {type(tokenizer).__name__}")
         self.model, self.update, self.tokenizer = model, update, tokenizer
         check_language_model(model)
         check_attention(model)
@@ -171,17 +174,10 @@ class ContextPatcher(Passes):
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
         self.require_attached()
-        self.check_vocabulary(sequences)
+        check_vocabulary(self.model, sequences.head_ids, sequences.tail_ids)
         check_length(self.model, int(sequences.mask.sum(1).max()))
         cache = self.prefill(sequences, **model_inputs)
         return self.compute_from(cache, sequences)
-
-    def check_vocabulary(self, sequences: Sequences) -> None:
-        """Raises ValueError if an id is not one of the model's."""
-        size = vocabulary(self.model)
-        for ids in (sequences.head_ids, sequences.tail_ids):
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-                raise ValueError(f"expected ids from 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}")
 
     @property
     def closes(self) -> bool:
@@ -269,7 +265,7 @@ class ContextPatcher(Passes):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the weights that are patched, taken when it is first needed and again after any of them has changed."""
+        """SHA-256 of the weights that are patched and of a sample of the others, taken when it is first needed and after a change again."""
         state = fingerprints.weight_state(self.model, self.forms)
         if self._fingerprint is None or self._fingerprint[0] != state:
             self._fingerprint = (state, fingerprints.weight_fingerprint(self.model, self.forms))

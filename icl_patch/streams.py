@@ -215,6 +215,8 @@ def _check_padding(name: str, mask: Tensor, side: str) -> None:
 def _spans(absorbed: list[tuple[int, int]] | None, width: int) -> list[tuple[int, int]]:
     if absorbed is None:
         return [(0, width)]
+    if not all(isinstance(span, tuple | list) and len(span) == 2 for span in absorbed):
+        raise TypeError(f"expected absorbed as a list of (start, stop), got {absorbed}")
     spans = sorted((int(start), int(stop)) for start, stop in absorbed)
     previous = 0
     for start, stop in spans:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from icl_patch import embedded, metrics, streams
 from icl_patch.attached import BlockTape
-from icl_patch.families import check_length
+from icl_patch.families import check_length, check_vocabulary
 from icl_patch.generation import History
 from icl_patch.passes import Computation
 from icl_patch.patcher import ContextPatcher
@@ -35,6 +35,7 @@ MARS_PROMPT = "Write a single-sentence weather forecast for Mars, from the persp
 
 _ROUNDINGS = 16  # of the dtype's epsilon, allowed to the readers' outputs and to the exact update's correction
 # Above this a null floor is no rounding: the model's calls do not go on from each other (bf16, fp16: other experts chosen reach tenths).
+_PROMISED = ("float32", "float64")  # where direct and stable promise to be near
 _FLOOR = {"float32": 0.01, "float64": 0.01, "bfloat16": 1.0, "float16": 1.0}
 
 
@@ -95,7 +96,7 @@ class VerifyReport:
 
     @property
     def limit(self) -> float:
-        """The error allowed in fp32: ``max(10 x null floor, 1e-4)``."""
+        """The error allowed in fp32 and fp64: ``max(10 x null floor, 1e-4)``."""
         return max(10 * self.null_floor["linf_max"], 1e-4)
 
     @property
@@ -103,18 +104,18 @@ class VerifyReport:
         """Whether the update keeps its promise; in bf16 and fp16 direct and stable make none.
 
         exact: every step and every block bit-identical, and, because that alone would hold with no reader patched, the readers' outputs
-        right and the correction small, both to a few units of the dtype's rounding. fp32: every token, errors within the limit. Of a
+        right and the correction small, both to a few units of the dtype's rounding. fp32, fp64: every token, errors within the limit. Of a
         model that is not itself when it is called otherwise, as the null floor shows, nothing is proven.
         """
         if not self.null_floor["linf_max"] <= _FLOOR[self.dtype]:
             return False
-        if self.experts_identical not in (None, 1.0) and (self.update == "exact" or self.dtype == "float32"):
+        if self.experts_identical not in (None, 1.0) and (self.update == "exact" or self.dtype in _PROMISED):
             return False
         if self.update == "exact":
             rounding = _ROUNDINGS * torch.finfo(getattr(torch, self.dtype)).eps
             identical = self.bit_identical == self.token_match == self.blocks_bit_identical == 1.0
             return identical and self.reader_error_max <= rounding and self.correction_max <= rounding
-        if self.dtype == "float32":
+        if self.dtype in _PROMISED:
             return self.token_match == 1.0 and float(self._errors("linf").max()) <= self.limit
         return True
 
@@ -192,6 +193,7 @@ def verify(
     if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
         raise ValueError(f"expected contexts of more than {keep_last + 1} tokens, got one of {int(mask.sum(1).min())}")
     check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
+    check_vocabulary(loaded, ids)
 
     references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _null_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
@@ -240,9 +242,13 @@ def load_model(
         return made, tokenizer or own
     if isinstance(model, (str, Path)):
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", revision=revision or "main")
-        except SafetensorError as error:
+            options: Any = {"dtype": dtype or "auto", "revision": revision or "main", "output_loading_info": True}
+            read: Any = AutoModelForCausalLM.from_pretrained(model, **options)
+        except (SafetensorError, RuntimeError) as error:
             raise OSError(f"expected whole weights in {model}, got {error}") from error
+        loaded, found = read
+        if missing := sorted(found["missing_keys"]):
+            raise OSError(f"expected all weights in {model}, {len(missing)} are missing, as {missing[0]}")
         if device is not None:
             loaded = loaded.to(device)
         return loaded.eval(), tokenizer or AutoTokenizer.from_pretrained(model, revision=revision or "main")
@@ -290,6 +296,8 @@ def encode_inputs(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Contexts as ids and mask (B, T) and the model's further inputs, on the model's device and in its dtype."""
     if isinstance(context, Mapping):
+        if "input_ids" not in context:
+            raise ValueError(f"expected input_ids in the context, got {', '.join(context) or 'nothing'}")
         inputs = {name: x.to(model.device, model.dtype if x.is_floating_point() else None) for name, x in context.items()}
         ids = inputs.pop("input_ids")
         return ids, inputs.pop("attention_mask", torch.ones_like(ids)).bool(), inputs

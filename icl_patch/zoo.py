@@ -331,7 +331,8 @@ def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **change
     """
     entry = ZOO.get(name) or REFUSED[name]
     config_class = getattr(transformers, f"{entry.config}Config")
-    settings = {**_COMMON, **entry.settings, **changes}
+    common = {name: value for name, value in _COMMON.items() if name != "num_key_value_heads" or hasattr(config_class, name)}
+    settings = {**common, **entry.settings, **changes}
     if entry.images:
         settings = {**entry.settings, "text_config": {**_COMMON, **entry.settings["text_config"], **changes}, "tie_word_embeddings": False}
     attention = settings.pop("attn_implementation", "sdpa")

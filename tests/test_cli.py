@@ -84,7 +84,8 @@ def test_generate_replays_every_nth_token(capsys: pytest.CaptureFixture, monkeyp
     assert "Replays without the context" in run(capsys, *command)[1]
     assert run(capsys, *command, "--temperature", "0.5")[0] == 2
     replay = ContextPatcher.replay
-    monkeypatch.setattr(ContextPatcher, "replay", lambda self, patch: (-replay(self, patch)[0], []))
+    # wrong from the first step on: attaching replays too
+    monkeypatch.setattr(ContextPatcher, "replay", lambda self, patch: ((-1 if self.fusions else 1) * replay(self, patch)[0], []))
     assert run(capsys, *command[:-3], "--check-every", "4")[0] == 1
 
 
@@ -209,6 +210,12 @@ def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -
     assert (folder / "exactness.png").stat().st_size > 10_000
 
 
+def test_a_revision_of_the_embedded_model(capsys: pytest.CaptureFixture) -> None:
+    status, _, err = run(capsys, "verify", "--revision", "main")
+    assert status == 2
+    assert "expected no --revision of the embedded model" in err
+
+
 def test_demo_needs_its_folder_first(capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("mine")
     monkeypatch.setattr("icl_patch.demo.three_answers", lambda *_: pytest.fail("computed before the folder was there"))
@@ -231,3 +238,5 @@ def test_output_survives_a_terminal_without_unicode() -> None:
     assert "token match" in done.stdout
     piped = subprocess.run(["sh", "-c", f"'{sys.executable}' -P -m icl_patch verify --max-new-tokens 2 --json | true"], capture_output=True)
     assert b"Errno" not in piped.stderr
+    script = f"set -o pipefail; '{sys.executable}' -P -m icl_patch verify --max-new-tokens 2 | true"
+    assert subprocess.run(["bash", "-c", script], capture_output=True).returncode == 0

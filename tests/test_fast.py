@@ -10,7 +10,7 @@ from models import build, ragged, tokens
 from small import IDS, Snapshot, small, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics, zoo
-from icl_patch.decoding import Way, decode_one_token, fold, prefill
+from icl_patch.decoding import Way, decode_one_token, folded_streams, prefill
 from icl_patch.fast import FoldedStreams
 
 COVERED = ("gemma3", "glm4", "olmo3", "mistral", "qwen3", "phi3", "granite", "gpt2", "gpt_neox-sequential", "opt-post-norm", "llama-bias")
@@ -86,7 +86,7 @@ def test_the_trial_notices_a_wrong_stream(fault: str, monkeypatch: pytest.Monkey
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
         with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
-            fold(patcher)
+            folded_streams(patcher)
         assert patcher.folded is None
     before.check(model)
 
@@ -116,7 +116,7 @@ def test_something_between_attention_and_its_projection_is_refused() -> None:
     attention = model.model.layers[2].self_attn
     hook = attention.o_proj.register_forward_pre_hook(lambda _module, args: (2 * args[0],), prepend=True)
     with ContextPatcher(model, "stable") as patcher, pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"):
-        fold(patcher)
+        folded_streams(patcher)
     hook.remove()
 
 
@@ -169,7 +169,7 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
     model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
-        fold(patcher)
+        folded_streams(patcher)
         before = held()
         state = prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 43, Way.FOLDED)
         for column in (-1, -2, -3):

@@ -170,6 +170,27 @@ def test_tied_weights_can_be_untied_for_the_time_being() -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+def test_foldings_are_restored_last_first() -> None:
+    model = small("llama")
+    before = Snapshot(model)
+    first = fold(model)
+    second = fold(model, [first.folded[0].path])
+    with pytest.raises(ValueError, match="expected LlamaForCausalLM as it was folded, it was changed since: restore a later folding first"):
+        first.restore()
+    second.restore()
+    first.restore()
+    before.check(model)
+
+
+def test_a_model_that_is_moved_while_it_is_folded() -> None:
+    model = small("llama")
+    expected = copy.deepcopy(model).half().state_dict()
+    with fold(model):
+        model.half()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) and state[name].dtype == tensor.dtype for name, tensor in expected.items())
+
+
 def test_norms_can_be_chosen() -> None:
     model = small("llama")
     with fold(model, ["model.layers.1.input_layernorm"]) as folding:

@@ -312,6 +312,41 @@ def test_one_sequence_with_a_patch_a_token(name: str) -> None:
         layer.set_patch(u[0], v[0], shared=True)
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_factors_in_another_order_than_the_input(name: str) -> None:
+    """(T, B, ·) has as many elements as (B, T, ·), and is not it."""
+    layer, z = PatchedLinear(BASES[name]()), torch.randn(2, 3, K)
+    layer.set_patch(torch.randn(3, 2, N), torch.randn(3, 2, K))
+    with pytest.raises(ValueError, match=r"expected factors \(1, R, ·\), \(2, 3, '·'\) or flat \(6, ·\), got \(3, 2, 7\)"):
+        layer(z)
+    for shape in ((3, 2, N), (N, 6), (1,)):
+        layer.set_bias_change(torch.randn(shape))
+        with pytest.raises(ValueError, match=r"expected bias_change \(2, 3, 7\), flat or \(7,\), got"):
+            layer(z)
+    norm = patched_norm("llama")
+    norm.set_patch(torch.rand(3, 2, K))
+    with pytest.raises(ValueError, match=r"of x \(2, 3, 12\), got \(3, 2, 12\)"):
+        norm(z)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_the_form_of_a_norm_is_found(kind: type) -> None:
+    base, x = kind(K), torch.randn(2, 3, K)
+    with torch.no_grad():
+        base.weight.normal_()
+    norm = PatchedRMSNorm(base)
+    norm.set_patch(norm.scale)
+    assert torch.equal(norm(x), base(x))
+    with pytest.raises(TypeError, match="got LayerNorm, which does something else"):
+        PatchedRMSNorm(nn.LayerNorm(K))
+
+
+def test_without_numbers() -> None:
+    layer = PatchedLinear(nn.Linear(K, N)).to("meta")
+    layer.set_patch(torch.empty(1, 1, N, device="meta"), torch.empty(1, 1, K, device="meta"))
+    assert layer(torch.empty(3, K, device="meta")).shape == (3, N)
+
+
 def test_an_update_that_reads_what_it_writes() -> None:
     layer = PatchedLinear(nn.Linear(K, K))
     u, v = torch.randn(1, 2, K), torch.randn(1, 2, K)
@@ -348,6 +383,10 @@ def test_what_cannot_be_merged() -> None:
     without_bias.set_bias_change(torch.randn(N))
     with pytest.raises(ValueError, match="expected a bias"):
         without_bias.merge()
+    hooked = nn.Linear(K, N)
+    hooked.register_forward_hook(lambda _module, _args, out: 2 * out)
+    with pytest.raises(TypeError, match="got one with hooks or another forward"):
+        PatchedLinear(hooked).merge()
     with pytest.raises(TypeError, match="got Wider"):
         PatchedLinear(type("Wider", (nn.Linear,), {})(K, N)).merge()
 

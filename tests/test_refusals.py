@@ -451,6 +451,17 @@ def test_ids_beyond_the_vocabulary(llama_patcher: ContextPatcher) -> None:
         llama_patcher.compute([[1, 2]], KEPT)
 
 
+@pytest.mark.parametrize("absorbed", [(1, 3), [1, 3], [(0, 1, 2)], [slice(0, 2)]])
+def test_spans_that_are_none(absorbed: Any, llama_patcher: ContextPatcher) -> None:
+    with pytest.raises(TypeError, match=r"expected absorbed as a list of \(start, stop\), got"):
+        llama_patcher.compute(IDS, KEPT, absorbed=absorbed)
+
+
+def test_a_tokenizer_that_is_none() -> None:
+    with pytest.raises(TypeError, match="expected a tokenizer with a vocabulary, got object"):
+        ContextPatcher(small("llama"), tokenizer=object())
+
+
 def test_lists_are_no_tensors(llama_patcher: ContextPatcher) -> None:
     ids, mask, patch = IDS.tolist(), torch.ones_like(IDS).tolist(), llama_patcher.compute(IDS, KEPT)
     for call, name in (
@@ -521,6 +532,21 @@ def test_weights_that_change_while_attached(through: str, tmp_path: Path) -> Non
             patcher.forward(KEPT, old)
         patcher.compute(IDS, KEPT).save(tmp_path / "new.safetensors")
         ContextPatch.load(tmp_path / "new.safetensors", model)
+
+
+@pytest.mark.parametrize("part", ["model.layers.0.self_attn.q_proj", "model.layers.1.post_attention_layernorm", "model.embed_tokens"])
+def test_other_weights_that_change(part: str) -> None:
+    """A patch does not change them, and does not give the same effect with others."""
+    model = small("llama")
+    with ContextPatcher(model) as patcher:
+        old = patcher.compute(IDS, KEPT)
+        with torch.no_grad():
+            model.get_submodule(part).weight.add_(1e-3)
+        with pytest.raises(FingerprintMismatch):
+            patcher.forward(KEPT, old)
+        works(patcher)
+    with pytest.raises(FingerprintMismatch):
+        old.check_model(small("llama", 1))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from models import build
+from safetensors.torch import load_file, save_file
 from small import checkpointing
 from torch import Tensor
 
@@ -127,6 +129,8 @@ def test_a_model_passed_in_is_not_changed() -> None:
         ({"keep_last": -1}, "keep_last ≥ 0"),
         ({"context": "ab", "keep_last": 5}, "more than 6 tokens"),
         ({"context": []}, "at least one token"),
+        ({"context": {"attention_mask": torch.ones(1, 3)}}, "expected input_ids in the context, got attention_mask"),
+        ({"context": {"input_ids": torch.tensor([[1, 10**6, 2]])}}, "expected ids from 0 to"),
         ({"context": "ab", "max_new_tokens": 100_000}, r"as many as the model has positions for, got \d+ and 99999 new ones"),
         ({"update": "best"}, "expected update"),
         ({"chat": True}, "chat template"),
@@ -135,6 +139,21 @@ def test_a_model_passed_in_is_not_changed() -> None:
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verify(**arguments)
+
+
+def test_weights_that_are_missing(tmp_path: Path) -> None:
+    """The library makes them up and goes on."""
+    model, tokenizer = embedded.load()
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {name: x for name, x in load_file(file).items() if "layers.1.mlp.up_proj" not in name}
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(OSError, match=r"expected all weights in .*, 1 are missing, as model\.layers\.1\.mlp\.up_proj\.weight"):
+        verify(tmp_path)
+    save_file(weights | {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 3)}, file, {"format": "pt"})
+    with pytest.raises(OSError, match="expected whole weights in"):
+        verify(tmp_path)
 
 
 @pytest.mark.parametrize(("update", "dtype"), [("exact", torch.float32), ("stable", torch.float32), ("exact", torch.bfloat16)])

@@ -7,6 +7,7 @@ from icl_patch.families.forms import Block, Form, Writer
 from icl_patch.families.model import (
     check_language_model,
     check_length,
+    check_vocabulary,
     counts_slots,
     family_of,
     layers_of,
@@ -23,6 +24,7 @@ __all__ = [
     "blocks_of",
     "check_language_model",
     "check_length",
+    "check_vocabulary",
     "counts_slots",
     "family_of",
     "layers_of",

@@ -1,6 +1,6 @@
 """What is asked of a model as a whole: its language model, its blocks, its vocabulary."""
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
@@ -62,6 +62,14 @@ def check_length(model: PreTrainedModel, tokens: int, new: int = 0) -> None:
     if (limit := position_limit(model)) < tokens + new:
         more = f" and {new} new ones" if new else ""
         raise ValueError(f"expected at most {limit} tokens, as many as the model has positions for, got {tokens}{more}")
+
+
+def check_vocabulary(model: PreTrainedModel, *ids: Tensor) -> None:
+    """Raises ValueError if an id is not one of the model's."""
+    size = vocabulary(model)
+    for given in ids:
+        if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < size:
+            raise ValueError(f"expected ids from 0 to {size - 1}, got {int(given.min())} to {int(given.max())}")
 
 
 def counts_slots(model: PreTrainedModel) -> bool:
