@@ -364,14 +364,14 @@ class PatchedRMSNorm(PatchedModule):
     def _replay(self, x: Tensor) -> Tensor:
         """(..., n) -> (..., n)."""
         assert self.new_scale is not None
+        if self.new_scale.shape not in (x.shape, x.shape[-1:], (x.shape[:-1].numel(), x.shape[-1])):
+            raise ValueError(f"expected new_scale (n,) or one for each row of x {tuple(x.shape)}, got {tuple(self.new_scale.shape)}")
         return self.apply_scale(x, self.new_scale)
 
     def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``; with the base's own scale the base's own bits."""
         normalized = self.normalize(x)
         if new_scale.dim() > 1:
-            if new_scale.shape not in (x.shape, (x.shape[:-1].numel(), x.shape[-1])):
-                raise ValueError(f"expected new_scale (n,) or one for each row of x {tuple(x.shape)}, got {tuple(new_scale.shape)}")
             new_scale = new_scale.reshape(x.shape)
         y = normalized * new_scale.to(torch.promote_types(new_scale.dtype, normalized.dtype))
         return y if new_scale.dtype == torch.float64 else y.to(x.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch import streams
-from icl_patch.attached import AttachedBlock
+from icl_patch.attached import AttachedBlock, BlockTape
 from icl_patch.attention import Visibility
 from icl_patch.calling import takes_positions
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
@@ -63,11 +63,13 @@ class Probe:
 
         ``try_exact`` computes an exact patch for sequences and replays it: its report, and the logits (B, T, V).
         """
-        if not _same(self._logits(), self._expected):
+        with observe(blocks) as tapes:
+            logits = self._logits()
+        if not _same(logits, self._expected):
             raise UnsupportedModelError(f"{self._name} does not compute the same with its modules swapped and off")
         if not self._recurrent:
             self._check_attention()
-        self._check_calls(blocks)
+        self._check_calls(blocks, tapes)
         with suppress(ControllabilityError):  # weights of zero have no patch for these tokens, and will say so for the user's
             report, replayed = try_exact(self._sequences)
             small = report.correction.amax((1, 2)) <= _CORRECTION[self._model.dtype]
@@ -120,9 +122,7 @@ class Probe:
             raise UnsupportedModelError(f"{self._name} keeps its window by dropping tokens from its cache, not by its mask")
         return logits
 
-    def _check_calls(self, blocks: Sequence[AttachedBlock]) -> None:
-        with observe(blocks) as tapes:
-            self._logits()
+    def _check_calls(self, blocks: Sequence[AttachedBlock], tapes: list[BlockTape]) -> None:
         if len(tapes) != 2 * len(blocks):  # the head, then the tail
             raise UnsupportedModelError(f"{self._name} does not run each of its blocks once a pass")
         for block, tape in zip([*blocks, *blocks], tapes, strict=True):

@@ -83,10 +83,13 @@ def test_the_readme_runs() -> None:
     """Its Python blocks as they stand give what their comments say; nothing is left to be filled in."""
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert "@@" not in text
-    [first, second] = re.findall(r"```python\n(.*?)```", text, re.S)
+    [first, second, layer] = re.findall(r"```python\n(.*?)```", text, re.S)
+    changed = layer.replace("layer.clear_patch()", "print((layer(v) - layer.base_layer(v)).abs().max() > 1, end=' ')\nlayer.clear_patch()")
     script = first + "print(tokenizer.decode(logits[0, -1].argmax()))\n" + second
+    script += changed + "print(torch.equal(layer(v), layer.base_layer(v)))"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
-    one, all_four = done.stdout.splitlines()
+    one, all_four, alone = done.stdout.splitlines()
+    assert alone == "tensor(True) True"
     assert one == "F" and "The next token is F" in first
     assert all_four.startswith("FMRP dict_keys(['mlp.gate_proj'") and "# FMRP" in second
 
