@@ -288,9 +288,14 @@ class PatchedLinear(PatchedModule):
         return factor
 
 
+def _is_for(change: Tensor, x: Tensor) -> bool:
+    """Whether a change is (n,), or for rows x (..., n) one each: (..., n), or flat (M, n)."""
+    return change.shape in (x.shape, x.shape[-1:], (x.shape[:-1].numel(), x.shape[-1]))
+
+
 def add_bias_change(y: Tensor, bias_change: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """``y + Δb`` for rows y (..., N) and Δb (..., N), flat (M, N) or (N,), rounded once to ``out_dtype`` or y's dtype."""
-    if bias_change.shape not in (y.shape, y.shape[-1:], (y.shape[:-1].numel(), y.shape[-1])):
+    if not _is_for(bias_change, y):
         raise ValueError(f"expected bias_change {tuple(y.shape)}, flat or ({y.shape[-1]},), got {tuple(bias_change.shape)}")
     wide = torch.promote_types(torch.promote_types(y.dtype, bias_change.dtype), torch.float32)
     bias_change = bias_change if bias_change.dim() == 1 else bias_change.reshape(y.shape)
@@ -364,7 +369,7 @@ class PatchedRMSNorm(PatchedModule):
     def _replay(self, x: Tensor) -> Tensor:
         """(..., n) -> (..., n)."""
         assert self.new_scale is not None
-        if self.new_scale.shape not in (x.shape, x.shape[-1:], (x.shape[:-1].numel(), x.shape[-1])):
+        if not _is_for(self.new_scale, x):
             raise ValueError(f"expected new_scale (n,) or one for each row of x {tuple(x.shape)}, got {tuple(self.new_scale.shape)}")
         return self.apply_scale(x, self.new_scale)
 
