@@ -51,9 +51,10 @@ int32_t device_type_of(const Tensor& x) {
   return type;
 }
 
-// Contiguous, on the device of `like`. Not new_empty, which the dispatcher would look up by its name.
+// Contiguous, on the device of `like`, of up to three dimensions. Not new_empty, which the dispatcher would look up by its name.
 Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
-  const int64_t strides[] = {std::max<int64_t>(size.size() == 2 ? size.begin()[1] : 1, 1), 1};
+  int64_t strides[3] = {1, 1, 1};
+  for (size_t i = size.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(size.begin()[i], 1);
   const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
   TORCH_ERROR_CODE_CHECK(
@@ -209,20 +210,26 @@ Factor factor(const char* name, const Tensor& x, const Tensor& z, int64_t width,
   return {{x.const_data_ptr(), narrow_dtype_of(name, x), x.dim() == 3 ? x.stride(1) : 0, x.stride(last)}, x.stride(0)};
 }
 
-Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(z.dim() == 2 && weight.dim() == 2 && weight.size(1) == z.size(1), "expected z (M, K) and weight (N, K)");
+// The matrix, or the matrices (E, N, K), in the last two dimensions.
+void set_weight(Linear& call, const Tensor& weight, const Tensor& z) {
   check_place("weight", weight, z);
-  Linear call;
-  call.all = z.size(0);
-  call.n = weight.size(0);
-  call.k = z.size(1);
-  call.z = {z.const_data_ptr(), narrow_dtype_of("z", z), z.stride(0), z.stride(1)};
+  const int64_t rows = weight.dim() - 2, columns = weight.dim() - 1;
+  call.n = weight.size(rows);
+  call.k = weight.size(columns);
   call.weight = weight.const_data_ptr();
   call.weight_dtype = narrow_dtype_of("weight", weight);
-  STD_TORCH_CHECK(call.weight_dtype == call.z.dtype, "expected z and weight of one dtype");
-  call.transposed = weight.stride(1) != 1 && call.k > 1;
-  STD_TORCH_CHECK(!call.transposed || weight.stride(0) == 1 || call.n == 1, "expected weight or its transpose with contiguous rows");
-  call.weight_stride = weight.stride(call.transposed ? 1 : 0);
+  STD_TORCH_CHECK(call.weight_dtype == narrow_dtype_of("z", z), "expected z and weight of one dtype");
+  call.transposed = weight.stride(columns) != 1 && call.k > 1;
+  STD_TORCH_CHECK(!call.transposed || weight.stride(rows) == 1 || call.n == 1, "expected weight or its transpose with contiguous rows");
+  call.weight_stride = weight.stride(call.transposed ? columns : rows);
+}
+
+Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(z.dim() == 2 && weight.dim() == 2 && weight.size(1) == z.size(1), "expected z (M, K) and weight (N, K)");
+  Linear call;
+  call.all = z.size(0);
+  call.z = {z.const_data_ptr(), narrow_dtype_of("z", z), z.stride(0), z.stride(1)};
+  set_weight(call, weight, z);
   if (bias) {
     call.bias = matrix("bias", *bias, z, 1, call.n);
     STD_TORCH_CHECK(call.bias.dtype == call.z.dtype, "expected bias in z's dtype");
@@ -230,15 +237,31 @@ Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>
   return call;
 }
 
-// z in fp32, and the coefficients z·v of every row and rank; then the outputs, side by side.
-void run_pass(const Linear& call) {
-  const CpuDriver& driver = cpu();
-  const int64_t rank = call.factors.rank, width = (call.k + 31) / 32 * 32, patched_from = call.context_rows();
+// Rows of fp32, padded with zeros.
+class Rows {
+ public:
+  Rows(int64_t count, int64_t k) : width((k + 31) / 32 * 32), lines_(count * width / 16) {}
+  float* row(int64_t m) { return lines_.empty() ? nullptr : lines_[0].numbers + m * width; }
+
+  const int64_t width;
+
+ private:
   struct alignas(64) Line {  // a load across two of the cache's lines is two loads
     float numbers[16];
   };
-  std::vector<Line> lines(call.rows * width / 16);
-  float* const z = lines.empty() ? nullptr : lines[0].numbers;
+  std::vector<Line> lines_;
+};
+
+// How many outputs are computed side by side, at least.
+int64_t block_of(const Linear& call) { return call.plain.data || call.transposed ? 512 : 16; }
+
+// z in fp32, and the coefficients z·v of every row and rank; then the outputs, side by side.
+void run_pass(const Linear& call) {
+  const CpuDriver& driver = cpu();
+  const int64_t rank = call.factors.rank, patched_from = call.context_rows();
+  Rows rows(call.rows, call.k);
+  float* const z = rows.row(0);
+  const int64_t width = rows.width;
   std::vector<float> direction(call.k), coefficients((call.rows - patched_from) * rank);
   for (int64_t m = 0; m < call.rows; ++m) driver.to_single(call.z, call.row_of(m), call.k, z + m * width);
   for (int64_t m = patched_from; m < call.rows; ++m) {
@@ -251,7 +274,7 @@ void run_pass(const Linear& call) {
   const bool no_weight = call.plain.data != nullptr;
   if (!no_weight && !call.transposed)
     for (int64_t m = 0; m < call.rows; ++m) driver.arrange(call.weight_dtype, z + m * width, width);
-  const int64_t block = no_weight || call.transposed ? 512 : 16, blocks = (call.n + block - 1) / block;
+  const int64_t block = block_of(call), blocks = (call.n + block - 1) / block;
   const int64_t work = block * (no_weight ? call.rows * rank : call.k);
   torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, 65536 / std::max<int64_t>(work, 1)), [&](int64_t begin, int64_t end) {
     begin *= block, end = std::min(end * block, call.n);
@@ -269,6 +292,36 @@ void run_linear(Linear call) {
     call.rows = std::min(most * streams, call.all - call.first * streams);
     run_pass(call);
   }
+}
+
+// The passes of every expert that a slot has chosen, side by side: all of them together are the work of a few rows. The slots of a row of x
+// lie x_slot elements apart, rows x_row elements.
+void run_experts(const std::vector<Linear>& passes, int64_t slots, int64_t chosen, int64_t x_row, int64_t x_slot) {
+  if (passes.empty()) return;
+  const CpuDriver& driver = cpu();
+  const Linear& any = passes[0];
+  Rows rows(slots, any.k);
+  std::vector<const float*> inputs;
+  int64_t place = 0;
+  for (const Linear& call : passes) {
+    inputs.push_back(rows.row(place));
+    for (int64_t m = 0; m < call.rows; ++m) {
+      const int64_t slot = call.row_of(m);
+      Matrix x = call.z;
+      x.data = static_cast<const char*>(x.data) + (slot / chosen * x_row + slot % chosen * x_slot) * size_of(x.dtype);
+      float* const z = rows.row(place++);
+      driver.to_single(x, 0, call.k, z);
+      if (!call.transposed) driver.arrange(call.weight_dtype, z, rows.width);
+    }
+  }
+  const int64_t block = block_of(any), blocks = (any.n + block - 1) / block, all = static_cast<int64_t>(passes.size()) * blocks;
+  torch::stable::parallel_for(0, all, std::max<int64_t>(1, 65536 / std::max<int64_t>(block * any.k, 1)), [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t pass = begin / blocks, from = begin % blocks, to = std::min(blocks, from + end - begin);
+      driver.linear_outputs(passes[pass], inputs[pass], rows.width, nullptr, from * block, std::min(to * block, any.n));
+      begin += to - from;
+    }
+  });
 }
 
 void set_output(Linear& call, Tensor& y) {
@@ -333,6 +386,50 @@ std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& wei
   call.u = static_cast<float*>(u.mutable_data_ptr());
   run_linear(call);
   return {y, u};
+}
+
+// x (M, K) for all of a row's slots, or (M, k, K); weight (E, N, K), bias (E, N), expert (M, k) -> (M, k, N).
+Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert, std::optional<Tensor> bias,
+                     std::optional<ScalarType> out_dtype) {
+  STD_TORCH_CHECK(expert.dim() == 2 && expert.scalar_type() == ScalarType::Long, "expected expert (M, k) in int64");
+  check_place("expert", expert, x);
+  const int64_t rows = expert.size(0), chosen = expert.size(1), slots = rows * chosen, last = x.dim() - 1;
+  STD_TORCH_CHECK((x.dim() == 2 || (x.dim() == 3 && x.size(1) == chosen)) && x.size(0) == rows && weight.dim() == 3 &&
+                      weight.size(2) == x.size(last),
+                  "expected x (M, K) or (M, k, K) and weight (E, N, K)");
+  Linear call;
+  call.z = {x.const_data_ptr(), narrow_dtype_of("x", x), 0, x.stride(last)};
+  set_weight(call, weight, x);
+  const int64_t experts = weight.size(0), element = size_of(call.weight_dtype);
+  if (bias) {
+    check_place("bias", *bias, x);
+    STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == experts && bias->size(1) == call.n && bias->scalar_type() == x.scalar_type(),
+                    "expected bias (", experts, ", ", call.n, ") in x's dtype");
+  }
+  Tensor y = empty(x, {rows, chosen, call.n}, out_dtype.value_or(x.scalar_type()));
+  set_output(call, y);
+
+  const auto* numbers = static_cast<const int64_t*>(expert.const_data_ptr());
+  const auto choice = [&](int64_t slot) { return numbers[slot / chosen * expert.stride(0) + slot % chosen * expert.stride(1)]; };
+  std::vector<int64_t> next(experts + 1), order(slots);  // the slots, expert by expert
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    STD_TORCH_CHECK(0 <= choice(slot) && choice(slot) < experts, "expected expert from 0 to ", experts - 1, ", got ", choice(slot));
+    ++next[choice(slot) + 1];
+  }
+  for (int64_t e = 0; e < experts; ++e) next[e + 1] += next[e];
+  for (int64_t slot = 0; slot < slots; ++slot) order[next[choice(slot)]++] = slot;  // next[e] becomes the end of e
+
+  std::vector<Linear> passes;
+  call.slots = order.data();
+  for (int64_t e = 0; e < experts; ++e)
+    for (; call.first < next[e]; call.first += call.rows) {
+      call.rows = std::min(kMaxLinearRows, next[e] - call.first);
+      call.weight = static_cast<const char*>(weight.const_data_ptr()) + e * weight.stride(0) * element;
+      if (bias) call.bias = {static_cast<const char*>(bias->const_data_ptr()) + e * bias->stride(0) * element, call.z.dtype, 0, bias->stride(1)};
+      passes.push_back(call);
+    }
+  if (call.n) run_experts(passes, slots, chosen, x.stride(0), x.dim() == 3 ? x.stride(1) : 0);
+  return y;
 }
 
 // ---- the ops around it ----
@@ -429,6 +526,7 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
       "patched_linear(Tensor z, Tensor weight, Tensor? u=None, Tensor? v=None, Tensor? bias=None, Tensor? index=None,"
       " ScalarType? out_dtype=None) -> Tensor");
   m.def("add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index=None, ScalarType? out_dtype=None) -> Tensor");
+  m.def("expert_linear(Tensor x, Tensor weight, Tensor expert, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor");
   m.def("read_direction(Tensor z, bool wide=False) -> (Tensor v, Tensor inverse_norm2)");
   m.def("record_linear(Tensor z_pair, Tensor weight, Tensor v, Tensor? bias=None) -> (Tensor y, Tensor u)");
   m.def("rms_norm(Tensor x, Tensor scale, float eps, float scale_offset=0.0, bool cast_first=True) -> Tensor");
@@ -443,6 +541,7 @@ STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
   m.impl("stable_scale", TORCH_BOX(&icl_patch::stable_scale<&icl_patch::run_cpu>));
   m.impl("patched_linear", TORCH_BOX(&icl_patch::patched_linear));
   m.impl("add_low_rank", TORCH_BOX(&icl_patch::add_low_rank));
+  m.impl("expert_linear", TORCH_BOX(&icl_patch::expert_linear));
   m.impl("read_direction", TORCH_BOX(&icl_patch::read_direction));
   m.impl("record_linear", TORCH_BOX(&icl_patch::record_linear));
   m.impl("rms_norm", TORCH_BOX(&icl_patch::rms_norm));

@@ -46,11 +46,13 @@ struct Linear {
   // the direction factors.v.
   float* u = nullptr;         // (M / 2, N) contiguous
   Matrix plain;               // (M, N), in place of z Wᵀ + bias where there is no weight
+  const int64_t* slots = nullptr;  // where the rows stand among all, if not side by side: those that chose one expert
 
   // Of the pass's rows, how many see the context; of both streams the pass takes the same.
   ICL_PATCH_CALLABLE int64_t context_rows() const { return u ? rows / 2 : 0; }
   // Where row m of the pass stands among all rows.
   ICL_PATCH_CALLABLE int64_t row_of(int64_t m) const {
+    if (slots) return slots[first + m];
     return m < context_rows() || !u ? first + m : all / 2 + first + m - context_rows();
   }
 };

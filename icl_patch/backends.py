@@ -56,7 +56,7 @@ def _kernels() -> Any:
 
 def triton_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None = None) -> Any:
     """Triton's kernels if they serve these tensors, else None; they have no derivatives forwards, and no torch.func sees into them."""
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if forward_ad._current_level >= 0 or is_transformed():
         return None
     if not (z.is_cuda if wanted == "auto" else wanted == "triton") or not _are_narrow(z, *others, out_dtype=out_dtype):
         return None
@@ -92,6 +92,11 @@ def at_once(z: Tensor) -> Any:
 def is_traced() -> bool:
     """Whether what is called now is being written down, to run on other numbers."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` looks at what is called now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:

@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.modules import Mode, PatchedLinear, PatchedModule
+from icl_patch.modules import Mode, PatchedLinear, PatchedModule, is_hooked
+
+_FEW = 64  # rows: a batch that is decoded. An expert has some of them, and its own product
 
 
 class _Product(TorchFunctionMode):
@@ -140,32 +142,48 @@ class PatchedExperts(PatchedModule):
 
     # -- the parts, expert by expert
 
-    def _by_expert(self, x: Tensor, index: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        """``W_e x (+ b_e)`` for every slot: x (M, K), or (M, k, K) where the slots differ -> (M, k, N)."""
-        transposed = self.is_transposed(self.base_layer)
-        out = x.new_empty(*index.shape, matrix.shape[2 if transposed else 1])
+    def gathers(self, z: Tensor) -> bool:
+        """Whether :func:`icl_patch.ops.expert_linear` serves the base module's matrices: nobody has touched it, nor said another dtype."""
+        base = self.base_layer
+        if is_hooked(base) or "forward" in vars(base) or (not z.is_meta and torch.is_autocast_enabled(z.device.type)):
+            return False
+        matrices = (base.gate_up_proj, base.down_proj)
+        return all(type(matrix) is nn.Parameter and matrix.dtype == z.dtype for matrix in matrices)
+
+    def is_few(self, z: Tensor, rows: int) -> bool:
+        """Whether that op multiplies so many rows of the reduced stream: when they are recorded as when they are replayed."""
+        return rows <= _FEW and self.gathers(z)
+
+    def _product(self, name: str, x: Tensor, index: Tensor, few: bool) -> Tensor:
+        """``W_e x + b_e`` for every slot: x (M, K), or (M, k, K) where the slots differ -> (M, k, N).
+
+        With ``few`` all in one op that looks at nothing on the host, and before its rounding.
+        """
+        matrix: Tensor = getattr(self.base_layer, name)
+        bias: Tensor | None = getattr(self.base_layer, f"{name}_bias", None) if self.has_output_bias(self.base_layer) else None
+        weight = matrix.mT if self.is_transposed(self.base_layer) else matrix
+        if few:
+            return ops.expert_linear(x, weight, index, bias, out_dtype=torch.promote_types(x.dtype, torch.float32))
+        out = x.new_empty(*index.shape, weight.shape[1])
         for expert in index.unique().tolist():
             rows, slots = (index == expert).nonzero(as_tuple=True)
             given = x[rows] if x.dim() == 2 else x[rows, slots]
-            weight = matrix[expert].T if transposed else matrix[expert]
-            made = F.linear(given, weight, None if bias is None else bias[expert])
+            made = F.linear(given, weight[expert], None if bias is None else bias[expert])
             out = out.to(made.dtype)  # another one under autocast
             out[rows, slots] = made
         return out
 
-    def read(self, z: Tensor, index: Tensor) -> Tensor:
-        """What the active experts' input matrices make of z: (M, d) -> (M, k, 2I)."""
-        bias = getattr(self.base_layer, "gate_up_proj_bias", None) if self.base_layer.has_bias else None
-        return self._by_expert(z, index, self.base_layer.gate_up_proj, bias)
+    def read(self, z: Tensor, index: Tensor, few: bool = False) -> Tensor:
+        """What the active experts' input matrices make of z: (M, d) -> (M, k, 2I); ``few`` as :meth:`_product` has it."""
+        return self._product("gate_up_proj", z, index, few)
 
     def inner(self, read: Tensor) -> Tensor:
         """h: (M, k, 2I) -> (M, k, I)."""
         return self.base_layer._apply_gate(read)
 
-    def write(self, h: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def write(self, h: Tensor, index: Tensor, weights: Tensor, few: bool = False) -> Tensor:
         """``Σ_j s_j (W_down,j h_j + b_j)``, summed in fp32 (fp64 for fp64): (M, k, I) -> (M, d)."""
-        bias = getattr(self.base_layer, "down_proj_bias", None) if self.base_layer.has_bias else None
-        made = self._by_expert(h, index, self.base_layer.down_proj, bias)
+        made = self._product("down_proj", h, index, few)
         wide = torch.promote_types(made.dtype, torch.float32)
         return (made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1)
 
@@ -181,11 +199,12 @@ class PatchedExperts(PatchedModule):
         return shares.sum(-1, keepdim=True)
 
     def _replay(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        read = self.read(z, index)
+        few = self.is_few(z, len(z))
+        read = self.read(z, index, few)
         if self.read_u is not None and self.read_v is not None:
             read = self.add_read(read, z, self._of_slots(self.read_u, index), self.read_v)
-        h = self.inner(read)
-        out = self.write(h, index, weights)
+        h = self.inner(read.to(z.dtype) if few else read)
+        out = self.write(h, index, weights, few)
         if self.write_u is None:
             return out.to(z.dtype)
         v = None if self.write_v is None else self._of_slots(self.write_v, index)
@@ -231,10 +250,6 @@ class PatchedScaledExperts(PatchedExperts):
         used = (by_row != 0).any(-1)
         index = used.long().topk(int(used.sum(-1).max()), dim=-1).indices
         return index, by_row.take_along_dim(index.unsqueeze(-1), 1)
-
-    def read(self, z: Tensor, index: Tensor) -> Tensor:
-        """What the active experts' input matrices make of what each reads: (M, k, d) -> (M, k, 2I)."""
-        return self._by_expert(z, index, self.base_layer.gate_up_proj, None)
 
     def with_read(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """The base experts, with their first product (E, M, 2I) replaced by ``change`` of it."""

@@ -4,7 +4,7 @@ By induction the reduced stream enters a block as the context stream does, so it
 where the attention has read the cache: the model's attention runs as it is for the context rows, and the reduced rows, which attend to
 the current token alone, get its value. From the attention's output projection to the block's end there are 2B rows, (2, B, 1, ·); then the
 context rows alone go on to the next block, and the last block hands on both. Nothing is assumed of a class but what
-:class:`FoldedStreams` has traced; that it is enough is checked by a replay, see :func:`icl_patch.decoding.fold`.
+:class:`FoldedStreams` has traced; that it is enough is checked by a replay, see :func:`icl_patch.decoding.folded_streams`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,8 +76,10 @@ class FoldedStreams:
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
         outputs = [(module, self._doubled(module)) for module in self.projections]
+        mixtures = [(module, _in_a_batch(module.forward)) for module in map(_mixture, blocks) if module is not None]
         ends = [(module, _first_stream(module.forward)) for module in self._blocks[:-1]]
-        self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *ends, (self._blocks[-1], _both_streams(self._blocks[-1].forward))]
+        last = (self._blocks[-1], _both_streams(self._blocks[-1].forward))
+        self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends, last]
 
     @property
     def fresh(self) -> bool:
@@ -137,12 +139,27 @@ def _both_streams(own: Forward) -> Forward:
     return forward
 
 
+def _in_a_batch(own: Forward) -> Forward:
+    """A forward that takes (batch, tokens, d), given both streams: (2, B, 1, d) as (2B, 1, d)."""
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = own(x.flatten(0, -3), *args, **kwargs)
+        return (out[0].reshape(x.shape), *out[1:]) if isinstance(out, tuple) else out.reshape(x.shape)
+
+    return forward
+
+
+def _mixture(block: AttachedBlock) -> nn.Module | None:
+    """The module of a block that shows its experts the tokens, unless it is the block."""
+    parent = str(block.form.experts).rpartition(".")[0]
+    return block.module.get_submodule(parent) if block.form.experts is not None and parent else None
+
+
 def _unfit(block: AttachedBlock) -> str | None:
     """Why a block's streams cannot be folded, or None."""
     form = block.form
     reasons = {
         "its MLP stands beside the attention": form.parallel,
-        "it has experts, which take rows of (batch, tokens)": form.experts is not None or bool(form.routers),
         "its context layer keeps a state, which no query can be folded into": form.mixer,
         "it goes on from its sum, in shapes of its own": form.inner,
         "its forward has been replaced": not overridable(block.module),

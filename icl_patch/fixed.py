@@ -24,6 +24,7 @@ from icl_patch import streams
 from icl_patch.attached import AttachedBlock
 from icl_patch.decoding import Decoding, Feed, Pass, Step
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.experts import PatchedScaledExperts
 from icl_patch.notes import Notes
 from icl_patch.regions import Regions
 
@@ -225,8 +226,8 @@ def check_fixable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> None:
     name = type(model).__name__
     if torch.is_autocast_enabled(model.device.type):
         raise ValueError("expected no autocast with compiled=True or graph=True: a step that is made once has the model's own dtype")
-    if any(block.experts is not None for block in blocks):
-        raise UnsupportedModelError(f"compiled=True and graph=True do not cover {name}: the host looks which experts are chosen")
+    if any(isinstance(block.experts, PatchedScaledExperts) for block in blocks):
+        raise UnsupportedModelError(f"compiled=True and graph=True do not cover {name}: the host looks how many experts are chosen")
     if any(weight.is_inference() for weight in model.parameters()):
         raise UnsupportedModelError(f"compiled=True and graph=True need weights made outside of inference mode, {name} has others")
 

@@ -21,6 +21,7 @@ _OPS = (
     "patched_linear",
     "record_linear",
     "add_low_rank",
+    "expert_linear",
     "read_direction",
     "rms_norm",
     "norm_pair",
@@ -156,6 +157,10 @@ if _lacking is None:
     @_fake("add_low_rank")
     def _(y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         return z.new_empty(y.shape, dtype=out_dtype or y.dtype)
+
+    @_fake("expert_linear")
+    def _(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        return x.new_empty((*expert.shape, weight.shape[1]), dtype=out_dtype or x.dtype)
 
     @_fake("read_direction")
     def _(z: Tensor, wide: bool = False) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import native, reference
-from icl_patch.backends import STREAM, TILE, at_once, is_traced, native_for, regime_of, triton_for, wanted, wants_gradients
+from icl_patch.backends import STREAM, TILE, at_once, is_traced, is_transformed, native_for, regime_of, triton_for, wanted, wants_gradients
 from icl_patch.reference import InversionStatus, RMSNormInverse, StableScale
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "RMSNormInverse",
     "StableScale",
     "add_low_rank",
+    "expert_linear",
     "gated_product",
     "invert_rmsnorm",
     "norm_pair",
@@ -203,6 +204,42 @@ def _with_low_rank(y: Tensor, z: Tensor, u: Tensor | None, v: Tensor | None, ind
     if (native_ops := native_for(y, z, u, v, out_dtype=out_dtype)) is not None:
         return native_ops.add_low_rank(y, z, u, v, _as_int64(index), out_dtype)
     return reference.add_low_rank(y, z, u, v, index, out_dtype)
+
+
+def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """``y_mj = W_e x_m + b_e`` with ``e = expert[m, j]``: few rows through the experts that each has chosen.
+
+    On the CPU an expert's matrix is read once for all slots that chose it, on CUDA by each of them, in one launch.
+
+    Args:
+        x: (M, K) float, what all k slots of a row read, or (M, k, K).
+        weight: logically (E, N, K), any strides, x's dtype; fast with either of the last two dimensions contiguous.
+        expert: (M, k) integers from 0 to E - 1. Not looked at on the host for CUDA tensors, where another one gives 0.
+        bias: (E, N), x's dtype.
+        out_dtype: of the result; x's dtype by default.
+
+    Returns:
+        (M, k, N), accumulated in fp32 (fp64 for fp64 x) and rounded once. In our kernels a slot's bits depend on nothing but its row and
+        its expert.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit, or there is no such expert.
+
+    Source: Goldwaser et al. (2025), Lemmas 7 and 11, of whose experts these are the products.
+    """
+    if (native_ops := at_once(x)) is not None:
+        try:
+            return native_ops.expert_linear(x, weight, expert, bias, out_dtype)
+        except RuntimeError:  # see at_once
+            pass
+    given = (x, weight, bias)
+    if not wants_gradients(*given) and (kernels := triton_for(*given, out_dtype=out_dtype)) is not None:
+        return kernels.expert_linear(x, weight, expert, bias, out_dtype=out_dtype)
+    _check_experts(x, weight, expert, bias, out_dtype)
+    if 1 in weight.stride()[1:] and (native_ops := native_for(*given, out_dtype=out_dtype)) is not None:
+        return native_ops.expert_linear(x, weight, expert.to(torch.int64), bias, out_dtype)
+    return reference.expert_linear(x, weight, expert, bias, out_dtype or x.dtype, gather=is_traced() or is_transformed())
 
 
 def read_direction(z: Tensor, dtype: torch.dtype | None = None, *, fusible: bool = False) -> Direction:
@@ -498,6 +535,33 @@ def _check_patched_linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Non
         _check_floats(z=z, bias=bias)
         if bias.dtype != z.dtype:
             raise TypeError(f"expected bias in z's dtype {z.dtype}, got {bias.dtype}")
+
+
+def _check_experts(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    if expert.dim() != 2 or expert.is_floating_point() or expert.dtype == torch.bool:
+        raise ValueError(f"expected expert (M, k) of integers, got {tuple(expert.shape)} {expert.dtype}")
+    if weight.dim() != 3 or x.shape not in ((len(expert), weight.shape[-1]), (*expert.shape, weight.shape[-1])):
+        raise ValueError(
+            f"expected x ({len(expert)}, K) or ({len(expert)}, {expert.shape[1]}, K) and weight (E, N, K),"
+            f" got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    _check_floats(x=x, weight=weight)
+    if weight.dtype != x.dtype:
+        raise TypeError(f"expected weight in x's dtype {x.dtype}, got {weight.dtype}")
+    if bias is not None:
+        if bias.shape != weight.shape[:2]:
+            raise ValueError(f"expected bias {tuple(weight.shape[:2])}, got {tuple(bias.shape)}")
+        _check_floats(x=x, bias=bias)
+        if bias.dtype != x.dtype:
+            raise TypeError(f"expected bias in x's dtype {x.dtype}, got {bias.dtype}")
+    if out_dtype is not None and out_dtype not in _FLOATS:
+        raise TypeError(f"expected out_dtype fp64, fp32, bf16 or fp16, got {out_dtype}")
+    if expert.device != x.device:
+        raise ValueError(f"expected expert on {x.device}, got {expert.device}")
+    if expert.is_cuda or expert.is_meta or is_traced() or not expert.numel():  # as in _check_factors
+        return
+    if not 0 <= int(expert.min()) <= int(expert.max()) < len(weight):
+        raise ValueError(f"expected expert from 0 to {len(weight) - 1}, got {int(expert.min())} to {int(expert.max())}")
 
 
 def _check_regime(regime: str | None) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """The experts' output (M, d) with their changes, which are computed here: z (M, d), index and weights (M, k)."""
+    if recorder.patches is not None and layer.gathers(z):
+        return _record_step(recorder, layer, z, index, weights)
     out_ctx = None
     (z_ctx, z_own), (index_ctx, index_own) = recorder.split(z), recorder.split(index)
     if recorder.tape is None:
@@ -27,34 +29,63 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
         z_ctx, index_ctx = recorder.tape.experts
     assert z_ctx is not None and index_ctx is not None
     recorder.seen.experts = (z_ctx, index_ctx)
-    recorder.notes.experts(_changed(index_own, index_ctx))
+    _note_index(recorder, layer, index_own, index_ctx)
     weights = recorder.split(weights)[1].flatten(0, 1)
-    flat, chosen = z_own.flatten(0, 1), index_own.flatten(0, 1)
-    read = layer.read(flat, chosen)
-    layer.index = index_own
-    if not recorder.form.reads:
-        return recorder.join(out_ctx, _end(recorder, layer, read, chosen, weights), z)
-    read_ctx = layer.read(z_ctx.flatten(0, 1), chosen)
+    z_ctx, z_own, chosen = (x.flatten(0, 1) for x in (z_ctx, z_own, index_own))
+    few = layer.is_few(z, recorder.rows)
+    read = layer.read(z_own, chosen, few)
+    if recorder.form.reads:
+        read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, few))
+    h = layer.inner(read.to(z.dtype) if few else read)
+    out = recorder.unflat(layer.write(h, chosen, weights, few))
+    return recorder.join(out_ctx, _end(recorder, layer, h, weights, out), z)
+
+
+def _record_step(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The same in a decode step, for both streams at once: the host looks at nothing, and no stream's matrices are read apart."""
+    rows, (index_ctx, index_own) = recorder.rows, recorder.split(index)
+    assert index_ctx is not None
+    _note_index(recorder, layer, index_own, index_ctx)
+    if recorder.form.reads:
+        # the context's rows by the experts of either stream, which should be the same ones
+        read = layer.read(torch.cat([z, z[:rows]]), torch.cat([index, index[rows:]]), few=True)
+        own = _read(recorder, layer, z, read[rows : 2 * rows], read[2 * rows :])
+    else:
+        read = layer.read(z, index, few=True)
+        own = read[rows:]
+    h = layer.inner(own.to(z.dtype))  # of as many rows as in a replay: torch's exp has other bits in other places
+    both = torch.cat([layer.inner(read[:rows].to(z.dtype)), h])
+    out_ctx, out = recorder.split(layer.write(both, index, weights, few=True))
+    return recorder.join(out_ctx, _end(recorder, layer, h, weights[rows:], out), z)
+
+
+def _note_index(recorder: BlockRecorder, layer: PatchedExperts, index: Tensor, index_ctx: Tensor) -> None:
+    """The experts that were chosen, (B, T, k), whose changes these are, and those with the context."""
+    layer.index = index
+    recorder.notes.experts(_changed(index, index_ctx))
+
+
+def _read(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, read: Tensor, read_ctx: Tensor) -> Tensor:
+    """What the active experts make of z, ``read`` (M, k, 2I), with its change, which is computed here; ``read_ctx`` is with the context."""
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
     recorder.notes.refuse(
         f"the input z of {recorder.form.experts} is 0", (inverse == 0) & (u != 0).flatten(2).any(-1), inverse == 0, "input"
     )
     layer.read_u, layer.read_v = u, v
-    patched = layer.add_read(read, flat, u.flatten(0, 1), v.flatten(0, 1))
+    z_own = recorder.split(z)[1].flatten(0, 1)
+    patched = layer.add_read(read, z_own, u.flatten(0, 1), v.flatten(0, 1))
     recorder.notes.reader(recorder.unflat(patched), recorder.unflat(read_ctx), u)
-    return recorder.join(out_ctx, _end(recorder, layer, patched, chosen, weights), z)
+    return patched
 
 
-def _end(recorder: BlockRecorder, layer: PatchedExperts, read: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The experts' output (B, T, d), from what their input matrices give."""
-    h = layer.inner(read)
-    out = recorder.unflat(layer.write(h, chosen, weights))
+def _end(recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """The experts' output (B, T, d), from what their input matrices give and what they write."""
     if recorder.form.inner_norm is not None and recorder.update != "direct":
-        wanted = recorder.invert_norms(out.to(read.dtype))
+        wanted = recorder.invert_norms(out.to(h.dtype))
         return _write(recorder, layer, h, weights, out, wanted)
     if recorder.form.writer is not Writer.EXPERTS:
-        return out.to(read.dtype)
+        return out.to(h.dtype)
     return _write(recorder, layer, h, weights, out, recorder.wanted())
 
 

@@ -108,6 +108,23 @@ def add_low_rank(y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | Non
     return patched if index is None else torch.where((index < 0).unsqueeze(1), y.to(out_dtype), patched)
 
 
+def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype, gather: bool = False) -> Tensor:
+    """``W_e x + b_e`` for the experts (M, k), in the accumulation dtype and rounded once: x (M, K) or (M, k, K) -> (M, k, N).
+
+    Expert by expert; with ``gather``, where nobody can look which were chosen, by a matrix for every slot, (M, k, N, K).
+    """
+    wide, expert = accumulation_dtype(x), expert.long()
+    rows = (x.unsqueeze(1) if x.dim() == 2 else x).to(wide).expand(*expert.shape, -1)
+    if gather:
+        made = (weight[expert].to(wide) @ rows.unsqueeze(-1)).squeeze(-1)
+    else:
+        made = rows.new_zeros(*expert.shape, weight.shape[1])
+        for number in expert.unique().tolist():
+            slots = expert == number
+            made[slots] = F.linear(rows[slots], weight[number].to(wide))
+    return (made if bias is None else made + bias[expert].to(wide)).to(out_dtype)
+
+
 def read_direction(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``v = z/‖z‖²`` and ``1/‖z‖²``; both 0 where there is no v that the dtype can hold."""
     wide = z.double()

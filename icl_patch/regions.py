@@ -101,6 +101,11 @@ def tidy(module: fx.GraphModule) -> None:
     with graph.inserting_before(output):
         for (number, *_), together in counters.items():
             graph.call_function(torch.ops.aten._foreach_add_.Scalar, (together, number))
+    for node in first.values():  # a number stands where it is used: whoever made it first would be no block like the others
+        if _is_function(node) and not node.all_input_nodes and node.meta["val"].numel() == 1:
+            for user in list(node.users)[1:]:
+                with graph.inserting_before(user):
+                    user.replace_input_with(node, graph.node_copy(node))
     module.recompile()
 
 

@@ -3,13 +3,14 @@
 import sys
 
 import derivatives
+import expert_products
 import row_ops
 import torch
 import traced
 from models import build
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from icl_patch import ContextPatcher, backends, metrics
+from icl_patch import ContextPatcher, backends, metrics, ops
 
 
 def gpt2() -> torch.nn.Module:
@@ -28,6 +29,9 @@ MODELS = {
 def main(backend: str) -> None:
     assert backends.wanted == backend
     row_ops.check_all(widths=(1, 70))
+    for dtype in (torch.float64, torch.float32):
+        kernels = backend == "triton" and dtype == torch.float32
+        expert_products.check_products(ops.expert_linear, dtype, expert_products.SMALL, bits=kernels)
     for op in derivatives.FUNCTIONS:
         derivatives.check_derivatives(op)
         derivatives.check_mapped(op)

@@ -6,6 +6,7 @@ Not collected by itself: ``test_kernels.py`` runs it in Triton's interpreter, ``
 from collections.abc import Iterator
 from dataclasses import replace
 
+import expert_products
 import pytest
 import torch
 import torch.nn.functional as F
@@ -451,6 +452,28 @@ def test_gradients_ask_only_for_what_is_wanted() -> None:
     assert torch.allclose(plain.weight.grad, plain.z.sum(0).expand(5, -1), atol=1e-4)
 
 
+# expert_linear
+
+
+@every_float
+def test_expert_linear(dtype: torch.dtype) -> None:
+    sizes = expert_products.SMALL if INTERPRETED else expert_products.SIZES
+    expert_products.check_products(kernels.expert_linear, dtype, sizes, DEVICE, cut=INTERPRETED)
+
+
+def test_where_there_is_no_such_expert_the_output_is_0() -> None:
+    """Nothing is read from beyond the matrices, and the other slots are not touched."""
+    of = expert_products.case((3, 2, 4, 33, 70), torch.float32, False, True, DEVICE)
+    out = kernels.expert_linear(*of[:4])
+    for number in (-1, 4, 1 << 40):
+        wrong = of.expert.clone()
+        wrong[1, 0] = number
+        found = kernels.expert_linear(of.x, of.weight, wrong, of.bias)
+        assert not found[1, 0].any()
+        found[1, 0] = out[1, 0]
+        assert same_bits(found, out)
+
+
 def operator_calls() -> dict[str, tuple]:
     case = linear_case("pool", (3, 5, 70), 2)
     none = (None,) * 5
@@ -464,6 +487,7 @@ def operator_calls() -> dict[str, tuple]:
         "triton_norm_pair": (pair, pair[0], 1e-5, 1.0, False),
         "triton_rms_norm": (pair, pair, 1e-5, 0.0, True),
         "triton_gated_product": (pair, pair, "silu"),
+        "triton_expert_linear": (*expert_products.case((3, 2, 4, 5, 7), torch.float32, True, True, DEVICE)[:4], torch.float16),
     }
 
 
@@ -476,6 +500,7 @@ OPERATORS = (
     "triton_norm_pair",
     "triton_rms_norm",
     "triton_gated_product",
+    "triton_expert_linear",
 )
 
 
@@ -558,4 +583,12 @@ def test_the_others_refuse() -> None:
     check_refused(ValueError, "expected y (M, N) and z (M, K), got (3, 5) and (2, 5)", lambda: kernels.add_low_rank(x, x[:2], x, x))
     check_refused(ValueError, "expected gate and up (M, N), got (3, 5) and (2, 5)", lambda: kernels.gated_product(x, x[:2], "silu"))
     check_refused(ValueError, "expected activation 'gelu_tanh' or 'silu', got 'relu'", lambda: kernels.gated_product(x, x, "relu"))
+    expert = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    check_refused(ValueError, "expected expert (M, k) of integers, got (3,)", lambda: kernels.expert_linear(x, x[None], expert[:, 0]))
+    check_refused(
+        ValueError,
+        "expected x (M, K) or (M, k, K) and weight (E, N, K), got (2, 5) and (1, 3, 5)",
+        lambda: kernels.expert_linear(x[:2], x[None], expert),
+    )
+    check_refused(ValueError, "expected bias (1, 3), got (3,)", lambda: kernels.expert_linear(x, x[None], expert, x[:, 0]))
     check_refused(ValueError, "expected z (M, K) with K ≥ 1, got (5,)", lambda: kernels.read_direction(x[0]))

@@ -8,7 +8,7 @@ from models import case, tokens
 from test_families import Stock
 from test_patcher import largest_of
 
-from icl_patch import ContextPatcher, metrics, zoo
+from icl_patch import ContextPatcher, metrics, ops, zoo
 from icl_patch.experts import PatchedExperts, PatchedRouter, PatchedScaledExperts
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
@@ -61,6 +61,43 @@ def test_no_matrix_of_an_experts_size_is_made(family: str, implementation: str) 
         replaying, _ = largest_of(lambda: patcher.forward(patch.kept_ids, patch))
     assert max(computing, replaying) <= max(2 * stock, smallest / 4)
     assert max(computing, replaying) < smallest
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "granitemoe"])
+def test_a_replay_has_the_bits_of_its_step(family: str) -> None:
+    """In bf16 a router's ties are decided by rounding: a replay that rounds otherwise would choose experts that have no factors."""
+    for seed in range(3):
+        with ContextPatcher(zoo.build(family, seed, torch.bfloat16), "stable") as patcher:
+            for step in patcher.generate(tokens(seed, 2, 8), max_new_tokens=4, fast=False, eos_token_id=None):
+                assert torch.equal(patcher.replay(step.patch)[0][:, -1], step.logits)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gemma4-moe"])
+def test_a_step_reads_the_matrices_of_both_streams_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice a block, in one op, and the base module runs in none; with a hook on it, it does."""
+    model = zoo.build(family)
+    calls: list[tuple[int, ...]] = []
+    expert_linear = ops.expert_linear
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        calls.append(tuple(expert.shape))
+        return expert_linear(x, weight, expert, *rest, **options)
+
+    monkeypatch.setattr(ops, "expert_linear", counted)
+    with ContextPatcher(model, "stable") as patcher:
+        mixtures = [block.experts for block in patcher.blocks if block.experts is not None]
+        settings: dict = {"max_new_tokens": 1, "fast": False, "eos_token_id": None}
+        calls.clear()  # of the probe
+        (step,) = patcher.generate(tokens(0, 2, 8), **settings)
+        assert [rows for rows, _ in calls] == [6, 4] * len(mixtures)
+        calls.clear()
+        seen: list[Any] = []
+        hook = mixtures[0].base_layer.register_forward_hook(lambda *_: seen.append(1))
+        (other,) = patcher.generate(tokens(0, 2, 8), **settings)
+        hook.remove()
+    assert len(calls) == 2 * (len(mixtures) - 1)
+    assert seen
+    assert metrics.linf(other.logits, step.logits).max() <= 1e-5
 
 
 def test_which_modules_are_experts_and_routers() -> None:

@@ -14,9 +14,9 @@ from icl_patch.decoding import Way, decode_one_token, folded_streams, prefill
 from icl_patch.fast import FoldedStreams
 
 COVERED = ("gemma3", "glm4", "olmo3", "mistral", "qwen3", "phi3", "granite", "gpt2", "gpt_neox-sequential", "opt-post-norm", "llama-bias")
+COVERED += ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
 REFUSED = {
     "cohere": "its MLP stands beside the attention",
-    "mixtral": "it has experts",
     "gemma4": "it goes on from its sum",
     "gemma2": "needs attention 'sdpa', Gemma2ForCausalLM has 'eager'",
     "falcon-rw": "calls no attention of transformers' interface",
@@ -69,8 +69,9 @@ def test_updates_of_two_passes_are_refused() -> None:
             assert next(patcher.generate(IDS, fast=None, max_new_tokens=2)).way == "two passes"
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("fault", ["sees the context", "sees nothing", "one stream twice"])
-def test_the_trial_notices_a_wrong_stream(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_notices_a_wrong_stream(fault: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reduced logits are the context's whatever the reduced rows see: the writers absorb it. The replay tells."""
 
     def wrong(self: FoldedStreams, made: torch.Tensor, query: torch.Tensor, value: torch.Tensor, _given: dict) -> None:
@@ -82,7 +83,7 @@ def test_the_trial_notices_a_wrong_stream(fault: str, monkeypatch: pytest.Monkey
         }[fault]()
 
     monkeypatch.setattr(FoldedStreams, "_alone", wrong)
-    model = small("llama")
+    model = zoo.build(family)
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
         with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):

@@ -25,7 +25,7 @@ from icl_patch.kernels.linear import launch_linear, plan_linear
 from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
 
 CHECKS = Path(__file__).with_name("kernel_checks.py")
-EVERYTHING = dict(specialisations.linear_launches()) | dict(specialisations.other_launches())
+EVERYTHING = dict([*specialisations.linear_launches(), *specialisations.expert_launches(), *specialisations.other_launches()])
 
 
 def test_in_the_interpreter() -> None:
@@ -53,6 +53,8 @@ COMPILED = [
     "norm_pair Gemma",
     "rms_norm Llama",
     "gated_product gelu_tanh",
+    "default: bfloat16 N ≤ 4096, experts",
+    "default: float32, experts",
 ]
 
 
@@ -278,6 +280,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, names in {
         "coefficients": ("_coefficient_kernel",),
         "direction": ("_direction_kernel",),
+        "experts": ("_expert_kernel",),
         "gated": ("_gated_kernel",),
         "linear": ("_linear_kernel",),
         "low_rank": ("_low_rank_kernel",),
@@ -291,6 +294,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 M, N, K, B16 = 4, 24, 40, torch.bfloat16
+OTHER_DTYPES = {"coeff": torch.float32, "expert": torch.int64}
 LINEAR = {"z": (M, K), "weight": (N, K), "u": (M, N), "v": (M, K), "bias": (N,)}
 
 # Each op: itself, its tensors' sizes, its options, other options, and how many kernels it runs.
@@ -345,15 +349,19 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         [{"activation": "gelu_tanh"}],
         1,
     ),
+    "expert_linear": (
+        lambda x, weight, expert, bias, **options: kernels.expert_linear(x, weight, expert, bias, **options),
+        {"x": (M, K), "weight": (3, N, K), "expert": (M, 2), "bias": (3, N)},
+        {},
+        [{"out_dtype": torch.float32}],
+        1,
+    ),
 }
 
 
 def tensors_of(sizes: dict[str, tuple], dtype: torch.dtype = B16, rows: int = M) -> dict[str, torch.Tensor]:
     rows_of = {M: rows, 2 * M: 2 * rows}
-    return {
-        name: torch.ones(rows_of.get(size[0], size[0]), *size[1:], dtype=torch.float32 if name == "coeff" else dtype)
-        for name, size in sizes.items()
-    }
+    return {name: torch.ones(rows_of.get(size[0], size[0]), *size[1:], dtype=OTHER_DTYPES.get(name, dtype)) for name, size in sizes.items()}
 
 
 def in_gaps(x: torch.Tensor) -> torch.Tensor:
@@ -439,6 +447,7 @@ def test_tensors_that_no_kernel_serves() -> None:
         lambda: kernels.rms_norm(x, x, 1e-5),
         lambda: kernels.gated_product(x, x, "silu"),
         lambda: kernels.read_direction(x),
+        lambda: kernels.expert_linear(x, x[None], x.long()),
     )
     for call in calls:
         check_refused(ValueError, "expected tensors on cuda, got cpu", call)

@@ -218,7 +218,7 @@ def test_counters_count_together() -> None:
     assert [x.flatten()[0].item() for x in (*counters, read)] == [2, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("family", "kinds"), [("llama", 3), ("gemma3", 4), ("gpt2", 3)])
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 3), ("gemma3", 4), ("gpt2", 3), ("mixtral", 3)])
 def test_alike_blocks_share_a_graph(family: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and the last have more in them; Gemma 3 has blocks of two kinds, one after one and after another."""
     found: list[Regions] = []

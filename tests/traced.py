@@ -35,6 +35,7 @@ CALLS: dict[str, Call] = {
     "add_low_rank, tiles": lambda z, w, u, v, b, pu, pv, i: ops.patched_linear(z, w, pu, pv, b, index=i, regime="tile"),
     "record_linear": lambda z, w, u, v, b, pu, pv, i: ops.record_linear(z, w, b)[:2],
     "add_low_rank": lambda z, w, u, v, b, pu, pv, i: ops.add_low_rank(u, z, u, v),
+    "expert_linear": lambda z, w, u, v, b, pu, pv, i: ops.expert_linear(z, torch.stack([w, -w, 2 * w, w]), i.unsqueeze(1) + 1),
     "read_direction": lambda z, w, u, v, b, pu, pv, i: _direction(z),
     "rms_norm": lambda z, w, u, v, b, pu, pv, i: ops.rms_norm(z, v, 1e-5),
     "norm_pair": lambda z, w, u, v, b, pu, pv, i: _norm_pair(z, v),

@@ -60,7 +60,7 @@ def triton_kernels(console: Console) -> list[str]:
 
     table = empty_table("Triton")
     problems = []
-    for name, launch in (*specialisations.linear_launches(), *specialisations.other_launches()):
+    for name, launch in (*specialisations.linear_launches(), *specialisations.expert_launches(), *specialisations.other_launches()):
         for capability in CAPABILITIES:
             found = aot.resources(launch, capability)
             numbers = (found.spill_stores, found.spill_loads, found.stack, found.shared, found.registers)

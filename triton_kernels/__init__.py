@@ -11,6 +11,7 @@ if __name__ == "triton_kernels":
 from icl_patch.kernels.coefficients import coefficients
 from icl_patch.kernels.config import Config, config_for
 from icl_patch.kernels.direction import Direction, read_direction
+from icl_patch.kernels.experts import expert_linear
 from icl_patch.kernels.gated import gated_product
 from icl_patch.kernels.launching import INTERPRETED
 from icl_patch.kernels.linear import patched_linear, regime_of
@@ -29,6 +30,7 @@ __all__ = [
     "candidates",
     "coefficients",
     "config_for",
+    "expert_linear",
     "gated_product",
     "norm_pair",
     "patched_linear",

@@ -8,6 +8,7 @@ from torch import Tensor
 from icl_patch.kernels.coefficients import plan_coefficients
 from icl_patch.kernels.config import STREAM, Entry, data_files
 from icl_patch.kernels.direction import plan_direction
+from icl_patch.kernels.experts import plan_experts
 from icl_patch.kernels.gated import ACTIVATIONS, plan_gated
 from icl_patch.kernels.launching import Launch
 from icl_patch.kernels.linear import plan_linear
@@ -58,6 +59,18 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
                 rows = stream_rows if entry.regime == STREAM else tile_rows
                 if rows is not None:
                     yield f"{file}: {entry.regime} {entry.dtype}{size}, {variant}", linear_launch(entry, variant, rank, rows)
+
+
+def expert_launches() -> Iterator[tuple[str, Launch]]:
+    """The experts' products by every configuration for streams: what a row chose of 128 experts, as a decode step has it."""
+    for file, entries in data_files().items():
+        for entry in entries:
+            if entry.regime == STREAM and entry.dtype != "float16":
+                dtype, n, k = getattr(torch, entry.dtype), min(entry.max_n or 21504, 21504), min(entry.max_k or 5376, 5376)
+                x, weight, expert = _empty(3, k, dtype=dtype), _empty(128, n, k, dtype=dtype), _empty(3, 8, dtype=torch.int64)
+                size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
+                name = f"{file}: {entry.dtype}{size}, experts"
+                yield name, plan_experts(x, weight, expert, _empty(128, n, dtype=dtype), torch.float32, entry.config)
 
 
 def other_launches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Launch]]:
