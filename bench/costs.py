@@ -16,12 +16,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import Cache, PreTrainedModel
 
+from icl_patch import ContextPatch
 from icl_patch.families import Block
 
 # Kineto writes a line to stderr for every start and stop otherwise; it reads this when it first starts.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-PARTS = ("attention", "readers", "writer", "inversion", "head", "building", "rest")
+PARTS = ("attention", "readers", "experts", "writer", "inversion", "head", "building", "rest")
 _MARK, _STEP, _REPEATS = "part: ", "the observed step", 3
 _INVERSION = ("stable_scale", "invert_rmsnorm")
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
@@ -43,6 +44,7 @@ class Parts:
                 form = block.form
                 named = dict.fromkeys(form.readers, "readers") | {"self_attn": "attention"}
                 named |= {name: "writer" for name in (form.down, form.inner_norm, form.post_norm) if name is not None}
+                named |= {} if form.experts is None else {form.experts: "experts"}
                 for name, part in named.items():
                     self._add(model.get_submodule(block.path_of(name)), part)
             self._add(model.get_output_embeddings(), "head")
@@ -204,9 +206,15 @@ def cache_bytes(cache: Cache | None) -> int:
     return sum(storages.values())
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """What a decode step must read: every parameter once, but of an embedding table that is not the head's a row alone."""
+def weight_bytes(model: PreTrainedModel, patch: ContextPatch) -> int:
+    """What a decode step must read: every parameter once, but of an embedding table that is not the head's a row alone, and of experts
+    those that the patch's tokens chose."""
     table: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     apart = table.weight.nbytes if table.weight is not head.weight else 0
+    for block, layer in zip(patch.blocks, patch.layers, strict=True):
+        if block.form.experts is not None:
+            experts: Any = model.get_submodule(block.path_of(block.form.experts))
+            chosen = layer[f"{block.form.experts}.index"].unique().tolist()
+            apart += sum(matrices.nbytes - matrices[chosen].nbytes for matrices in experts.parameters())
     return sum(parameter.nbytes for parameter in model.parameters()) - apart

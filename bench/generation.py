@@ -15,12 +15,16 @@ The choice of the token is not part of it. All ways run in turns, on the same we
   rank 1 on the same matrices, an adapter a row. Both take a context step, change the weights, and take a reduced step; the arithmetic of
   the update is not counted.
 
+Of a mixture of experts there are our own forms and the plain step: what a patch changes in the experts that a token chose is no change of
+the others, and PEFT has no adapter for them. Its plain step runs the experts as transformers does by default.
+
 The error is the largest difference of the logits from the plain step's (`patch applied`: from the plain step's with that weight built),
 relative to the largest; it must be smaller than what the patch does. A step that fails prints no time. `of the streaming limit` is the
-time to read every weight once, at the best bandwidth measured here, over the step's. `cache` is what the way's cache holds, the room in it
-included; `beyond` is the most memory that one step takes beside model and cache, as torch's allocator counts it (on a CPU its allocations
-and releases one by one, as torch.profiler sees them). `calls` are operators called (CPU) or launches (GPU; of a CUDA graph those it holds)
-a step. Parts are shares of a profiled step, by module; a part that the compiler has fused into something else is in the rest.
+time to read every weight once (of experts, those that were chosen), at the best bandwidth measured here, over the step's. `cache` is what
+the way's cache holds, the room in it included; `beyond` is the most memory that one step takes beside model and cache, as torch's allocator
+counts it (on a CPU its allocations and releases one by one, as torch.profiler sees them). `calls` are operators called (CPU) or launches
+(GPU; of a CUDA graph those it holds) a step. Parts are shares of a profiled step, by module; a part that the compiler has fused into
+something else is in the rest.
 """
 
 import functools
@@ -38,7 +42,7 @@ from icl_patch.bench.costs import PARTS, Parts, cache_bytes, profiled, transient
 from icl_patch.bench.harness import Case, Comparison, format_seconds
 from icl_patch.bench.linear import ceiling, no_peft, relative_error
 from icl_patch.bench.results import Results, table_lines
-from icl_patch.bench.shapes import CPU_SHAPE, GPU_SHAPES, Shape
+from icl_patch.bench.shapes import CPU_MIXTURE, CPU_SHAPE, GPU_MIXTURE, GPU_SHAPES, Shape
 from icl_patch.bench.steps import (
     Compiled,
     Fixed,
@@ -80,12 +84,14 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
         dtype = torch.float32
         contexts = (256,) if quick else (256, 1024, 16)
         grid = [(CPU_SHAPE, batch, context) for context in contexts for batch in (1, 4)]
+        grid += [] if quick else [(CPU_MIXTURE, batch, 256) for batch in (1, 4)]
     else:
         dtype = torch.bfloat16
         shapes, batches = (GPU_SHAPES[:2], (1, 8)) if quick else (GPU_SHAPES, (1, 8, 4, 32))
         grid = [(shape, batch, 1024) for shape in shapes for batch in batches]
         rest = () if quick else (16, 256, 8192)
         grid += [(shape, batch, context) for shape in shapes for batch in batches for context in rest]
+        grid += [] if quick else [(GPU_MIXTURE, batch, 1024) for batch in batches]
     found = []
     for shape, batch, context in grid:
         title = f"{shape.name} {str(dtype).removeprefix('torch.')} B={batch} context={context}"
@@ -120,26 +126,30 @@ def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, devic
     ids = torch.randint(0, min(1000, shape.vocabulary), (batch, context), generator=torch.Generator().manual_seed(context)).to(device)
     patch = decode_one_token(_state(models.stable, ids, Way.FOLDED), ids[:, -1]).make_patch()
     models.patched.close()
-    models.patched.enter_context(models.applied.applied(patch))
+    if not shape.experts:
+        models.patched.enter_context(models.applied.applied(patch))
     cache = dynamic_cache(models.plain, ids)
     plain = own_step(models.plain, ids, cache)
     roomy = not ids.is_cuda or 8 * cache_bytes(cache) < torch.cuda.get_device_properties(device).total_memory
     rounded, limit = _LIMITS[dtype]
     expected = _expected(models.plain, patch, plain, rounded)
-    calls = ours(models, ids, roomy) | baselines(models, ids, patch, plain, cache)
+    static = StaticContext(models.plain, ids)
+    calls = ours(models, ids, roomy) | {PLAIN: plain, COMPILED: Compiled(static_run(models.plain, ids, static), static)}
+    if not shape.experts:
+        calls |= baselines(models, ids, patch, plain, cache, static)
     seen = [models.plain, models.stable.model, models.exact.model, models.applied.model]
-    if no_peft() is None:
+    if no_peft() is None and not shape.experts:
         seen.append(twin(models.plain))
         calls[PEFT] = Later(lambda: lora_step(seen[-1], patch, plain))
     return Comparison(
         ours=OURS,
         calls=calls,
         check=lambda name, logits: relative_error(logits, expected[name in APPLIED], rounded if name in (*NAIVE, PEFT) else limit),
-        nbytes=dict.fromkeys(calls, weight_bytes(models.plain)),
+        nbytes=dict.fromkeys(calls, weight_bytes(models.plain, patch)),
         ceiling=ceiling(device),
         units=dict.fromkeys(calls, batch),
         unit="tokens",
-        notes={"weights MB": weight_bytes(models.plain) / 1e6},
+        notes={"weights MB": weight_bytes(models.plain, patch) / 1e6},
         apart=[name for name in calls if ids.is_cuda and "compiled" in name],  # the others are there when the compiler has only begun
         costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
         most_seconds=6.0,
@@ -147,15 +157,18 @@ def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, devic
 
 
 def _expected(model: PreTrainedModel, patch: ContextPatch, plain: Step, limit: float) -> tuple[Tensor, Tensor]:
-    """The logits (B, V) of the plain step, and of the plain step with the first row's patch in the weights; fp64.
+    """The logits (B, V) of the plain step, and of the plain step with the first row's patch in the weights, if it has no experts; fp64.
 
     Raises:
         AssertionError: the patch does not do more than a check lets pass.
     """
-    expected = plain().double()
-    with materialised(model, patch):
-        applied = plain().double()
-    for changed, without in ((expected, bare_step(model, patch).double()), (applied, expected)):
+    expected = applied = plain().double()
+    pairs = [(expected, bare_step(model, patch).double())]
+    if all(block.form.experts is None for block in patch.blocks):
+        with materialised(model, patch):
+            applied = plain().double()
+        pairs.append((applied, expected))
+    for changed, without in pairs:
         effect = float((changed - without).abs().max() / changed.abs().max())
         if not effect > 2 * limit:
             raise AssertionError(
@@ -176,15 +189,12 @@ def ours(models: Models, ids: Tensor, roomy: bool) -> dict[str, Step]:
     return found
 
 
-def baselines(models: Models, ids: Tensor, patch: ContextPatch, plain: Step, cache: DynamicCache) -> dict[str, Step]:
+def baselines(models: Models, ids: Tensor, patch: ContextPatch, plain: Step, cache: DynamicCache, static: StaticContext) -> dict[str, Step]:
     """The other ways by their names. Those over a static cache share it, those over the model's own share that one."""
     changed = models.applied.model
-    static = StaticContext(models.plain, ids)
     runs = [static_run(model, ids, static) for model in (models.plain, changed)]
     graph = ids.is_cuda and not _windows(models.plain, ids)  # a full one is moved with an index from the host, unless it is compiled
     return {
-        PLAIN: plain,
-        COMPILED: Compiled(runs[0], static),
         **({"plain step, CUDA graph": Graphed(runs[0], static)} if graph else {}),
         APPLIED[0]: own_step(changed, ids, cache),
         APPLIED[1]: Compiled(runs[1], static),
@@ -256,9 +266,10 @@ def tables(found: Mapping[str, Any]) -> list[str]:
         times = {row["call"]: row["seconds"]["median"] for row in rows if "seconds" in row}
         missing = [[name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)] for name, reason in found.get("skipped", {}).items()]
         lines += [f"## {case}", "", *table_lines(COLUMNS, [_line(row, times) for row in rows] + missing), ""]
-        shares = [[row["call"], *(_share(row["parts"].get(part)) for part in PARTS)] for row in rows if "parts" in row]
+        there = [part for part in PARTS if part != "experts" or any(part in row.get("parts", ()) for row in rows)]
+        shares = [[row["call"], *(_share(row["parts"].get(part)) for part in there)] for row in rows if "parts" in row]
         if shares:
-            lines += [*table_lines(["share of a profiled step", *PARTS], shares), ""]
+            lines += [*table_lines(["share of a profiled step", *there], shares), ""]
         where = next((row for row in rows if "weights MB" in row), None)
         if where is not None:
             lines += [f"A step reads {where['weights MB']:.0f} MB of weights, at {where['ceiling GB/s']:.1f} GB/s at best.", ""]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from icl_patch import regions
 from icl_patch.bench import costs, generation, plots, steps
@@ -37,6 +37,7 @@ class Mixed(Shape):
 
 
 GEMMA = Mixed("tiny gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 97, 8)
+MIXTURE = Shape("tiny mixture", Qwen3MoeConfig, 48, 24, 2, 4, 2, 12, 97, experts=6, chosen=2)
 LLAMA = Shape("tiny llama", LlamaConfig, 24, 40, 1, 2, 1, 12, 61)
 
 
@@ -95,6 +96,30 @@ def test_every_way_says_what_the_model_says(shape: Shape, batch: int, context: i
         for wrong in (expected[name not in APPLIED], torch.full_like(first, torch.nan), first[:, :-1]):
             with pytest.raises(AssertionError, match="expected"):
                 found.check(name, wrong)
+
+
+def test_a_mixture_of_experts() -> None:
+    """Our forms and the plain step's; of the experts the bytes of those that were chosen, once."""
+    found = generation.comparison(MIXTURE, 1, 7, torch.float32, CPU)
+    assert set(found.calls) == {
+        OURS,
+        OURS_COMPILED,
+        "recompute and apply, two streams",
+        "recompute and apply, exact",
+        PLAIN,
+        COMPILED,
+    }
+    model, ids = generation.models_of(MIXTURE, torch.float32, CPU).plain, ids_of(1, 7, MIXTURE)
+    wide = copy.deepcopy(model).double()
+    wide.set_experts_implementation("eager")  # the others have no fp64
+    with torch.no_grad():
+        expected = wide(ids).logits[:, -1]
+    for name, call in found.calls.items():
+        logits = call()
+        assert found.check(name, logits) < 1e-4
+        assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-4, name
+    experts = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 3)
+    assert found.nbytes[OURS] == sum(parameter.nbytes for parameter in model.parameters()) - experts * 4 // 6
 
 
 def test_a_compiled_step_goes_on_with_factors_that_change_in_place() -> None:
@@ -182,7 +207,7 @@ def test_the_grid() -> None:
     for kind in ("cpu", "cuda"):
         results = Results("generation", CPU, Path("/nowhere"))
         every, quick = ([case.name for case in generation.cases(torch.device(kind), few, results)] for few in (False, True))
-        assert len(every) == len(set(every)) == (6 if kind == "cpu" else 64)
+        assert len(every) == len(set(every)) == (8 if kind == "cpu" else 68)
         assert set(quick) < set(every)
         assert every[0] == quick[0]
 
@@ -231,9 +256,11 @@ def test_parts_are_told_apart() -> None:
             assert max(found["parts"], key=found["parts"].__getitem__) == part
     assert found["operator calls"] == 20
     assert not torch.nn.modules.module._global_forward_hooks
-    assert costs.weight_bytes(model) == sum(parameter.nbytes for parameter in model.parameters())
+    with generation.ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(ids_of(1, 3, QWEN), ids_of(1, 1, QWEN))
+    assert costs.weight_bytes(model, patch) == sum(parameter.nbytes for parameter in model.parameters())
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    assert costs.weight_bytes(model) == sum(parameter.nbytes for parameter in model.parameters()) - 4 * 97 * 48
+    assert costs.weight_bytes(model, patch) == sum(parameter.nbytes for parameter in model.parameters()) - 4 * 97 * 48
 
 
 def test_a_profiler_that_fails_leaves_the_time(tmp_path: Path) -> None:
