@@ -178,6 +178,7 @@ void gated_outputs(const Gated& call, int64_t begin, int64_t end) {
 
 void to_single(const Matrix& x, int64_t row, int64_t count, float* to) {
   const int64_t first = row * x.row;
+  if (!count) return;  // of no numbers there may be no address
   if (x.column == 1 && x.dtype == Float::kSingle) {
     memcpy(to, static_cast<const float*>(x.data) + first, count * sizeof(float));
   } else if (x.column == 1 && x.dtype == Float::kBrain) {

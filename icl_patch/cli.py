@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     command = _command(commands, "inspect", _inspect, "read a patch file; with --model, check it and replay it")
     command.add_argument("file", type=Path, metavar="FILE")
     command.add_argument("--model", metavar="MODEL", help="folder, hub id, or 'embedded': check that the patch fits it, and replay it")
+    _add_place(command)
 
     command = _command(commands, "bench", _bench, "time the kernels beside what they replace, and write the tables")
     command.add_argument("name", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all)")
@@ -145,10 +146,14 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", nargs="?", metavar="MODEL", help="local folder or hub id (default: the embedded model)")
-    command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    _add_place(command)
     command.add_argument("--dtype", type=_dtype, metavar="DTYPE", help="fp32, bf16 or fp16 (default: as saved; embedded: fp32)")
-    command.add_argument("--device", type=_device, metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cpu)")
     command.add_argument("--seed", type=int, default=0, help="of the random number generators (default 0)")
+
+
+def _add_place(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    command.add_argument("--device", type=_device, metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cpu)")
 
 
 def _add_context(command: argparse.ArgumentParser, default: str, required: bool = False) -> None:
@@ -206,10 +211,14 @@ def _writable(*suffixes: str) -> Callable[[str], Path]:
 
 
 def _load(options: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if options.revision is not None and options.model in (None, "embedded"):
-        raise ValueError("expected no --revision of the embedded model")
+    _check_revision(options)
     torch.manual_seed(options.seed)
     return load_model(options.model, None, options.dtype, options.device, options.revision)
+
+
+def _check_revision(options: argparse.Namespace) -> None:
+    if options.revision is not None and options.model in (None, "embedded"):
+        raise ValueError("expected no --revision of the embedded model")
 
 
 def _context(options: argparse.Namespace) -> str | None:
@@ -395,6 +404,8 @@ def _extract(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    if options.model is None and (options.revision, options.device) != (None, None):
+        raise ValueError("expected --model with --revision or --device")
     patch = ContextPatch.load(options.file)
     norms = {name: size.double().flatten(1).mean(1).tolist() for name, size in patch.norms().items()}
     summary: dict[str, Any] = {"file": str(options.file), **vars(patch.info), "layers": len(patch.layers), "bytes": patch.nbytes}
@@ -411,8 +422,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace, patch: ContextPatch) -> list[str]:
+    _check_revision(options)
     dtype = getattr(torch, patch.info.dtype.removeprefix("torch."))
-    model, tokenizer = load_model(options.model, dtype=dtype)
+    model, tokenizer = load_model(options.model, None, dtype, options.device, options.revision)
     patch = ContextPatch.load(options.file, model, tokenizer)
     with ContextPatcher(model, patch.info.update, tokenizer=tokenizer) as patcher:
         logits = patcher.forward(patch.kept_ids, patch)

@@ -206,6 +206,8 @@ def generate(
     for name, ours in (("attention_mask", "context_mask"), ("custom_generate", "decoding_method")):
         if name in arguments:
             raise TypeError(f"expected {ours}, got {name}")
+    if arguments.get("assistant_model") is not None:
+        raise ValueError("expected no assistant_model: each token is generated with a patch of its own")
     cache = arguments.get("past_key_values")
     if cache is not None and not cache.is_compileable:
         raise ValueError(f"expected a static cache or none, got a {type(cache).__name__}: a dynamic one is made for every context")

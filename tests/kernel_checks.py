@@ -174,7 +174,7 @@ def rows_keep_their_bits(case: Case, regime: str | None, counts: list[int], run:
 @every_float
 def test_a_row_does_not_see_its_batch(dtype: torch.dtype) -> None:
     case = linear_case("row", (16, 24, 200), 1, dtype)
-    assert rows_keep_their_bits(case, None, list(range(1, 16)) if not INTERPRETED else [1, 2, 3, 5, 11])
+    assert rows_keep_their_bits(case, None, list(range(1, 16)) if not INTERPRETED else [1, 3, 11])
     ranked = linear_case("row-rank", (16, 24, 200), 4, dtype)  # so that the coefficients are summed here in one launch, there in two
     assert rows_keep_their_bits(ranked, None, [1, 8])
 
@@ -210,10 +210,11 @@ def test_the_same_bits_again(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("rows", "rank"), [(1, 1), (3, 1), (3, 2)])
 @every_float
 def test_coefficients_have_the_same_bits_wherever_they_are_summed(dtype: torch.dtype, rows: int, rank: int) -> None:
-    case = linear_case("row-rank", (rows, 20, 4300), rank, dtype)
+    k = 2200 if INTERPRETED else 4300  # segments are of 2048
+    case = linear_case("row-rank", (rows, 20, k), rank, dtype)
     coeff = kernels.coefficients(case.z, case.v)
     for n in (20, 5000):  # steps of 256 and of 128 elements
-        config = config_for("", dtype, n, 4300, "stream")
+        config = config_for("", dtype, n, k, "stream")
         inside, before = (
             launch_linear(**case.arguments, out_dtype=torch.float32, config=replace(config, fused=limit)) for limit in (4096, 0)
         )
@@ -253,17 +254,18 @@ def test_both_kernels_serve_every_dtype(dtype: torch.dtype, dot: bool) -> None:
 def test_the_low_rank_term_alone(dtype: torch.dtype, layout: str) -> None:
     """On the plain map before its rounding it has the bits of the whole, whichever way the coefficients are summed there."""
     for rows in (3, 18) if layout == "pool" else (3,):
-        case = linear_case(layout, (rows, 600, 70), 2, dtype)
+        n = 600 if not INTERPRETED or (rows == 3 and layout == "pool") else 70  # more than a block has, or not
+        case = linear_case(layout, (rows, n, 70), 2, dtype)
         plain = kernels.patched_linear(**case.plain, out_dtype=torch.float32)
         parts = {"u": in_gaps(case.u), "v": case.v, "index": case.index}
-        for out_dtype in (torch.float32, dtype):
+        for out_dtype in {torch.float32, dtype}:
             out = kernels.add_low_rank(in_gaps(plain), case.z, **parts, out_dtype=out_dtype)
             assert same_bits(out, kernels.patched_linear(**case.arguments, out_dtype=out_dtype))
     if layout == "pool":
         nothing = kernels.add_low_rank(plain, case.z, case.u[:0], case.v[:0], index=torch.full((len(plain),), -1, device=DEVICE))
         assert same_bits(nothing, plain)
     if layout == "shared":
-        assert kernels.add_low_rank(plain[:0], case.z[:0], case.u, case.v).shape == (0, 600)
+        assert kernels.add_low_rank(plain[:0], case.z[:0], case.u, case.v).shape == (0, n)
 
 
 # record_linear, read_direction

@@ -125,7 +125,7 @@ def test_extract_then_inspect(capsys: pytest.CaptureFixture, tmp_path: Path, upd
     assert status == 0
     assert json.loads(out)["kept_tokens"] == len(prompt.question)
     assert ContextPatch.load(file).info.update == update
-    status, out, _ = run(capsys, "inspect", str(file), "--model", "embedded", "--json")
+    status, out, _ = run(capsys, "inspect", str(file), "--model", "embedded", "--device", "cpu", "--json")
     summary = json.loads(out)
     assert status == 0
     assert summary["next_tokens"] == [prompt.answer[0]]
@@ -152,6 +152,7 @@ def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) ->
         (["verify", "--context", "a", "--keep-last", "9"], 2, "more than 10 tokens"),
         (["verify", "--chat"], 2, "chat template"),
         (["inspect", __file__], 1, "safetensors"),
+        (["inspect", __file__, "--device", "cpu"], 2, "expected --model with --revision or --device"),
     ],
 )
 def test_errors_are_one_line_on_stderr(capsys: pytest.CaptureFixture, arguments: list[str], status: int, message: str) -> None:

@@ -411,6 +411,8 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
             patcher.generate(ids, past_key_values=DynamicCache(), **arguments)
         with pytest.raises(ValueError, match="expected a dynamic or a static cache, got offloaded"):
             patcher.generate(ids, cache_implementation="offloaded", **arguments)
+        with pytest.raises(ValueError, match="expected no assistant_model"):
+            patcher.generate(IDS, assistant_model=patcher.model)
         with pytest.raises(TypeError, match="expected context_mask, got attention_mask"):
             patcher.generate(ids, attention_mask=mask.long())
         works(patcher)

@@ -43,7 +43,7 @@ from inversion import mixed_rows
 from numeric import FLOATS, normal, seeded
 from icl_patch import native, ops
 digest = hashlib.sha256()
-for dtype, n in itertools.product(FLOATS.values(), (1, 2, 3, 5, 8, 9, 15, 16, 31, 64, 257, 513, 1000, 2049)):
+for dtype, n in itertools.product(FLOATS.values(), (1, 3, 8, 15, 31, 64, 257, 513, 2049)):
     m, g = mixed_rows(n, 6, dtype)
     g[0, -1], m[1, 0] = torch.nan, torch.inf
     h = normal(seeded(n), *g.shape, dtype=dtype)
