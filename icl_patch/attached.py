@@ -178,14 +178,14 @@ class AttachedBlock:
         # flat: one row a token, also in a batch of one, where (1, T, N) would be a shared patch of rank T
         flat = {name: factor.flatten(0, 1) if factor.dim() >= 3 else factor for name, factor in factors.items()}
         norms = {f"{name}.new_scale": factors[f"{name}.new_scale"] for name in self.norms if f"{name}.new_scale" in factors}
-        self._set(flat | norms)
+        self._set(flat | norms, tokens=next(iter(factors.values())).shape[1])
 
-    def _set(self, flat: Factors) -> None:
-        """Set every module to apply its factors in the form that it takes them."""
+    def _set(self, flat: Factors, tokens: int = 1) -> None:
+        """Set every module to apply its factors in the form that it takes them, of rows of so many tokens each."""
         for name, reader in self.readers.items():
             reader.set_patch(flat[f"{name}.u"], flat[f"{name}.v" if name in self.form.own else "readers.v"])
         if self.experts is not None:
-            self._replay_experts(self.experts, flat)
+            self._replay_experts(self.experts, flat, tokens)
         if self.down is not None:
             self._replay_down(self.down, flat)
         for name, norm in self.norms.items():
@@ -203,14 +203,14 @@ class AttachedBlock:
         shared = {name: factor if name.endswith((".new_scale", ".bias_change")) else factor[None, None] for name, factor in factors.items()}
         self._set(shared)
 
-    def _replay_experts(self, experts: PatchedExperts, flat: Factors) -> None:
+    def _replay_experts(self, experts: PatchedExperts, flat: Factors, tokens: int) -> None:
         path, written = self.form.experts, "bias_change" if self.form.expert_bias else "u"
         experts.off()
         own = path in self.form.own
         experts.read_u, experts.read_v = flat.get(f"{path}.gate_up_proj.u"), flat.get(f"{path}.v" if own else "readers.v")
         experts.index = flat[f"{path}.index"]
         experts.write_u, experts.write_v = flat.get(f"{path}.down_proj.{written}"), flat.get(f"{path}.down_proj.v")
-        experts.replay()
+        experts.replay(tokens)
 
     def _replay_down(self, down: PatchedLinear, flat: Factors) -> None:
         path = self.form.down

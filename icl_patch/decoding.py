@@ -227,9 +227,7 @@ def folded_streams(patcher: "ContextPatcher") -> FoldedStreams:
 def _folded(patcher: "ContextPatcher") -> FoldedStreams:
     patcher.folded, name = FoldedStreams(patcher.model, patcher.blocks), type(patcher.model).__name__
     try:
-        errors = sorted(_replay_errors(patcher))
-        # a tie that rounding decides may send one token to another expert; whatever is wrong is so for all tokens, or for all padded ones
-        error = errors[len(errors) // 2] if any(block.experts is not None for block in patcher.blocks) else errors[-1]
+        error = _trial_error(patcher)
     except ControllabilityError:  # weights of zero have no patch for these tokens, and will say so for the user's
         error = 0.0
     except Exception as cause:  # of the model's own code, which nobody here has seen
@@ -239,6 +237,19 @@ def _folded(patcher: "ContextPatcher") -> FoldedStreams:
         patcher.folded = None
         raise UnsupportedModelError(f"fast=True does not cover {name}: replays of its steps are off by {error:.1g}")
     return patcher.folded
+
+
+def has_ties(patcher: "ContextPatcher") -> bool:
+    """Whether rounding decides which experts a token goes to: a replay that rounds otherwise may choose some that have no factors."""
+    return patcher.model.dtype in (torch.bfloat16, torch.float16) and any(block.experts is not None for block in patcher.blocks)
+
+
+def _trial_error(patcher: "ContextPatcher") -> float:
+    """How far the replays of fast steps are off: at worst, or in the middle where a tie may send a token elsewhere."""
+    errors = torch.tensor(list(_replay_errors(patcher)))
+    if has_ties(patcher) and not errors.isnan().any():
+        return float(errors.sort().values[len(errors) // 2])
+    return float(errors.max())
 
 
 def _replay_errors(patcher: "ContextPatcher") -> Iterator[float]:

@@ -17,7 +17,7 @@ from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.modules import Mode, PatchedLinear, PatchedModule, is_hooked
 
-_FEW = 64  # rows: a batch that is decoded. An expert has some of them, and its own product
+_AT_ONCE = 64  # rows of several tokens: with more of them an expert has enough for a product of its own
 
 
 class _Product(TorchFunctionMode):
@@ -99,6 +99,7 @@ class PatchedExperts(PatchedModule):
         self.index: Tensor | None = None  # (M, k)
         self.write_u: Tensor | None = None  # (M, d)
         self.write_v: Tensor | None = None  # (M, k, I); None for a bias
+        self.tokens = 1  # of the rows that are replayed
         self.on_choice: Callable[[Tensor, Tensor], None] | None = None
 
     @staticmethod
@@ -124,10 +125,11 @@ class PatchedExperts(PatchedModule):
         """Be the base module again, bit for bit; the factors are dropped."""
         super().off()
         self.read_u = self.read_v = self.index = self.write_u = self.write_v = None
+        self.tokens = 1
 
-    def replay(self) -> None:
-        """Apply the factors that were set, from now on."""
-        self.mode = Mode.REPLAY
+    def replay(self, tokens: int = 1) -> None:
+        """Apply the factors that were set, from now on: of rows of so many tokens each."""
+        self.tokens, self.mode = tokens, Mode.REPLAY
 
     def forward(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """z (M, d), the chosen experts (M, k) and their weights (M, k) -> (M, d)."""
@@ -150,19 +152,22 @@ class PatchedExperts(PatchedModule):
         matrices = (base.gate_up_proj, base.down_proj)
         return all(type(matrix) is nn.Parameter and matrix.dtype == z.dtype for matrix in matrices)
 
-    def is_few(self, z: Tensor, rows: int) -> bool:
-        """Whether that op multiplies so many rows of the reduced stream: when they are recorded as when they are replayed."""
-        return rows <= _FEW and self.gathers(z)
+    def is_at_once(self, z: Tensor, rows: int, tokens: int) -> bool:
+        """Whether that op multiplies (rows, tokens) of the reduced stream: a token a row, as in a decode step, or few of all.
 
-    def _product(self, name: str, x: Tensor, index: Tensor, few: bool) -> Tensor:
+        The same when they are recorded as when they are replayed, whose bits are to be the same.
+        """
+        return (tokens == 1 or rows * tokens <= _AT_ONCE) and self.gathers(z)
+
+    def _product(self, name: str, x: Tensor, index: Tensor, at_once: bool) -> Tensor:
         """``W_e x + b_e`` for every slot: x (M, K), or (M, k, K) where the slots differ -> (M, k, N).
 
-        With ``few`` all in one op that looks at nothing on the host, and before its rounding.
+        With ``at_once`` in one op that looks at nothing on the host, and before its rounding.
         """
         matrix: Tensor = getattr(self.base_layer, name)
         bias: Tensor | None = getattr(self.base_layer, f"{name}_bias", None) if self.has_output_bias(self.base_layer) else None
         weight = matrix.mT if self.is_transposed(self.base_layer) else matrix
-        if few:
+        if at_once:
             return ops.expert_linear(x, weight, index, bias, out_dtype=torch.promote_types(x.dtype, torch.float32))
         out = x.new_empty(*index.shape, weight.shape[1])
         for expert in index.unique().tolist():
@@ -173,17 +178,17 @@ class PatchedExperts(PatchedModule):
             out[rows, slots] = made
         return out
 
-    def read(self, z: Tensor, index: Tensor, few: bool = False) -> Tensor:
-        """What the active experts' input matrices make of z: (M, d) -> (M, k, 2I); ``few`` as :meth:`_product` has it."""
-        return self._product("gate_up_proj", z, index, few)
+    def read(self, z: Tensor, index: Tensor, at_once: bool = False) -> Tensor:
+        """What the active experts' input matrices make of z: (M, d) -> (M, k, 2I); ``at_once`` as :meth:`_product` has it."""
+        return self._product("gate_up_proj", z, index, at_once)
 
     def inner(self, read: Tensor) -> Tensor:
         """h: (M, k, 2I) -> (M, k, I)."""
         return self.base_layer._apply_gate(read)
 
-    def write(self, h: Tensor, index: Tensor, weights: Tensor, few: bool = False) -> Tensor:
+    def write(self, h: Tensor, index: Tensor, weights: Tensor, at_once: bool = False) -> Tensor:
         """``Σ_j s_j (W_down,j h_j + b_j)``, summed in fp32 (fp64 for fp64): (M, k, I) -> (M, d)."""
-        made = self._product("down_proj", h, index, few)
+        made = self._product("down_proj", h, index, at_once)
         wide = torch.promote_types(made.dtype, torch.float32)
         return (made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1)
 
@@ -199,12 +204,12 @@ class PatchedExperts(PatchedModule):
         return shares.sum(-1, keepdim=True)
 
     def _replay(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        few = self.is_few(z, len(z))
-        read = self.read(z, index, few)
+        at_once = self.is_at_once(z, len(z) // self.tokens, self.tokens)
+        read = self.read(z, index, at_once)
         if self.read_u is not None and self.read_v is not None:
             read = self.add_read(read, z, self._of_slots(self.read_u, index), self.read_v)
-        h = self.inner(read.to(z.dtype) if few else read)
-        out = self.write(h, index, weights, few)
+        h = self.inner(read.to(z.dtype) if at_once else read)
+        out = self.write(h, index, weights, at_once)
         if self.write_u is None:
             return out.to(z.dtype)
         v = None if self.write_v is None else self._of_slots(self.write_v, index)

@@ -21,7 +21,7 @@ from icl_patch.attached import AttachedBlock
 from icl_patch.attention import Override
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import vocabulary
-from icl_patch.overriding import Forward, is_plain_linear, linear_forward, overridable, overriding
+from icl_patch.overriding import Forward, is_plain_linear, linear_forward, overridable, overriding, what_runs
 
 _IMPLEMENTATION = "sdpa"
 
@@ -80,11 +80,12 @@ class FoldedStreams:
         ends = [(module, _first_stream(module.forward)) for module in self._blocks[:-1]]
         last = (self._blocks[-1], _both_streams(self._blocks[-1].forward))
         self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends, last]
+        self._model, self._traced = model, what_runs(model)
 
     @property
     def fresh(self) -> bool:
-        """Whether the modules still run the forwards that were traced."""
-        return all(overridable(module) for module, _ in self._forwards)
+        """Whether the model still runs what was traced."""
+        return self._traced == what_runs(self._model)
 
     @contextmanager
     def run(self, slot: Tensor | None) -> Iterator[None]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
@@ -26,6 +25,7 @@ from icl_patch.decoding import Decoding, Feed, Pass, Step
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.experts import PatchedScaledExperts
 from icl_patch.notes import Notes
+from icl_patch.overriding import what_runs
 from icl_patch.regions import Regions
 
 _LEAST = 32  # tokens
@@ -205,15 +205,8 @@ def roomy(tokens: int) -> int:
 
 
 def _traced(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a trace of the model depends on: its modules, their hooks (by numbers that are never given twice), their settings, and where
-    its weights lie."""
-    found: list[Any] = [x.data_ptr() for x in (*model.parameters(), *model.buffers())]
-    found += (*_global_forward_pre_hooks, *_global_forward_hooks, model.config._attn_implementation)
-    for module in model.modules():
-        names = vars(module)
-        found += (module, *module._forward_pre_hooks, *module._forward_hooks, names.get("forward"))
-        found += (x for x in names.values() if isinstance(x, bool | int | float | str))
-    return tuple(found)
+    """What a trace of the model depends on: what it runs, and where its weights lie."""
+    return (*(x.data_ptr() for x in (*model.parameters(), *model.buffers())), *what_runs(model))
 
 
 def check_fixable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> None:

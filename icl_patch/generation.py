@@ -17,7 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import metrics, streams
-from icl_patch.decoding import Decoded, Decoding, Way, decode_one_token, folded_streams, prefill
+from icl_patch.decoding import Decoded, Decoding, Way, decode_one_token, folded_streams, has_ties, prefill
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import check_length, check_vocabulary, position_limit
 from icl_patch.fixed import check_fixable, fix
@@ -291,7 +291,7 @@ def _way(patcher: ContextPatcher, options: Options) -> Way:
             if wanted:
                 raise ValueError(f"expected an update of one pass with {name}=True, {patcher.update!r} takes two passes on this model")
         return Way.CLOSING
-    if options.fast is not False:
+    if options.fast or (options.fast is None and not has_ties(patcher)):
         try:
             folded_streams(patcher)
         except UnsupportedModelError:

@@ -58,6 +58,8 @@ class PatchedModule(nn.Module):
         # past torch's bookkeeping of parameters and modules: a decode step sets hundreds of these
         if name in self._STATE:
             object.__setattr__(self, name, value)
+        elif name in vars(self.__dict__.get("base_layer", self)) and name not in vars(self) and not hasattr(type(self), name):
+            setattr(self.base_layer, name, value)  # where it is read
         else:
             super().__setattr__(name, value)
 

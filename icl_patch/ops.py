@@ -558,7 +558,7 @@ def _check_experts(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | Non
         raise TypeError(f"expected out_dtype fp64, fp32, bf16 or fp16, got {out_dtype}")
     if expert.device != x.device:
         raise ValueError(f"expected expert on {x.device}, got {expert.device}")
-    if expert.is_cuda or expert.is_meta or is_traced() or not expert.numel():  # as in _check_factors
+    if expert.is_cuda or expert.is_meta or is_traced() or is_transformed() or not expert.numel():  # as in _check_factors
         return
     if not 0 <= int(expert.min()) <= int(expert.max()) < len(weight):
         raise ValueError(f"expected expert from 0 to {len(weight) - 1}, got {int(expert.min())} to {int(expert.max())}")

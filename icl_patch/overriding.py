@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from transformers import PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.families import Block
@@ -35,6 +37,18 @@ def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
                 del names["forward"]
             else:
                 names["forward"] = before
+
+
+def what_runs(model: PreTrainedModel) -> list[Any]:
+    """What a pass of the model runs beside its weights: its modules and those beneath patched ones, their hooks (by numbers that are never
+    given twice), forwards and settings."""
+    found: list[Any] = [*_global_forward_pre_hooks, *_global_forward_hooks, model.config._attn_implementation]
+    for module in model.modules():
+        for part in (module, module.base_layer) if isinstance(module, PatchedModule) else (module,):
+            names = vars(part)
+            found += (part, *part._forward_pre_hooks, *part._forward_hooks, names.get("forward"))
+            found += (x for x in names.values() if isinstance(x, bool | int | float | str))
+    return found
 
 
 def untouched(module: nn.Module) -> bool:

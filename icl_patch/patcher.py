@@ -427,7 +427,8 @@ class ContextPatcher(Passes):
             streamer: gets the prompt now and every token as it is chosen.
             logits: which logits are chosen from: ``"reduced"``, the reduced stream's; ``"context"``, the context stream's; ``"replay"``,
                 those of a replay of every step's patch, without context.
-            fast: whether both streams share one cache of B rows, see :mod:`icl_patch.fast`; None: where the model allows it.
+            fast: whether both streams share one cache of B rows, see :mod:`icl_patch.fast`; None: where the model allows it, but for
+                mixtures of experts in bf16 and fp16, whose replays may choose other experts then.
             patches: whether the steps keep what their patches are made of.
             check_every: replay every so many-th step without context and report the difference as ``step.check``; 0 for never.
             prefill_chunk: so many tokens of the context a pass; all at once by default.

@@ -32,12 +32,12 @@ def record_experts(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, in
     _note_index(recorder, layer, index_own, index_ctx)
     weights = recorder.split(weights)[1].flatten(0, 1)
     z_ctx, z_own, chosen = (x.flatten(0, 1) for x in (z_ctx, z_own, index_own))
-    few = layer.is_few(z, recorder.rows)
-    read = layer.read(z_own, chosen, few)
+    at_once = layer.is_at_once(z, *recorder.shape)
+    read = layer.read(z_own, chosen, at_once)
     if recorder.form.reads:
-        read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, few))
-    h = layer.inner(read.to(z.dtype) if few else read)
-    out = recorder.unflat(layer.write(h, chosen, weights, few))
+        read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, at_once))
+    h = layer.inner(read.to(z.dtype) if at_once else read)
+    out = recorder.unflat(layer.write(h, chosen, weights, at_once))
     return recorder.join(out_ctx, _end(recorder, layer, h, weights, out), z)
 
 
@@ -48,14 +48,14 @@ def _record_step(recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, inde
     _note_index(recorder, layer, index_own, index_ctx)
     if recorder.form.reads:
         # the context's rows by the experts of either stream, which should be the same ones
-        read = layer.read(torch.cat([z, z[:rows]]), torch.cat([index, index[rows:]]), few=True)
+        read = layer.read(torch.cat([z, z[:rows]]), torch.cat([index, index[rows:]]), at_once=True)
         own = _read(recorder, layer, z, read[rows : 2 * rows], read[2 * rows :])
     else:
-        read = layer.read(z, index, few=True)
+        read = layer.read(z, index, at_once=True)
         own = read[rows:]
     h = layer.inner(own.to(z.dtype))  # of as many rows as in a replay: torch's exp has other bits in other places
     both = torch.cat([layer.inner(read[:rows].to(z.dtype)), h])
-    out_ctx, out = recorder.split(layer.write(both, index, weights, few=True))
+    out_ctx, out = recorder.split(layer.write(both, index, weights, at_once=True))
     return recorder.join(out_ctx, _end(recorder, layer, h, weights[rows:], out), z)
 
 

@@ -116,13 +116,16 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None
     wide, expert = accumulation_dtype(x), expert.long()
     rows = (x.unsqueeze(1) if x.dim() == 2 else x).to(wide).expand(*expert.shape, -1)
     if gather:
+        there = (expert >= 0) & (expert < len(weight))
+        expert = torch.where(there, expert, 0)
         made = (weight[expert].to(wide) @ rows.unsqueeze(-1)).squeeze(-1)
     else:
         made = rows.new_zeros(*expert.shape, weight.shape[1])
         for number in expert.unique().tolist():
             slots = expert == number
             made[slots] = F.linear(rows[slots], weight[number].to(wide))
-    return (made if bias is None else made + bias[expert].to(wide)).to(out_dtype)
+    made = made if bias is None else made + bias[expert].to(wide)
+    return (torch.where(there.unsqueeze(-1), made, 0) if gather else made).to(out_dtype)
 
 
 def read_direction(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -107,6 +107,20 @@ def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
         assert len(patcher.fixed) == 2
 
 
+def test_another_setting_beneath_a_patched_module_makes_another_step(traces: list[Any]) -> None:
+    """Of a router, and a hook on the matrix of a reader, which are no modules of the attached model."""
+    model = zoo.build("qwen3_moe")
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    with ContextPatcher(model, "stable") as patcher:
+        before = steps_of(patcher, compiled=True)
+        for gate in gates:
+            gate.norm_topk_prob = not gate.norm_topk_prob
+        after = steps_of(patcher, compiled=True)
+        same(after, steps_of(patcher))
+    assert metrics.linf(after[0].logits, before[0].logits).max() > 1e-3
+    assert len(traces) == 2
+
+
 def test_another_hook_makes_another_step(traces: list[Any]) -> None:
     model = small("llama")
     with ContextPatcher(model, "stable") as patcher:

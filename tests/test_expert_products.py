@@ -84,6 +84,24 @@ def test_gradients() -> None:
         torch.testing.assert_close(own.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_mapped_over_what_is_chosen() -> None:
+    of = expert_products.case((3, 2, 4, 5, 7), torch.float32, False, True)
+    stack = torch.stack([of.expert, of.expert.flip(0)])
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            found = torch.func.vmap(lambda expert: ops.expert_linear(of.x, of.weight, expert, of.bias))(stack)
+            expected = torch.stack([ops.expert_linear(of.x, of.weight, expert, of.bias) for expert in stack])
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_nobody_can_look_at_is_not_another_experts() -> None:
+    """Where the experts are traced, one that there is not gives 0 or an error."""
+    of = expert_products.case((3, 2, 4, 5, 7), torch.float32, False, True)
+    for wrong in (-1, 4):
+        out = reference.expert_linear(of.x, of.weight, of.expert.clone().fill_(wrong), of.bias, torch.float32, gather=True)
+        assert not out.any()
+
+
 @needs_native
 @pytest.mark.parametrize("name", [name for name in FLOATS if name != "fp64"])
 def test_registration(name: str) -> None:

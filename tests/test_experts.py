@@ -66,9 +66,10 @@ def test_no_matrix_of_an_experts_size_is_made(family: str, implementation: str) 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "granitemoe"])
 def test_a_replay_has_the_bits_of_its_step(family: str) -> None:
     """In bf16 a router's ties are decided by rounding: a replay that rounds otherwise would choose experts that have no factors."""
-    for seed in range(3):
+    for seed, rows in enumerate((1, 2, 66)):
         with ContextPatcher(zoo.build(family, seed, torch.bfloat16), "stable") as patcher:
-            for step in patcher.generate(tokens(seed, 2, 8), max_new_tokens=4, fast=False, eos_token_id=None):
+            for step in patcher.generate(tokens(seed, rows, 8), max_new_tokens=3, fast=None, eos_token_id=None):
+                assert step.way == "two streams"
                 assert torch.equal(patcher.replay(step.patch)[0][:, -1], step.logits)
 
 
@@ -98,6 +99,18 @@ def test_a_step_reads_the_matrices_of_both_streams_at_once(family: str, monkeypa
     assert len(calls) == 2 * (len(mixtures) - 1)
     assert seen
     assert metrics.linf(other.logits, step.logits).max() <= 1e-5
+
+
+def test_a_setting_that_is_made_on_attached_experts_is_theirs() -> None:
+    model, ids = zoo.build("gpt_oss"), tokens(0, 1, 6)
+    with ContextPatcher(model) as patcher:
+        model.model.layers[0].mlp.experts.limit = 0.1
+        with torch.no_grad():
+            changed = model(ids).logits
+        assert "limit" not in vars(patcher.blocks[0].experts)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, changed)
+    assert model.model.layers[0].mlp.experts.limit == 0.1
 
 
 def test_which_modules_are_experts_and_routers() -> None:

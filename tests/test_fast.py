@@ -92,6 +92,37 @@ def test_the_trial_notices_a_wrong_stream(fault: str, family: str, monkeypatch: 
     before.check(model)
 
 
+def test_a_fault_that_begins_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two of the trial's six replays: those of the longest context."""
+    alone = FoldedStreams._alone
+
+    def wrong(self: FoldedStreams, made: torch.Tensor, query: torch.Tensor, value: torch.Tensor, given: dict) -> None:
+        alone(self, made, query, value, given)
+        if value.shape[2] >= 9:
+            self._reduced = 3 * self._reduced
+
+    monkeypatch.setattr(FoldedStreams, "_alone", wrong)
+    for family in ("llama", "mixtral"):
+        expected = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
+        with ContextPatcher(zoo.build(family), "stable") as patcher, expected:
+            folded_streams(patcher)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp.experts", "mlp.gate"])
+def test_a_hook_that_is_put_there_later(name: str) -> None:
+    """It is tried again: what a hook does to both streams, the writers cannot know of."""
+    model = zoo.build("mixtral")
+    with ContextPatcher(model, "stable") as patcher:
+        arguments: dict = {"max_new_tokens": 2, "fast": None, "check_every": 1, "eos_token_id": None}
+        assert {step.way for step in patcher.generate(IDS, **arguments)} == {"fast"}
+        module = model.model.layers[1].get_submodule(name)
+        scaled = (lambda out: (out[0], 1.5 * out[1], out[2])) if name == "mlp.gate" else (lambda out: 1.5 * out)
+        hook = module.register_forward_hook(lambda _module, _args, out: scaled(out))
+        assert max(float(step.check.linf.max()) for step in patcher.generate(IDS, **arguments)) <= 1e-4
+        hook.remove()
+        assert {step.way for step in patcher.generate(IDS, **arguments)} == {"fast"}
+
+
 def test_a_forward_that_is_put_there_later() -> None:
     """Is run, and is there afterwards."""
     model = small("llama")
