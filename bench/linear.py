@@ -40,7 +40,9 @@ SHAPES = {
     "Llama-3-70B down": (8192, 28672),
     "Qwen3-0.6B up": (3072, 1024),
     "Qwen3-0.6B down": (1024, 3072),
+    "GPT-2 XL up, Conv1D": (6400, 1600),
 }
+CONV1D = "Conv1D"  # of a matrix that is stored as (K, N)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 RANKS = (1, 4, 16)
 DTYPES = (torch.bfloat16, torch.float32)
@@ -96,7 +98,7 @@ def _headline(setting: Setting) -> bool:
 
 def _quick_on_cpu(setting: Setting) -> bool:
     """On a CPU: weights from 16 MB to 0.23 GB; other ranks and many rows at the smallest."""
-    if setting.matrix not in ("Gemma-3-1B up", "Gemma-3-1B down", "Gemma-3-4B up", "Llama-3-8B up"):
+    if setting.matrix not in ("Gemma-3-1B up", "Gemma-3-1B down", "Gemma-3-4B up", "Llama-3-8B up", "GPT-2 XL up, Conv1D"):
         return False
     if setting.matrix == "Gemma-3-1B up":
         return setting.rank == 1 or setting.rows in (1, 2)
@@ -141,6 +143,8 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
     """What is timed in one case, on operands of the size that a model has."""
     (n, k), rows, rank, dtype = setting.shape, setting.rows, setting.rank, setting.dtype
     weights = cold(device, setting.shape, dtype)
+    if CONV1D in setting.matrix:
+        weights = [weight.view(k, n).T for weight in weights]
     rng = torch.Generator(device).manual_seed(1)
     z, u, v = (torch.randn(size, generator=rng, device=device) for size in ((rows, k), (rows, rank, n), (rows, rank, k)))
     z, v = z.to(dtype), v / k**0.5  # a patch as large as the plain output: one that is missing shows
@@ -207,7 +211,8 @@ def _term(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 def _read(weight: Tensor) -> Tensor:
     """The sum of what lies there, in words of fp32: torch's fastest read."""
-    return weight.flatten()[: weight.numel() // 2 * 2].view(torch.float32).sum()
+    stored = weight if weight.is_contiguous() else weight.T
+    return stored.flatten()[: weight.numel() // 2 * 2].view(torch.float32).sum()
 
 
 def _unfused(z: Tensor, u: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:

@@ -278,31 +278,74 @@ ICL_PATCH_CALLABLE Lanes widen_some(const typename W::Type* from, int64_t count)
   return W::widen(padded);
 }
 
-// W as (K, N): a block of columns, the rows of W one after another. Partial sums of kDepth rows, for the rounding's sake.
+// totals[m] += z[m] · w over `depth` rows of W, for kStrip vectors of columns; of the last one `count` columns are there. `ahead` is what
+// is read next, at the same stride: what lies beside the strip is too far from it for the hardware to guess.
+template <class W, int kRows, int kStrip>
+ICL_PATCH_CALLABLE void accumulate_strip(const typename W::Type* w, int64_t stride, const float* z, int64_t z_stride, int64_t depth,
+                                         int64_t count, const typename W::Type* ahead, float* totals, int64_t totals_stride) {
+  Lanes sums[kRows][kStrip] = {};
+  const auto step = [&](int64_t k, auto load) __attribute__((always_inline)) {
+    for (int i = 0; i < kStrip; ++i) {
+      const Lanes weights = load(w + k * stride + i * kLanes);
+      if (ahead) __builtin_prefetch(ahead + k * stride + i * kLanes, 0, 3);
+      for (int m = 0; m < kRows; ++m) sums[m][i] += weights * z[m * z_stride + k];
+    }
+  };
+  if (count == kLanes)
+    for (int64_t k = 0; k < depth; ++k) step(k, [](const typename W::Type* from) __attribute__((always_inline)) { return W::widen(from); });
+  else
+    for (int64_t k = 0; k < depth; ++k) step(k, [=](const typename W::Type* from) __attribute__((always_inline)) { return widen_some<W>(from, count); });
+  for (int m = 0; m < kRows; ++m)
+    for (int i = 0; i < kStrip; ++i) {
+      float* to = totals + m * totals_stride + i * kLanes;
+      const Lanes total = vector_at<Lanes>(to) + sums[m][i];
+      memcpy(to, &total, sizeof total);
+    }
+}
+
+constexpr int kColumnRows = kLanes == 16 ? 4 : 2;  // rows of z whose sums of a strip fit the registers
+
+template <class W, int kStrip, int kRows = kColumnRows>
+ICL_PATCH_CALLABLE void accumulate_strips(int64_t rows, const typename W::Type* w, int64_t stride, const float* z, int64_t z_stride,
+                                          int64_t depth, int64_t count, const typename W::Type* ahead, float* totals, int64_t totals_stride) {
+  if constexpr (kRows > 1)
+    if (rows < kRows) return accumulate_strips<W, kStrip, kRows - 1>(rows, w, stride, z, z_stride, depth, count, ahead, totals, totals_stride);
+  accumulate_strip<W, kRows, kStrip>(w, stride, z, z_stride, depth, count, ahead, totals, totals_stride);
+}
+
+// W as (K, N): kDepth rows of it after the others, over as many columns as the sums of the rows of z leave room for in the first-level
+// cache, so that few rows of z read whole rows of W. In strips, whose sums stay in registers.
 template <class W>
 void columns_of_weight(const Linear& call, const float* z, int64_t z_stride, const Epilogue& epilogue, int64_t begin, int64_t end) {
-  constexpr int64_t kDepth = 64;
+  constexpr int64_t kDepth = 16, kStrip = 4, kWidth = kStrip * kLanes;
   const auto* weight = static_cast<const typename W::Type*>(call.weight);
-  alignas(sizeof(Lanes)) float totals[kMaxRows][kColumns], parts[kMaxRows][kColumns], row[kColumns];
-  for (int64_t first = begin; first < end; first += kColumns) {
-    const int64_t count = std::min(kColumns, end - first);
-    memset(totals, 0, call.rows * sizeof totals[0]);
-    for (int64_t depth = 0; depth < call.k; depth += kDepth) {
-      memset(parts, 0, call.rows * sizeof parts[0]);
-      for (int64_t k = depth; k < std::min(depth + kDepth, call.k); ++k) {
-        const auto* from = weight + k * call.weight_stride + first;
-        int64_t i = 0;
-        for (; i + kLanes <= count; i += kLanes) *reinterpret_cast<Lanes*>(row + i) = W::widen(from + i);
-        if (i < count) *reinterpret_cast<Lanes*>(row + i) = widen_some<W>(from + i, count - i);
-        for (int64_t m = 0; m < call.rows; ++m) {
-          const float factor = z[m * z_stride + k];
-          for (int64_t j = 0; j < count; ++j) parts[m][j] += factor * row[j];
+  const int64_t stride = call.weight_stride, columns = kMaxRows / call.rows * kColumns;
+  alignas(sizeof(Lanes)) float totals[kMaxRows * kColumns];
+  for (int64_t first = begin; first < end; first += columns) {
+    const int64_t count = std::min(columns, end - first);
+    memset(totals, 0, call.rows * columns * sizeof totals[0]);
+    for (int64_t k = 0; k < call.k; k += kDepth) {
+      const int64_t depth = std::min(kDepth, call.k - k);
+      const auto* w = weight + k * stride + first;
+      const auto* below = w + (k + 2 * kDepth <= call.k ? depth * stride : 0);
+      for (int64_t column = 0; column < count;) {
+        const bool whole = column + kWidth <= count;
+        const int64_t width = whole ? kWidth : std::min<int64_t>(kLanes, count - column);
+        const auto* ahead = column + width < count ? w + column + width : below;
+        for (int64_t m = 0; m < call.rows; m += kColumnRows) {
+          const int64_t rows = std::min<int64_t>(kColumnRows, call.rows - m);
+          const float* from = z + m * z_stride + k;
+          float* to = totals + m * columns + column;
+          if (whole)
+            accumulate_strips<W, kStrip>(rows, w + column, stride, from, z_stride, depth, kLanes, m ? nullptr : ahead, to, columns);
+          else
+            accumulate_strips<W, 1>(rows, w + column, stride, from, z_stride, depth, width, m ? nullptr : ahead, to, columns);
         }
+        column += width;
       }
-      for (int64_t m = 0; m < call.rows; ++m)
-        for (int64_t j = 0; j < count; ++j) totals[m][j] += parts[m][j];
     }
-    epilogue(&totals[0][0], kColumns, first, count);
+    for (int64_t column = 0; column < count; column += kColumns)
+      epilogue(totals + column, columns, first + column, std::min(kColumns, count - column));
   }
 }
 

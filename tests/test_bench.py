@@ -307,7 +307,7 @@ def test_every_call_reads_another_weight_each_time(small: None) -> None:
 
 def test_the_grids() -> None:
     every = linear.settings(CPU, False)
-    assert len(every) == len(set(every)) == 14 * 2 * 3 * 8
+    assert len(every) == len(set(every)) == 15 * 2 * 3 * 8
     for device in (CPU, torch.device("meta")):
         assert set(linear.settings(device, True)) < set(every)
     for name in BENCHMARKS:
