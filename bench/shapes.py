@@ -70,7 +70,7 @@ class Shape:
 
 
 CPU_SHAPE = Shape("0.22B", Qwen3Config, 1024, 3072, 12, 16, 8, 128, 32000)
-CPU_MIXTURE = Shape("0.25B mixture", Qwen3MoeConfig, 768, 512, 6, 12, 4, 64, 8192, experts=32, chosen=4)
+CPU_MIXTURE = Shape("0.25B-mixture", Qwen3MoeConfig, 768, 512, 6, 12, 4, 64, 8192, experts=32, chosen=4)
 GPU_SHAPES = (
     Shape("Qwen3-0.6B", Qwen3Config, 1024, 3072, 28, 16, 8, 128, 151936),
     Shape("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, 26, 4, 1, 256, 262144, 512),
