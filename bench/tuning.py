@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch.bench.harness import InTurn, compare, reason
-from icl_patch.bench.linear import SHAPES, cold
+from icl_patch.bench.linear import CONV1D, SHAPES, cold
 from icl_patch.bench.results import environment, write_whole
 from icl_patch.kernels import tuning
 from icl_patch.kernels.config import DTYPES, REGIMES, STREAM, Config, Entry, dump, entries_for, gpu_name, slug
@@ -39,7 +39,8 @@ class Plan:
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """(N, K) of the weights to measure."""
-        return [shape for name, shape in SHAPES.items() if not self.quick or name in QUICK_SHAPES]
+        stored = {name: shape for name, shape in SHAPES.items() if CONV1D not in name}
+        return [shape for name, shape in stored.items() if not self.quick or name in QUICK_SHAPES]
 
     def rows(self, regime: str) -> tuple[int, ...]:
         """The numbers of rows a regime is measured at: one configuration serves them all, as it fixes the order of summation."""

@@ -18,7 +18,9 @@ from icl_patch import kernels, reference
 from icl_patch.kernels import INTERPRETED, Config, config_for
 from icl_patch.kernels.linear import launch_linear
 
-every_float = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+# the interpreter, which is slow, knows two kinds of number: wide ones and narrow ones
+SOME = {name: dtype for name, dtype in DTYPES.items() if name != "fp16" or not INTERPRETED}
+every_float = pytest.mark.parametrize("dtype", SOME.values(), ids=SOME)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -242,7 +244,7 @@ def documented_order(z: Tensor, v: Tensor, fused: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("dot", [False, True], ids=["fma", "dot"])
-@every_float
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_both_kernels_serve_every_dtype(dtype: torch.dtype, dot: bool) -> None:
     case = linear_case("row", (3, 33, 200), 1, dtype)
     config = Config(dot=dot, block_m=16, block_n=16, block_k=64, num_warps=4, num_stages=2)

@@ -64,7 +64,7 @@ def test_fp32_replay_matches(update: str, family: str, seed: int, arguments: str
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exact_replay_is_bit_identical(family: str, dtype: torch.dtype, attention: str, arguments: str) -> None:
-    for seed in range(2) if attention == "sdpa" else (2,):
+    for seed in range(2) if attention == "sdpa" and dtype in (torch.float32, torch.bfloat16) else (2,):
         model, inputs = build(family, seed, dtype, attention=attention), case(arguments, seed)
         reference = untouched_logits(model, inputs)
         with ContextPatcher(model, "exact") as patcher:
