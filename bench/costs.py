@@ -215,6 +215,6 @@ def weight_bytes(model: PreTrainedModel, patch: ContextPatch) -> int:
     for block, layer in zip(patch.blocks, patch.layers, strict=True):
         if block.form.experts is not None:
             experts: Any = model.get_submodule(block.path_of(block.form.experts))
-            chosen = layer[f"{block.form.experts}.index"].unique().tolist()
-            apart += sum(matrices.nbytes - matrices[chosen].nbytes for matrices in experts.parameters())
+            chosen = layer[f"{block.form.experts}.index"].unique().numel()
+            apart += sum((len(matrices) - chosen) * matrices[0].nbytes for matrices in experts.parameters())
     return sum(parameter.nbytes for parameter in model.parameters()) - apart

@@ -141,15 +141,16 @@ def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, devic
     if no_peft() is None and not shape.experts:
         seen.append(twin(models.plain))
         calls[PEFT] = Later(lambda: lora_step(seen[-1], patch, plain))
+    nbytes = weight_bytes(models.plain, patch)
     return Comparison(
         ours=OURS,
         calls=calls,
         check=lambda name, logits: relative_error(logits, expected[name in APPLIED], rounded if name in (*NAIVE, PEFT) else limit),
-        nbytes=dict.fromkeys(calls, weight_bytes(models.plain, patch)),
+        nbytes=dict.fromkeys(calls, nbytes),
         ceiling=ceiling(device),
         units=dict.fromkeys(calls, batch),
         unit="tokens",
-        notes={"weights MB": weight_bytes(models.plain, patch) / 1e6},
+        notes={"weights MB": nbytes / 1e6},
         apart=[name for name in calls if ids.is_cuda and "compiled" in name],  # the others are there when the compiler has only begun
         costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
         most_seconds=6.0,

@@ -526,15 +526,20 @@ def _check_patched_linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Non
     _check_matrix("weight", weight)
     if weight.shape[1] != z.shape[1]:
         raise ValueError(f"expected weight (N, {z.shape[1]}), got {tuple(weight.shape)}")
-    if weight.dtype != z.dtype:
-        raise TypeError(f"expected weight in z's dtype {z.dtype}, got {weight.dtype}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"expected bias ({weight.shape[0]},), got {tuple(bias.shape)}")
-    _check_floats(z=z, weight=weight)
+    _check_operands("z", z, weight, bias)
+
+
+def _check_operands(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """What products of x by one weight (N, K) and by several (E, N, K) share."""
+    if weight.dtype != x.dtype and weight.dtype in _FLOATS and x.dtype in _FLOATS:
+        raise TypeError(f"expected weight in {name}'s dtype {x.dtype}, got {weight.dtype}")
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise ValueError(f"expected bias {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}")
+    _check_floats(**{name: x}, weight=weight)
     if bias is not None:
-        _check_floats(z=z, bias=bias)
-        if bias.dtype != z.dtype:
-            raise TypeError(f"expected bias in z's dtype {z.dtype}, got {bias.dtype}")
+        _check_floats(**{name: x}, bias=bias)
+        if bias.dtype != x.dtype:
+            raise TypeError(f"expected bias in {name}'s dtype {x.dtype}, got {bias.dtype}")
 
 
 def _check_experts(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
@@ -545,15 +550,7 @@ def _check_experts(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | Non
             f"expected x ({len(expert)}, K) or ({len(expert)}, {expert.shape[1]}, K) and weight (E, N, K),"
             f" got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    _check_floats(x=x, weight=weight)
-    if weight.dtype != x.dtype:
-        raise TypeError(f"expected weight in x's dtype {x.dtype}, got {weight.dtype}")
-    if bias is not None:
-        if bias.shape != weight.shape[:2]:
-            raise ValueError(f"expected bias {tuple(weight.shape[:2])}, got {tuple(bias.shape)}")
-        _check_floats(x=x, bias=bias)
-        if bias.dtype != x.dtype:
-            raise TypeError(f"expected bias in x's dtype {x.dtype}, got {bias.dtype}")
+    _check_operands("x", x, weight, bias)
     if out_dtype is not None and out_dtype not in _FLOATS:
         raise TypeError(f"expected out_dtype fp64, fp32, bf16 or fp16, got {out_dtype}")
     if expert.device != x.device:

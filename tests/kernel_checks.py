@@ -18,7 +18,7 @@ from icl_patch import kernels, reference
 from icl_patch.kernels import INTERPRETED, Config, config_for
 from icl_patch.kernels.linear import launch_linear
 
-# the interpreter, which is slow, knows two kinds of number: wide ones and narrow ones
+# bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there: test_both_kernels_serve_every_dtype, test_one_rounding
 SOME = {name: dtype for name, dtype in DTYPES.items() if name != "fp16" or not INTERPRETED}
 every_float = pytest.mark.parametrize("dtype", SOME.values(), ids=SOME)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)

@@ -117,8 +117,11 @@ def test_another_setting_beneath_a_patched_module_makes_another_step(traces: lis
             gate.norm_topk_prob = not gate.norm_topk_prob
         after = steps_of(patcher, compiled=True)
         same(after, steps_of(patcher))
-    assert metrics.linf(after[0].logits, before[0].logits).max() > 1e-3
-    assert len(traces) == 2
+        assert metrics.linf(after[0].logits, before[0].logits).max() > 1e-3
+        assert len(traces) == 2
+        patcher.blocks[2].readers["mlp.up_proj"].base_layer.register_forward_hook(lambda _module, _args, out: 1.5 * out)
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+    assert len(traces) == 3
 
 
 def test_another_hook_makes_another_step(traces: list[Any]) -> None:

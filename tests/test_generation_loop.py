@@ -409,8 +409,9 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
                 patcher.generate(ids, position_ids=others, **arguments)
         with pytest.raises(ValueError, match="expected a static cache or none, got a DynamicCache"):
             patcher.generate(ids, past_key_values=DynamicCache(), **arguments)
-        with pytest.raises((ValueError, RuntimeError), match=r"expected a dynamic or a static cache, got offloaded|create a new Stream"):
-            patcher.generate(ids, cache_implementation="offloaded", **arguments)  # a torch with CUDA may fail before we are asked
+        if torch.version.cuda is None or torch.cuda.is_available():  # else transformers fails for want of a device before we are asked
+            with pytest.raises(ValueError, match="expected a dynamic or a static cache, got offloaded"):
+                patcher.generate(ids, cache_implementation="offloaded", **arguments)
         with pytest.raises(ValueError, match="expected no assistant_model"):
             patcher.generate(IDS, assistant_model=patcher.model)
         with pytest.raises(TypeError, match="expected context_mask, got attention_mask"):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from icl_patch.kernels import library
 from icl_patch.kernels.config import STREAM, Config, config_for, gpu_name
-from icl_patch.kernels.launching import FLOATS, Launch, ceil_div, check, check_floats, dtype_of, needs_op, serve
+from icl_patch.kernels.launching import Launch, ceil_div, check, dtype_of, needs_op, serve
+from icl_patch.kernels.linear import check_operands
 from icl_patch.kernels.linear_kernels import _add_lanes, _add_products
 
 
@@ -127,11 +128,5 @@ def _check(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_d
     good = weight.dim() == 3 and x.shape in ((len(expert), weight.shape[2]), (*expert.shape, weight.shape[2]))
     if not good:
         raise ValueError(f"expected x (M, K) or (M, k, K) and weight (E, N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    check_floats(x, x=x, weight=weight, bias=bias)
+    check_operands("x", x, weight, bias, out_dtype)
     check(expert.device == x.device, f"expert on {x.device}", expert.device)
-    check(weight.dtype == x.dtype, f"weight in x's dtype {x.dtype}", weight.dtype, TypeError)
-    if bias is not None:
-        check(bias.shape == weight.shape[:2], f"bias {tuple(weight.shape[:2])}", bias.shape)
-        check(bias.dtype == x.dtype, f"bias in x's dtype {x.dtype}", bias.dtype, TypeError)
-    if out_dtype is not None:
-        check(out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)

@@ -237,11 +237,16 @@ def check_linear(z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torc
     """Raise for what does not fit."""
     if z.dim() != 2 or weight.dim() != 2 or z.shape[1] != weight.shape[1]:
         raise ValueError(f"expected z (M, K) and weight (N, K), got {tuple(z.shape)} and {tuple(weight.shape)}")
-    check_floats(z, z=z, weight=weight, bias=bias)
-    check(weight.dtype == z.dtype, f"weight in z's dtype {z.dtype}", weight.dtype, TypeError)
+    check_operands("z", z, weight, bias, out_dtype)
+
+
+def check_operands(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    """Raise for dtypes, devices and a bias that do not fit a product of x by one weight (N, K), or by several (E, N, K)."""
+    check_floats(x, **{name: x}, weight=weight, bias=bias)
+    check(weight.dtype == x.dtype, f"weight in {name}'s dtype {x.dtype}", weight.dtype, TypeError)
     if bias is not None:
-        check(bias.shape == weight.shape[:1], f"bias ({weight.shape[0]},)", bias.shape)
-        check(bias.dtype == z.dtype, f"bias in z's dtype {z.dtype}", bias.dtype, TypeError)
+        check(bias.shape == weight.shape[:-1], f"bias {tuple(weight.shape[:-1])}", bias.shape)
+        check(bias.dtype == x.dtype, f"bias in {name}'s dtype {x.dtype}", bias.dtype, TypeError)
     if out_dtype is not None:
         check(out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)
 
