@@ -50,7 +50,7 @@ build/peft: | $(RUN)
 
 bench: $(RUN) build/peft ## time the kernels beside what they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
-	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
+	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
 figures: $(RUN) ## draw the benchmarks' tables and pictures, and the README's table, again from their numbers
 	$(RUN) -m icl_patch bench --plots --out bench/results
@@ -87,7 +87,7 @@ format: $(RUN) ## let ruff format the code
 	$(RUN) -m ruff format .
 
 train: $(RUN) ## train the embedded model again, into build/embedded (less than half an hour)
-	$(RUN) -m icl_patch.embedded.train build/embedded
+	$(RUN) -m icl_patch.evaluation.embedded.train build/embedded
 
 clean: ## remove what make made, .venv included
 	rm -rf build .venv *.egg-info icl_patch/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache

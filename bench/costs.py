@@ -1,7 +1,10 @@
-"""What a decode step costs beside its time, from passes that are not timed: operators or launches, time by part, memory.
+"""What a decode step costs beside its time, from passes that are not timed: operators or launches,
+time by part, memory.
 
-Parts are told apart by the module that runs (attention, readers, writer, head) and by the operators of the RMSNorm inversion. In a
-compiled step no module runs: there the shapes of a matrix product tell whose weight it reads, and what the compiler has fused is the rest.
+Parts are told apart by the module that runs (attention, readers, writer, head) and by the operators
+of the RMSNorm inversion. In a
+compiled step no module runs: there the shapes of a matrix product tell whose weight it reads, and
+what the compiler has fused is the rest.
 """
 
 import os
@@ -17,9 +20,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import Cache, PreTrainedModel
 
 from icl_patch import ContextPatch
-from icl_patch.families import Block
+from icl_patch.models.block_spec import Block
 
-# Kineto writes a line to stderr for every start and stop otherwise; it reads this when it first starts.
+# Kineto writes a line to stderr for every start and stop otherwise; it reads this when it first
+# starts.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 PARTS = ("attention", "readers", "experts", "writer", "inversion", "head", "building", "rest")
@@ -33,7 +37,8 @@ class Parts:
     """Which part the modules and the weights of some models on the same weights belong to.
 
     Args:
-        models: of the same class and shape. blocks: theirs; their context layers are called ``self_attn``.
+        models: of the same class and shape. blocks: theirs; their context layers are called
+            ``self_attn``.
     """
 
     def __init__(self, models: Iterable[PreTrainedModel], blocks: Iterable[Block]) -> None:
@@ -41,10 +46,14 @@ class Parts:
         self._weights: dict[tuple[int, int], str] = {}  # (K, N) of a weight that maps K to N
         for model in models:
             for block in blocks:
-                form = block.form
-                named = dict.fromkeys(form.readers, "readers") | {"self_attn": "attention"}
-                named |= {name: "writer" for name in (form.down, form.inner_norm, form.post_norm) if name is not None}
-                named |= {} if form.experts is None else {form.experts: "experts"}
+                spec = block.spec
+                named = dict.fromkeys(spec.readers, "readers") | {"self_attn": "attention"}
+                named |= {
+                    name: "writer"
+                    for name in (spec.down, spec.inner_norm, spec.post_norm)
+                    if name is not None
+                }
+                named |= {} if spec.experts is None else {spec.experts: "experts"}
                 for name, part in named.items():
                     self._add(model.get_submodule(block.path_of(name)), part)
             self._add(model.get_output_embeddings(), "head")
@@ -57,8 +66,14 @@ class Parts:
                 self._weights.setdefault((weight.shape[1], weight.shape[0]), part)
 
     def of_shapes(self, shapes: Iterable[Any]) -> str | None:
-        """The part of an operator that multiplies (M, K) by a weight (N, K) or (K, N), by its inputs' shapes."""
-        matrices = [tuple(shape) for shape in shapes if isinstance(shape, (list, tuple)) and len(shape) >= 2 and isinstance(shape[0], int)]
+        """The part of an operator that multiplies (M, K) by a weight (N, K) or (K, N), by its
+        inputs' shapes.
+        """
+        matrices = [
+            tuple(shape)
+            for shape in shapes
+            if isinstance(shape, (list, tuple)) and len(shape) >= 2 and isinstance(shape[0], int)
+        ]
         for x in matrices:
             for weight in matrices:
                 if x is not weight and len(weight) == 2 and x[-1] in weight:
@@ -86,12 +101,16 @@ class Parts:
             yield
 
 
-def profiled(call: Call, parts: Parts, device: torch.device, *, traced: bool = False) -> dict[str, Any]:
-    """The fastest of some calls under ``torch.profiler``; ``traced``: no module of the model's runs in them.
+def profiled(
+    call: Call, parts: Parts, device: torch.device, *, traced: bool = False
+) -> dict[str, Any]:
+    """The fastest of some calls under ``torch.profiler``; ``traced``: no module of the model's runs
+    in them.
 
     Returns:
-        ``parts``: the share of each part in the time of the operators and of what calls them (CPU), or of the kernels (CUDA);
-        ``operator calls`` (CPU: those that no other operator made) or ``launches`` (CUDA: of kernels, copies and graphs).
+        ``parts``: the share of each part in the time of the operators and of what calls them (CPU),
+        or of the kernels (CUDA); ``operator calls`` (CPU: those that no other operator made) or
+        ``launches`` (CUDA: of kernels, copies and graphs).
     """
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -112,11 +131,19 @@ def profiled(call: Call, parts: Parts, device: torch.device, *, traced: bool = F
             steps.setdefault(id(line[-1]), _Seen()).take(line, parts, cuda)
     fastest = min(steps.values(), key=lambda step: sum(step.times.values()))
     if cuda:  # what no operator launched, as the compiler's own kernels
-        seen_there = sum(event.time_range.elapsed_us() for event in seen.events() or () if _is_kernel(event))
-        fastest.times["rest"] += max(0.0, seen_there - sum(sum(step.times.values()) for step in steps.values())) / _REPEATS
+        seen_there = sum(
+            event.time_range.elapsed_us() for event in seen.events() or () if _is_kernel(event)
+        )
+        fastest.times["rest"] += (
+            max(0.0, seen_there - sum(sum(step.times.values()) for step in steps.values()))
+            / _REPEATS
+        )
     whole = sum(fastest.times.values())
     shares = {part: time / whole for part, time in fastest.times.items() if time}
-    return {"parts": shares, **({"launches": fastest.launches} if cuda else {"operator calls": fastest.calls})}
+    return {
+        "parts": shares,
+        **({"launches": fastest.launches} if cuda else {"operator calls": fastest.calls}),
+    }
 
 
 @dataclass
@@ -145,7 +172,9 @@ def _upwards(event: Any) -> Iterator[Any]:
 
 
 def _is_kernel(event: Any) -> bool:
-    return event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith((_MARK, _STEP))
+    return event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(
+        (_MARK, _STEP)
+    )
 
 
 def _is_operator(event: Any) -> bool:
@@ -168,8 +197,9 @@ def _part_of(line: list[Any], parts: Parts) -> str:
 def transient_bytes(call: Call, device: torch.device) -> int:
     """The most memory that a call holds at any time beyond what was held before it.
 
-    On CUDA as torch's allocator says. On a CPU from the allocations and releases of torch's allocator, one by one as its profiler sees
-    them; what a library allocates by itself is not among them.
+    On CUDA as torch's allocator says. On a CPU from the allocations and releases of torch's
+    allocator, one by one as its profiler sees them; what a library allocates by itself is not among
+    them.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -179,7 +209,9 @@ def transient_bytes(call: Call, device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        call()  # what this one leaves is released in the next, which a profiler sees of its own allocations alone
+        # what this one leaves is released in the next, which a profiler sees of its own allocations
+        # alone
+        call()
         with record_function(_STEP):
             call()
     found: Any = seen.profiler
@@ -202,19 +234,24 @@ def cache_bytes(cache: Cache | None) -> int:
         for held in vars(layer).values():
             for tensor in held.values() if isinstance(held, Mapping) else (held,):
                 if isinstance(tensor, torch.Tensor):
-                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                    storages[tensor.untyped_storage().data_ptr()] = (
+                        tensor.untyped_storage().nbytes()
+                    )
     return sum(storages.values())
 
 
 def weight_bytes(model: PreTrainedModel, patch: ContextPatch) -> int:
-    """What a decode step must read: every parameter once, but of an embedding table that is not the head's a row alone, and of experts
-    those that the patch's tokens chose."""
+    """What a decode step must read: every parameter once, but of an embedding table that is not the
+    head's a row alone, and of experts those that the patch's tokens chose.
+    """
     table: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     apart = table.weight.nbytes if table.weight is not head.weight else 0
     for block, layer in zip(patch.blocks, patch.layers, strict=True):
-        if block.form.experts is not None:
-            experts: Any = model.get_submodule(block.path_of(block.form.experts))
-            chosen = layer[f"{block.form.experts}.index"].unique().numel()
-            apart += sum((len(matrices) - chosen) * matrices[0].nbytes for matrices in experts.parameters())
+        if block.spec.experts is not None:
+            experts: Any = model.get_submodule(block.path_of(block.spec.experts))
+            chosen = layer[f"{block.spec.experts}.index"].unique().numel()
+            apart += sum(
+                (len(matrices) - chosen) * matrices[0].nbytes for matrices in experts.parameters()
+            )
     return sum(parameter.nbytes for parameter in model.parameters()) - apart

@@ -1,30 +1,40 @@
-"""A decode step that recomputes and applies every layer's patch, beside the model's own step and the ways it is done otherwise.
+"""A decode step that recomputes and applies every layer's patch, beside the model's own step and
+the ways it is done otherwise.
 
-Random weights of the shape that is named; one step gives every row one token after a context of random tokens, and is taken over and over.
-The choice of the token is not part of it. All ways run in turns, on the same weights and tokens. In the order of the tables:
+Random weights of the shape that is named; one step gives every row one token after a context of
+random tokens, and is taken over and over. The choice of the token is not part of it. All ways run
+in turns, on the same weights and tokens. In the order of the tables:
 
-- `recompute and apply`: ours. `fast` keeps one cache for both streams, `two streams` stacks them, `exact` takes two passes (both where
-  eight caches of the case fit into a GPU's memory). `compiled` is `fast` over a static cache, compiled, on a GPU as a CUDA graph; `CUDA
-  graph` the same, not compiled.
-- `plain step`: the model's own, eager, as `model.generate` takes it. `compiled`: the same through `torch.compile` over a static cache, on a
-  GPU as a CUDA graph; what compiling took, with what the compiler had in its caches, is below the table and not in the times. `CUDA
+- `recompute and apply`: ours. `fast` keeps one cache for both streams, `two streams` stacks them,
+  `exact` takes two passes (both where eight caches of the case fit into a GPU's memory). `compiled`
+  is `fast` over a static cache, compiled, on a GPU as a CUDA graph; `CUDA graph` the same, not
+  compiled.
+- `plain step`: the model's own, eager, as `model.generate` takes it. `compiled`: the same through
+  `torch.compile` over a static cache, on a GPU as a CUDA graph; what compiling took, with what the
+  compiler had in its caches, is below the table and not in the times. `CUDA
   graph`: over the static cache, not compiled, where no window is full.
-- `patch applied`: the model's own step while a given patch is applied in every layer, over the same caches; in the same three forms.
-- `replay of a given patch`: the current token alone with its own patch, through `patcher.forward`; no cache.
-- `W + ΔW built`: Algorithm 1 with materialised matrices, row after row, with a cache and without one. `PEFT, factors swapped`: a LoRA of
-  rank 1 on the same matrices, an adapter a row. Both take a context step, change the weights, and take a reduced step; the arithmetic of
-  the update is not counted.
+- `patch applied`: the model's own step while a given patch is applied in every layer, over the same
+  caches; in the same three forms.
+- `replay of a given patch`: the current token alone with its own patch, through `patcher.forward`;
+  no cache.
+- `W + ΔW built`: Algorithm 1 with materialised matrices, row after row, with a cache and without
+  one. `PEFT, factors swapped`: a LoRA of rank 1 on the same matrices, an adapter a row. Both take a
+  context step, change the weights, and take a reduced step; the arithmetic of the update is not
+  counted.
 
-Of a mixture of experts there are our own forms and the plain step: what a patch changes in the experts that a token chose is no change of
-the others, and PEFT has no adapter for them. Its plain step runs the experts as transformers does by default.
+Of a mixture of experts there are our own forms and the plain step: what a patch changes in the
+experts that a token chose is no change of the others, and PEFT has no adapter for them. Its plain
+step runs the experts as transformers does by default.
 
-The error is the largest difference of the logits from the plain step's (`patch applied`: from the plain step's with that weight built),
-relative to the largest; it must be smaller than what the patch does. A step that fails prints no time. `of the streaming limit` is the
-time to read every weight once (of experts, those that were chosen), at the best bandwidth measured here, over the step's. `cache` is what
-the way's cache holds, the room in it included; `beyond` is the most memory that one step takes beside model and cache, as torch's allocator
-counts it (on a CPU its allocations and releases one by one, as torch.profiler sees them). `calls` are operators called (CPU) or launches
-(GPU; of a CUDA graph those it holds) a step. Parts are shares of a profiled step, by module; a part that the compiler has fused into
-something else is in the rest.
+The error is the largest difference of the logits from the plain step's (`patch applied`: from the
+plain step's with that weight built), relative to the largest; it must be smaller than what the
+patch does. A step that fails prints no time. `of the streaming limit` is the time to read every
+weight once (of experts, those that were chosen), at the best bandwidth measured here, over the
+step's. `cache` is what the way's cache holds, the room in it included; `beyond` is the most memory
+that one step takes beside model and cache, as torch's allocator counts it (on a CPU its allocations
+and releases one by one, as torch.profiler sees them). `calls` are operators called (CPU) or
+launches (GPU; of a CUDA graph those it holds) a step. Parts are shares of a profiled step, by
+module; a part that the compiler has fused into something else is in the rest.
 """
 
 import functools
@@ -61,8 +71,8 @@ from icl_patch.bench.steps import (
     uncached_step,
 )
 from icl_patch.bench.throughput import twin
-from icl_patch.decoding import Decoding, Way, decode_one_token, prefill
-from icl_patch.generation import History
+from icl_patch.generation.decode_step import DecodeMode, Decoding, decode_one_token, prefill
+from icl_patch.generation.loop import History
 
 OURS = "recompute and apply, fast"
 OURS_COMPILED = "recompute and apply, compiled"
@@ -71,13 +81,16 @@ COMPILED = "plain step, compiled"
 PEFT = "PEFT, factors swapped"
 APPLIED = ("patch applied", "patch applied, compiled", "patch applied, CUDA graph")
 NAIVE = ("W + ΔW built, with a cache", "W + ΔW built, Algorithm 1 without a cache")
-# Of the error: of the ways that round W + ΔW or its factors to the model's dtype, and of the others.
+# Of the error: of the ways that round W + ΔW or its factors to the model's dtype, and of the
+# others.
 _LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
 _SLOW = 3.0  # seconds: what takes longer is not taken again to be observed
 
 
 def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
-    """The headline first: on a CPU a context of 256, on a GPU one of 1,024, for every model and batch."""
+    """The headline first: on a CPU a context of 256, on a GPU one of 1,024, for every model and
+    batch.
+    """
     if reason := no_peft():
         results.skip(PEFT, reason)
     if device.type == "cpu":
@@ -90,19 +103,29 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
         shapes, batches = (GPU_SHAPES[:2], (1, 8)) if quick else (GPU_SHAPES, (1, 8, 4, 32))
         grid = [(shape, batch, 1024) for shape in shapes for batch in batches]
         rest = () if quick else (16, 256, 8192)
-        grid += [(shape, batch, context) for shape in shapes for batch in batches for context in rest]
+        grid += [
+            (shape, batch, context) for shape in shapes for batch in batches for context in rest
+        ]
         grid += [] if quick else [(GPU_MIXTURE, batch, 1024) for batch in batches]
     found = []
     for shape, batch, context in grid:
         title = f"{shape.name} {str(dtype).removeprefix('torch.')} B={batch} context={context}"
         parameters: dict[str, str | int] = {"model": shape.name, "batch": batch, "context": context}
-        found.append(Case(title, functools.partial(comparison, shape, batch, context, dtype, device), parameters))
+        found.append(
+            Case(
+                title,
+                functools.partial(comparison, shape, batch, context, dtype, device),
+                parameters,
+            )
+        )
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """One set of weights: the model, untouched, and patchers on it. ``applied`` has a patch applied for as long as a case lasts."""
+    """One set of weights: the model, untouched, and patchers on it. ``applied`` has a patch applied
+    for as long as a case lasts.
+    """
 
     plain: PreTrainedModel
     stable: ContextPatcher
@@ -115,26 +138,43 @@ class Models:
 def models_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Models:
     """The cases of a shape share its weights."""
     model = shape.build(device, dtype)
-    return Models(model, *(ContextPatcher(twin(model), update) for update in ("stable", "exact", "stable")))
+    return Models(
+        model, *(ContextPatcher(twin(model), update) for update in ("stable", "exact", "stable"))
+    )
 
 
 @torch.no_grad()
-def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> Comparison:
+def comparison(
+    shape: Shape, batch: int, context: int, dtype: torch.dtype, device: torch.device
+) -> Comparison:
     """What is timed in one case."""
     torch.compiler.reset()  # what the case before it compiled
     models = models_of(shape, dtype, device)
-    ids = torch.randint(0, min(1000, shape.vocabulary), (batch, context), generator=torch.Generator().manual_seed(context)).to(device)
-    patch = decode_one_token(_state(models.stable, ids, Way.FOLDED), ids[:, -1]).make_patch()
+    ids = torch.randint(
+        0,
+        min(1000, shape.vocabulary),
+        (batch, context),
+        generator=torch.Generator().manual_seed(context),
+    ).to(device)
+    patch = decode_one_token(
+        _state(models.stable, ids, DecodeMode.SHARED_CACHE), ids[:, -1]
+    ).make_patch()
     models.patched.close()
     if not shape.experts:
         models.patched.enter_context(models.applied.applied(patch))
     cache = dynamic_cache(models.plain, ids)
     plain = own_step(models.plain, ids, cache)
-    roomy = not ids.is_cuda or 8 * cache_bytes(cache) < torch.cuda.get_device_properties(device).total_memory
+    bucketed_capacity = (
+        not ids.is_cuda
+        or 8 * cache_bytes(cache) < torch.cuda.get_device_properties(device).total_memory
+    )
     rounded, limit = _LIMITS[dtype]
     expected = _expected(models.plain, patch, plain, rounded)
     static = StaticContext(models.plain, ids)
-    calls = ours(models, ids, roomy) | {PLAIN: plain, COMPILED: Compiled(static_run(models.plain, ids, static), static)}
+    calls = ours(models, ids, bucketed_capacity) | {
+        PLAIN: plain,
+        COMPILED: Compiled(static_run(models.plain, ids, static), static),
+    }
     if not shape.experts:
         calls |= baselines(models, ids, patch, plain, cache, static)
     seen = [models.plain, models.stable.model, models.exact.model, models.applied.model]
@@ -145,27 +185,33 @@ def comparison(shape: Shape, batch: int, context: int, dtype: torch.dtype, devic
     return Comparison(
         ours=OURS,
         calls=calls,
-        check=lambda name, logits: relative_error(logits, expected[name in APPLIED], rounded if name in (*NAIVE, PEFT) else limit),
+        check=lambda name, logits: relative_error(
+            logits, expected[name in APPLIED], rounded if name in (*NAIVE, PEFT) else limit
+        ),
         nbytes=dict.fromkeys(calls, nbytes),
         ceiling=ceiling(device),
         units=dict.fromkeys(calls, batch),
         unit="tokens",
         notes={"weights MB": nbytes / 1e6},
-        apart=[name for name in calls if ids.is_cuda and "compiled" in name],  # the others are there when the compiler has only begun
+        # the others are there when the compiler has only begun
+        apart=[name for name in calls if ids.is_cuda and "compiled" in name],
         costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
         most_seconds=6.0,
     )
 
 
-def _expected(model: PreTrainedModel, patch: ContextPatch, plain: Step, limit: float) -> tuple[Tensor, Tensor]:
-    """The logits (B, V) of the plain step, and of the plain step with the first row's patch in the weights, if it has no experts; fp64.
+def _expected(
+    model: PreTrainedModel, patch: ContextPatch, plain: Step, limit: float
+) -> tuple[Tensor, Tensor]:
+    """The logits (B, V) of the plain step, and of the plain step with the first row's patch in the
+    weights, if it has no experts; fp64.
 
     Raises:
         AssertionError: the patch does not do more than a check lets pass.
     """
     expected = applied = plain().double()
     pairs = [(expected, bare_step(model, patch).double())]
-    if all(block.form.experts is None for block in patch.blocks):
+    if all(block.spec.experts is None for block in patch.blocks):
         with materialised(model, patch):
             applied = plain().double()
         pairs.append((applied, expected))
@@ -173,34 +219,57 @@ def _expected(model: PreTrainedModel, patch: ContextPatch, plain: Step, limit: f
         effect = float((changed - without).abs().max() / changed.abs().max())
         if not effect > 2 * limit:
             raise AssertionError(
-                f"expected a patch that changes the logits by more than {2 * limit:.1e}, got one that does by {effect:.1e}"
+                f"expected a patch that changes the logits by more than {2 * limit:.1e}, got one"
+                f" that does by {effect:.1e}"
             )
     return expected, applied
 
 
-def ours(models: Models, ids: Tensor, roomy: bool) -> dict[str, Step]:
-    """Every form of our own step by its name, ``OURS`` first, which the others are compared with; ``roomy``: with those of more caches."""
-    found: dict[str, Step] = {OURS: Later(lambda: _decoding_step(models.stable, ids, Way.FOLDED))}
-    if roomy:
-        found["recompute and apply, two streams"] = Later(lambda: _decoding_step(models.stable, ids, Way.STACKED))
+def ours(models: Models, ids: Tensor, bucketed_capacity: bool) -> dict[str, Step]:
+    """Every form of our own step by its name, ``OURS`` first, which the others are compared with;
+    ``bucketed_capacity``: with those of more caches.
+    """
+    found: dict[str, Step] = {
+        OURS: Later(lambda: _decoding_step(models.stable, ids, DecodeMode.SHARED_CACHE))
+    }
+    if bucketed_capacity:
+        found["recompute and apply, two streams"] = Later(
+            lambda: _decoding_step(models.stable, ids, DecodeMode.TWO_STREAM)
+        )
         found["recompute and apply, exact"] = Later(lambda: _exact_step(models.exact, ids))
-    found[OURS_COMPILED] = Later(lambda: _fixed_step(models.stable, ids, compiled=True, graph=ids.is_cuda))
+    found[OURS_COMPILED] = Later(
+        lambda: _fixed_step(models.stable, ids, compiled=True, graph=ids.is_cuda)
+    )
     if ids.is_cuda:
-        found["recompute and apply, CUDA graph"] = Later(lambda: _fixed_step(models.stable, ids, compiled=False, graph=True))
+        found["recompute and apply, CUDA graph"] = Later(
+            lambda: _fixed_step(models.stable, ids, compiled=False, graph=True)
+        )
     return found
 
 
-def baselines(models: Models, ids: Tensor, patch: ContextPatch, plain: Step, cache: DynamicCache, static: StaticContext) -> dict[str, Step]:
-    """The other ways by their names. Those over a static cache share it, those over the model's own share that one."""
+def baselines(
+    models: Models,
+    ids: Tensor,
+    patch: ContextPatch,
+    plain: Step,
+    cache: DynamicCache,
+    static: StaticContext,
+) -> dict[str, Step]:
+    """The other ways by their names. Those over a static cache share it, those over the model's own
+    share that one.
+    """
     changed = models.applied.model
     runs = [static_run(model, ids, static) for model in (models.plain, changed)]
-    graph = ids.is_cuda and not _windows(models.plain, ids)  # a full one is moved with an index from the host, unless it is compiled
+    # a full one is moved with an index from the host, unless it is compiled
+    graph = ids.is_cuda and not _windows(models.plain, ids)
     return {
         **({"plain step, CUDA graph": Graphed(runs[0], static)} if graph else {}),
         APPLIED[0]: own_step(changed, ids, cache),
         APPLIED[1]: Compiled(runs[1], static),
         **({APPLIED[2]: Graphed(runs[1], static)} if graph else {}),
-        "replay of a given patch": Step(lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]),
+        "replay of a given patch": Step(
+            lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
+        ),
         NAIVE[0]: naive_step(models.plain, patch, plain),
         NAIVE[1]: uncached_step(models.plain, ids, patch),
     }
@@ -212,11 +281,13 @@ def _windows(model: PreTrainedModel, ids: Tensor) -> bool:
     return any(layer.is_sliding and layer.max_cache_len < ids.shape[1] for layer in layers)
 
 
-def _state(patcher: ContextPatcher, ids: Tensor, way: Way, **arguments: Any) -> Decoding:
-    return prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), ids.shape[1], way, **arguments)
+def _state(patcher: ContextPatcher, ids: Tensor, way: DecodeMode, **arguments: Any) -> Decoding:
+    return prefill(
+        patcher, ids, torch.ones_like(ids, dtype=torch.bool), ids.shape[1], way, **arguments
+    )
 
 
-def _decoding_step(patcher: ContextPatcher, ids: Tensor, way: Way) -> Step:
+def _decoding_step(patcher: ContextPatcher, ids: Tensor, way: DecodeMode) -> Step:
     """Our step over a dynamic cache."""
     state, token = _state(patcher, ids, way), ids[:, -1].clone()
     cache: Any = state.cache
@@ -225,8 +296,8 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, way: Way) -> Step:
 
     def rewind() -> None:
         cache.crop(-1)
-        step.feed.positions -= 1
-        step.feed.length -= 1
+        step.step_inputs.positions -= 1
+        step.step_inputs.length -= 1
         state.length -= 1
         state.steps -= 1
 
@@ -234,7 +305,7 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, way: Way) -> Step:
 
 
 def _fixed_step(patcher: ContextPatcher, ids: Tensor, *, compiled: bool, graph: bool) -> Step:
-    state = _state(patcher, ids, Way.FOLDED, reserve=False)
+    state = _state(patcher, ids, DecodeMode.SHARED_CACHE, reserve=False)
     return Fixed(state, ids[:, -1].clone(), compiled=compiled, graph=graph)
 
 
@@ -265,18 +336,50 @@ def tables(found: Mapping[str, Any]) -> list[str]:
     for case in dict.fromkeys(row["case"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["case"] == case and row["call"]]
         times = {row["call"]: row["seconds"]["median"] for row in rows if "seconds" in row}
-        missing = [[name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)] for name, reason in found.get("skipped", {}).items()]
-        lines += [f"## {case}", "", *table_lines(COLUMNS, [_line(row, times) for row in rows] + missing), ""]
-        there = [part for part in PARTS if part != "experts" or any(part in row.get("parts", ()) for row in rows)]
-        shares = [[row["call"], *(_share(row["parts"].get(part)) for part in there)] for row in rows if "parts" in row]
+        missing = [
+            [name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
+            for name, reason in found.get("skipped", {}).items()
+        ]
+        lines += [
+            f"## {case}",
+            "",
+            *table_lines(COLUMNS, [_line(row, times) for row in rows] + missing),
+            "",
+        ]
+        there = [
+            part
+            for part in PARTS
+            if part != "experts" or any(part in row.get("parts", ()) for row in rows)
+        ]
+        shares = [
+            [row["call"], *(_share(row["parts"].get(part)) for part in there)]
+            for row in rows
+            if "parts" in row
+        ]
         if shares:
             lines += [*table_lines(["share of a profiled step", *there], shares), ""]
         where = next((row for row in rows if "weights MB" in row), None)
         if where is not None:
-            lines += [f"A step reads {where['weights MB']:.0f} MB of weights, at {where['ceiling GB/s']:.1f} GB/s at best.", ""]
-        compiled = [f"{row['call']} {format_seconds(row['compile s'])}" for row in rows if "compile s" in row]
-        lines += [f"Compiling took, before the times: {', '.join(compiled)}.", ""] if compiled else []
-        lines += [f"Not observed: {row['call']}, {row['not observed']}." for row in rows if "not observed" in row]
+            lines += [
+                (
+                    f"A step reads {where['weights MB']:.0f} MB of weights, at"
+                    f" {where['ceiling GB/s']:.1f} GB/s at best."
+                ),
+                "",
+            ]
+        compiled = [
+            f"{row['call']} {format_seconds(row['compile s'])}"
+            for row in rows
+            if "compile s" in row
+        ]
+        lines += (
+            [f"Compiling took, before the times: {', '.join(compiled)}.", ""] if compiled else []
+        )
+        lines += [
+            f"Not observed: {row['call']}, {row['not observed']}."
+            for row in rows
+            if "not observed" in row
+        ]
     return lines[:-1] if lines and not lines[-1] else lines
 
 
@@ -305,7 +408,14 @@ def _line(row: Mapping[str, Any], times: Mapping[str, float]) -> list[str]:
         return f"{seconds['median'] / times[baseline]:.2f}×" if baseline in times else "-"
 
     def number(*names: str) -> str:
-        return next((f"{row[name]:.3g}" if abs(row[name]) < 1000 else f"{row[name]:.0f}" for name in names if name in row), "-")
+        return next(
+            (
+                f"{row[name]:.3g}" if abs(row[name]) < 1000 else f"{row[name]:.0f}"
+                for name in names
+                if name in row
+            ),
+            "-",
+        )
 
     return [
         name,
@@ -323,4 +433,6 @@ def _line(row: Mapping[str, Any], times: Mapping[str, float]) -> list[str]:
 
 
 def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f} %" if value >= 0.1 else f"{100 * value:.2g} %"
+    return (
+        "" if value is None else f"{100 * value:.0f} %" if value >= 0.1 else f"{100 * value:.2g} %"
+    )

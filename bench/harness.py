@@ -1,7 +1,8 @@
 """Timing side by side after a check of the results, and the tables that come of it.
 
-A benchmark is a list of :class:`Case`. :func:`measure` builds each, checks what its calls compute, times those that compute it right and
-writes the table after every one, so that what was measured survives a stop and a later run goes on from there.
+A benchmark is a list of :class:`Case`. :func:`measure` builds each, checks what its calls compute,
+times those that compute it right and writes the table after every one, so that what was measured
+survives a stop and a later run goes on from there.
 """
 
 import itertools
@@ -20,13 +21,19 @@ Call = Callable[[], object]
 
 
 class InTurn:
-    """A call that takes the next of several inputs each time, so that none of them is in a cache when its turn comes.
+    """A call that takes the next of several inputs each time, so that none of them is in a cache
+    when its turn comes.
 
-    Calls on the same inputs share a ``turn``, which counts theirs: what one of them has just read is not what the next one reads. On a
-    GPU :func:`compare` replays such calls as a CUDA graph.
+    Calls on the same inputs share a ``turn``, which counts theirs: what one of them has just read
+    is not what the next one reads. On a GPU :func:`compare` replays such calls as a CUDA graph.
     """
 
-    def __init__(self, function: Callable[[Any], object], inputs: Sequence[Any], turn: Iterator[int] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any], object],
+        inputs: Sequence[Any],
+        turn: Iterator[int] | None = None,
+    ) -> None:
         self.inputs = inputs
         self._function, self._turn = function, itertools.count() if turn is None else turn
 
@@ -52,19 +59,31 @@ class Timing:
 
 
 def compare(
-    calls: Mapping[str, Call], device: torch.device, rounds: int = 15, least_seconds: float = 0.02, most_seconds: float = math.inf
+    calls: Mapping[str, Call],
+    device: torch.device,
+    rounds: int = 15,
+    least_seconds: float = 0.02,
+    most_seconds: float = math.inf,
 ) -> dict[str, Timing]:
-    """Time calls side by side: every round times each of them once, in another order, so that what drifts, drifts for all.
+    """Time calls side by side: every round times each of them once, in another order, so that what
+    drifts, drifts for all.
 
-    On the CPU a round repeats a call until ``least_seconds`` have passed and takes the mean; other calls, or :class:`InTurn`, keep its
-    inputs out of the caches. On a GPU an :class:`InTurn` call is replayed as a CUDA graph of many calls, at least one an input; any other
-    is one call between two events with L2 overwritten before it. A call that takes long gets fewer rounds, about ``most_seconds`` in all.
+    On the CPU a round repeats a call until ``least_seconds`` have passed and takes the mean; other
+    calls, or :class:`InTurn`, keep its inputs out of the caches. On a GPU an :class:`InTurn` call
+    is replayed as a CUDA graph of many calls, at least one an input; any other is one call between
+    two events with L2 overwritten before it. A call that takes long gets fewer rounds, about
+    ``most_seconds`` in all.
     """
     timers = {name: _timer(call, device, least_seconds) for name, call in calls.items()}
     first = {name: timer() for name, timer in timers.items()}
-    wanted = {name: max(1, int(min(rounds, most_seconds / max(value, 1e-9)))) for name, value in first.items()}
+    wanted = {
+        name: max(1, int(min(rounds, most_seconds / max(value, 1e-9))))
+        for name, value in first.items()
+    }
     # What is measured once is not measured again.
-    samples: dict[str, list[float]] = {name: [value] if value > most_seconds else [] for name, value in first.items()}
+    samples: dict[str, list[float]] = {
+        name: [value] if value > most_seconds else [] for name, value in first.items()
+    }
     order, shuffle = list(timers), random.Random(0).shuffle
     for turn in range(rounds):
         shuffle(order)  # a call may have to wait for what the one before it wrote
@@ -100,7 +119,9 @@ def _elapsed(run: Call) -> float:
 
 
 def _event_timer(call: Call, device: torch.device) -> Callable[[], float]:
-    flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+    flush = torch.empty(
+        2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device
+    )
 
     def seconds() -> float:
         flush.zero_()
@@ -109,7 +130,9 @@ def _event_timer(call: Call, device: torch.device) -> Callable[[], float]:
     return seconds
 
 
-def _graph_timer(call: InTurn, least_seconds: float = 2e-3, most_calls: int = 1000) -> Callable[[], float]:
+def _graph_timer(
+    call: InTurn, least_seconds: float = 2e-3, most_calls: int = 1000
+) -> Callable[[], float]:
     """Replays of a graph that takes every input at least once and lasts ``least_seconds``."""
     count = len(call.inputs)
     graph = captured(call, count)
@@ -122,7 +145,9 @@ def _graph_timer(call: InTurn, least_seconds: float = 2e-3, most_calls: int = 10
 
 
 def captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
-    """So many calls as a graph that has run once; ``torch.cuda.graph`` would collect garbage first, which takes longer than the rest."""
+    """So many calls as a graph that has run once; ``torch.cuda.graph`` would collect garbage first,
+    which takes longer than the rest.
+    """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -145,19 +170,25 @@ def last_level_cache(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    return max((int(path.read_text().strip().removesuffix("K")) * 1024 for path in sizes), default=64 * 2**20)
+    return max(
+        (int(path.read_text().strip().removesuffix("K")) * 1024 for path in sizes),
+        default=64 * 2**20,
+    )
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Calls that do the same work.
 
-    ours: the call that the others are compared with. check: the error of a call's result, by the call's name; raises AssertionError with
-    what was expected and what came. nbytes: what each call must move at least, and ceiling: the bandwidth measured here, in bytes a second,
-    or the call whose bandwidth it is. apart: calls that write so much that the others would wait for their writes, or that take long to be
-    made; they are checked and timed after them. units: how many of something each call does, which then are what is compared, and unit:
-    what they are. notes: further numbers about our call. costs: further numbers about any call, by its name and its seconds, from passes
-    that are not timed.
+    ours: the call that the others are compared with. check: the error of a call's result, by the
+        call's name; raises AssertionError with
+    what was expected and what came. nbytes: what each call must move at least, and ceiling: the
+        bandwidth measured here, in bytes a second,
+    or the call whose bandwidth it is. apart: calls that write so much that the others would wait
+    for their writes, or that take long to be made; they are checked and timed after them. units:
+    how many of something each call does, which then are what is compared, and unit:
+    what they are. notes: further numbers about our call. costs: further numbers about any call, by
+    its name and its seconds, from passes that are not timed.
     """
 
     ours: str
@@ -176,7 +207,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table: its name, how the comparison is made (when its turn comes: it may take much memory), what it is sorted by."""
+    """One line of a table: its name, how the comparison is made (when its turn comes: it may take
+    much memory), what it is sorted by.
+    """
 
     name: str
     build: Callable[[], Comparison]
@@ -207,9 +240,14 @@ def part_of(cases: Sequence[Case], part: tuple[int, int]) -> Sequence[Case]:
 
 
 def measure(
-    cases: Sequence[Case], results: Recorder, rounds: int = 15, fresh: bool = False, seconds: float = math.inf
+    cases: Sequence[Case],
+    results: Recorder,
+    rounds: int = 15,
+    fresh: bool = False,
+    seconds: float = math.inf,
 ) -> Iterator[tuple[str, bool]]:
-    """Measure the cases that are not among the results; yields lines that say how it goes, and whether nothing failed so far.
+    """Measure the cases that are not among the results; yields lines that say how it goes, and
+    whether nothing failed so far.
 
     Args:
         cases: in the order of their importance.
@@ -222,7 +260,10 @@ def measure(
     left = [case for case in cases if fresh or not results.has(case.name)]
     good = True
     if len(left) < len(cases):
-        yield f"{len(cases) - len(left)} of {len(cases)} cases were measured before, with this code", good
+        yield (
+            f"{len(cases) - len(left)} of {len(cases)} cases were measured before, with this code",
+            good,
+        )
     for number, case in enumerate(left, 1):
         if time.monotonic() > end:
             yield f"out of time: {len(left) - number + 1} of {len(left)} cases left", good
@@ -236,7 +277,9 @@ def measure(
 
 
 def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows as far as they are known, each time more of them or more of each: whoever is cut off has what was measured."""
+    """The rows as far as they are known, each time more of them or more of each: whoever is cut off
+    has what was measured.
+    """
     head = {"case": case.name, **({"parameters": dict(case.parameters)} if case.parameters else {})}
     try:
         comparison = case.build()
@@ -255,11 +298,19 @@ def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[s
             if name in failed:
                 found.append(row | {"failed": failed[name]})
             elif name in timings:
-                found.append(row | _numbers(comparison, name, timings, errors[name]) | costs.get(name, {UNFINISHED: True}))
+                found.append(
+                    row
+                    | _numbers(comparison, name, timings, errors[name])
+                    | costs.get(name, {UNFINISHED: True})
+                )
         return found
 
     for apart in (False, True):
-        calls = {name: call for name, call in comparison.calls.items() if (name in comparison.apart) is apart}
+        calls = {
+            name: call
+            for name, call in comparison.calls.items()
+            if (name in comparison.apart) is apart
+        }
         for name, call in calls.items():
             try:
                 errors[name] = comparison.check(name, call())
@@ -267,7 +318,9 @@ def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[s
                 failed[name] = reason(error)
         whole = {name: call for name, call in calls.items() if name not in failed}
         try:
-            timings |= compare(whole, device, rounds, comparison.least_seconds, comparison.most_seconds)
+            timings |= compare(
+                whole, device, rounds, comparison.least_seconds, comparison.most_seconds
+            )
         except Exception as error:
             failed |= dict.fromkeys(whole, reason(error))
         yield rows()
@@ -285,12 +338,16 @@ def _costs(comparison: Comparison, name: str, timing: Timing) -> dict[str, Any]:
         return {"not observed": reason(error)}
 
 
-def _numbers(comparison: Comparison, name: str, timings: Mapping[str, Timing], error: float | None) -> dict[str, Any]:
+def _numbers(
+    comparison: Comparison, name: str, timings: Mapping[str, Timing], error: float | None
+) -> dict[str, Any]:
     timing, ours = timings[name], timings.get(comparison.ours)
     row: dict[str, Any] = {"seconds": vars(timing)}
     units = comparison.units
     if ours is not None:
-        row["ratio"] = timing.median / units.get(name, 1) / (ours.median / units.get(comparison.ours, 1))
+        row["ratio"] = (
+            timing.median / units.get(name, 1) / (ours.median / units.get(comparison.ours, 1))
+        )
     if name in comparison.nbytes:
         row["GB/s"] = comparison.nbytes[name] / timing.median / 1e9
         if ceiling := _ceiling(comparison, timings):
@@ -314,7 +371,9 @@ def _ceiling(comparison: Comparison, timings: Mapping[str, Timing]) -> float | N
 def reason(error: Exception) -> str:
     """An error in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
-    return first if isinstance(error, AssertionError) and first else f"{type(error).__name__}: {first}"
+    return (
+        first if isinstance(error, AssertionError) and first else f"{type(error).__name__}: {first}"
+    )
 
 
 def describe(rows: Sequence[dict[str, Any]]) -> str:
@@ -323,14 +382,22 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cell(row: Mapping[str, Any]) -> str:
-    """What there is to say of a call beside ours: its time, or how many a second, and its ratio to ours, or why there is none."""
+    """What there is to say of a call beside ours: its time, or how many a second, and its ratio to
+    ours, or why there is none.
+    """
     if "failed" in row:
         return f"FAILED: {row['failed']}"
-    text = f"{row['rate']:.3g} {row['unit']}" if "rate" in row else format_seconds(row["seconds"]["median"])
+    text = (
+        f"{row['rate']:.3g} {row['unit']}"
+        if "rate" in row
+        else format_seconds(row["seconds"]["median"])
+    )
     return text if row.get("ours") or "ratio" not in row else f"{text} ({row['ratio']:.3g}×)"
 
 
 def format_seconds(value: float) -> str:
     """Three digits and a unit."""
-    unit, size = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if value >= pair[1]), ("µs", 1e-6))
+    unit, size = next(
+        (pair for pair in (("s", 1.0), ("ms", 1e-3)) if value >= pair[1]), ("µs", 1e-6)
+    )
     return f"{float(f'{value / size:.3g}'):g} {unit}"

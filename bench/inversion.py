@@ -1,8 +1,10 @@
-"""The RMSNorm inversion against 64-step bisection in plain torch, and against one RMSNorm of the same tensor.
+"""The RMSNorm inversion against 64-step bisection in plain torch, and against one RMSNorm of the
+same tensor.
 
-`inversion` is ours, `bisection` the other method of the native library, `whole update` all of the stable update in one launch, `torch
-bisection` 64 steps of the whole batch in plain torch. A row is read for its extent, for e and p, for their sums and for the result
-besides its evaluations; these rows have a pole, so no φ(0). On a GPU all but `torch bisection` are replayed as CUDA graphs.
+`inversion` is ours, `bisection` the other method of the native library, `whole update` all of the
+stable update in one launch, `torch bisection` 64 steps of the whole batch in plain torch. A row is
+read for its extent, for e and p, for their sums and for the result besides its evaluations; these
+rows have a pole, so no φ(0). On a GPU all but `torch bisection` are replayed as CUDA graphs.
 """
 
 import functools
@@ -14,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from icl_patch import ops, reference
+from icl_patch import ops
 from icl_patch.bench.harness import Call, Case, Comparison, InTurn, last_level_cache
 from icl_patch.bench.results import Results
+from icl_patch.ops import reference
 
 SHAPES = [(1, 1152), (32, 2560), (4096, 5376)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -24,8 +27,12 @@ EPS = 1e-6
 DELTAS = [0.03, 0.3, 3.0]
 
 
-def update_rows(batch: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """``delta, scale, h`` as a block has them: a scale about 1, and changes from small to larger than the norm's output."""
+def update_rows(
+    batch: int, n: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``delta, scale, h`` as a block has them: a scale about 1, and changes from small to larger
+    than the norm's output.
+    """
     rng = torch.Generator().manual_seed(0)
     h = torch.randn(batch, n, generator=rng)
     scale = 1 + 0.4 * torch.randn(n, generator=rng)
@@ -35,7 +42,9 @@ def update_rows(batch: int, n: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def check(result: ops.RMSNormInverse, target: Tensor, scale: Tensor, rms: Tensor) -> float:
-    """Raises unless up to 64 rows agree with the reference; returns the largest difference relative to the RMS."""
+    """Raises unless up to 64 rows agree with the reference; returns the largest difference relative
+    to the RMS.
+    """
     rows = slice(None, 64)
     expected = reference.invert_rmsnorm(target[rows], scale, rms[rows], EPS)
     if not torch.equal(result.status[rows], expected.status):
@@ -53,7 +62,13 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
         if quick and device.type == "cpu":
             batch = min(batch, 512)
         build = functools.partial(comparison, batch, n, dtype, device)
-        found.append(Case(f"{batch} × {n} {str(dtype).removeprefix('torch.')}", build, {"batch": batch, "n": n}))
+        found.append(
+            Case(
+                f"{batch} × {n} {str(dtype).removeprefix('torch.')}",
+                build,
+                {"batch": batch, "n": n},
+            )
+        )
     return found
 
 
@@ -64,28 +79,44 @@ def comparison(batch: int, n: int, dtype: torch.dtype, device: torch.device) -> 
     target = (delta + scale * ops.rms_normalize(h, EPS)).to(dtype)
     result = ops.invert_rmsnorm(target, scale, rms, EPS, h)
     evaluations = result.evaluations.double()
-    # In a model a small input is in the GPU's cache, as it was made just before; a large one is not: two take turns.
+    # In a model a small input is in the GPU's cache, as it was made just before; a large one is
+    # not: two take turns.
     inputs = [(delta, target, h)]
     if device.type == "cuda" and 4 * h.nbytes > last_level_cache(device):
         inputs.append((delta.clone(), target.clone(), h.clone()))
     functions: dict[str, Callable[[tuple[Tensor, Tensor, Tensor]], object]] = {
         "inversion": lambda of: ops.invert_rmsnorm(of[1], scale, rms, EPS, of[2]),
         "RMSNorm": lambda of: F.rms_norm(of[2], (n,), scale, EPS),
-        "bisection": lambda of: ops.invert_rmsnorm(of[1], scale, rms, EPS, of[2], method="bisection"),
+        "bisection": lambda of: ops.invert_rmsnorm(
+            of[1], scale, rms, EPS, of[2], method="bisection"
+        ),
         "whole update": lambda of: ops.stable_scale(of[0], scale, of[2], EPS),
     }
     turn = itertools.count()
-    calls: dict[str, Call] = {name: InTurn(function, inputs, turn) for name, function in functions.items()}
-    calls["torch bisection"] = lambda: reference.invert_rmsnorm(target, scale, rms, EPS, h, method="bisection")
+    calls: dict[str, Call] = {
+        name: InTurn(function, inputs, turn) for name, function in functions.items()
+    }
+    calls["torch bisection"] = lambda: reference.invert_rmsnorm(
+        target, scale, rms, EPS, h, method="bisection"
+    )
     if device.type == "cuda":
         calls["empty launch"] = InTurn(lambda one: one.add_(1), [torch.zeros(1, device=device)])
 
     def check_call(name: str, found: Any) -> float | None:
         return check(found, target, scale, rms) if isinstance(found, ops.RMSNormInverse) else None
 
-    moved = sum(x.numel() * x.element_size() for x in (target, scale, rms, result.hidden, result.new_scale))
-    quantiles = {f"evaluations {name}": float(evaluations.quantile(q)) for name, q in (("p99", 0.99), ("max", 1.0))}
-    notes = {"evaluations": float(evaluations.mean()), **quantiles, "passes": float(evaluations.mean()) + 4}
+    moved = sum(
+        x.numel() * x.element_size() for x in (target, scale, rms, result.hidden, result.new_scale)
+    )
+    quantiles = {
+        f"evaluations {name}": float(evaluations.quantile(q))
+        for name, q in (("p99", 0.99), ("max", 1.0))
+    }
+    notes = {
+        "evaluations": float(evaluations.mean()),
+        **quantiles,
+        "passes": float(evaluations.mean()) + 4,
+    }
     return Comparison(
         ours="inversion",
         calls=calls,

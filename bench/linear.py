@@ -1,11 +1,13 @@
 """The patched linear map against the plain one, and against other ways to the same result.
 
-`patched_linear` is ours, every row with factors of its own; `F.linear` is the plain map, without a patch. `unfused` adds the low-rank
-term in operations of its own. `W + ΔW` builds the changed weight and multiplies, `W + ΔW in a buffer` builds it in memory that is there
-already, and `PEFT` is that library's LoRA layer; these three have one patch for all rows, which is less than what ours does. Weights are
-used in turn, so that none is in a cache. GB/s counts every operand once. The ceiling is on a CPU the bandwidth of `reading W`, torch's sum
-of the weight, timed beside the others (in tables without that column, of the best of several reads and copies before them); on a GPU
-that of a large copy. The error is the largest difference from fp64, relative to the largest output.
+`patched_linear` is ours, every row with factors of its own; `F.linear` is the plain map, without a
+patch. `unfused` adds the low-rank term in operations of its own. `W + ΔW` builds the changed weight
+and multiplies, `W + ΔW in a buffer` builds it in memory that is there already, and `PEFT` is that
+library's LoRA layer; these three have one patch for all rows, which is less than what ours does.
+Weights are used in turn, so that none is in a cache. GB/s counts every operand once. The ceiling is
+on a CPU the bandwidth of `reading W`, torch's sum of the weight, timed beside the others (in tables
+without that column, of the best of several reads and copies before them); on a GPU that of a large
+copy. The error is the largest difference from fp64, relative to the largest output.
 """
 
 import functools
@@ -73,7 +75,14 @@ class Setting:
     def parameters(self) -> dict[str, str | int]:
         """As in the JSON."""
         n, k = self.shape
-        return {"matrix": self.matrix, "n": n, "k": k, "dtype": dtype_name(self.dtype), "rows": self.rows, "rank": self.rank}
+        return {
+            "matrix": self.matrix,
+            "n": n,
+            "k": k,
+            "dtype": dtype_name(self.dtype),
+            "rows": self.rows,
+            "rank": self.rank,
+        }
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -82,11 +91,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def settings(device: torch.device, quick: bool) -> list[Setting]:
-    """The whole grid, or what fits into a few minutes; every part of it that shares weights in one piece."""
-    everything = [Setting(matrix, dtype, rows, rank) for matrix, dtype, rank, rows in itertools.product(SHAPES, DTYPES, RANKS, ROWS)]
+    """The whole grid, or what fits into a few minutes; every part of it that shares weights in one
+    piece.
+    """
+    everything = [
+        Setting(matrix, dtype, rows, rank)
+        for matrix, dtype, rank, rows in itertools.product(SHAPES, DTYPES, RANKS, ROWS)
+    ]
     if not quick:
         return everything
-    return [setting for setting in everything if (_headline if device.type == "cuda" else _quick_on_cpu)(setting)]
+    return [
+        setting
+        for setting in everything
+        if (_headline if device.type == "cuda" else _quick_on_cpu)(setting)
+    ]
 
 
 def _headline(setting: Setting) -> bool:
@@ -98,7 +116,13 @@ def _headline(setting: Setting) -> bool:
 
 def _quick_on_cpu(setting: Setting) -> bool:
     """On a CPU: weights from 16 MB to 0.23 GB; other ranks and many rows at the smallest."""
-    if setting.matrix not in ("Gemma-3-1B up", "Gemma-3-1B down", "Gemma-3-4B up", "Llama-3-8B up", "GPT-2 XL up, Conv1D"):
+    if setting.matrix not in (
+        "Gemma-3-1B up",
+        "Gemma-3-1B down",
+        "Gemma-3-4B up",
+        "Llama-3-8B up",
+        "GPT-2 XL up, Conv1D",
+    ):
         return False
     if setting.matrix == "Gemma-3-1B up":
         return setting.rank == 1 or setting.rows in (1, 2)
@@ -109,7 +133,10 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     """The cases of the grid."""
     if reason := no_peft():
         results.skip("PEFT", reason)
-    return [Case(found.name, functools.partial(comparison, found, device), found.parameters) for found in settings(device, quick)]
+    return [
+        Case(found.name, functools.partial(comparison, found, device), found.parameters)
+        for found in settings(device, quick)
+    ]
 
 
 def prepare(cases: Sequence[Case], device: torch.device) -> None:
@@ -135,7 +162,10 @@ def cold(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> li
     """Copies of one weight, as many as no cache holds: used in turn, each is read from memory."""
     size = shape[0] * shape[1] * dtype.itemsize
     count = max(2, min(-(-2 * last_level_cache(device) // size) + 1, 4 * 2**30 // size))
-    weight = (torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device) / shape[1] ** 0.5).to(dtype)
+    weight = (
+        torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
+        / shape[1] ** 0.5
+    ).to(dtype)
     return [weight, *(weight.clone() for _ in range(count - 1))]
 
 
@@ -146,10 +176,18 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
     if CONV1D in setting.matrix:
         weights = [weight.view(k, n).T for weight in weights]
     rng = torch.Generator(device).manual_seed(1)
-    z, u, v = (torch.randn(size, generator=rng, device=device) for size in ((rows, k), (rows, rank, n), (rows, rank, k)))
-    z, v = z.to(dtype), v / k**0.5  # a patch as large as the plain output: one that is missing shows
+    z, u, v = (
+        torch.randn(size, generator=rng, device=device)
+        for size in ((rows, k), (rows, rank, n), (rows, rank, k))
+    )
+    # a patch as large as the plain output: one that is missing shows
+    z, v = z.to(dtype), v / k**0.5
     plain = _plain(weights[0], z)
-    expected = {"plain": plain, "own": plain + _term(z, u, v), "shared": plain + _term(z, u[:1], v[:1])}
+    expected = {
+        "plain": plain,
+        "own": plain + _term(z, u, v),
+        "shared": plain + _term(z, u[:1], v[:1]),
+    }
     functions = {
         "patched_linear": lambda weight: ops.patched_linear(z, weight, u, v),
         "F.linear": lambda weight: F.linear(z, weight),
@@ -162,15 +200,30 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
     turn = itertools.count()
     calls = {name: InTurn(function, weights, turn) for name, function in functions.items()}
     if no_peft() is None:
-        calls["PEFT"] = InTurn(lambda layer: layer(z), [_lora(weight, u[0], v[0]) for weight in weights], turn)
+        calls["PEFT"] = InTurn(
+            lambda layer: layer(z), [_lora(weight, u[0], v[0]) for weight in weights], turn
+        )
 
     def check(name: str, result: Any) -> float | None:
         if name == READ:
             return None
-        wanted = expected["plain" if name == "F.linear" else "own" if name in ("patched_linear", "unfused") else "shared"]
-        # one rounding of the output, and fp32 sums; the others round the weight, the factors or the parts too
+        wanted = expected[
+            (
+                "plain"
+                if name == "F.linear"
+                else "own"
+                if name in ("patched_linear", "unfused")
+                else "shared"
+            )
+        ]
+        # one rounding of the output, and fp32 sums; the others round the weight, the factors or the
+        # parts too
         roundings = 1 if name in ("patched_linear", "F.linear") else 8
-        return relative_error(result, wanted, roundings * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * k**0.5)
+        return relative_error(
+            result,
+            wanted,
+            roundings * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * k**0.5,
+        )
 
     size, ends = n * k * dtype.itemsize, rows * (n + k) * dtype.itemsize
     factors = rows * rank * (n + k) * u.itemsize
@@ -178,7 +231,8 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
         ours="patched_linear",
         calls=calls,
         check=check,
-        nbytes={"patched_linear": size + ends + factors, "F.linear": size + ends} | ({} if on_gpu else {READ: size}),
+        nbytes={"patched_linear": size + ends + factors, "F.linear": size + ends}
+        | ({} if on_gpu else {READ: size}),
         ceiling=copy_bandwidth(device) if on_gpu else READ,
         apart=("W + ΔW", "W + ΔW in a buffer"),
         least_seconds=2e-3,
@@ -187,18 +241,24 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
 
 
 def relative_error(result: Tensor, expected: Tensor, most: float) -> float:
-    """The largest difference relative to the largest element; raises AssertionError if it is more than ``most`` or not a number."""
+    """The largest difference relative to the largest element; raises AssertionError if it is more
+    than ``most`` or not a number.
+    """
     if result.shape != expected.shape:
         raise AssertionError(f"expected {tuple(expected.shape)}, got {tuple(result.shape)}")
     error = float((result.double() - expected).abs().max() / expected.abs().max())
     if not error <= most:
-        raise AssertionError(f"expected the fp64 result within {most:.1e} of the largest element, got {error:.1e}")
+        raise AssertionError(
+            f"expected the fp64 result within {most:.1e} of the largest element, got {error:.1e}"
+        )
     return error
 
 
 def _plain(weight: Tensor, z: Tensor) -> Tensor:
     """``z Wᵀ`` in fp64, block by block: a wide copy of the whole weight may not fit."""
-    return torch.cat([z.double() @ part.double().T for part in weight.split(max(1, 2**25 // weight.shape[1]))], 1)
+    return torch.cat(
+        [z.double() @ part.double().T for part in weight.split(max(1, 2**25 // weight.shape[1]))], 1
+    )
 
 
 def _term(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -216,7 +276,9 @@ def _read(weight: Tensor) -> Tensor:
 
 
 def _unfused(z: Tensor, u: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
-    """``F.linear`` and two small products, as LoRA layers do it, with factors (M, R, ·) for every row."""
+    """``F.linear`` and two small products, as LoRA layers do it, with factors (M, R, ·) for every
+    row.
+    """
     column = z.unsqueeze(2)
 
     def call(weight: Tensor) -> Tensor:
@@ -226,7 +288,9 @@ def _unfused(z: Tensor, u: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
     return call
 
 
-def _materialised(like: Tensor, z: Tensor, u: Tensor, v: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+def _materialised(
+    like: Tensor, z: Tensor, u: Tensor, v: Tensor
+) -> dict[str, Callable[[Tensor], Tensor]]:
     """``W + Σ_r u_r v_rᵀ`` for all rows, in new memory and in a buffer."""
     buffer, outer = torch.empty_like(like), len(u) == 1
 
@@ -234,7 +298,11 @@ def _materialised(like: Tensor, z: Tensor, u: Tensor, v: Tensor) -> dict[str, Ca
         return weight + (torch.outer(u[0], v[0]) if outer else u.T @ v)
 
     def rebuild(weight: Tensor) -> Tensor:
-        return torch.addr(weight, u[0], v[0], out=buffer) if outer else torch.addmm(weight, u.T, v, out=buffer)
+        return (
+            torch.addr(weight, u[0], v[0], out=buffer)
+            if outer
+            else torch.addmm(weight, u.T, v, out=buffer)
+        )
 
     return {
         "W + ΔW": lambda weight: F.linear(z, build(weight)),
@@ -257,22 +325,32 @@ def no_peft() -> str | None:
 
 
 def _lora(weight: Tensor, u: Tensor, v: Tensor) -> nn.Module:
-    """PEFT's layer around this weight, with factors u (R, N) and v (R, K) in its dtype, unmerged."""
+    """PEFT's layer around this weight, with factors u (R, N) and v (R, K) in its dtype,
+    unmerged.
+    """
     from peft import LoraConfig
     from peft.tuners import lora
 
     base = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     base.weight = nn.Parameter(weight, requires_grad=False)
     config = LoraConfig(r=len(u), lora_alpha=len(u), lora_dropout=0.0)
-    layer = lora.Linear(base, "default", config, r=len(u), lora_alpha=len(u)).requires_grad_(False).eval()
+    layer = (
+        lora.Linear(base, "default", config, r=len(u), lora_alpha=len(u))
+        .requires_grad_(False)
+        .eval()
+    )
     for name, factor in (("lora_A", v), ("lora_B", u.T.contiguous())):
-        getattr(layer, name)["default"].weight = nn.Parameter(factor.to(weight.device, weight.dtype), requires_grad=False)
+        getattr(layer, name)["default"].weight = nn.Parameter(
+            factor.to(weight.device, weight.dtype), requires_grad=False
+        )
     return layer
 
 
 @functools.cache
 def ceiling(device: torch.device) -> float:
-    """Bytes a second at best: on a CPU of reads of 256 MiB, the fastest quarter of them; on a GPU of a large copy."""
+    """Bytes a second at best: on a CPU of reads of 256 MiB, the fastest quarter of them; on a GPU
+    of a large copy.
+    """
     if device.type == "cuda":
         return copy_bandwidth(device)
     buffers = [torch.ones(2**26, device=device) for _ in range(4)]
@@ -282,14 +360,23 @@ def ceiling(device: torch.device) -> float:
         "dot": lambda x: torch.dot(x, x),
         "matrix times vector": lambda x: torch.mv(x.view(2**14, 2**12), x[: 2**12]),
     }
-    timings = compare({name: InTurn(read, buffers, turn) for name, read in reads.items()}, device, rounds=11, least_seconds=2e-3)
+    timings = compare(
+        {name: InTurn(read, buffers, turn) for name, read in reads.items()},
+        device,
+        rounds=11,
+        least_seconds=2e-3,
+    )
     return buffers[0].nbytes / min(timing.low for timing in timings.values())
 
 
 @functools.cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by copies between tensors of 1 GiB, a quarter of the free memory at most."""
+    """Bytes read and written a second by copies between tensors of 1 GiB, a quarter of the free
+    memory at most.
+    """
     size = min(2**30, torch.cuda.mem_get_info(device)[0] // 8)
     source = [torch.randint(-128, 127, (size,), dtype=torch.int8, device=device) for _ in range(2)]
     target = torch.empty_like(source[0])
-    return 2 * size / compare({"copy": InTurn(target.copy_, source)}, device, rounds=15)["copy"].median
+    return (
+        2 * size / compare({"copy": InTurn(target.copy_, source)}, device, rounds=15)["copy"].median
+    )

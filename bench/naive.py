@@ -1,7 +1,8 @@
-"""Algorithm 1 of Goldwaser et al. (2025) with every ``W + ΔW`` built: what the lazy patch is compared with.
+"""Algorithm 1 of Goldwaser et al. (2025) with every ``W + ΔW`` built: what the lazy patch is
+compared with.
 
-One sequence at a time, one token at a time, as a changed weight serves one token only. Sequential blocks that end in ``W h`` (Lemma 9) or
-``m ⊙ Norm(W h)`` (Lemma 10, the direct update).
+One sequence at a time, one token at a time, as a changed weight serves one token only. Sequential
+blocks that end in ``W h`` (Lemma 9) or ``m ⊙ Norm(W h)`` (Lemma 10, the direct update).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +16,9 @@ from torch.func import functional_call
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch import ContextPatch
-from icl_patch.changes import changes_of
-from icl_patch.families import Block, Writer, blocks_of
+from icl_patch.models.block_spec import Block, Writer
+from icl_patch.models.detect import blocks_of
+from icl_patch.patch.parameter_changes import parameter_changes
 
 Tape = dict[str, Tensor]  # what modules read, by their path: (T, width)
 
@@ -34,20 +36,34 @@ class Naive:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.blocks = model, blocks_of(model)
         for block in self.blocks:
-            form = block.form
-            simple = form.writer in (Writer.WEIGHT, Writer.SCALE) and form.reads and form.experts is None and form.inner_norm is None
-            if not simple or form.parallel or not form.residual[0].startswith("input of "):
-                raise ValueError(f"expected sequential blocks that end in W h or m ⊙ Norm(W h), {block.path} is another")
+            spec = block.spec
+            simple = (
+                spec.writer in (Writer.WEIGHT, Writer.SCALE)
+                and spec.reads
+                and spec.experts is None
+                and spec.inner_norm is None
+            )
+            if not simple or spec.parallel or not spec.residual[0].startswith("input of "):
+                raise ValueError(
+                    f"expected sequential blocks that end in W h or m ⊙ Norm(W h), {block.path} is"
+                    " another"
+                )
 
     @torch.no_grad()
     def compute(self, context_ids: Tensor, kept_ids: Tensor) -> Tensor:
-        """The logits (1, T, V) of kept_ids (1, T) without context_ids (1, C), every weight changed for every token."""
+        """The logits (1, T, V) of kept_ids (1, T) without context_ids (1, C), every weight changed
+        for every token.
+        """
         width = context_ids.shape[1]
         cache = DynamicCache(config=self.model.config)
         self.model(input_ids=context_ids, past_key_values=cache, logits_to_keep=1)
-        with self._noting() as tape:
+        with self._noting() as activations:
             self.model(input_ids=kept_ids, past_key_values=cache, logits_to_keep=1)
-        return self._by_token(kept_ids, width, lambda token: self._changing({path: x[token] for path, x in tape.items()}))
+        return self._by_token(
+            kept_ids,
+            width,
+            lambda token: self._changing({path: x[token] for path, x in activations.items()}),
+        )
 
     @torch.no_grad()
     def apply(self, patch: ContextPatch) -> Tensor:
@@ -56,7 +72,7 @@ class Naive:
         def changed(token: int) -> dict[str, Tensor]:
             found = {}
             for block, layer in zip(self.blocks, patch.layers, strict=True):
-                for change in changes_of(block.form, layer):
+                for change in parameter_changes(block.spec, layer):
                     name = f"{block.path}.{change.name}.{change.parameter}"
                     base, u = self.model.get_parameter(name), change.u[0, token]
                     found[name] = (
@@ -70,51 +86,93 @@ class Naive:
         return self._by_token(patch.kept_ids[:1], first, lambda _: ExitStack(), changed)
 
     def _by_token(
-        self, ids: Tensor, first: int, around: Callable[[int], Any], parameters: Callable[[int], dict[str, Tensor]] | None = None
+        self,
+        ids: Tensor,
+        first: int,
+        around: Callable[[int], Any],
+        parameters: Callable[[int], dict[str, Tensor]] | None = None,
     ) -> Tensor:
         cache, logits = DynamicCache(config=self.model.config), []
         for token in range(ids.shape[1]):
             place = torch.tensor([[first + token]], device=ids.device)
-            inputs = {"input_ids": ids[:, token : token + 1], "position_ids": place, "past_key_values": cache}
+            inputs = {
+                "input_ids": ids[:, token : token + 1],
+                "position_ids": place,
+                "past_key_values": cache,
+            }
             with around(token):
                 changed = {} if parameters is None else parameters(token)
                 logits.append(functional_call(self.model, changed, kwargs=inputs).logits)
         return torch.cat(logits, 1)
 
     def _residual(self, block: Block) -> str:
-        return block.path_of(block.form.residual[0].removeprefix("input of "))
+        return block.path_of(block.spec.residual[0].removeprefix("input of "))
 
     @contextmanager
     def _noting(self) -> Iterator[Tape]:
         """What readers and the norm before them read, while this lasts."""
-        tape: Tape = {}
+        activations: Tape = {}
         with ExitStack() as stack:
             for block in self.blocks:
-                for path in (self._residual(block), *(block.path_of(reader) for reader in block.form.readers)):
-                    stack.enter_context(_pre_hook(self.model.get_submodule(path), lambda x, path=path: tape.__setitem__(path, x[0])))
-            yield tape
+                for path in (
+                    self._residual(block),
+                    *(block.path_of(reader) for reader in block.spec.readers),
+                ):
+                    stack.enter_context(
+                        _pre_hook(
+                            self.model.get_submodule(path),
+                            lambda x, path=path: activations.__setitem__(path, x[0]),
+                        )
+                    )
+            yield activations
 
     @contextmanager
     def _changing(self, context: Tape) -> Iterator[None]:
-        """Every reader and writer with changed weights, for one token that has the context's tape."""
+        """Every reader and writer with changed weights, for one token that has the context's
+        tape.
+        """
         with ExitStack() as stack:
             for block in self.blocks:
-                form, path, seen = block.form, self._residual(block), {}
-                stack.enter_context(_pre_hook(self.model.get_submodule(path), lambda x, seen=seen: seen.__setitem__("hidden", x[0, 0])))
-                for reader in form.readers:
-                    module, z_ctx = self.model.get_submodule(block.path_of(reader)), context[block.path_of(reader)]
-                    stack.enter_context(_hook(module, lambda m, z, y, z_ctx=z_ctx: _rank_one(m, z, F.linear(z_ctx, m.weight, m.bias) - y)))
+                spec, path, seen = block.spec, self._residual(block), {}
+                stack.enter_context(
+                    _pre_hook(
+                        self.model.get_submodule(path),
+                        lambda x, seen=seen: seen.__setitem__("hidden", x[0, 0]),
+                    )
+                )
+                for reader in spec.readers:
+                    module, z_ctx = (
+                        self.model.get_submodule(block.path_of(reader)),
+                        context[block.path_of(reader)],
+                    )
+                    stack.enter_context(
+                        _hook(
+                            module,
+                            lambda m, z, y, z_ctx=z_ctx: _rank_one(
+                                m, z, F.linear(z_ctx, m.weight, m.bias) - y
+                            ),
+                        )
+                    )
 
                 def delta(seen: Tape = seen, path: str = path) -> Tensor:
                     return context[path] - seen["hidden"]
 
-                if form.writer is Writer.WEIGHT:
-                    down = self.model.get_submodule(block.path_of(str(form.down)))
-                    stack.enter_context(_hook(down, lambda m, h, _, delta=delta: _rank_one(m, h, delta())))
+                if spec.writer is Writer.WEIGHT:
+                    down = self.model.get_submodule(block.path_of(str(spec.down)))
+                    stack.enter_context(
+                        _hook(down, lambda m, h, _, delta=delta: _rank_one(m, h, delta()))
+                    )
                 else:
-                    norm = self.model.get_submodule(block.path_of(str(form.post_norm)))
-                    offset = form.scale_offset
-                    stack.enter_context(_hook(norm, lambda m, x, y, delta=delta, offset=offset: _scaled(m, x, y, delta(), offset)))
+                    norm = self.model.get_submodule(block.path_of(str(spec.post_norm)))
+                    offset = spec.scale_offset
+                    stack.enter_context(
+                        _hook(
+                            norm,
+                            lambda m, x, y, delta=delta, offset=offset: _scaled(
+                                m, x, y, delta(), offset
+                            ),
+                        )
+                    )
             yield
 
 
@@ -143,7 +201,9 @@ def _pre_hook(module: nn.Module, see: Callable[[Tensor], None]) -> Iterator[None
 @contextmanager
 def _hook(module: nn.Module, output: Callable[[Any, Tensor, Tensor], Tensor]) -> Iterator[None]:
     """Replace a module's output (1, 1, N) by ``output(module, input (K,), output (N,))``."""
-    handle = module.register_forward_hook(lambda m, args, y: output(m, args[0][0, 0], y[0, 0])[None, None])
+    handle = module.register_forward_hook(
+        lambda m, args, y: output(m, args[0][0, 0], y[0, 0])[None, None]
+    )
     try:
         yield
     finally:

@@ -11,24 +11,40 @@ def draw(found: dict[str, Any], folder: Path) -> list[Path]:
     """The share of the bandwidth by shape and the ratio to ``F.linear`` by rows, as PNG and SVG.
 
     Args:
-        found: a results file of the benchmark ``linear``, see :func:`icl_patch.bench.results.load_all`.
+        found: a results file of the benchmark ``linear``, see
+            :func:`icl_patch.bench.results.load_all`.
         folder: where the pictures are written, named after the file.
     """
-    ours = [row for row in found["rows"] if row["ours"] and "seconds" in row and row["parameters"]["rank"] == 1]
-    plain = {row["case"]: row for row in found["rows"] if row["call"] == "F.linear" and "seconds" in row}
+    ours = [
+        row
+        for row in found["rows"]
+        if row["ours"] and "seconds" in row and row["parameters"]["rank"] == 1
+    ]
+    plain = {
+        row["case"]: row for row in found["rows"] if row["call"] == "F.linear" and "seconds" in row
+    }
     if not ours:
         return []
     title = _device(found)
     written = _save(_bandwidth(ours, title), folder / f"{found['file']}-bandwidth")
-    ratios = {row["case"]: row["seconds"]["median"] / plain[row["case"]]["seconds"]["median"] for row in ours if row["case"] in plain}
-    return written + _save(_ratios([row for row in ours if row["case"] in ratios], ratios, title), folder / f"{found['file']}-ratio")
+    ratios = {
+        row["case"]: row["seconds"]["median"] / plain[row["case"]]["seconds"]["median"]
+        for row in ours
+        if row["case"] in plain
+    }
+    return written + _save(
+        _ratios([row for row in ours if row["case"] in ratios], ratios, title),
+        folder / f"{found['file']}-ratio",
+    )
 
 
 def draw_steps(found: dict[str, Any], folder: Path) -> list[Path]:
-    """The time of a decode step against the context's length and against the batch, all ways, as PNG and SVG: two pictures a model.
+    """The time of a decode step against the context's length and against the batch, all ways, as
+    PNG and SVG: two pictures a model.
 
     Args:
-        found: a results file of the benchmark ``generation``. folder: where the pictures are written, named after the file and the model.
+        found: a results file of the benchmark ``generation``. folder: where the pictures are
+            written, named after the file and the model.
     """
     rows = [row for row in found["rows"] if "seconds" in row]
     written = []
@@ -36,14 +52,20 @@ def draw_steps(found: dict[str, Any], folder: Path) -> list[Path]:
         mine = [row for row in rows if row["parameters"]["model"] == model]
         for along, across in (("context", "batch"), ("batch", "context")):
             if panels := _with_lines(mine, along, across):
-                figure = _steps(mine, f"{model}, random weights: {_device(found)}", along, across, panels)
+                figure = _steps(
+                    mine, f"{model}, random weights: {_device(found)}", along, across, panels
+                )
                 written += _save(figure, folder / f"{found['file']}-{model.lower()}-{along}")
     return written
 
 
 def _device(found: dict[str, Any]) -> str:
     environment = found["environment"]
-    return f"{environment['device']}, {environment['threads']} threads" if environment["cuda"] is None else str(environment["device"])
+    return (
+        f"{environment['device']}, {environment['threads']} threads"
+        if environment["cuda"] is None
+        else str(environment["device"])
+    )
 
 
 def _with_lines(rows: list[dict[str, Any]], along: str, across: str) -> list[int]:
@@ -54,7 +76,9 @@ def _with_lines(rows: list[dict[str, Any]], along: str, across: str) -> list[int
     return sorted(value for value, others in found.items() if len(others) > 1)
 
 
-def _steps(rows: list[dict[str, Any]], title: str, along: str, across: str, panels: list[int]) -> Any:
+def _steps(
+    rows: list[dict[str, Any]], title: str, along: str, across: str, panels: list[int]
+) -> Any:
     """Milliseconds along one parameter, a line a way, a panel for every value of the other."""
     from matplotlib.figure import Figure
 
@@ -64,11 +88,20 @@ def _steps(rows: list[dict[str, Any]], title: str, along: str, across: str, pane
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, value in zip(axes, panels, strict=True):
         for call, style in styles.items():
-            mine = [row for row in rows if row["call"] == call and row["parameters"][across] == value]
+            mine = [
+                row for row in rows if row["call"] == call and row["parameters"][across] == value
+            ]
             mine.sort(key=lambda row: row["parameters"][along])
             width = 2.6 if any(row["ours"] for row in mine) else 1.2
             milliseconds = [1e3 * row["seconds"]["median"] for row in mine]
-            axis.plot([row["parameters"][along] for row in mine], milliseconds, label=call, linewidth=width, markersize=5, **style)
+            axis.plot(
+                [row["parameters"][along] for row in mine],
+                milliseconds,
+                label=call,
+                linewidth=width,
+                markersize=5,
+                **style,
+            )
         axis.set_title(f"{across} {value}", fontsize=10)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, map(str, ticks))
@@ -84,14 +117,20 @@ def _steps(rows: list[dict[str, Any]], title: str, along: str, across: str, pane
 
 
 def _styles(calls: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour for every kind of way, the name up to its comma; lines and markers tell its forms apart."""
+    """A colour for every kind of way, the name up to its comma; lines and markers tell its forms
+    apart.
+    """
     kinds: dict[str, list[str]] = {}
     for call in calls:
         kinds.setdefault(call.split(",")[0], []).append(call)
     found: dict[str, dict[str, Any]] = {}
     for number, forms in enumerate(kinds.values()):
-        for form, call in enumerate(forms):
-            found[call] = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[form % 4], "marker": "osD^vP"[form % 6]}
+        for spec, call in enumerate(forms):
+            found[call] = {
+                "color": f"C{number % 10}",
+                "linestyle": ("-", "--", ":", "-.")[spec % 4],
+                "marker": "osD^vP"[spec % 6],
+            }
     return found
 
 
@@ -113,22 +152,44 @@ def _panels(rows: Iterable[dict[str, Any]], title: str, label: str) -> tuple[Any
 
 
 def _bandwidth(rows: list[dict[str, Any]], title: str) -> Any:
-    figure, axes = _panels(rows, f"patched_linear, rank 1: {title}", "share of the bandwidth measured there")
+    figure, axes = _panels(
+        rows, f"patched_linear, rank 1: {title}", "share of the bandwidth measured there"
+    )
     for dtype, axis in axes.items():
-        mine = [row for row in rows if row["parameters"]["dtype"] == dtype and row["parameters"]["rows"] <= 16]
-        shapes = sorted({(p["n"] * p["k"], p["matrix"]) for p in (row["parameters"] for row in mine)})
+        mine = [
+            row
+            for row in rows
+            if row["parameters"]["dtype"] == dtype and row["parameters"]["rows"] <= 16
+        ]
+        shapes = sorted(
+            {(p["n"] * p["k"], p["matrix"]) for p in (row["parameters"] for row in mine)}
+        )
         counts = sorted({row["parameters"]["rows"] for row in mine})
         place = {matrix: number for number, (_, matrix) in enumerate(shapes)}
         width = 0.8 / len(counts)
         for number, count in enumerate(counts):
             chosen = [row for row in mine if row["parameters"]["rows"] == count]
-            x = [place[row["parameters"]["matrix"]] + (number - (len(counts) - 1) / 2) * width for row in chosen]
-            axis.bar(x, [row["of ceiling"] for row in chosen], width, label=f"M = {count}", color=_shade(number, len(counts)))
-        names = [f"{matrix}\n{elements * (4 if dtype == 'float32' else 2) / 1e6:.0f} MB" for elements, matrix in shapes]
+            x = [
+                place[row["parameters"]["matrix"]] + (number - (len(counts) - 1) / 2) * width
+                for row in chosen
+            ]
+            axis.bar(
+                x,
+                [row["of ceiling"] for row in chosen],
+                width,
+                label=f"M = {count}",
+                color=_shade(number, len(counts)),
+            )
+        names = [
+            f"{matrix}\n{elements * (4 if dtype == 'float32' else 2) / 1e6:.0f} MB"
+            for elements, matrix in shapes
+        ]
         axis.set_xticks(range(len(shapes)), names, rotation=40, ha="right", fontsize=8)
         axis.legend(fontsize=8, ncols=len(counts), loc="upper center")
     first = next(iter(axes.values()))
-    first.set_ylim(0, 1.2 * max(1.0, *(row["of ceiling"] for row in rows if row["parameters"]["rows"] <= 16)))
+    first.set_ylim(
+        0, 1.2 * max(1.0, *(row["of ceiling"] for row in rows if row["parameters"]["rows"] <= 16))
+    )
     return figure
 
 
@@ -137,10 +198,24 @@ def _ratios(rows: list[dict[str, Any]], ratios: dict[str, float], title: str) ->
     matrices = list(dict.fromkeys(row["parameters"]["matrix"] for row in rows))
     for dtype, axis in axes.items():
         for number, matrix in enumerate(matrices):
-            mine = [row for row in rows if (row["parameters"]["dtype"], row["parameters"]["matrix"]) == (dtype, matrix)]
+            mine = [
+                row
+                for row in rows
+                if (row["parameters"]["dtype"], row["parameters"]["matrix"]) == (dtype, matrix)
+            ]
             mine.sort(key=lambda row: row["parameters"]["rows"])
-            style = {"marker": "osD^vP*X"[number % 8], "markersize": 5, "linewidth": 1.2, "color": f"C{number % 10}"}
-            axis.plot([row["parameters"]["rows"] for row in mine], [ratios[row["case"]] for row in mine], label=matrix, **style)
+            style = {
+                "marker": "osD^vP*X"[number % 8],
+                "markersize": 5,
+                "linewidth": 1.2,
+                "color": f"C{number % 10}",
+            }
+            axis.plot(
+                [row["parameters"]["rows"] for row in mine],
+                [ratios[row["case"]] for row in mine],
+                label=matrix,
+                **style,
+            )
         counts = sorted({row["parameters"]["rows"] for row in rows})
         axis.set_xscale("log", base=2)
         axis.set_xticks(counts, map(str, counts))

@@ -1,4 +1,6 @@
-"""What was measured: one JSON file and one table a benchmark and device, with the environment they come from."""
+"""What was measured: one JSON file and one table a benchmark and device, with the environment they
+come from.
+"""
 
 import hashlib
 import importlib
@@ -16,10 +18,24 @@ import torch
 from rich.table import Table
 
 import icl_patch
-from icl_patch import native
 from icl_patch.bench.harness import UNFINISHED, Case, cell, format_seconds
+from icl_patch.ops import native
 
-_COLUMNS = ("case", "call", "ours", "parameters", "seconds", "ratio", "unit", "rate", "failed", "code", "parts", "not observed", UNFINISHED)
+_COLUMNS = (
+    "case",
+    "call",
+    "ours",
+    "parameters",
+    "seconds",
+    "ratio",
+    "unit",
+    "rate",
+    "failed",
+    "code",
+    "parts",
+    "not observed",
+    UNFINISHED,
+)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -46,24 +62,42 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor() or "CPU")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or "CPU",
+    )
 
 
 @cache
 def code_fingerprint() -> str:
-    """Of what computes: the package without its benchmarks, command line, reports and embedded model, and the native library."""
+    """Of what computes: the package without its benchmarks, command line, reports and embedded
+    model, and the native library.
+    """
     root = Path(icl_patch.__file__).parent
-    folders = [root] if (root / "kernels").exists() else [root, Path(__file__).parent.parent / "triton_kernels"]
+    folders = (
+        [root]
+        if (root / "kernels").exists()
+        else [root, Path(__file__).parent.parent / "triton_kernels"]
+    )
     aside = {"bench", "embedded", "cli.py", "report.py", "demo.py"}
-    files = [path for folder in folders for path in folder.rglob("*") if path.relative_to(folder).parts[0] not in aside]
+    files = [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.relative_to(folder).parts[0] not in aside
+    ]
     kept = [path for path in files if path.suffix in (".py", ".so", ".json")]
-    parts = sorted(hashlib.sha256(path.name.encode() + path.read_bytes()).hexdigest() for path in kept)
+    parts = sorted(
+        hashlib.sha256(path.name.encode() + path.read_bytes()).hexdigest() for path in kept
+    )
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
 
 
 @dataclass
 class Results:
-    """The rows of one benchmark on one device, written after every case. A file of the same environment is gone on with."""
+    """The rows of one benchmark on one device, written after every case. A file of the same
+    environment is gone on with.
+    """
 
     benchmark: str
     device: torch.device
@@ -79,7 +113,11 @@ class Results:
             if found["environment"] == self.environment:
                 self.cases, self.skipped = _by_case(found["rows"]), found.get("skipped", {})
             else:
-                changed = [name for name, value in self.environment.items() if found["environment"].get(name) != value]
+                changed = [
+                    name
+                    for name, value in self.environment.items()
+                    if found["environment"].get(name) != value
+                ]
                 self.dropped = f"{self.path} is begun anew: it is of another {', '.join(changed)}"
 
     @property
@@ -96,12 +134,17 @@ class Results:
     @property
     def failed(self) -> list[str]:
         """A line for every call that failed."""
-        return [f"{row['case']}, {row['call']}: {row['failed']}" for row in self.rows if "failed" in row]
+        return [
+            f"{row['case']}, {row['call']}: {row['failed']}" for row in self.rows if "failed" in row
+        ]
 
     def has(self, name: str) -> bool:
         """Whether a case was measured already, all of it, by this code, and did not fail."""
         rows = self.cases.get(name, [])
-        return bool(rows) and all(row.get("code") == code_fingerprint() and not {"failed", UNFINISHED} & set(row) for row in rows)
+        return bool(rows) and all(
+            row.get("code") == code_fingerprint() and not {"failed", UNFINISHED} & set(row)
+            for row in rows
+        )
 
     def skip(self, call: str, reason: str) -> None:
         """Say why no row has this call."""
@@ -115,7 +158,9 @@ class Results:
     def sort(self, names: Sequence[str]) -> None:
         """Bring the cases into this order; those that are not named come last."""
         place = {name: number for number, name in enumerate(names)}
-        self.cases = dict(sorted(self.cases.items(), key=lambda entry: place.get(entry[0], len(place))))
+        self.cases = dict(
+            sorted(self.cases.items(), key=lambda entry: place.get(entry[0], len(place)))
+        )
 
     def write(self) -> None:
         """The JSON file and the table, each whole at any time."""
@@ -125,12 +170,23 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """As it is written."""
-        return {"benchmark": self.benchmark, "environment": self.environment, "skipped": self.skipped, "rows": self.rows}
+        return {
+            "benchmark": self.benchmark,
+            "environment": self.environment,
+            "skipped": self.skipped,
+            "rows": self.rows,
+        }
 
     def table(self) -> Table:
         """For a terminal."""
         names, rows = cells(self.rows)
-        made = Table(*names, title=f"{self.benchmark} on {self.environment['device']}, {self.environment['threads']} threads")
+        made = Table(
+            *names,
+            title=(
+                f"{self.benchmark} on {self.environment['device']}, {self.environment['threads']}"
+                " threads"
+            ),
+        )
         for row in rows:
             made.add_row(*row)
         return made
@@ -138,7 +194,9 @@ class Results:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that whoever opens it sees all of the old text or all of the new."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
         file.write(text)
     os.chmod(file.name, 0o644)  # noqa: PTH101
     Path(file.name).replace(path)
@@ -152,20 +210,39 @@ def _by_case(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a row of text a case: our call with all its numbers, then the time of every other call and its ratio to ours."""
+    """Column names, and a row of text a case: our call with all its numbers, then the time of every
+    other call and its ratio to ours.
+    """
     cases = _by_case(rows)
     ours = {case: next((row for row in found if row["ours"]), {}) for case, found in cases.items()}
     names = list(dict.fromkeys(row["call"] for row in ours.values() if row.get("call")))
-    numbers = list(dict.fromkeys(name for row in ours.values() for name in row if name not in _COLUMNS))
+    numbers = list(
+        dict.fromkeys(name for row in ours.values() for name in row if name not in _COLUMNS)
+    )
     others = list(dict.fromkeys(row["call"] for row in rows if not row["ours"]))
     lines = []
     for case, found in cases.items():
         mine = ours[case]
-        spread = [format_seconds(mine["seconds"][name]) for name in ("low", "high")] if "seconds" in mine else []
-        line = [case, cell(mine) if mine else "", " – ".join(spread), *(_number(mine[name]) if name in mine else "" for name in numbers)]
+        spread = (
+            [format_seconds(mine["seconds"][name]) for name in ("low", "high")]
+            if "seconds" in mine
+            else []
+        )
+        line = [
+            case,
+            cell(mine) if mine else "",
+            " – ".join(spread),
+            *(_number(mine[name]) if name in mine else "" for name in numbers),
+        ]
         calls = {row["call"]: row for row in found}
         lines.append(line + [cell(calls[name]) if name in calls else "" for name in others])
-    return ["case", names[0] if len(names) == 1 else "ours", "middle half", *numbers, *others], lines
+    return [
+        "case",
+        names[0] if len(names) == 1 else "ours",
+        "middle half",
+        *numbers,
+        *others,
+    ], lines
 
 
 def _number(value: float) -> str:
@@ -173,14 +250,33 @@ def _number(value: float) -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table of a results file, or the tables that its benchmark makes (``tables(found)``), with what was measured and where."""
+    """The table of a results file, or the tables that its benchmark makes (``tables(found)``), with
+    what was measured and where.
+    """
     module = importlib.import_module(f"icl_patch.bench.{found['benchmark']}")
     about = (module.__doc__ or "").strip()
     where = ", ".join(f"{name} {value}" for name, value in found["environment"].items() if value)
-    notes = [f"Not measured: {call}, {reason}." for call, reason in found.get("skipped", {}).items()]
-    notes += [f"Failed: {row['case']}, {row['call']}: {row['failed']}" for row in found["rows"] if "failed" in row]
-    lines = [f"# {found['benchmark']}", "", about, "", where, "", *(f"- {note}" for note in notes), *([""] if notes else [])]
-    lines += module.tables(found) if hasattr(module, "tables") else table_lines(*cells(found["rows"]))
+    notes = [
+        f"Not measured: {call}, {reason}." for call, reason in found.get("skipped", {}).items()
+    ]
+    notes += [
+        f"Failed: {row['case']}, {row['call']}: {row['failed']}"
+        for row in found["rows"]
+        if "failed" in row
+    ]
+    lines = [
+        f"# {found['benchmark']}",
+        "",
+        about,
+        "",
+        where,
+        "",
+        *(f"- {note}" for note in notes),
+        *([""] if notes else []),
+    ]
+    lines += (
+        module.tables(found) if hasattr(module, "tables") else table_lines(*cells(found["rows"]))
+    )
     return "\n".join([*lines, ""])
 
 
@@ -192,7 +288,10 @@ def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 def load_all(folder: Path, benchmark: str) -> list[dict[str, Any]]:
     """Every results file of a benchmark in a folder, each with its name as ``file``."""
-    return [{"file": path.stem, **json.loads(path.read_text(encoding="utf-8"))} for path in sorted(folder.glob(f"{benchmark}-*.json"))]
+    return [
+        {"file": path.stem, **json.loads(path.read_text(encoding="utf-8"))}
+        for path in sorted(folder.glob(f"{benchmark}-*.json"))
+    ]
 
 
 def default_folder() -> Path:
@@ -200,4 +299,8 @@ def default_folder() -> Path:
     if given := os.environ.get("ICL_RESULTS"):
         return Path(given)
     checkout = Path(__file__).parent
-    return checkout / "results" if (checkout.parent / "pyproject.toml").exists() else Path("icl-patch-bench")
+    return (
+        checkout / "results"
+        if (checkout.parent / "pyproject.toml").exists()
+        else Path("icl-patch-bench")
+    )

@@ -35,7 +35,9 @@ def run(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
     if plan.device.type == "cuda" and missing and hasattr(benchmark, "prepare"):
         yield f"compiling for {len(missing)} cases", True
         benchmark.prepare(missing, plan.device)
-    yield from measure(cases, results, rounds=7 if plan.quick else 15, fresh=plan.fresh, seconds=plan.seconds)
+    yield from measure(
+        cases, results, rounds=7 if plan.quick else 15, fresh=plan.fresh, seconds=plan.seconds
+    )
     results.sort([case.name for case in benchmark.cases(plan.device, False, results)])
     results.write()
 

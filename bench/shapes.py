@@ -19,8 +19,8 @@ from transformers import (
 class Shape:
     """A model: its name and what its configuration says. Embedding and head are one matrix.
 
-    window: of the layers that have one: five of six. experts: of a layer that is a mixture, of which each token takes ``chosen``; ``inner``
-    is then an expert's.
+    window: of the layers that have one: five of six. experts: of a layer that is a mixture, of
+    which each token takes ``chosen``; ``inner`` is then an expert's.
     """
 
     name: str
@@ -42,7 +42,11 @@ class Shape:
         if self.window is not None:
             more |= {"sliding_window": self.window, "query_pre_attn_scalar": self.head}
         if self.experts:
-            more |= {"moe_intermediate_size": self.inner, "num_experts": self.experts, "num_experts_per_tok": self.chosen}
+            more |= {
+                "moe_intermediate_size": self.inner,
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.chosen,
+            }
         return self.kind(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
@@ -57,7 +61,9 @@ class Shape:
         )
 
     def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-        """Random weights, seeded: as large as those of trained models, so that a context changes what is said."""
+        """Random weights, seeded: as large as those of trained models, so that a context changes
+        what is said.
+        """
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
@@ -70,11 +76,15 @@ class Shape:
 
 
 CPU_SHAPE = Shape("0.22B", Qwen3Config, 1024, 3072, 12, 16, 8, 128, 32000)
-CPU_MIXTURE = Shape("0.25B-mixture", Qwen3MoeConfig, 768, 512, 6, 12, 4, 64, 8192, experts=32, chosen=4)
+CPU_MIXTURE = Shape(
+    "0.25B-mixture", Qwen3MoeConfig, 768, 512, 6, 12, 4, 64, 8192, experts=32, chosen=4
+)
 GPU_SHAPES = (
     Shape("Qwen3-0.6B", Qwen3Config, 1024, 3072, 28, 16, 8, 128, 151936),
     Shape("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, 26, 4, 1, 256, 262144, 512),
     Shape("Llama-3.2-1B", LlamaConfig, 2048, 8192, 16, 32, 8, 64, 128256),
     Shape("Gemma-3-4B", Gemma3TextConfig, 2560, 10240, 34, 8, 4, 256, 262208, 1024),
 )
-GPU_MIXTURE = Shape("OLMoE-1B-7B", Qwen3MoeConfig, 2048, 1024, 16, 16, 16, 128, 50304, experts=64, chosen=8)
+GPU_MIXTURE = Shape(
+    "OLMoE-1B-7B", Qwen3MoeConfig, 2048, 1024, 16, 16, 16, 128, 50304, experts=64, chosen=8
+)

@@ -1,6 +1,8 @@
-"""Decode steps that can be taken over and over: the model's own, those that apply a patch, and Algorithm 1 with every ``W + ΔW`` built.
+"""Decode steps that can be taken over and over: the model's own, those that apply a patch, and
+Algorithm 1 with every ``W + ΔW`` built.
 
-A step takes the last token of ``ids`` (B, C) on top of a cache of those before it, gives the next logits (B, V), and puts the cache back.
+A step takes the last token of ``ids`` (B, C) on top of a cache of those before it, gives the next
+logits (B, V), and puts the cache back.
 """
 
 import time
@@ -16,22 +18,28 @@ from transformers.cache_utils import StaticLayer
 
 from icl_patch import ContextPatch
 from icl_patch.bench.harness import captured
-from icl_patch.changes import changes_of
-from icl_patch.decoding import Decoding, decode_one_token
-from icl_patch.fixed import Captured, fix
+from icl_patch.generation.compiled_step import Captured, fix
+from icl_patch.generation.decode_step import Decoding, decode_one_token
+from icl_patch.patch.parameter_changes import parameter_changes
 
 
 class Step:
     """A step: ``run`` takes it, ``rewind`` puts back what it did to the cache.
 
     Attributes:
-        traced: whether the model's modules no longer run in it. compile_seconds: what it took to make, where it is compiled.
+        traced: whether the model's modules no longer run in it. compile_seconds: what it took to
+            make, where it is compiled.
     """
 
     traced = False
     compile_seconds: float | None = None
 
-    def __init__(self, run: Callable[[], Tensor], rewind: Callable[[], object] = lambda: None, cache: Cache | None = None) -> None:
+    def __init__(
+        self,
+        run: Callable[[], Tensor],
+        rewind: Callable[[], object] = lambda: None,
+        cache: Cache | None = None,
+    ) -> None:
         self.run, self.rewind, self.cache = run, rewind, cache
 
     @torch.no_grad()
@@ -59,7 +67,11 @@ class Later(Step):
         """The step itself."""
         if self._made is None:
             self._made = self._make()
-            self.cache, self.traced, self.compile_seconds = self._made.cache, self._made.traced, self._made.compile_seconds
+            self.cache, self.traced, self.compile_seconds = (
+                self._made.cache,
+                self._made.traced,
+                self._made.compile_seconds,
+            )
         return self._made
 
     @contextmanager
@@ -114,7 +126,9 @@ class Graphed(Step):
 
 
 class Compiled(Graphed):
-    """The same through ``torch.compile``, without a graph break; ``compile_seconds`` is what that took."""
+    """The same through ``torch.compile``, without a graph break; ``compile_seconds`` is what that
+    took.
+    """
 
     traced = True
 
@@ -129,8 +143,8 @@ class Compiled(Graphed):
 class StaticContext:
     """All tokens but the last in a static cache (B rows), and how a step on top of it is undone.
 
-    A layer whose window is full moves it at every step: what it then holds is another token further on, and the work is the same.
-    ``restore`` puts it back to the first.
+    A layer whose window is full moves it at every step: what it then holds is another token further
+    on, and the work is the same. ``restore`` puts it back to the first.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
@@ -139,9 +153,13 @@ class StaticContext:
         run(ids[:, :-1], past_key_values=self.cache, logits_to_keep=1)
         layers: list[Any] = self.cache.layers
         self._windows = [layer for layer in layers if layer.is_sliding]
-        full = [layer for layer in self._windows if layer.cumulative_length_int >= layer.max_cache_len]
+        full = [
+            layer for layer in self._windows if layer.cumulative_length_int >= layer.max_cache_len
+        ]
         self.lengths = [layer.cumulative_length for layer in layers if layer not in full]
-        self._kept = [(place, place.clone()) for layer in full for place in (layer.keys, layer.values)]
+        self._kept = [
+            (place, place.clone()) for layer in full for place in (layer.keys, layer.values)
+        ]
 
     def rewind(self) -> None:
         """Take back the length of one token; one launch for all layers."""
@@ -174,7 +192,11 @@ def own_step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Step:
     """The model's own step, as ``model.generate`` takes it."""
     run: Any = model
     token = ids[:, -1:].clone()
-    return Step(lambda: run(token, past_key_values=cache, logits_to_keep=1).logits[:, -1], lambda: cache.crop(-1), cache)
+    return Step(
+        lambda: run(token, past_key_values=cache, logits_to_keep=1).logits[:, -1],
+        lambda: cache.crop(-1),
+        cache,
+    )
 
 
 def static_run(model: PreTrainedModel, ids: Tensor, static: StaticContext) -> Callable[[], Tensor]:
@@ -183,7 +205,9 @@ def static_run(model: PreTrainedModel, ids: Tensor, static: StaticContext) -> Ca
     token, position = ids[:, -1:].clone(), torch.full_like(ids[:, -1:], ids.shape[1] - 1)
 
     def step() -> Tensor:
-        logits: Tensor = run(token, position_ids=position, past_key_values=static.cache, logits_to_keep=1).logits[:, -1]
+        logits: Tensor = run(
+            token, position_ids=position, past_key_values=static.cache, logits_to_keep=1
+        ).logits[:, -1]
         return logits
 
     return step
@@ -199,7 +223,11 @@ class Fixed(Step):
         made: Any = state.step
         self._fixed, self.traced = made, compiled
         layers: list[Any] = state.cache.layers
-        counters = [made.feed.positions, made.feed.slot, *(layer.cumulative_length for layer in layers if isinstance(layer, StaticLayer))]
+        counters = [
+            made.step_inputs.positions,
+            made.step_inputs.slot,
+            *(layer.cumulative_length for layer in layers if isinstance(layer, StaticLayer)),
+        ]
 
         def rewind() -> None:
             torch._foreach_sub_(counters, 1)
@@ -226,20 +254,26 @@ class Fixed(Step):
 
 @contextmanager
 def materialised(model: nn.Module, patch: ContextPatch) -> Iterator[None]:
-    """Within this context every changed parameter is ``W + u vᵀ``, ``b + Δb`` or ``m + Δm`` of the first row's first token, built now."""
+    """Within this context every changed parameter is ``W + u vᵀ``, ``b + Δb`` or ``m + Δm`` of the
+    first row's first token, built now.
+    """
     before: list[tuple[nn.Parameter, Tensor]] = []
     try:
         with record_function("part: building"):
             for block, layer in zip(patch.blocks, patch.layers, strict=True):
-                for change in changes_of(block.form, layer):
-                    parameter = model.get_parameter(f"{block.path}.{change.name}.{change.parameter}")
+                for change in parameter_changes(block.spec, layer):
+                    parameter = model.get_parameter(
+                        f"{block.path}.{change.name}.{change.parameter}"
+                    )
                     base, u = parameter.data, change.u[0, 0].to(parameter.dtype)
                     before.append((parameter, base))
                     if change.v is None:
                         parameter.data = base + u
                     else:
                         v = change.v[0, 0].to(parameter.dtype)
-                        parameter.data = torch.addr(base, v, u) if change.transposed else torch.addr(base, u, v)
+                        parameter.data = (
+                            torch.addr(base, v, u) if change.transposed else torch.addr(base, u, v)
+                        )
         yield
     finally:
         for parameter, data in reversed(before):
@@ -249,7 +283,9 @@ def materialised(model: nn.Module, patch: ContextPatch) -> Iterator[None]:
 def bare_step(model: PreTrainedModel, patch: ContextPatch) -> Tensor:
     """The kept tokens alone, without context, cache or change: (B, V)."""
     run: Any = model
-    logits: Tensor = run(patch.kept_ids, position_ids=patch.position_ids, use_cache=False).logits[:, -1]
+    logits: Tensor = run(patch.kept_ids, position_ids=patch.position_ids, use_cache=False).logits[
+        :, -1
+    ]
     return logits
 
 
@@ -264,7 +300,9 @@ def _by_row(model: PreTrainedModel, patch: ContextPatch) -> Tensor:
 
 
 def naive_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -> Step:
-    """A context step, every matrix materialised, a reduced step; the update's own arithmetic is not counted."""
+    """A context step, every matrix materialised, a reduced step; the update's own arithmetic is not
+    counted.
+    """
 
     def step() -> Tensor:
         context_step()
@@ -285,22 +323,30 @@ def uncached_step(model: PreTrainedModel, ids: Tensor, patch: ContextPatch) -> S
 
 
 def lora_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -> Step:
-    """PEFT: a context step, the patch's factors copied into LoRA layers of rank 1, a reduced step; the update itself is not counted.
+    """PEFT: a context step, the patch's factors copied into LoRA layers of rank 1, a reduced step;
+    the update itself is not counted.
 
-    The rows of a batch have an adapter each, which PEFT applies in one pass (``adapter_names``). LoRA has no layer for a norm's scale:
-    where the update changes one, the new scales (B, 1, n) are copied into the norm.
+    The rows of a batch have an adapter each, which PEFT applies in one pass (``adapter_names``).
+    LoRA has no layer for a norm's scale: where the update changes one, the new scales (B, 1, n) are
+    copied into the norm.
 
     Args:
         model: that nobody else uses: its readers and output matrices are replaced by PEFT's layers.
     """
     from peft import LoraConfig, get_peft_model
 
-    changes = [(block, change) for block, layer in zip(patch.blocks, patch.layers, strict=True) for change in changes_of(block.form, layer)]
+    changes = [
+        (block, change)
+        for block, layer in zip(patch.blocks, patch.layers, strict=True)
+        for change in parameter_changes(block.spec, layer)
+    ]
     names = [block.path_of(change.name) for block, change in changes if change.v is not None]
     config = LoraConfig(r=1, lora_alpha=1, lora_dropout=0.0, target_modules=names)
     adapters = [f"row{row}" for row in range(len(patch.kept_ids))]
     given: Any = model
-    wrapped: Any = get_peft_model(given, config, adapter_name=adapters[0], autocast_adapter_dtype=False)
+    wrapped: Any = get_peft_model(
+        given, config, adapter_name=adapters[0], autocast_adapter_dtype=False
+    )
     for adapter in adapters[1:]:
         wrapped.add_adapter(adapter, config, autocast_adapter_dtype=False)
     wrapped.requires_grad_(False).eval()
@@ -323,7 +369,9 @@ def lora_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -
         context_step()
         with record_function("part: building"):
             torch._foreach_copy_(places, factors)
-        logits: Tensor = wrapped(input_ids=patch.kept_ids, position_ids=patch.position_ids, use_cache=False, **chosen).logits[:, -1]
+        logits: Tensor = wrapped(
+            input_ids=patch.kept_ids, position_ids=patch.position_ids, use_cache=False, **chosen
+        ).logits[:, -1]
         return logits
 
     return Step(step, cache=context_step.cache)

@@ -13,13 +13,22 @@ BASELINES = ("F.linear", "unfused", "PEFT", "W + ΔW", "W + ΔW in a buffer")
 
 
 def summary_markdown(folder: Path) -> str:
-    """The most telling of what was measured, on every device there is a file of, each with its environment."""
+    """The most telling of what was measured, on every device there is a file of, each with its
+    environment.
+    """
     parts = []
     for found in load_all(folder, "linear"):
         parts += [_where(found), *_linear(found["rows"]), ""]
     for found in load_all(folder, "throughput"):
         both = [row for row in found["rows"] if row.get("parameters", {}).get("work") == "both"]
-        parts += [f"Patches computed and applied a second, of one layer and one token each. {_where(found)}", *_throughput(both), ""]
+        parts += [
+            (
+                "Patches computed and applied a second, of one layer and one token each."
+                f" {_where(found)}"
+            ),
+            *_throughput(both),
+            "",
+        ]
     return "\n".join(parts).strip() or "Nothing is measured yet: `make bench`."
 
 
@@ -27,21 +36,41 @@ def _where(found: dict[str, Any]) -> str:
     environment = found["environment"]
     place = environment["device"]
     if environment["cuda"] is None:
-        place += f" ({environment['cpu_instructions'] or 'no native library'}), {environment['threads']} threads"
+        place += (
+            f" ({environment['cpu_instructions'] or 'no native library'}), {environment['threads']}"
+            " threads"
+        )
     return f"{place}, torch {environment['torch']}:\n"
 
 
 def _linear(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     calls = {(row["case"], row["call"]): row for row in rows}
-    yield "| weight | dtype | rows | `patched_linear` | of the bandwidth | " + " | ".join(f"`{name}`" for name in BASELINES) + " |"
+    yield (
+        "| weight | dtype | rows | `patched_linear` | of the bandwidth | "
+        + " | ".join(f"`{name}`" for name in BASELINES)
+        + " |"
+    )
     yield "|" + "---|" * (5 + len(BASELINES))
     for row in rows:
         found = row.get("parameters", {})
-        if not row["ours"] or found["rank"] != 1 or found["matrix"] not in MATRICES or found["rows"] not in ROWS:
+        if (
+            not row["ours"]
+            or found["rank"] != 1
+            or found["matrix"] not in MATRICES
+            or found["rows"] not in ROWS
+        ):
             continue
         others = [_baseline(calls.get((row["case"], name))) for name in BASELINES]
-        head = [f"{found['matrix']} ({found['n']}, {found['k']})", found["dtype"], str(found["rows"])]
-        mine = [format_seconds(row["seconds"]["median"]), f"{100 * row['of ceiling']:.0f} %"] if "seconds" in row else ["FAILED", ""]
+        head = [
+            f"{found['matrix']} ({found['n']}, {found['k']})",
+            found["dtype"],
+            str(found["rows"]),
+        ]
+        mine = (
+            [format_seconds(row["seconds"]["median"]), f"{100 * row['of ceiling']:.0f} %"]
+            if "seconds" in row
+            else ["FAILED", ""]
+        )
         yield "| " + " | ".join([*head, *mine, *others]) + " |"
 
 
@@ -57,5 +86,7 @@ def _throughput(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "|" + "---|" * (1 + len(names))
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = {row["call"]: row for row in rows if row["case"] == case}
-        cells = [f"{mine[name]['rate']:.3g}" if "rate" in mine.get(name, {}) else "-" for name in names]
+        cells = [
+            f"{mine[name]['rate']:.3g}" if "rate" in mine.get(name, {}) else "-" for name in names
+        ]
         yield f"| {case} | " + " | ".join(cells) + " |"

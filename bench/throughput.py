@@ -1,9 +1,11 @@
-"""Patches a second, of one layer and one token each: computed, applied, and both, against weights that are built.
+"""Patches a second, of one layer and one token each: computed, applied, and both, against weights
+that are built.
 
-`lazy` is ours with the stable update, `lazy, exact` with the exact one. `W + ΔW built` is Algorithm 1 with every changed weight built, one
-sequence and one token at a time. Computing runs a context of 16 tokens and 4 kept tokens with it and without; applying runs the 4 kept
-tokens alone. Random models with the layers of the named ones, fewer of them, and a vocabulary of 1024. The error is the largest difference
-of the logits from those with the context, relative to the largest.
+`lazy` is ours with the stable update, `lazy, exact` with the exact one. `W + ΔW built` is Algorithm
+1 with every changed weight built, one sequence and one token at a time. Computing runs a context of
+16 tokens and 4 kept tokens with it and without; applying runs the 4 kept tokens alone. Random
+models with the layers of the named ones, fewer of them, and a vocabulary of 1024. The error is the
+largest difference of the logits from those with the context, relative to the largest.
 """
 
 import copy
@@ -13,7 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.bench.harness import Call, Case, Comparison
@@ -33,23 +42,38 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], int, int, int, int, int]] = {
 }
 LAYERS, CONTEXT, KEPT = 4, 16, 4
 BATCHES = (1, 8, 32)
-TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3}  # the direct update divides by activations; bf16 weights round ΔW away
+# the direct update divides by activations; bf16 weights round ΔW away
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3}
 WORK = ("computed", "applied", "both")
 
 
 def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     """Work by work for every model and batch; on a CPU the shapes of 0.1B models."""
     cpu = device.type == "cpu"
-    names = ("Gemma-3-1B", "Qwen3-0.6B") if cpu else ("Gemma-3-1B", "Llama-3-8B") if quick else tuple(MODELS)
+    names = (
+        ("Gemma-3-1B", "Qwen3-0.6B")
+        if cpu
+        else ("Gemma-3-1B", "Llama-3-8B")
+        if quick
+        else tuple(MODELS)
+    )
     batches = (1, 4) if cpu else (1, 8) if quick else BATCHES
     dtype = torch.float32 if cpu else torch.bfloat16
     found = []
     for name in names:
         for batch in batches:
             for work in WORK:
-                title = f"{name} × {LAYERS} layers {str(dtype).removeprefix('torch.')} B={batch} {work}"
+                title = (
+                    f"{name} × {LAYERS} layers {str(dtype).removeprefix('torch.')} B={batch} {work}"
+                )
                 parameters: dict[str, str | int] = {"model": name, "batch": batch, "work": work}
-                found.append(Case(title, functools.partial(comparison, name, batch, work, dtype, device), parameters))
+                found.append(
+                    Case(
+                        title,
+                        functools.partial(comparison, name, batch, work, dtype, device),
+                        parameters,
+                    )
+                )
     return found
 
 
@@ -97,22 +121,36 @@ def prepared(name: str, batch: int, dtype: torch.dtype, device: torch.device) ->
     """Patchers on one model's weights, random tokens, and the logits with the context."""
     model = model_of(name, dtype, device)
     rng = torch.Generator().manual_seed(1)
-    context, kept = (torch.randint(1024, (batch, length), generator=rng).to(device) for length in (CONTEXT, KEPT))
+    context, kept = (
+        torch.randint(1024, (batch, length), generator=rng).to(device) for length in (CONTEXT, KEPT)
+    )
     with torch.no_grad():
         expected = model(input_ids=torch.cat([context, kept], 1)).logits[:, CONTEXT:].double()
-    patchers = {call: ContextPatcher(twin(model), update) for call, update in (("lazy", "stable"), ("lazy, exact", "exact"))}
+    patchers = {
+        call: ContextPatcher(twin(model), update)
+        for call, update in (("lazy", "stable"), ("lazy, exact", "exact"))
+    }
     patches = {call: patcher.compute(context, kept) for call, patcher in patchers.items()}
     return Prepared(patchers, Naive(model), patches, context, kept, expected)
 
 
-def comparison(name: str, batch: int, work: str, dtype: torch.dtype, device: torch.device) -> Comparison:
+def comparison(
+    name: str, batch: int, work: str, dtype: torch.dtype, device: torch.device
+) -> Comparison:
     """What is timed in one case."""
     found = prepared(name, batch, dtype, device)
-    calls = {call: _lazy(patcher, found.patches[call], work, found.context) for call, patcher in found.patchers.items()}
+    calls = {
+        call: _lazy(patcher, found.patches[call], work, found.context)
+        for call, patcher in found.patchers.items()
+    }
     calls["W + ΔW built"] = _built(found, work)
 
     def check(call: str, result: Any) -> float:
-        logits = found.patchers[call].forward(found.kept, result) if isinstance(result, ContextPatch) else result
+        logits = (
+            found.patchers[call].forward(found.kept, result)
+            if isinstance(result, ContextPatch)
+            else result
+        )
         return relative_error(logits, found.expected[: len(logits)], TOLERANCE[dtype])
 
     return Comparison(
@@ -144,10 +182,19 @@ def _lazy(patcher: ContextPatcher, patch: ContextPatch, work: str, context: Tens
 
 def _built(found: Prepared, work: str) -> Call:
     """Of the first row alone."""
-    naive, context, kept, patch = found.naive, found.context[:1], found.kept[:1], found.patches["lazy"]
+    naive, context, kept, patch = (
+        found.naive,
+        found.context[:1],
+        found.kept[:1],
+        found.patches["lazy"],
+    )
 
     def both() -> Tensor:
         naive.compute(context, kept)
         return naive.apply(patch)
 
-    return {"computed": lambda: naive.compute(context, kept), "applied": lambda: naive.apply(patch), "both": both}[work]
+    return {
+        "computed": lambda: naive.compute(context, kept),
+        "applied": lambda: naive.apply(patch),
+        "both": both,
+    }[work]

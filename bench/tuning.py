@@ -15,13 +15,24 @@ from icl_patch.bench.harness import InTurn, compare, reason
 from icl_patch.bench.linear import CONV1D, SHAPES, cold
 from icl_patch.bench.results import environment, write_whole
 from icl_patch.kernels import tuning
-from icl_patch.kernels.config import DTYPES, REGIMES, STREAM, Config, Entry, dump, entries_for, gpu_name, slug
+from icl_patch.kernels.config import (
+    DTYPES,
+    REGIMES,
+    STREAM,
+    Config,
+    Entry,
+    dump,
+    entries_for,
+    gpu_name,
+    slug,
+)
 from icl_patch.kernels.linear import launch_linear
 
 ROWS = {"stream": (1, 2, 4, 8, 16), "tile": (32, 64, 512)}
 QUICK_ROWS = {"stream": (1, 8), "tile": (32, 512)}
 QUICK_SHAPES = ("Gemma-3-1B down", "Gemma-3-4B up", "Gemma-3-27B up")  # one in each class of N
-FUSED_CASES = ((1, 1), (8, 1), (16, 1), (4, 4), (1, 16))  # rows and rank, where the coefficients' place matters
+# rows and rank, where the coefficients' place matters
+FUSED_CASES = ((1, 1), (8, 1), (16, 1), (4, 4), (1, 16))
 
 Measure = Callable[[Config, int, int], float | None]
 Progress = Callable[[str], None]
@@ -43,7 +54,9 @@ class Plan:
         return [shape for name, shape in stored.items() if not self.quick or name in QUICK_SHAPES]
 
     def rows(self, regime: str) -> tuple[int, ...]:
-        """The numbers of rows a regime is measured at: one configuration serves them all, as it fixes the order of summation."""
+        """The numbers of rows a regime is measured at: one configuration serves them all, as it
+        fixes the order of summation.
+        """
         return (QUICK_ROWS if self.quick else ROWS)[regime]
 
 
@@ -60,7 +73,9 @@ def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tu
         raise ValueError(f"expected a CUDA device to tune for, got {plan.device}")
     gpu = gpu_name(plan.device)
     with tuning.compilers(plan.workers) as pool:
-        entries = choose(plan, entries_for(gpu), functools.partial(Measuring, plan, pool, progress), progress)
+        entries = choose(
+            plan, entries_for(gpu), functools.partial(Measuring, plan, pool, progress), progress
+        )
     found = environment(plan.device)
     where = ", ".join(f"{name} {found[name]}" for name in ("icl_patch", "torch", "triton", "cuda"))
     note = f"Measured on this GPU by icl-patch tune{' --quick' if plan.quick else ''}: {where}."
@@ -70,9 +85,14 @@ def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tu
 
 
 def choose(
-    plan: Plan, known: Sequence[Entry], measuring: "Callable[[torch.dtype, str], Measuring]", progress: Progress
+    plan: Plan,
+    known: Sequence[Entry],
+    measuring: "Callable[[torch.dtype, str], Measuring]",
+    progress: Progress,
 ) -> tuple[Entry, ...]:
-    """The entries of the tuned dtypes, by what ``measuring(dtype, regime)`` says, then those of the others as they were."""
+    """The entries of the tuned dtypes, by what ``measuring(dtype, regime)`` says, then those of the
+    others as they were.
+    """
     chosen: list[Entry] = []
     for dtype in plan.dtypes:
         for regime in REGIMES:
@@ -86,37 +106,73 @@ def _choose(plan: Plan, dtype: torch.dtype, regime: str, measuring: "Measuring")
     """Blocks first, then, with them, how many coefficients a program sums itself."""
     tried = tuning.candidates(dtype, regime)
     measuring.compile(tried, [(rows, 1) for rows in plan.rows(regime)], plan.shapes)
-    blocks = tuning.tune(dtype, regime, plan.shapes, measuring.blocks, problem=measuring.problem, tried=tried)
+    blocks = tuning.tune(
+        dtype, regime, plan.shapes, measuring.blocks, problem=measuring.problem, tried=tried
+    )
     if regime != STREAM:
         return list(blocks)
     found, lower = [], 0
     for entry in blocks:
-        mine = [(n, k) for n, k in plan.shapes if n > lower and (entry.max_n is None or n <= entry.max_n)]
+        mine = [
+            (n, k)
+            for n, k in plan.shapes
+            if n > lower and (entry.max_n is None or n <= entry.max_n)
+        ]
         variants = tuning.with_fused(entry.config)
         measuring.compile(variants, FUSED_CASES, mine)
-        [best] = tuning.tune(dtype, regime, mine, measuring.fused, limits=(), problem=measuring.problem, tried=variants)
+        [best] = tuning.tune(
+            dtype,
+            regime,
+            mine,
+            measuring.fused,
+            limits=(),
+            problem=measuring.problem,
+            tried=variants,
+        )
         found.append(replace(best, max_n=entry.max_n))
         lower = entry.max_n or lower
     return found
 
 
 class Measuring:
-    """Times of configurations of one dtype and regime on a GPU, relative to ``F.linear``; results are checked before."""
+    """Times of configurations of one dtype and regime on a GPU, relative to ``F.linear``; results
+    are checked before.
+    """
 
-    def __init__(self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, regime: str) -> None:
-        self._plan, self._pool, self._progress, self._dtype, self._regime = plan, pool, progress, dtype, regime
+    def __init__(
+        self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, regime: str
+    ) -> None:
+        self._plan, self._pool, self._progress, self._dtype, self._regime = (
+            plan,
+            pool,
+            progress,
+            dtype,
+            regime,
+        )
         self._plains: dict[tuple[int, int, int], float] = {}
         self._weights: dict[tuple[int, int], list[Tensor]] = {}
         operands_of.cache_clear()
 
-    def compile(self, configs: Iterable[Config], cases: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, int]]) -> None:
+    def compile(
+        self,
+        configs: Iterable[Config],
+        cases: Sequence[tuple[int, int]],
+        shapes: Sequence[tuple[int, int]],
+    ) -> None:
         """Everything that will be measured, side by side, into Triton's cache."""
-        variants = [tuning.Variant(self._dtype, n, k, rows, rank, c) for c in configs for n, k in shapes for rows, rank in cases]
+        variants = [
+            tuning.Variant(self._dtype, n, k, rows, rank, c)
+            for c in configs
+            for n, k in shapes
+            for rows, rank in cases
+        ]
         capability = torch.cuda.get_device_capability(self._plan.device)
         self._progress(f"compiling {len(variants)} variants")
         problems = tuning.compile_all(self._pool, variants, 10 * capability[0] + capability[1])
         if failed := [problem for problem in problems if problem is not None]:
-            self._progress(f"{len(failed)} of them do not compile; the first: {failed[0].splitlines()[0]:.200}")
+            self._progress(
+                f"{len(failed)} of them do not compile; the first: {failed[0].splitlines()[0]:.200}"
+            )
 
     def problem(self, entry: Entry) -> str | None:
         """Spills and the like, in any kernel that the entry is compiled to."""
@@ -132,7 +188,9 @@ class Measuring:
         """Over rows and ranks."""
         return self._measure(config, n, k, FUSED_CASES)
 
-    def _measure(self, config: Config, n: int, k: int, cases: Sequence[tuple[int, int]]) -> float | None:
+    def _measure(
+        self, config: Config, n: int, k: int, cases: Sequence[tuple[int, int]]
+    ) -> float | None:
         weights, total = self._cold(n, k), 0.0
         for rows, rank in cases:
             operands = operands_of(weights[0], rows, rank)
@@ -140,7 +198,9 @@ class Measuring:
                 if problem := check(operands, weights[0], config):
                     self._progress(f"{config} at {rows} rows of ({n}, {k}): {problem}")
                     return None
-                seconds = _seconds(functools.partial(_launch, operands, config=config), weights, self._plan.device)
+                seconds = _seconds(
+                    functools.partial(_launch, operands, config=config), weights, self._plan.device
+                )
             except Exception as error:  # does not fit, does not launch: another candidate will
                 self._progress(f"{config} at {rows} rows of ({n}, {k}): {reason(error):.120}")
                 return None
@@ -148,7 +208,9 @@ class Measuring:
         return total
 
     def _cold(self, n: int, k: int) -> list[Tensor]:
-        """Weights in turn; those of all shapes are kept, as every configuration goes through them."""
+        """Weights in turn; those of all shapes are kept, as every configuration goes through
+        them.
+        """
         if (n, k) not in self._weights:
             self._weights[n, k] = cold(self._plan.device, (n, k), self._dtype)
         return self._weights[n, k]
@@ -158,17 +220,23 @@ class Measuring:
         if (n, k, rows) not in self._plains:
             weights = self._cold(n, k)
             z = operands_of(weights[0], rows, 1).z
-            self._plains[n, k, rows] = _seconds(lambda weight: F.linear(z, weight), weights, self._plan.device)
+            self._plains[n, k, rows] = _seconds(
+                lambda weight: F.linear(z, weight), weights, self._plan.device
+            )
         return self._plains[n, k, rows]
 
 
-def _seconds(function: Callable[[Tensor], object], weights: Sequence[Tensor], device: torch.device) -> float:
+def _seconds(
+    function: Callable[[Tensor], object], weights: Sequence[Tensor], device: torch.device
+) -> float:
     return compare({"": InTurn(function, weights)}, device, rounds=5)[""].median
 
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """z (M, K), u (M, R, N), v (M, R, K), and what the patched linear map of them is, (M, N) fp64."""
+    """z (M, K), u (M, R, N), v (M, R, K), and what the patched linear map of them is, (M, N)
+    fp64.
+    """
 
     z: Tensor
     u: Tensor
@@ -181,21 +249,32 @@ def operands_of(weight: Tensor, rows: int, rank: int) -> Operands:
     """Random operands for a weight, the same every time."""
     n, k = weight.shape
     rng = torch.Generator(weight.device).manual_seed(rows)
-    z, u, v = (torch.randn(size, generator=rng, device=weight.device) for size in ((rows, k), (rows, rank, n), (rows, rank, k)))
+    z, u, v = (
+        torch.randn(size, generator=rng, device=weight.device)
+        for size in ((rows, k), (rows, rank, n), (rows, rank, k))
+    )
     z, v = z.to(weight.dtype), v / k**0.5
     coeff = (z.double().unsqueeze(1) * v.double()).sum(-1)
     expected = z.double() @ weight.double().T + (coeff.unsqueeze(-1) * u.double()).sum(1)
     return Operands(z, u, v, expected)
 
 
-def _launch(operands: Operands, weight: Tensor, config: Config, rows: slice = slice(None)) -> Tensor:
-    return launch_linear(operands.z[rows], weight, operands.u[rows], operands.v[rows], config=config)
+def _launch(
+    operands: Operands, weight: Tensor, config: Config, rows: slice = slice(None)
+) -> Tensor:
+    return launch_linear(
+        operands.z[rows], weight, operands.u[rows], operands.v[rows], config=config
+    )
 
 
 def check(operands: Operands, weight: Tensor, config: Config) -> str | None:
-    """None if a configuration computes what it should, twice the same, and its last row as it does alone; else what it does not."""
+    """None if a configuration computes what it should, twice the same, and its last row as it does
+    alone; else what it does not.
+    """
     got = _launch(operands, weight, config)
-    most = torch.finfo(weight.dtype).eps + 2 * torch.finfo(torch.float32).eps * weight.shape[1] ** 0.5
+    most = (
+        torch.finfo(weight.dtype).eps + 2 * torch.finfo(torch.float32).eps * weight.shape[1] ** 0.5
+    )
     error = float((got.double() - operands.expected).abs().max() / operands.expected.abs().max())
     if not error <= most:
         return f"expected the fp64 result within {most:.1e} of the largest element, got {error:.1e}"

@@ -556,7 +556,7 @@ STABLE_TORCH_LIBRARY_IMPL(icl_patch, CUDA, m) {
 }
 #endif
 
-// What was built and what is used, for icl_patch.native.
+// What was built and what is used, for icl_patch.ops.native.
 extern "C" __attribute__((visibility("default"))) const char* icl_patch_cpu_instructions() {
   const icl_patch::CpuDriver* driver = icl_patch::cpu_driver();
   return driver ? driver->name : "";

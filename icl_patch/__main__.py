@@ -2,7 +2,7 @@
 
 import sys
 
-from icl_patch.cli import main
+from icl_patch.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

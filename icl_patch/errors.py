@@ -8,17 +8,23 @@ class UnsupportedModelError(ValueError):
 
 
 class ControllabilityError(ValueError):
-    """No change of the weights can have the wanted effect: an input is zero where the update divides by it.
+    """No change of the weights can have the wanted effect: an input is zero where the update
+    divides by it.
 
-    ``obstacles``: everything that was found on the way, by block, see :func:`icl_patch.controllability`.
+    ``violations``: everything that was found on the way, by block, see
+        :func:`icl_patch.controllability`.
     """
 
-    obstacles: tuple[tuple[Any, ...], ...] = ()
+    violations: tuple[tuple[Any, ...], ...] = ()
 
 
 class PatchFormatError(ValueError):
-    """A patch file, or a patch, that is not well formed: missing, extra, wrong-shape, non-finite or truncated tensors."""
+    """A patch file, or a patch, that is not well formed: missing, extra, wrong-shape, non-finite or
+    truncated tensors.
+    """
 
 
 class FingerprintMismatch(ValueError):
-    """A well-formed patch that was computed with other weights, another dtype or another tokenizer."""
+    """A well-formed patch that was computed with other weights, another dtype or another
+    tokenizer.
+    """

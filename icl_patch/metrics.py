@@ -6,7 +6,9 @@ from torch import Tensor
 
 def _check_shapes(logits: Tensor, reference: Tensor) -> None:
     if logits.shape != reference.shape:
-        raise ValueError(f"expected logits of one shape, got {tuple(logits.shape)} and {tuple(reference.shape)}")
+        raise ValueError(
+            f"expected logits of one shape, got {tuple(logits.shape)} and {tuple(reference.shape)}"
+        )
 
 
 def linf(logits: Tensor, reference: Tensor) -> Tensor:
@@ -19,7 +21,9 @@ def linf(logits: Tensor, reference: Tensor) -> Tensor:
     """
     _check_shapes(logits, reference)
     difference = (logits.double() - reference.double()).abs()
-    difference = torch.where(logits == reference, 0.0, difference).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    difference = torch.where(logits == reference, 0.0, difference).nan_to_num(
+        nan=torch.inf, posinf=torch.inf
+    )
     size = reference.double().abs().nan_to_num(0.0, 0.0).amax(-1)  # of what is finite
     return difference.amax(-1) / torch.where(size > 0, size, 1.0)
 
@@ -42,5 +46,7 @@ def same_argmax(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 def bit_identical(x: Tensor, reference: Tensor) -> Tensor:
-    """Whether all elements of the last dimension are equal numbers, 0 and -0 too: (..., V) -> (...) bool; a NaN is equal to nothing."""
+    """Whether all elements of the last dimension are equal numbers, 0 and -0 too: (..., V) -> (...)
+    bool; a NaN is equal to nothing.
+    """
     return (x == reference).all(-1)

@@ -1,4 +1,6 @@
-"""ContextPatcher: attach to a model, compute a context's patch, replay it, generate with it, detach."""
+"""ContextPatcher: attach to a model, compute a context's patch, replay it, generate with it,
+detach.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,98 +13,133 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch import fingerprints, streams
-from icl_patch.attached import AttachedBlock, replaying
-from icl_patch.attention import check_attention
-from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import Writer, blocks_of, check_language_model, check_length, check_vocabulary, counts_slots, family_of
-from icl_patch.fast import FoldedStreams
-from icl_patch.fusing import Fusions
-from icl_patch.modules import PatchedModule
-from icl_patch.passes import Computation, Passes
-from icl_patch.patch import ContextPatch, PatchReport
-from icl_patch.patch_file import UPDATES, PatchInfo, check_fit
-from icl_patch.probe import Probe
-from icl_patch.states import is_recurrent
-from icl_patch.streams import Sequences
+from icl_patch.generation.fused_modules import FusedModules
+from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.models import kv_cache
+from icl_patch.models.attention_mask import check_attention
+from icl_patch.models.block_spec import Writer
+from icl_patch.models.detect import blocks_of
+from icl_patch.models.forward import check_inputs, names_of
+from icl_patch.models.language_model import (
+    check_language_model,
+    check_length,
+    check_vocabulary,
+    counts_slots,
+    family_of,
+)
+from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.patch import fingerprints
+from icl_patch.patch.context_patch import ContextPatch, PatchReport
+from icl_patch.patch.serialization import UPDATES, PatchInfo, check_fit
+from icl_patch.recording import forward_passes
+from icl_patch.recording.attached_block import AttachedBlock, replaying
+from icl_patch.recording.passes import Computation, Passes
+from icl_patch.recording.self_check import Probe
+from icl_patch.recording.sequences import Sequences, assemble, check_tensor
 
 if TYPE_CHECKING:
-    from icl_patch.dynamics import Dynamics
-    from icl_patch.fixed import FixedStep
-    from icl_patch.generation import GenerationStep
+    from icl_patch.analysis.dynamics import Dynamics
+    from icl_patch.generation.compiled_step import CompiledStep
+    from icl_patch.generation.loop import GenerationStep
 
 
 class ContextPatcher(Passes):
     """Turns contexts into changes of a model's weights.
 
-    Attaching swaps the readers and writers of every block for patched modules, in place; ``detach`` (or leaving the ``with`` block)
-    puts the originals back, and the model is bit-identical to what came in::
+    Attaching swaps the readers and writers of every block for patched modules, in place; ``detach``
+    (or leaving the ``with`` block) puts the originals back, and the model is bit-identical to what
+    came in::
 
         with ContextPatcher(model) as patcher:
             patch = patcher.compute(context_ids, kept_ids)
             logits = patcher.forward(kept_ids, patch)      # no context anywhere
 
-    It is for one thread at a time, and so is the model while it is attached: what a pass applies lies in the model's modules.
+    It is for one thread at a time, and so is the model while it is attached: what a pass applies
+    lies in the model's modules.
 
     Args:
         model: a Hugging Face causal language model of a known family.
-        update: ``"direct"`` (Theorem 1: closed form), ``"stable"`` (Appendix B: RMSNorm inversion) or ``"exact"`` (closed on the
-            rounded block output: bit-identical).
+        update: ``"direct"`` (Theorem 1: closed form), ``"stable"`` (Appendix B: RMSNorm inversion)
+            or ``"exact"`` (closed on the rounded block output: bit-identical).
         tokenizer: recorded in patches, and compared with that of patches that are replayed.
 
     Raises:
-        UnsupportedModelError: the model has blocks of an unknown form, or does not behave as its family says.
+        UnsupportedModelError: the model has blocks of an unknown form, or does not behave as its
+            family says.
         TypeError: the tokenizer is none.
-        ValueError: ``update`` is unknown, or the model is attached already, or it is training with dropout or gradient checkpointing.
+        ValueError: ``update`` is unknown, or the model is attached already, or it is training with
+            dropout or gradient checkpointing.
 
     Source: Goldwaser et al. (2025), Theorem 2 and Algorithm 1.
     """
 
-    def __init__(self, model: PreTrainedModel, update: str = "exact", *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        update: str = "exact",
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
         if update not in UPDATES:
             raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
         if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
-            raise TypeError(f"expected a tokenizer with a vocabulary, got {type(tokenizer).__name__}")
+            raise TypeError(
+                f"expected a tokenizer with a vocabulary, got {type(tokenizer).__name__}"
+            )
         self.model, self.update, self.tokenizer = model, update, tokenizer
         check_language_model(model)
         check_attention(model)
         if any(isinstance(module, PatchedModule) for module in model.modules()):
-            raise ValueError(f"expected a model without patched modules, {type(model).__name__} has some: detach the other patcher first")
+            raise ValueError(
+                f"expected a model without patched modules, {type(model).__name__} has some: detach"
+                " the other patcher first"
+            )
         _check_training(model, model.training)
         self.blocks: list[AttachedBlock] = []
         self._dtype = model.dtype
         self._applied = False
-        self.folded: FoldedStreams | None = None  # made by icl_patch.decoding.fold when it is first wanted
-        self.fusions: Fusions | None = None  # likewise, by a first decode step
-        self.fixed: dict[Any, FixedStep] = {}  # and these by icl_patch.fixed.fix
+        # made by icl_patch.generation.decode_step.fold when it is first wanted
+        self.folded: SharedCacheStreams | None = None
+        self.fused_modules: FusedModules | None = None  # likewise, by a first decode step
+        # and these by icl_patch.generation.compiled_step.fix
+        self.fixed: dict[Any, CompiledStep] = {}
         self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
-            with torch.autocast(model.device.type, enabled=False):  # whose rounding would hide what is looked for
+            # whose rounding would hide what is looked for
+            with torch.autocast(model.device.type, enabled=False):
                 self._attach()
         except (UnsupportedModelError, torch.OutOfMemoryError):
             self.detach()
             raise
         except Exception as error:  # of the model's own code, which nobody here has seen
             self.detach()
-            raise UnsupportedModelError(f"{type(model).__name__} fails on the tokens that attaching tries: {error}") from error
+            raise UnsupportedModelError(
+                f"{type(model).__name__} fails on the tokens that attaching tries: {error}"
+            ) from error
         except BaseException:
             self.detach()
             raise
 
     def _attach(self) -> None:
-        self.forms = tuple(blocks_of(self.model))
+        self.block_specs = tuple(blocks_of(self.model))
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         self._counts_slots = counts_slots(self.model)
         probe = Probe(self.model, self.recurrent)
-        for block in self.forms:
+        for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block))
         probe.check(self.blocks, self._try_exact)
 
     def __enter__(self) -> "ContextPatcher":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.detach()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,8 +152,10 @@ class ContextPatcher(Passes):
         return bool(self.blocks)
 
     def detach(self) -> None:
-        """Put the model's own modules back. The model is bit-identical to what came in; detaching twice is fine."""
-        self.folded = self.fusions = None
+        """Put the model's own modules back. The model is bit-identical to what came in; detaching
+        twice is fine.
+        """
+        self.folded = self.fused_modules = None
         self.fixed.clear()
         while self.blocks:
             self.blocks.pop().detach()
@@ -136,30 +175,36 @@ class ContextPatcher(Passes):
         absorbed: list[tuple[int, int]] | None = None,
         **model_inputs: Any,
     ) -> ContextPatch:
-        """The change of weights that makes the model on ``[prefix, kept]`` do what it does on ``[prefix, context, kept]``.
+        """The change of weights that makes the model on ``[prefix, kept]`` do what it does on
+        ``[prefix, context, kept]``.
 
         Args:
             context_ids: (B, C) int64, left-padded.
-            kept_ids: (B, T) int64, right-padded: the tokens that run without the context; each gets its own patch.
+            kept_ids: (B, T) int64, right-padded: the tokens that run without the context; each gets
+                its own patch.
             prefix_ids: (B, P) int64: tokens before the context that stay.
             context_mask, kept_mask, prefix_mask: bool, True = token.
-            absorbed: [(start, stop)] columns of ``context_ids`` to absorb, by default all. Tokens before the first absorbed one join
-                the prefix; those after it that are not absorbed are kept tokens, before ``kept_ids``.
-            model_inputs: further inputs of the model for the pass over what stands before the first kept token, which must all be
-                absorbed then.
+            absorbed: [(start, stop)] columns of ``context_ids`` to absorb, by default all. Tokens
+                before the first absorbed one join the prefix; those after it that are not absorbed
+                are kept tokens, before ``kept_ids``.
+            model_inputs: further inputs of the model for the pass over what stands before the first
+                kept token, which must all be absorbed then.
 
         Returns:
             The patch of all kept tokens; ``patch.logits`` are the logits with the context.
 
         Raises:
-            ControllabilityError: no change of the weights can have the effect, for the layer and token named.
-            UnsupportedModelError: ``model_inputs`` are images or the like, and their tokens have positions of three numbers (M-RoPE).
-            ValueError: a shape, a mask or a span does not fit; there are more tokens than the model has positions for; or there are
-                ``model_inputs`` beside a prefix.
-            TypeError: ids or a mask are no tensor, or one of ``model_inputs`` is none of the model's.
+            ControllabilityError: no change of the weights can have the effect, for the layer and
+                token named.
+            UnsupportedModelError: ``model_inputs`` are images or the like, and their tokens have
+                positions of three numbers (M-RoPE).
+            ValueError: a shape, a mask or a span does not fit; there are more tokens than the model
+                has positions for; or there are ``model_inputs`` beside a prefix.
+            TypeError: ids or a mask are no tensor, or one of ``model_inputs`` is none of the
+                model's.
         """
         self.require_attached()
-        sequences = streams.assemble(
+        sequences = assemble(
             context_ids,
             kept_ids,
             prefix_ids=prefix_ids,
@@ -172,7 +217,9 @@ class ContextPatcher(Passes):
 
     @torch.no_grad()
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
-        """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
+        """:meth:`compute` on sequences that are laid out already, with all that was observed on the
+        way.
+        """
         self.require_attached()
         check_vocabulary(self.model, sequences.head_ids, sequences.tail_ids)
         check_length(self.model, int(sequences.mask.sum(1).max()))
@@ -181,37 +228,50 @@ class ContextPatcher(Passes):
 
     @property
     def closes(self) -> bool:
-        """Whether the factors are computed in a pass of their own, in the shapes of the replay, after one of the untouched model.
+        """Whether the factors are computed in a pass of their own, in the shapes of the replay,
+        after one of the untouched model.
 
-        The exact update must: its loop closes on rounding, which depends on the shapes. So does the direct update of a scale writer: it
-        divides by activations and so magnifies any difference in rounding between its recording and its replay. And so must every
-        update of a recurrent model: no mask hides anything from its state, a pass that starts from the prefix alone does.
+        The exact update must: its loop closes on rounding, which depends on the shapes. So does the
+        direct update of a scale writer: it divides by activations and so magnifies any difference
+            in rounding between its recording and its replay. And so must every
+        update of a recurrent model: no mask hides anything from its state, a pass that starts from
+            the prefix alone does.
         """
-        scales = any(block.form.writer is Writer.SCALE for block in self.blocks)
+        scales = any(block.spec.writer is Writer.SCALE for block in self.blocks)
         return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
 
     def _closes_for(self, sequences: Sequences) -> bool:
-        """Whether they do for these tokens: of a model that counts its cache's slots, also for those that have others before them."""
+        """Whether they do for these tokens: of a model that counts its cache's slots, also for
+        those that have others before them.
+        """
         if self.closes or not self._counts_slots:
             return self.closes
         prefixed = bool((sequences.head_mask & ~sequences.head_absorbed).any())
         return prefixed or len(sequences.kept_columns) > 1
 
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
-        """A cache of the head, as the untouched model makes it, with the rows that the pass over the tail needs."""
+        """A cache of the head, as the untouched model makes it, with the rows that the pass over
+        the tail needs.
+        """
         check_inputs(self.model, model_inputs)
         given = names_of(model_inputs)
         if given and (sequences.head_mask & ~sequences.head_absorbed).any():
-            raise ValueError(f"expected no prefix beside {', '.join(given)}, of which a replay of the prefix knows nothing")
-        cache = streams.new_cache(self.model)
+            raise ValueError(
+                f"expected no prefix beside {', '.join(given)}, of which a replay of the prefix"
+                " knows nothing"
+            )
+        cache = kv_cache.new_cache(self.model)
         if sequences.head_ids.shape[1]:
-            streams.run_head(self.model, sequences, cache, **model_inputs)
+            forward_passes.run_head(self.model, sequences, cache, **model_inputs)
             if not self._closes_for(sequences):
-                streams.stack_cache(cache, len(sequences.head_ids))
+                kv_cache.stack_cache(cache, len(sequences.head_ids))
         return cache
 
-    def compute_from(self, cache: Cache, sequences: Sequences, live: Tensor | None = None) -> Computation:
-        """The patch of the tail's kept tokens; ``cache`` holds the head (:meth:`prefill`), and the tail too afterwards.
+    def compute_from(
+        self, cache: Cache, sequences: Sequences, live: Tensor | None = None
+    ) -> Computation:
+        """The patch of the tail's kept tokens; ``cache`` holds the head (:meth:`prefill`), and the
+        tail too afterwards.
 
         live: (B, 1) bool, the rows that are to get a patch from a closing pass; all by default.
         """
@@ -220,14 +280,18 @@ class ContextPatcher(Passes):
         return self._compute_two_stream(cache, sequences)
 
     def _try_exact(self, sequences: Sequences) -> tuple[PatchReport, Tensor]:
-        """The report of an exact patch, whatever the update, and the logits (B, T, V) of its replay."""
-        cache = streams.new_cache(self.model)
-        streams.run_head(self.model, sequences, cache)
+        """The report of an exact patch, whatever the update, and the logits (B, T, V) of its
+        replay.
+        """
+        cache = kv_cache.new_cache(self.model)
+        forward_passes.run_head(self.model, sequences, cache)
         patch = self._compute_closing(cache, sequences, "exact").patch
         assert patch.report is not None
         return patch.report, self.replay(patch)[0]
 
-    def _empty_patch(self, sequences: Sequences, logits: Tensor | None, passes: int) -> ContextPatch:
+    def _empty_patch(
+        self, sequences: Sequences, logits: Tensor | None, passes: int
+    ) -> ContextPatch:
         """The patch of the kept tokens, without any factors yet."""
         positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
         prefix = sequences.head_mask & ~sequences.head_absorbed
@@ -237,8 +301,8 @@ class ContextPatcher(Passes):
         return ContextPatch(
             info=self._info(passes),
             layers=(),
-            layer_indices=tuple(range(len(self.forms))),
-            blocks=self.forms,
+            layer_indices=tuple(range(len(self.block_specs))),
+            blocks=self.block_specs,
             kept_ids=sequences.tail_ids[:, sequences.kept_columns],
             kept_mask=mask[:, slots],
             position_ids=positions[:, slots],
@@ -265,21 +329,30 @@ class ContextPatcher(Passes):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the weights that are patched and of a sample of the others, taken when it is first needed and after a change again."""
-        state = fingerprints.weight_state(self.model, self.forms)
+        """SHA-256 of the weights that are patched and of a sample of the others, taken when it is
+        first needed and after a change again.
+        """
+        state = fingerprints.weight_state(self.model, self.block_specs)
         if self._fingerprint is None or self._fingerprint[0] != state:
-            self._fingerprint = (state, fingerprints.weight_fingerprint(self.model, self.forms))
+            self._fingerprint = (
+                state,
+                fingerprints.weight_fingerprint(self.model, self.block_specs),
+            )
         return self._fingerprint[1]
 
     @property
     def fingerprinted(self) -> list[tuple[int, int, torch.dtype]] | None:
-        """The state of the weights that had the last fingerprint, see :func:`icl_patch.fingerprints.weight_state`."""
+        """The state of the weights that had the last fingerprint, see
+        :func:`icl_patch.patch.fingerprints.weight_state`.
+        """
         return None if self._fingerprint is None else self._fingerprint[0]
 
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:
         """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
-        return None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
+        return (
+            None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
+        )
 
     def dynamics(
         self,
@@ -291,33 +364,44 @@ class ContextPatcher(Passes):
         prefix_mask: Tensor | None = None,
         layers: slice = slice(None),
     ) -> "Dynamics":
-        """The implicit learning dynamics: the patches for the context's first 0, 1, … n tokens, ``W_i`` for every changed parameter.
+        """The implicit learning dynamics: the patches for the context's first 0, 1, … n tokens,
+        ``W_i`` for every changed parameter.
 
         The kept tokens follow the tokens absorbed so far, at the positions they then have.
 
         Args:
             context_ids: (B, n) int64, contexts of one length. The others as in :meth:`compute`.
-            layers: which blocks to keep the factors of; all by default. Patches of some cannot be replayed.
+            layers: which blocks to keep the factors of; all by default. Patches of some cannot be
+                replayed.
 
         Returns:
-            The trajectory of every parameter, kept as vectors: its steps, gradients, norms, see :class:`icl_patch.dynamics.Trajectory`.
+            The trajectory of every parameter, kept as vectors: its steps, gradients, norms, see
+            :class:`icl_patch.analysis.dynamics.Trajectory`.
 
         Raises:
             ControllabilityError, ValueError: as :meth:`compute`.
 
         Source: Dherin et al. (2025), Proposition 3.1.
         """
-        from icl_patch.dynamics import grow  # it stands above this module
+        from icl_patch.analysis.dynamics import grow  # it stands above this module
 
         self.require_attached()
-        sequences = streams.assemble(context_ids, kept_ids, prefix_ids=prefix_ids, kept_mask=kept_mask, prefix_mask=prefix_mask)
+        sequences = assemble(
+            context_ids,
+            kept_ids,
+            prefix_ids=prefix_ids,
+            kept_mask=kept_mask,
+            prefix_mask=prefix_mask,
+        )
         check_length(self.model, int(sequences.mask.sum(1).max()))
         return grow(self, sequences, sequences.head_ids.shape[1] - context_ids.shape[1], layers)
 
     # -- replay
 
     @torch.no_grad()
-    def forward(self, kept_ids: Tensor, patch: ContextPatch, *, kept_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, kept_ids: Tensor, patch: ContextPatch, *, kept_mask: Tensor | None = None
+    ) -> Tensor:
         """Replay: run the kept tokens with the patch's weights and no context anywhere.
 
         Positions and prefix come from the patch. No second stream, no cache but the prefix's own.
@@ -332,11 +416,15 @@ class ContextPatcher(Passes):
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
-            PatchFormatError: it names tokens, positions or experts that the model does not have, or its factors do not fit.
-            ValueError: the tokens are not those the patch is for, or the patch is a part that cannot be replayed.
+            PatchFormatError: it names tokens, positions or experts that the model does not have, or
+                its factors do not fit.
+            ValueError: the tokens are not those the patch is for, or the patch is a part that
+                cannot be replayed.
         """
         self._check_replay(kept_ids, patch, kept_mask)
-        return torch.cat([logits for logits, _ in self._replay(patch, lambda _blocks: nullcontext([]))], 1)
+        return torch.cat(
+            [logits for logits, _ in self._replay(patch, lambda _blocks: nullcontext([]))], 1
+        )
 
     def _check_fingerprints(self, patch: ContextPatch) -> None:
         self.require_attached()
@@ -344,39 +432,55 @@ class ContextPatcher(Passes):
         if self.tokenizer_fingerprint is not None:
             patch.check_tokenizer(self.tokenizer_fingerprint)
 
-    def _check_replay(self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None) -> None:
-        streams.check_tensor("kept_ids", kept_ids)
+    def _check_replay(
+        self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None
+    ) -> None:
+        check_tensor("kept_ids", kept_ids)
         if kept_mask is not None:
-            streams.check_tensor("kept_mask", kept_mask)
+            check_tensor("kept_mask", kept_mask)
         self._check_fingerprints(patch)
         if not patch.info.replayable or len(patch.layers) != len(self.blocks):
-            raise ValueError("expected a patch with all its layers and its first tokens, got a part of one")
+            raise ValueError(
+                "expected a patch with all its layers and its first tokens, got a part of one"
+            )
         check_fit(patch, self.model)
         if kept_mask is not None and not torch.equal(kept_mask.bool(), patch.kept_mask):
-            raise ValueError("expected the kept_mask that the patch was computed for, got another one")
-        if kept_ids.shape != patch.kept_ids.shape or ((kept_ids != patch.kept_ids) & patch.kept_mask).any():
             raise ValueError(
-                f"expected the kept tokens that the patch was computed for, {tuple(patch.kept_ids.shape)}, "
-                f"got others, {tuple(kept_ids.shape)}"
+                "expected the kept_mask that the patch was computed for, got another one"
+            )
+        if (
+            kept_ids.shape != patch.kept_ids.shape
+            or ((kept_ids != patch.kept_ids) & patch.kept_mask).any()
+        ):
+            raise ValueError(
+                "expected the kept tokens that the patch was computed for,"
+                f" {tuple(patch.kept_ids.shape)}, got others, {tuple(kept_ids.shape)}"
             )
 
     @contextmanager
-    def applied(self, patch: ContextPatch, *, row: int = 0, token: int = -1) -> Iterator[PreTrainedModel]:
-        """Within this context the model's weights are changed by one token's patch, for every token that it is given::
+    def applied(
+        self, patch: ContextPatch, *, row: int = 0, token: int = -1
+    ) -> Iterator[PreTrainedModel]:
+        """Within this context the model's weights are changed by one token's patch, for every token
+        that it is given::
 
             patch = ContextPatch.load("patch.safetensors", model)
             with patcher.applied(patch) as changed:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
-        The change is exact for the token, the history and the position it was computed for; for others it is whatever it is.
+        The change is exact for the token, the history and the position it was computed for; for
+        others it is whatever it is.
 
         Args:
-            patch: a patch of this model. row, token: whose change to apply, by default the first row's last kept token's.
+            patch: a patch of this model. row, token: whose change to apply, by default the first
+                row's last kept token's.
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
-            UnsupportedModelError: the model has experts: a token's patch changes those that it chose.
-            ValueError: a patch is applied already, layers of this one were cut out, or there is no such row or token.
+            UnsupportedModelError: the model has experts: a token's patch changes those that it
+                chose.
+            ValueError: a patch is applied already, layers of this one were cut out, or there is no
+                such row or token.
         """
         self._check_fingerprints(patch)
         if patch.layer_indices != tuple(range(len(self.blocks))):
@@ -384,12 +488,20 @@ class ContextPatcher(Passes):
         check_fit(patch, self.model)
         rows, tokens = patch.kept_ids.shape
         if not (-rows <= row < rows and -tokens <= token < tokens):
-            raise ValueError(f"expected a row and a token of {rows} x {tokens}, got {row} and {token}")
+            raise ValueError(
+                f"expected a row and a token of {rows} x {tokens}, got {row} and {token}"
+            )
         if token < 0:
             token = int(patch.kept_mask[row].sum()) + token  # kept tokens are right-padded
         if not 0 <= token < tokens or not patch.kept_mask[row, token]:
-            raise ValueError(f"expected a kept token of row {row}, which has {int(patch.kept_mask[row].sum())}, got padding")
-        layers = [{name: x[row, token] for name, x in layer.items() if x.dim() > 1} for layer in patch.layers]
+            raise ValueError(
+                f"expected a kept token of row {row}, which has {int(patch.kept_mask[row].sum())},"
+                " got padding"
+            )
+        layers = [
+            {name: x[row, token] for name, x in layer.items() if x.dim() > 1}
+            for layer in patch.layers
+        ]
         with replaying(self.blocks, layers, shared=True):
             self._applied = True
             try:
@@ -415,43 +527,58 @@ class ContextPatcher(Passes):
         graph: bool = False,
         **arguments: Any,
     ) -> "Iterator[GenerationStep]":
-        """Generation in which every token is produced by freshly patched weights on that token alone.
+        """Generation in which every token is produced by freshly patched weights on that token
+        alone.
 
-        At each step everything before the current token is absorbed into the weights. The first current token is the context's last.
-        Choice and end are those of ``model.generate``: its generation configuration holds, logits processors and stopping criteria are
-        transformers' own, a row that has ended is padded while others go on, and the iterator ends with the last of them.
+        At each step everything before the current token is absorbed into the weights. The first
+        current token is the context's last. Choice and end are those of ``model.generate``: its
+        generation configuration holds, logits processors and stopping criteria are transformers'
+        own, a row that has ended is padded while others go on, and the iterator ends with the last
+        of them.
 
         Args:
             context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool.
-            max_new_tokens: the most steps; by default what the generation configuration says, else 64 or what the model has room for.
+            max_new_tokens: the most steps; by default what the generation configuration says, else
+                64 or what the model has room for.
             streamer: gets the prompt now and every token as it is chosen.
-            logits: which logits are chosen from: ``"reduced"``, the reduced stream's; ``"context"``, the context stream's; ``"replay"``,
-                those of a replay of every step's patch, without context.
-            fast: whether both streams share one cache of B rows, see :mod:`icl_patch.fast`; None: where the model allows it, but for
+            logits: which logits are chosen from: ``"reduced"``, the reduced stream's;
+                ``"context"``, the context stream's; ``"replay"``, those of a replay of every step's
+                patch, without context.
+            fast: whether both streams share one cache of B rows, see
+                :mod:`icl_patch.generation.shared_cache`; None: where the model allows it, but for
                 mixtures of experts in bf16 and fp16, whose replays may choose other experts then.
             patches: whether the steps keep what their patches are made of.
-            check_every: replay every so many-th step without context and report the difference as ``step.check``; 0 for never.
+            check_every: replay every so many-th step without context and report the difference as
+                ``step.check``; 0 for never.
             prefill_chunk: so many tokens of the context a pass; all at once by default.
-            compiled: whether to trace the step once and compile it (``torch.compile``), which takes seconds to minutes at the first two
-                tokens. The step is kept: another generation of as many rows and about as many tokens
-                (:func:`icl_patch.fixed.roomy`) finds it made. It runs on a static cache of its own. Hooks in the model run while it is
-                traced, not afterwards.
-            graph: whether to capture the step, compiled or not, as a CUDA graph, which is kept likewise. A step's patch must then be
-                asked for before the next step.
-            arguments: any of ``model.generate``: ``generation_config``, ``do_sample``, ``temperature``, ``eos_token_id``,
-                ``logits_processor``, ``stopping_criteria``, ``cache_implementation="static"``, further inputs of the model …
+            compiled: whether to trace the step once and compile it (``torch.compile``), which takes
+                seconds to minutes at the first two tokens. The step is kept: another generation of
+                as many rows and about as many tokens
+                (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) finds it made. It
+                runs on a static cache of its own. Hooks in the model run while it is traced, not
+                afterwards.
+            graph: whether to capture the step, compiled or not, as a CUDA graph, which is kept
+                likewise. A step's patch must then be asked for before the next step.
+            arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
+                ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
+                ``cache_implementation="static"``, further inputs of the model …
 
         Returns:
-            An iterator of :class:`icl_patch.generation.GenerationStep`, one for every new token. It may be left at any time.
+            An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
+            token. It may be left at any time.
 
         Raises:
-            UnsupportedModelError: ``fast=True``, ``compiled=True`` or ``graph=True`` is not for this model.
-            ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens than the model has positions for.
+            UnsupportedModelError: ``fast=True``, ``compiled=True`` or ``graph=True`` is not for
+                this model.
+            ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
+                than the model has positions for.
         """
-        from icl_patch import generation  # it stands above this module
+        from icl_patch.generation import loop  # it stands above this module
 
-        options = generation.Options(logits, fast, patches, check_every, prefill_chunk, compiled, graph)
-        return generation.generate(self, context_ids, context_mask, max_new_tokens, streamer, options, **arguments)
+        options = loop.Options(logits, fast, patches, check_every, prefill_chunk, compiled, graph)
+        return loop.generate(
+            self, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
+        )
 
     def decoding_method(
         self,
@@ -463,23 +590,34 @@ class ContextPatcher(Passes):
         compiled: bool = False,
         graph: bool = False,
     ) -> Callable[..., Any]:
-        """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(..., custom_generate=this)``.
+        """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
+        custom_generate=this)``.
 
-        It returns what ``model.generate`` returns. transformers does not hand its ``streamer`` to a decoding method, so it is given here;
-        the other arguments are as for :meth:`generate`.
+        It returns what ``model.generate`` returns. transformers does not hand its ``streamer`` to a
+        decoding method, so it is given here; the other arguments are as for :meth:`generate`.
         """
-        from icl_patch import generation
+        from icl_patch.generation import loop
 
-        return generation.decoding_method(self, streamer, generation.Options(logits, fast, False, 0, prefill_chunk, compiled, graph))
+        return loop.decoding_method(
+            self, streamer, loop.Options(logits, fast, False, 0, prefill_chunk, compiled, graph)
+        )
 
     def require_attached(self) -> None:
-        """Raises ValueError after :meth:`detach`, while a patch is applied, or if the model's dtype or training is not what it was."""
+        """Raises ValueError after :meth:`detach`, while a patch is applied, or if the model's dtype
+        or training is not what it was.
+        """
         if not self.attached:
             raise ValueError("expected an attached patcher, this one has been detached")
         if self._applied:
-            raise ValueError("expected a model without an applied patch: leave the `with patcher.applied(...)` block first")
+            raise ValueError(
+                "expected a model without an applied patch: leave the `with patcher.applied(...)`"
+                " block first"
+            )
         if self.model.dtype != self._dtype:
-            raise ValueError(f"expected the model in {self._dtype}, as it was attached to, got it in {self.model.dtype}: attach again")
+            raise ValueError(
+                f"expected the model in {self._dtype}, as it was attached to, got it in"
+                f" {self.model.dtype}: attach again"
+            )
         if self.model.training or any(block.module.training for block in self.blocks):
             _check_training(self.model, True)
 
@@ -488,11 +626,21 @@ def _check_training(model: PreTrainedModel, training: bool) -> None:
     """Raises ValueError if training changes what the model computes."""
     if training and _drops(model):
         raise ValueError("expected a model in eval mode, got one that is training with dropout")
-    if any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ValueError("expected a model in eval mode, got one that is training with gradient checkpointing, which keeps no cache")
+    if any(
+        module.training and getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
+    ):
+        raise ValueError(
+            "expected a model in eval mode, got one that is training with gradient checkpointing,"
+            " which keeps no cache"
+        )
 
 
 def _drops(model: PreTrainedModel) -> bool:
     """Whether the model drops anything out while it trains."""
-    rates = [value for name, value in vars(model.config.get_text_config(decoder=True)).items() if "drop" in name or name.endswith("pdrop")]
+    rates = [
+        value
+        for name, value in vars(model.config.get_text_config(decoder=True)).items()
+        if "drop" in name or name.endswith("pdrop")
+    ]
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

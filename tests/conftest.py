@@ -4,14 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from small import small
+from support.small import small
 
 from icl_patch import ContextPatcher
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """The models are tiny: a second thread costs more than it gives, and much more beside another busy process."""
+    """The models are tiny: a second thread costs more than it gives, and much more beside another
+    busy process.
+    """
     torch.set_num_threads(1)
 
 

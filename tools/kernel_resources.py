@@ -1,7 +1,8 @@
-"""Print what every kernel takes, as its compiler reported it; exit 1 if one spills registers or does not fit.
+"""Print what every kernel takes, as its compiler reported it; exit 1 if one spills registers or
+does not fit.
 
-CUDA kernels come from the log of the native library's build. Triton kernels are compiled here, ahead of time, in every configuration of
-the data files; no GPU is needed.
+CUDA kernels come from the log of the native library's build. Triton kernels are compiled here,
+ahead of time, in every configuration of the data files; no GPU is needed.
 """
 
 import re
@@ -16,7 +17,8 @@ from rich.table import Table
 LOG = Path(__file__).parent.parent / "build" / "native" / "cuda.o.log"
 KERNEL = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'.*?"
-    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes"
+    r" spill loads.*?"
     r"Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes smem)?",
     re.S,
 )
@@ -26,18 +28,33 @@ CAPABILITIES = (80, 90)
 def demangled(name: str) -> str:
     """The kernel's name and template arguments."""
     full = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout
-    return re.sub(r"void |\(anonymous namespace\)::|icl_patch::|cuda::|\([^()]*\)$|\((?:int|bool)\)", "", full.strip())
+    return re.sub(
+        r"void |\(anonymous namespace\)::|icl_patch::|cuda::|\([^()]*\)$|\((?:int|bool)\)",
+        "",
+        full.strip(),
+    )
 
 
 def empty_table(title: str) -> Table:
     """The columns that both kinds share."""
-    return Table("kernel", "for", "spill stores", "spill loads", "stack", "shared", "registers", title=f"{title} (bytes)")
+    return Table(
+        "kernel",
+        "for",
+        "spill stores",
+        "spill loads",
+        "stack",
+        "shared",
+        "registers",
+        title=f"{title} (bytes)",
+    )
 
 
 def cuda_kernels(console: Console) -> list[str]:
     """Their table, and a line for each that is not as it should be."""
     if not LOG.exists():
-        console.print("no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so")
+        console.print(
+            "no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so"
+        )
         return []
     kernels = [match.groupdict("0") for match in KERNEL.finditer(LOG.read_text(encoding="utf-8"))]
     if not kernels:
@@ -48,7 +65,10 @@ def cuda_kernels(console: Console) -> list[str]:
         table.add_row(demangled(kernel["name"]), kernel["architecture"], *numbers)
     console.print(table)
     spilling = [kernel for kernel in kernels if kernel["stores"] != "0" or kernel["loads"] != "0"]
-    return [f"{demangled(kernel['name'])} for {kernel['architecture']} spills registers" for kernel in spilling]
+    return [
+        f"{demangled(kernel['name'])} for {kernel['architecture']} spills registers"
+        for kernel in spilling
+    ]
 
 
 def triton_kernels(console: Console) -> list[str]:
@@ -60,10 +80,20 @@ def triton_kernels(console: Console) -> list[str]:
 
     table = empty_table("Triton")
     problems = []
-    for name, launch in (*specialisations.linear_launches(), *specialisations.expert_launches(), *specialisations.other_launches()):
+    for name, launch in (
+        *specialisations.linear_launches(),
+        *specialisations.expert_launches(),
+        *specialisations.other_launches(),
+    ):
         for capability in CAPABILITIES:
             found = aot.resources(launch, capability)
-            numbers = (found.spill_stores, found.spill_loads, found.stack, found.shared, found.registers)
+            numbers = (
+                found.spill_stores,
+                found.spill_loads,
+                found.stack,
+                found.shared,
+                found.registers,
+            )
             table.add_row(name, f"sm_{capability}", *map(str, numbers))
             if problem := found.problem(capability):
                 problems.append(f"{name} for sm_{capability} {problem}")

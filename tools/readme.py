@@ -10,8 +10,11 @@ MARKED = re.compile(r"(<!-- benchmarks: .*? -->\n\n).*?(\n\n<!-- end of benchmar
 
 readme = ROOT / "README.md"
 text, count = MARKED.subn(
-    lambda found: found[1] + summary_markdown(ROOT / "bench" / "results") + found[2], readme.read_text(encoding="utf-8")
+    lambda found: found[1] + summary_markdown(ROOT / "bench" / "results") + found[2],
+    readme.read_text(encoding="utf-8"),
 )
 if count != 1:
-    raise SystemExit(f"expected the marks of the benchmarks once in {readme}, found them {count} times")
+    raise SystemExit(
+        f"expected the marks of the benchmarks once in {readme}, found them {count} times"
+    )
 readme.write_text(text, encoding="utf-8")

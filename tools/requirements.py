@@ -1,7 +1,7 @@
 """What the package and its tests cannot do without, as pyproject.toml says.
 
-python tools/requirements.py met      # exit 0 if this interpreter has it, in versions that will do; else say what it lacks
-python tools/requirements.py oldest   # the oldest versions allowed, for pip
+python tools/requirements.py met      # exit 0 if this interpreter has it, in versions that will do;
+else say what it lacks python tools/requirements.py oldest   # the oldest versions allowed, for pip
 """
 
 import re
@@ -30,14 +30,25 @@ def is_met(requirement: str) -> bool:
         return False
 
 
-project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+project = tomllib.loads(
+    (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+)
 needed = [*project["project"]["dependencies"], "pytest>=8", *project["build-system"]["requires"]]
 match sys.argv[1:]:
     case ["met"]:
         if lacking := [requirement for requirement in needed if not is_met(requirement)]:
             sys.exit(f"setup: {sys.executable} lacks {', '.join(lacking)}")
     case ["oldest"]:
-        tests = [requirement for requirement in project["project"]["optional-dependencies"]["test"] if "torchao" not in requirement]
-        print(*dict.fromkeys("{}=={}".format(*parsed(requirement)) for requirement in needed[:-1] + tests), needed[-1])
+        tests = [
+            requirement
+            for requirement in project["project"]["optional-dependencies"]["test"]
+            if "torchao" not in requirement
+        ]
+        print(
+            *dict.fromkeys(
+                "{}=={}".format(*parsed(requirement)) for requirement in needed[:-1] + tests
+            ),
+            needed[-1],
+        )
     case arguments:
         sys.exit(f"expected met or oldest, got {' '.join(arguments) or 'nothing'}")

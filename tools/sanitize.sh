@@ -9,5 +9,5 @@ if ! command -v compute-sanitizer >/dev/null; then
     exit 0
 fi
 for tool in racecheck memcheck; do
-    compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 build/python -m pytest -m gpu tests/test_gpu_inversion.py -k "every_dtype or like_plain_torch or of_nothing"
+    compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 1 build/python -m pytest -m gpu tests/gpu/test_gpu_inversion.py -k "every_dtype or like_plain_torch or of_nothing"
 done

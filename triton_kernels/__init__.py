@@ -1,12 +1,17 @@
-"""Triton kernels, installed as ``icl_patch.kernels``; this directory is never imported under its own name.
+"""Triton kernels, installed as ``icl_patch.kernels``; this directory is never imported under its
+own name.
 
-They run on CUDA tensors, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1). Importing this needs triton, touches no device
-and compiles nothing. Every op is deterministic: no atomics, no tuning at run time, one order of summation that depends on the shapes of
-the weight, the dtype and the GPU.
+They run on CUDA tensors, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1). Importing
+this needs triton, touches no device and compiles nothing. Every op is deterministic: no atomics, no
+tuning at run time, one order of summation that depends on the shapes of the weight, the dtype and
+the GPU.
 """
 
 if __name__ == "triton_kernels":
-    raise ImportError("import icl_patch.kernels: the top-level name triton_kernels belongs to the Triton project's own package")
+    raise ImportError(
+        "import icl_patch.kernels: the top-level name triton_kernels belongs to the Triton"
+        " project's own package"
+    )
 
 from icl_patch.kernels.coefficients import coefficients
 from icl_patch.kernels.config import Config, config_for

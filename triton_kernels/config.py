@@ -1,7 +1,7 @@
 """Which block sizes the kernels use: data files by GPU, dtype and shape class, in ``configs/``.
 
-A configuration fixes the order in which K is summed. It is chosen from (N, K, dtype, GPU) and the regime, never from M within a regime,
-so a row has the same bits however many rows there are.
+A configuration fixes the order in which K is summed. It is chosen from (N, K, dtype, GPU) and the
+regime, never from M within a regime, so a row has the same bits however many rows there are.
 """
 
 import json
@@ -15,7 +15,9 @@ import torch
 STREAM, TILE = "stream", "tile"
 REGIMES = (STREAM, TILE)
 STREAM_ROWS = 16
-"""The regime ``stream`` serves up to so many rows, and reads the weight once for all of them; ``tile`` serves more."""
+"""The regime ``stream`` serves up to so many rows, and reads the weight once for all of them;
+``tile`` serves more.
+"""
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -24,9 +26,11 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 class Config:
     """How one regime of the linear kernels is compiled.
 
-    dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows a program serves; block_n: outputs a program computes (for
-    multiply-adds: with up to 4 rows, fewer with more); block_k: elements of K a step takes, a multiple of 64; num_warps, num_stages:
-    Triton's; fused: up to so many coefficients z·v a program sums them itself, else a launch before it does, with the same bits.
+    dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows a program serves;
+    block_n: outputs a program computes (for multiply-adds: with up to 4 rows, fewer with more);
+    block_k: elements of K a step takes, a multiple of 64; num_warps, num_stages: Triton's; fused:
+        up to so many coefficients z·v a program sums them itself, else a launch before it does,
+        with the same bits.
     """
 
     dot: bool
@@ -43,7 +47,10 @@ class Config:
             if value < 1 or value & (value - 1):
                 raise ValueError(f"expected {name} to be a power of two, got {value}")
         if self.dot and min(self.block_m, self.block_n) < 16:
-            raise ValueError(f"expected block_m and block_n of 16 or more for matrix units, got {self.block_m} and {self.block_n}")
+            raise ValueError(
+                f"expected block_m and block_n of 16 or more for matrix units, got {self.block_m}"
+                f" and {self.block_n}"
+            )
         if self.block_k % 64:
             raise ValueError(f"expected block_k to be a multiple of 64, got {self.block_k}")
         if not 1 <= self.num_stages <= 8:
@@ -84,9 +91,14 @@ def parse(text: str) -> tuple[Entry, ...]:
             shape = {name: item.pop(name) for name in ("regime", "dtype", "max_n", "max_k")}
             entry = Entry(**shape, config=Config(**item))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"expected regime, dtype, max_n, max_k and a configuration, got {item}: {error}") from error
+            raise ValueError(
+                f"expected regime, dtype, max_n, max_k and a configuration, got {item}: {error}"
+            ) from error
         if entry.regime not in REGIMES or entry.dtype not in DTYPES.values():
-            raise ValueError(f"expected one of {REGIMES} and one of {tuple(DTYPES.values())}, got {entry.regime}, {entry.dtype}")
+            raise ValueError(
+                f"expected one of {REGIMES} and one of {tuple(DTYPES.values())}, got"
+                f" {entry.regime}, {entry.dtype}"
+            )
         entries.append(entry)
     return tuple(entries)
 
@@ -95,7 +107,12 @@ def dump(gpu: str, note: str, entries: tuple[Entry, ...]) -> str:
     """The text of a data file, which :func:`parse` reads."""
     rows = []
     for entry in entries:
-        shape = {"regime": entry.regime, "dtype": entry.dtype, "max_n": entry.max_n, "max_k": entry.max_k}
+        shape = {
+            "regime": entry.regime,
+            "dtype": entry.dtype,
+            "max_n": entry.max_n,
+            "max_k": entry.max_k,
+        }
         rows.append("    " + json.dumps(shape | asdict(entry.config)))
     head = f'{{\n  "gpu": {json.dumps(gpu)},\n  "note": {json.dumps(note)},\n  "entries": [\n'
     return head + ",\n".join(rows) + "\n  ]\n}\n"
@@ -106,14 +123,18 @@ def entries_for(gpu: str) -> tuple[Entry, ...]:
     """The entries of the GPU's data file, else of ``default.json``."""
     folder = files(__package__) / "configs"
     file = folder / f"{slug(gpu)}.json"
-    return parse((file if gpu and file.is_file() else folder / "default.json").read_text(encoding="utf-8"))
+    return parse(
+        (file if gpu and file.is_file() else folder / "default.json").read_text(encoding="utf-8")
+    )
 
 
 def data_files() -> dict[str, tuple[Entry, ...]]:
     """Every data file's entries, by file name without its ending."""
     folder = files(__package__) / "configs"
     return {
-        file.name.removesuffix(".json"): parse(file.read_text(encoding="utf-8")) for file in folder.iterdir() if file.name.endswith(".json")
+        file.name.removesuffix(".json"): parse(file.read_text(encoding="utf-8"))
+        for file in folder.iterdir()
+        if file.name.endswith(".json")
     }
 
 
@@ -136,7 +157,9 @@ def config_for(gpu: str, dtype: torch.dtype, n: int, k: int, regime: str) -> Con
     for entry in entries_for(gpu):
         if entry.serves(regime, DTYPES[dtype], n, k):
             return entry.config
-    raise LookupError(f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, K = {k}, {regime}")
+    raise LookupError(
+        f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, K = {k}, {regime}"
+    )
 
 
 @cache

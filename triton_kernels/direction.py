@@ -8,17 +8,35 @@ import triton.language as tl
 from torch import Tensor
 
 from icl_patch.kernels import library
-from icl_patch.kernels.coefficients import CHUNKS, LANE_BITS, LANES, add_segments, log2, pair_sum, segments_of, steps_of
-from icl_patch.kernels.launching import Launch, ceil_div, check_floats, needs_op, power_of_two, serve
+from icl_patch.kernels.coefficients import (
+    CHUNKS,
+    LANE_BITS,
+    LANES,
+    add_segments,
+    log2,
+    pair_sum,
+    segments_of,
+    steps_of,
+)
+from icl_patch.kernels.launching import (
+    Launch,
+    ceil_div,
+    check_floats,
+    needs_op,
+    power_of_two,
+    serve,
+)
 
 TINY = tl.constexpr(2.0**-126)
 HUGE = tl.constexpr(3.4028234663852886e38)
 
 
 class Direction(NamedTuple):
-    """v (M, K) fp32, ``z/‖z‖²``; inverse_norm2 (M,) fp32, ``1/‖z‖²``; coeff (M, 1) fp32, ``z·v`` as a linear op sums it.
+    """v (M, K) fp32, ``z/‖z‖²``; inverse_norm2 (M,) fp32, ``1/‖z‖²``; coeff (M, 1) fp32, ``z·v`` as
+    a linear op sums it.
 
-    Where z = 0, or where v leaves fp32's range, all three are 0, and the caller must look. A NaN in z makes ``1/‖z‖²`` NaN and v 0.
+    Where z = 0, or where v leaves fp32's range, all three are 0, and the caller must look. A NaN in
+    z makes ``1/‖z‖²`` NaN and v 0.
     """
 
     v: Tensor
@@ -29,7 +47,10 @@ class Direction(NamedTuple):
 @triton.jit
 def row_offsets(SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
     """Where the first WIDTH elements of every segment of a row lie, (SEGMENTS, WIDTH)."""
-    return tl.arange(0, SEGMENTS).to(tl.int64)[:, None] * (LANES * CHUNKS) + tl.arange(0, WIDTH)[None, :]
+    return (
+        tl.arange(0, SEGMENTS).to(tl.int64)[:, None] * (LANES * CHUNKS)
+        + tl.arange(0, WIDTH)[None, :]
+    )
 
 
 @triton.jit
@@ -40,13 +61,17 @@ def sum_all(x):
 
 @triton.jit
 def norm2(squares):
-    """``‖z‖²`` from its parts in fp64, (1,). Their order may follow the layout: what is derived from it is stored, never summed again."""
+    """``‖z‖²`` from its parts in fp64, (1,). Their order may follow the layout: what is derived
+    from it is stored, never summed again.
+    """
     return tl.reshape(tl.sum(tl.sum(squares, axis=1), axis=0, keep_dims=True), (1,))
 
 
 @triton.jit
 def inverse_of(total, largest):
-    """``1/‖z‖²`` for ``‖z‖²`` (1,) and ``max |z|`` in fp64; 0 where there is no v in fp32, NaN where z has one."""
+    """``1/‖z‖²`` for ``‖z‖²`` (1,) and ``max |z|`` in fp64; 0 where there is no v in fp32, NaN
+    where z has one.
+    """
     inverse = 1.0 / total
     steepest = largest * inverse
     return tl.where((total == 0) | (steepest > HUGE) | (steepest < TINY), 0.0, inverse)
@@ -98,7 +123,9 @@ def _direction_kernel(
 
 
 def row_blocks(k: int) -> tuple[int, int, int, int, int]:
-    """STEPS, UNROLL, SEGMENTS, WIDTH and ROUNDS of the kernels that serve one row of k elements with each program."""
+    """STEPS, UNROLL, SEGMENTS, WIDTH and ROUNDS of the kernels that serve one row of k elements
+    with each program.
+    """
     segments = segments_of(k)
     segment = min(power_of_two(k), LANES.value * CHUNKS.value)
     width = max(min(segment, 4096 // segments), LANES.value)
@@ -119,7 +146,9 @@ def plan_direction(z: Tensor) -> Launch:
     """From z (M, K) its direction."""
     rows, k = z.shape
     rest = (*z.stride(), k, *row_blocks(k))
-    return Launch(_direction_kernel, rows, (z.dtype,), direction_outputs(rows, k), rest, row_warps(k))
+    return Launch(
+        _direction_kernel, rows, (z.dtype,), direction_outputs(rows, k), rest, row_warps(k)
+    )
 
 
 def launch_direction(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +172,8 @@ def _(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def read_direction(z: Tensor) -> Direction:
-    """``v = z / ‖z‖²``, ``1/‖z‖²`` and ``z·v`` in one launch; ``‖z‖²`` is summed in fp64 and v rounded once.
+    """``v = z / ‖z‖²``, ``1/‖z‖²`` and ``z·v`` in one launch; ``‖z‖²`` is summed in fp64 and v
+    rounded once.
 
     Args:
         z: (M, K) fp32, bf16 or fp16, any strides, K ≥ 1.

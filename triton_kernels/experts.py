@@ -1,4 +1,6 @@
-"""``y_mj = W_e x_m + b_e`` for the experts e that every row has chosen, without a look from the host."""
+"""``y_mj = W_e x_m + b_e`` for the experts e that every row has chosen, without a look from the
+host.
+"""
 
 from collections.abc import Callable
 
@@ -20,7 +22,8 @@ def _expert_kernel(
     SLOTS, N, E, CHOSEN, stride_xm, stride_xj, stride_xk, stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_em, stride_ej,
     K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs share outputs: of the slots that chose one expert all but the first read its matrix from L2.
+    # Neighbouring programs share outputs: of the slots that chose one expert all but the first read
+    # its matrix from L2.
     pid = tl.program_id(0).to(tl.int64)
     slot = pid % SLOTS
     m, j = slot // CHOSEN, slot % CHOSEN
@@ -33,25 +36,40 @@ def _expert_kernel(
     acc = tl.zeros((BLOCK_N, 1, BLOCK_K), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         offs_k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)[None, :]
-        w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k * stride_wk, mask=mask_n[:, None] & (offs_k < K), other=0.0)
+        w = tl.load(
+            w_ptr + offs_n[:, None] * stride_wn + offs_k * stride_wk,
+            mask=mask_n[:, None] & (offs_k < K),
+            other=0.0,
+        )
         x = tl.load(x_ptr + offs_k * stride_xk, mask=offs_k < K, other=0.0)
         acc = _add_products(acc, w, x, False, False)
     y = tl.reshape(_add_lanes(acc, 1, BLOCK_N, BLOCK_K), (BLOCK_N,))
     if HAS_BIAS:
-        y += tl.load(bias_ptr + expert * stride_be + offs_n * stride_bn, mask=mask_n, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + expert * stride_be + offs_n * stride_bn, mask=mask_n, other=0.0).to(
+            tl.float32
+        )
     tl.store(y_ptr + slot * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=offs_n < N)
 
 
 def blocks(config: Config, itemsize: int) -> tuple[int, int]:
-    """Outputs per program and elements of K per step, as many as the configuration has of both together.
+    """Outputs per program and elements of K per step, as many as the configuration has of both
+    together.
 
-    Only 4 bytes a thread, or more, are copied ahead of their use: so much of x is what a step takes at least.
+    Only 4 bytes a thread, or more, are copied ahead of their use: so much of x is what a step takes
+    at least.
     """
     block_k = max(config.block_k, 128 * config.num_warps // itemsize)
     return max(config.block_n * config.block_k // block_k, 1), block_k
 
 
-def plan_experts(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, dtype: torch.dtype, config: Config) -> Launch:
+def plan_experts(
+    x: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    config: Config,
+) -> Launch:
     """From x, weight, bias and expert y (M, k, N) in ``dtype``."""
     (rows, chosen), (experts, n, k) = expert.shape, weight.shape
     x_strides = (x.stride(0), 0, x.stride(1)) if x.dim() == 2 else x.stride()
@@ -63,7 +81,15 @@ def plan_experts(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None,
     )  # fmt: skip
     inputs = (x.dtype, weight.dtype, dtype_of(bias), expert.dtype)
     programs = rows * chosen * ceil_div(n, block_n)
-    return Launch(_expert_kernel, programs, inputs, (((rows, chosen, n), dtype),), rest, config.num_warps, config.num_stages)
+    return Launch(
+        _expert_kernel,
+        programs,
+        inputs,
+        (((rows, chosen, n), dtype),),
+        rest,
+        config.num_warps,
+        config.num_stages,
+    )
 
 
 def launch_experts(
@@ -79,7 +105,12 @@ def launch_experts(
 
 
 def _find(
-    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, config: Config | None
+    x: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    config: Config | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     _check(x, weight, expert, bias, out_dtype)
     config = config or config_for(gpu_name(x.device), weight.dtype, *weight.shape[1:], STREAM)
@@ -88,29 +119,44 @@ def _find(
 
 
 library.define(
-    "triton_expert_linear(Tensor x, Tensor weight, Tensor expert, Tensor? bias, ScalarType? out_dtype) -> Tensor", launch_experts
+    "triton_expert_linear(Tensor x, Tensor weight, Tensor expert, Tensor? bias, ScalarType?"
+    " out_dtype) -> Tensor",
+    launch_experts,
 )
 
 
 @library.fake("triton_expert_linear")
-def _(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _(
+    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
     return x.new_empty((*expert.shape, weight.shape[1]), dtype=out_dtype or x.dtype)
 
 
-def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+def expert_linear(
+    x: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """``y_mj = W_e x_m + b_e`` with ``e = expert[m, j]``, accumulated in fp32 and rounded once.
 
-    Every slot streams its expert's matrix through a program of its own, in one launch: for the few rows of a decode step.
+    Every slot streams its expert's matrix through a program of its own, in one launch: for the few
+    rows of a decode step.
 
     Args:
         x: (M, K), what all of a row's slots read, or (M, k, K); fp32, bf16 or fp16, any strides.
-        weight: (E, N, K), x's dtype, any strides; fast with either of the last two dimensions contiguous.
-        expert: (M, k) integers, which are not looked at on the host. Where there is no such expert the output is 0.
+        weight: (E, N, K), x's dtype, any strides; fast with either of the last two dimensions
+            contiguous.
+        expert: (M, k) integers, which are not looked at on the host. Where there is no such expert
+            the output is 0.
         bias: (E, N), x's dtype.
         out_dtype: of the result; x's dtype by default.
 
     Returns:
-        (M, k, N). A slot's bits depend on nothing but its row, its expert and the GPU. Not differentiable.
+        (M, k, N). A slot's bits depend on nothing but its row, its expert and the GPU. Not
+        differentiable.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -122,11 +168,19 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None
     return launch_experts(x, weight, expert, bias, out_dtype)
 
 
-def _check(x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+def _check(
+    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
     good = expert.dim() == 2 and not expert.is_floating_point() and expert.dtype != torch.bool
     check(good, "expert (M, k) of integers", expert.shape)
-    good = weight.dim() == 3 and x.shape in ((len(expert), weight.shape[2]), (*expert.shape, weight.shape[2]))
+    good = weight.dim() == 3 and x.shape in (
+        (len(expert), weight.shape[2]),
+        (*expert.shape, weight.shape[2]),
+    )
     if not good:
-        raise ValueError(f"expected x (M, K) or (M, k, K) and weight (E, N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
+        raise ValueError(
+            f"expected x (M, K) or (M, k, K) and weight (E, N, K), got {tuple(x.shape)} and"
+            f" {tuple(weight.shape)}"
+        )
     check_operands("x", x, weight, bias, out_dtype)
     check(expert.device == x.device, f"expert on {x.device}", expert.device)

@@ -36,7 +36,14 @@ def plan_gated(gate: Tensor, up: Tensor, activation: str) -> Launch:
     rows, n = gate.shape
     column_blocks = ceil_div(n, _BLOCK)
     rest = (n, column_blocks, *gate.stride(), *up.stride(), activation == "gelu_tanh", _BLOCK)
-    return Launch(_gated_kernel, rows * column_blocks, (gate.dtype, up.dtype), (((rows, n), gate.dtype),), rest, 4)
+    return Launch(
+        _gated_kernel,
+        rows * column_blocks,
+        (gate.dtype, up.dtype),
+        (((rows, n), gate.dtype),),
+        rest,
+        4,
+    )
 
 
 def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -49,7 +56,9 @@ def _find(gate: Tensor, up: Tensor, activation: str) -> Launch:
     return plan_gated(gate, up, activation)
 
 
-library.define("triton_gated_product(Tensor gate, Tensor up, str activation) -> Tensor", launch_gated)
+library.define(
+    "triton_gated_product(Tensor gate, Tensor up, str activation) -> Tensor", launch_gated
+)
 
 
 @library.fake("triton_gated_product")
@@ -58,10 +67,12 @@ def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """``act(gate) ⊙ up``: the activation in fp32, rounded to the model's dtype as its module does, then the product, rounded again.
+    """``act(gate) ⊙ up``: the activation in fp32, rounded to the model's dtype as its module does,
+    then the product, rounded again.
 
     Args:
-        gate, up: (M, N) fp32, bf16 or fp16, both of one dtype, any strides: the halves of one fused output are fine.
+        gate, up: (M, N) fp32, bf16 or fp16, both of one dtype, any strides: the halves of one fused
+            output are fine.
         activation: ``"gelu_tanh"`` or ``"silu"``.
 
     Returns:
@@ -79,7 +90,13 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def _check(gate: Tensor, up: Tensor, activation: str) -> None:
     if gate.dim() != 2 or gate.shape != up.shape:
-        raise ValueError(f"expected gate and up (M, N), got {tuple(gate.shape)} and {tuple(up.shape)}")
+        raise ValueError(
+            f"expected gate and up (M, N), got {tuple(gate.shape)} and {tuple(up.shape)}"
+        )
     check_floats(gate, gate=gate, up=up)
     check(gate.dtype == up.dtype, f"up in gate's dtype {gate.dtype}", up.dtype, TypeError)
-    check(activation in ACTIVATIONS, f"activation {' or '.join(map(repr, ACTIVATIONS))}", repr(activation))
+    check(
+        activation in ACTIVATIONS,
+        f"activation {' or '.join(map(repr, ACTIVATIONS))}",
+        repr(activation),
+    )

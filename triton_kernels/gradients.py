@@ -1,4 +1,6 @@
-"""The derivative of the patched linear map, in plain torch. Deterministic like the map: no scattered additions."""
+"""The derivative of the patched linear map, in plain torch. Deterministic like the map: no
+scattered additions.
+"""
 
 from typing import Any
 
@@ -14,7 +16,9 @@ def setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """With g = ∂y: ``∂z = g W + Σ (g·u_r) v_r``, ``∂W = gᵀ z``, ``∂u_r = (z·v_r) g``, ``∂v_r = (g·u_r) z``, ``∂bias = Σ g``."""
+    """With g = ∂y: ``∂z = g W + Σ (g·u_r) v_r``, ``∂W = gᵀ z``, ``∂u_r = (z·v_r) g``, ``∂v_r =
+    (g·u_r) z``, ``∂bias = Σ g``.
+    """
     z, weight, u, v, index = ctx.saved_tensors
     own = grad.to(z.dtype)
     dz, dweight = own @ weight, own.T @ z
@@ -42,9 +46,13 @@ def _by_row(factor: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _collect(rows: Tensor, factor: Tensor, index: Tensor | None) -> Tensor:
-    """The rows' gradients (M, R, ·) in the factor's layout; a pool's by a matrix product, whose order of summation is fixed."""
+    """The rows' gradients (M, R, ·) in the factor's layout; a pool's by a matrix product, whose
+    order of summation is fixed.
+    """
     if index is not None:
-        chosen = (index.long().unsqueeze(0) == torch.arange(len(factor), device=rows.device).unsqueeze(1)).to(rows.dtype)
+        chosen = (
+            index.long().unsqueeze(0) == torch.arange(len(factor), device=rows.device).unsqueeze(1)
+        ).to(rows.dtype)
         rows = (chosen @ rows.flatten(1)).reshape(factor.shape)
     elif factor.dim() == 3 and len(factor) == 1:
         rows = rows.sum(0, keepdim=True)

@@ -1,4 +1,6 @@
-"""How a kernel is described before it runs: the same description is launched, interpreted or compiled ahead of time."""
+"""How a kernel is described before it runs: the same description is launched, interpreted or
+compiled ahead of time.
+"""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -9,17 +11,21 @@ import triton
 from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether the kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before triton was imported."""
+"""Whether the kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before triton was
+imported.
+"""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
 class Launch:
-    """One kernel launch without its tensors: it serves all that have the dtypes, sizes and strides it was planned for.
+    """One kernel launch without its tensors: it serves all that have the dtypes, sizes and strides
+    it was planned for.
 
-    kernel: it takes the tensors it reads, those it fills, then ``rest``, constexprs included; programs: how many; inputs: what it reads,
-    as dtypes, None where there is no tensor; outputs: what it fills, as sizes and dtypes; num_warps, num_stages: how it is compiled.
+    kernel: it takes the tensors it reads, those it fills, then ``rest``, constexprs included;
+    programs: how many; inputs: what it reads, as dtypes, None where there is no tensor; outputs:
+        what it fills, as sizes and dtypes; num_warps, num_stages: how it is compiled.
     """
 
     kernel: Any
@@ -32,7 +38,9 @@ class Launch:
     _compiled: dict[int, Callable[..., None]] = field(init=False, default_factory=dict)
 
     def __call__(self, *inputs: Tensor | None) -> Any:
-        """Run it on the current stream of the first input's device: the output, or a tuple of them."""
+        """Run it on the current stream of the first input's device: the output, or a tuple of
+        them.
+        """
         assert inputs[0] is not None
         device = inputs[0].device
         outputs = [torch.empty(size, dtype=dtype, device=device) for size, dtype in self.outputs]
@@ -45,7 +53,9 @@ class Launch:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _run(self, tensors: tuple[Tensor | None, ...]) -> None:
-        """Straight to the compiled kernel from the second time on: of all that the compiler looks at, only addresses can differ."""
+        """Straight to the compiled kernel from the second time on: of all that the compiler looks
+        at, only addresses can differ.
+        """
         aligned = 0
         for tensor in tensors:
             aligned = 2 * aligned + (tensor is not None and not tensor.data_ptr() & 15)
@@ -64,20 +74,34 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """For the compiler. It fuses no multiply with an add: the kernels say where, so the bits do not depend on its version."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
+        """For the compiler. It fuses no multiply with an add: the kernels say where, so the bits do
+        not depend on its version.
+        """
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": False,
+        }
 
 
 _calls: dict[tuple, Callable[..., Any]] = {}
 _MOST_CALLS = 4096
 
 
-def serve(find: Callable[..., Callable[..., Any]], tensors: tuple[Tensor | None, ...], *options: Hashable) -> Any:
-    """``find(*tensors, *options)(*tensors)``, but it is found once for all tensors of the same sizes, strides, dtypes and devices.
+def serve(
+    find: Callable[..., Callable[..., Any]], tensors: tuple[Tensor | None, ...], *options: Hashable
+) -> Any:
+    """``find(*tensors, *options)(*tensors)``, but it is found once for all tensors of the same
+    sizes, strides, dtypes and devices.
 
-    That is all that a check, a plan and the compiler see of a tensor but for its address, which :class:`Launch` looks at.
+    That is all that a check, a plan and the compiler see of a tensor but for its address, which
+    :class:`Launch` looks at.
     """
-    key = (find, options, *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    key = (
+        find,
+        options,
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+    )
     call = _calls.get(key)
     if call is None:
         call = find(*tensors, *options)
@@ -122,14 +146,23 @@ def check_floats(first: Tensor, **tensors: Tensor | None) -> None:
 def needs_op(*tensors: Tensor | None) -> bool:
     """Whether a call must go through torch's dispatcher.
 
-    Under torch.compile and any other tracer it must, on fake tensors, for gradients, and for tensors whose signs are to be changed first.
+    Under torch.compile and any other tracer it must, on fake tensors, for gradients, and for
+    tensors whose signs are to be changed first.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+    ):
         return True
     gradients = torch.is_grad_enabled()
     for x in tensors:  # not any(): this stands before every launch of a decoding step
         if x is None:
             continue
-        if type(x) not in (Tensor, torch.nn.Parameter) or (gradients and x.requires_grad) or x.is_neg():
+        if (
+            type(x) not in (Tensor, torch.nn.Parameter)
+            or (gradients and x.requires_grad)
+            or x.is_neg()
+        ):
             return True
     return False

@@ -1,4 +1,6 @@
-"""The kernels as operators of ``torch.ops.icl_patch``: for torch.compile, for autograd and for fake tensors."""
+"""The kernels as operators of ``torch.ops.icl_patch``: for torch.compile, for autograd and for fake
+tensors.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,4 +25,6 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def autograd(name: str, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
     """Register its derivative."""
-    torch.library.register_autograd(f"icl_patch::{name}", backward, setup_context=setup, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"icl_patch::{name}", backward, setup_context=setup, lib=_LIBRARY
+    )

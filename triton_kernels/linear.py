@@ -34,7 +34,9 @@ def regime_of(rows: int) -> str:
 
 @cache
 def blocks(config: Config, rows: int, record: bool) -> tuple[int, int]:
-    """Rows and outputs per program. With multiply-adds both may follow the number of rows: neither is seen in a row's bits."""
+    """Rows and outputs per program. With multiply-adds both may follow the number of rows: neither
+    is seen in a row's bits.
+    """
     if config.dot:
         return config.block_m, config.block_n
     block_m = min(config.block_m, power_of_two(rows))
@@ -46,11 +48,15 @@ def coefficient_rows(block_m: int, rows: int) -> int:
     return min(block_m, power_of_two(rows))
 
 
-def coefficient_block(config: Config, block_m: int, rows: int, fused: int, dtype: torch.dtype) -> tuple[int, int]:
-    """For how many rows a program sums coefficients, and of how many elements it loads z and v at once.
+def coefficient_block(
+    config: Config, block_m: int, rows: int, fused: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """For how many rows a program sums coefficients, and of how many elements it loads z and v at
+    once.
 
-    Only 4 bytes a thread, or more, are copied ahead of their use: so that z is, a whole step is loaded, for a row more than there are if
-    it must be. Not where that would be many numbers for a thread.
+    Only 4 bytes a thread, or more, are copied ahead of their use: so that z is, a whole step is
+    loaded, for a row more than there are if it must be. Not where that would be many numbers for a
+    thread.
     """
     threads, own = 32 * config.num_warps, coefficient_rows(block_m, rows)
     padded = max(own, power_of_two(ceil_div(4 * threads, config.block_k * dtype.itemsize)))
@@ -76,10 +82,11 @@ def plan_linear(
     *,
     record: bool = False,
 ) -> Launch:
-    """From z, weight, bias, u, v, index and the coefficients of :func:`plan_before` y (M, N) in ``dtype``.
+    """From z, weight, bias, u, v, index and the coefficients of :func:`plan_before` y (M, N) in
+    ``dtype``.
 
-    u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y are (2M, ·), the coefficients (M, 1)
-    are always read, and the patch u (M, N) is a second output.
+    u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
+    are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
     """
     n, k = weight.shape
     rows = len(z) // 2 if record else len(z)
@@ -94,7 +101,15 @@ def plan_linear(
         fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
     coeff = torch.float32 if record or (rank and not fused) else None
-    inputs = (z.dtype, weight.dtype, dtype_of(bias), dtype_of(u), dtype_of(v), dtype_of(index), coeff)
+    inputs = (
+        z.dtype,
+        weight.dtype,
+        dtype_of(bias),
+        dtype_of(u),
+        dtype_of(v),
+        dtype_of(index),
+        coeff,
+    )
     outputs: tuple = (((len(z), n), dtype),)
     rest = (
         rows, n, *z.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), *u_strides, *v_strides,
@@ -106,12 +121,20 @@ def plan_linear(
     else:
         rest = (None, *rest)
     programs = ceil_div(rows, block_m) * ceil_div(n, block_n)
-    return Launch(_linear_kernel, programs, inputs, outputs, rest, config.num_warps, config.num_stages)
+    return Launch(
+        _linear_kernel, programs, inputs, outputs, rest, config.num_warps, config.num_stages
+    )
 
 
 def plan_before(z: Tensor, v: Tensor | None, index: Tensor | None, config: Config) -> Launch | None:
-    """The launch for the coefficients, where the linear kernel does not sum them; v (M, R, K), (1, R, K) or a pool."""
-    return None if v is None or sums_coefficients(config, len(z), v.shape[1]) else plan_coefficients(z, v, index)
+    """The launch for the coefficients, where the linear kernel does not sum them; v (M, R, K), (1,
+    R, K) or a pool.
+    """
+    return (
+        None
+        if v is None or sums_coefficients(config, len(z), v.shape[1])
+        else plan_coefficients(z, v, index)
+    )
 
 
 def launch_linear(
@@ -146,19 +169,28 @@ def _find(
         return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
     if u is not None and v is not None and u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
-    config = config or config_for(gpu_name(z.device), weight.dtype, *weight.shape, regime or regime_of(len(z)))
+    config = config or config_for(
+        gpu_name(z.device), weight.dtype, *weight.shape, regime or regime_of(len(z))
+    )
     before = plan_before(z, v, index, config)
     launch = plan_linear(z, weight, u, v, bias, index, out_dtype or z.dtype, config)
 
-    def call(z: Tensor, weight: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor | None, index: Tensor | None) -> Tensor:
+    def call(
+        z: Tensor,
+        weight: Tensor,
+        u: Tensor | None,
+        v: Tensor | None,
+        bias: Tensor | None,
+        index: Tensor | None,
+    ) -> Tensor:
         return launch(z, weight, bias, u, v, index, None if before is None else before(z, v, index))
 
     return call
 
 
 library.define(
-    "triton_patched_linear(Tensor z, Tensor weight, Tensor? u, Tensor? v, Tensor? bias, Tensor? index, ScalarType? out_dtype, str? regime)"
-    " -> Tensor",
+    "triton_patched_linear(Tensor z, Tensor weight, Tensor? u, Tensor? v, Tensor? bias, Tensor?"
+    " index, ScalarType? out_dtype, str? regime) -> Tensor",
     launch_linear,
 )
 
@@ -193,14 +225,17 @@ def patched_linear(
     Args:
         z: (M, K) fp32, bf16 or fp16, any strides.
         weight: logically (N, K), z's dtype, any strides; fast with either dimension contiguous.
-        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with ``index``; R from 1 to 64; fp32, bf16 or
-            fp16. Without u and v the op is the plain linear map.
+        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with
+            ``index``; R from 1 to 64; fp32, bf16 or fp16. Without u and v the op is the plain
+            linear map.
         v: as ``u`` with K for N.
         bias: (N,), z's dtype.
-        index: (M,) integer rows of the pool, which are not looked at on the host; a negative one gives the row the bits of the plain map.
+        index: (M,) integer rows of the pool, which are not looked at on the host; a negative one
+            gives the row the bits of the plain map.
         out_dtype: of the result; z's dtype by default.
-        regime: ``"stream"`` or ``"tile"`` for any number of rows; by default ``"stream"`` up to 16 rows. Within a regime a row's bits
-            depend on nothing but the row, its factors, the weight, the bias and the GPU.
+        regime: ``"stream"`` or ``"tile"`` for any number of rows; by default ``"stream"`` up to 16
+            rows. Within a regime a row's bits depend on nothing but the row, its factors, the
+            weight, the bias and the GPU.
 
     Returns:
         (M, N). Differentiable in z, weight, u, v and bias.
@@ -213,7 +248,9 @@ def patched_linear(
     """
     if needs_op(z, weight, u, v, bias):
         _check(z, weight, u, v, bias, index, out_dtype)
-        return torch.ops.icl_patch.triton_patched_linear(z, weight, u, v, bias, index, out_dtype, regime)
+        return torch.ops.icl_patch.triton_patched_linear(
+            z, weight, u, v, bias, index, out_dtype, regime
+        )
     return launch_linear(z, weight, u, v, bias, index, out_dtype, regime)
 
 
@@ -233,15 +270,23 @@ def _check(
         raise ValueError("expected u and v with index, got none")
 
 
-def check_linear(z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+def check_linear(
+    z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
     """Raise for what does not fit."""
     if z.dim() != 2 or weight.dim() != 2 or z.shape[1] != weight.shape[1]:
-        raise ValueError(f"expected z (M, K) and weight (N, K), got {tuple(z.shape)} and {tuple(weight.shape)}")
+        raise ValueError(
+            f"expected z (M, K) and weight (N, K), got {tuple(z.shape)} and {tuple(weight.shape)}"
+        )
     check_operands("z", z, weight, bias, out_dtype)
 
 
-def check_operands(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-    """Raise for dtypes, devices and a bias that do not fit a product of x by one weight (N, K), or by several (E, N, K)."""
+def check_operands(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
+    """Raise for dtypes, devices and a bias that do not fit a product of x by one weight (N, K), or
+    by several (E, N, K).
+    """
     check_floats(x, **{name: x}, weight=weight, bias=bias)
     check(weight.dtype == x.dtype, f"weight in {name}'s dtype {x.dtype}", weight.dtype, TypeError)
     if bias is not None:
@@ -251,7 +296,9 @@ def check_operands(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, ou
         check(out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)
 
 
-def check_factors(z: Tensor, n: int, u: Tensor | None, v: Tensor | None, index: Tensor | None) -> None:
+def check_factors(
+    z: Tensor, n: int, u: Tensor | None, v: Tensor | None, index: Tensor | None
+) -> None:
     """Raise for what does not fit z (M, K) and outputs (M, n)."""
     if u is None or v is None:
         raise ValueError("expected both u and v or neither, got one of them")
@@ -259,16 +306,28 @@ def check_factors(z: Tensor, n: int, u: Tensor | None, v: Tensor | None, index: 
     rows = z.shape[0]
     for name, factor, width in (("u", u, n), ("v", v, z.shape[1])):
         pool = index is not None and factor.dim() == 3
-        own = index is None and ((factor.dim() in (2, 3) and factor.shape[0] == rows) or (factor.dim() == 3 and factor.shape[0] == 1))
+        own = index is None and (
+            (factor.dim() in (2, 3) and factor.shape[0] == rows)
+            or (factor.dim() == 3 and factor.shape[0] == 1)
+        )
         if not (pool or own) or factor.shape[-1] != width:
-            wanted = f"(P, R, {width})" if index is not None else f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
+            wanted = (
+                f"(P, R, {width})"
+                if index is not None
+                else f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
+            )
             raise ValueError(f"expected {name} {wanted}, got {tuple(factor.shape)}")
     if u.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"expected u and v with the same rows and rank, got {tuple(u.shape)} and {tuple(v.shape)}")
+        raise ValueError(
+            f"expected u and v with the same rows and rank, got {tuple(u.shape)} and"
+            f" {tuple(v.shape)}"
+        )
     if u.dim() == 3 and not 1 <= u.shape[1] <= MAX_RANK:
         raise ValueError(f"expected a rank from 1 to {MAX_RANK}, got {u.shape[1]}")
     if index is not None:
-        good = index.shape == (rows,) and not index.is_floating_point() and index.dtype != torch.bool
+        good = (
+            index.shape == (rows,) and not index.is_floating_point() and index.dtype != torch.bool
+        )
         check(good, f"index ({rows},) of integers", index.shape)
         check(index.device == z.device, f"index on {z.device}", index.device)
 

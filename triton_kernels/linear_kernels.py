@@ -1,11 +1,16 @@
-"""The kernel behind every linear op: plain, patched or recording, on matrix units or with fused multiply-adds.
+"""The kernel behind every linear op: plain, patched or recording, on matrix units or with fused
+multiply-adds.
 
-It walks K in one order that is fixed by the configuration, and gives a row the same bits wherever it stands among the others:
+It walks K in one order that is fixed by the configuration, and gives a row the same bits wherever
+it stands among the others:
 
-- on matrix units (DOT) the weight is on the left, ``W zᵀ``, so that up to 16 rows ride as columns of the smallest matrix instruction;
-- else there is one running sum per row, output and lane of BLOCK_K, and the lanes are added in pairs at the end.
+- on matrix units (DOT) the weight is on the left, ``W zᵀ``, so that up to 16 rows ride as columns
+  of the smallest matrix instruction;
+- else there is one running sum per row, output and lane of BLOCK_K, and the lanes are added in
+  pairs at the end.
 
-What follows the sum is the same for both: ``+ bias``, then ``+ c_r u_r`` rank by rank, each one fused multiply-add, then one rounding.
+What follows the sum is the same for both: ``+ bias``, then ``+ c_r u_r`` rank by rank, each one
+fused multiply-add, then one rounding.
 """
 
 import triton
@@ -29,12 +34,16 @@ def _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX: tl.constexpr):
 @triton.jit
 def _halves(x):
     """The first and the last half of x (A, B, ·)."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], x.shape[1], 2, x.shape[2] // 2)), (0, 1, 3, 2)))
+    return tl.split(
+        tl.permute(tl.reshape(x, (x.shape[0], x.shape[1], 2, x.shape[2] // 2)), (0, 1, 3, 2))
+    )
 
 
 @triton.jit
 def _coefficient_chunks(partial, total, z, v, k):
-    """The chunks of 64 of z (1, ROWS, ·) and v (FUSED, ROWS, ·), one after the other; their first element is k."""
+    """The chunks of 64 of z (1, ROWS, ·) and v (FUSED, ROWS, ·), one after the other; their first
+    element is k.
+    """
     if z.shape[2] == LANES:
         partial, total = coefficient_step(partial, total, z, v, k)
     else:
@@ -50,14 +59,23 @@ def _coefficient_steps(
     partial, total, z_ptr, v_ptr, offs_m, row, patched, k0, stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
     K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, BLOCK_K: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K elements of ``z·v_r``, for FUSED ≥ R ranks: partial and total are (FUSED, ROWS, 64). AT_ONCE elements are loaded at once."""
+    """BLOCK_K elements of ``z·v_r``, for FUSED ≥ R ranks: partial and total are (FUSED, ROWS, 64).
+    AT_ONCE elements are loaded at once.
+    """
     offs_r = tl.arange(0, FUSED)[:, None, None]
     for j in tl.static_range(BLOCK_K // AT_ONCE):
         k = k0 + j * AT_ONCE
         offs_k = (k + tl.arange(0, AT_ONCE)).to(tl.int64)[None, None, :]
         mask = patched[None, :, None] & (offs_k < K)
-        z = tl.load(z_ptr + offs_m[None, :, None] * stride_zm + offs_k * stride_zk, mask=mask, other=0.0).to(tl.float32)
-        v_ptrs = v_ptr + row[None, :, None] * stride_vm + offs_r.to(tl.int64) * stride_vr + offs_k * stride_vk
+        z = tl.load(
+            z_ptr + offs_m[None, :, None] * stride_zm + offs_k * stride_zk, mask=mask, other=0.0
+        ).to(tl.float32)
+        v_ptrs = (
+            v_ptr
+            + row[None, :, None] * stride_vm
+            + offs_r.to(tl.int64) * stride_vr
+            + offs_k * stride_vk
+        )
         v = tl.load(v_ptrs, mask=mask & (offs_r < R), other=0.0).to(tl.float32)
         partial, total = _coefficient_chunks(partial, total, z, v, k)
     return partial, total
@@ -65,8 +83,12 @@ def _coefficient_steps(
 
 @triton.jit
 def _sum_lanes(lanes, FUSED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The coefficients of (FUSED, ROWS, 64) lanes, spread to (FUSED, BLOCK_M): each is added to zeros only."""
-    coeff = tl.reshape(pair_sum(tl.reshape(lanes, (FUSED * ROWS, LANES)), LANE_BITS), (FUSED, ROWS, 1))
+    """The coefficients of (FUSED, ROWS, 64) lanes, spread to (FUSED, BLOCK_M): each is added to
+    zeros only.
+    """
+    coeff = tl.reshape(
+        pair_sum(tl.reshape(lanes, (FUSED * ROWS, LANES)), LANE_BITS), (FUSED, ROWS, 1)
+    )
     own = tl.arange(0, ROWS)[None, :, None] == tl.arange(0, BLOCK_M)[None, None, :]
     return tl.sum(tl.where(own, coeff, 0.0), axis=1)
 
@@ -76,7 +98,9 @@ def _add_patch(
     acc, coeff, coeff_ptr, u_ptr, offs_m, offs_n, row, patched, mask_n, stride_um, stride_ur, stride_un,
     R: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """``acc + Σ_r c_r u_r`` for acc (BLOCK_N, BLOCK_M), rank by rank; rows without a patch keep their bits."""
+    """``acc + Σ_r c_r u_r`` for acc (BLOCK_N, BLOCK_M), rank by rank; rows without a patch keep
+    their bits.
+    """
     mask = mask_n[:, None] & patched[None, :]
     u_offsets = row[None, :] * stride_um + offs_n[:, None] * stride_un
     for r in tl.range(0, R):
@@ -124,7 +148,9 @@ def _finish(
 
 @triton.jit
 def _add_products(acc, w, z, DOT: tl.constexpr, WIDEN: tl.constexpr):
-    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); without DOT each lane of BLOCK_K keeps a sum of its own."""
+    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); without DOT each lane of
+    BLOCK_K keeps a sum of its own.
+    """
     if DOT:
         if WIDEN:
             w, z = w.to(tl.float32), z.to(tl.float32)
@@ -138,7 +164,9 @@ def _add_products(acc, w, z, DOT: tl.constexpr, WIDEN: tl.constexpr):
 @triton.jit
 def _add_lanes(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """The sums (BLOCK_N, BLOCK_M) of lanes (BLOCK_N, BLOCK_M, BLOCK_K)."""
-    return tl.reshape(pair_sum(tl.reshape(acc, (BLOCK_N * BLOCK_M, BLOCK_K)), log2(BLOCK_K)), (BLOCK_N, BLOCK_M))
+    return tl.reshape(
+        pair_sum(tl.reshape(acc, (BLOCK_N * BLOCK_M, BLOCK_K)), log2(BLOCK_K)), (BLOCK_N, BLOCK_M)
+    )
 
 
 @triton.jit
@@ -177,11 +205,23 @@ def _linear_kernel(
         mask_w, mask_z = mask_n[:, None], mask_m[:, None]
         if K % BLOCK_K:
             mask_w, mask_z = mask_w & (offs_k < K)[None, :], mask_z & (offs_k < K)[None, :]
-        w = tl.load(w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk, mask=mask_w, other=0.0)
-        z = tl.load(z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0)
+        w = tl.load(
+            w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk,
+            mask=mask_w,
+            other=0.0,
+        )
+        z = tl.load(
+            z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk,
+            mask=mask_z,
+            other=0.0,
+        )
         acc = _add_products(acc, w, z, DOT, WIDEN)
         if RECORD:
-            z_ctx = tl.load(z_ptr + offs_m[:, None] * stride_zm + offs_k[None, :] * stride_zk, mask=mask_z, other=0.0)
+            z_ctx = tl.load(
+                z_ptr + offs_m[:, None] * stride_zm + offs_k[None, :] * stride_zk,
+                mask=mask_z,
+                other=0.0,
+            )
             acc_ctx = _add_products(acc_ctx, w, z_ctx, DOT, WIDEN)
         if FUSED:
             partial, total = _coefficient_steps(

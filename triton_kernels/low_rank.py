@@ -9,7 +9,16 @@ from torch import Tensor
 
 from icl_patch.kernels import library
 from icl_patch.kernels.coefficients import plan_coefficients
-from icl_patch.kernels.launching import FLOATS, Launch, ceil_div, check, check_floats, dtype_of, needs_op, serve
+from icl_patch.kernels.launching import (
+    FLOATS,
+    Launch,
+    ceil_div,
+    check,
+    check_floats,
+    dtype_of,
+    needs_op,
+    serve,
+)
 from icl_patch.kernels.linear import check_factors
 
 _BLOCK = 512
@@ -39,17 +48,33 @@ def _low_rank_kernel(
 
 
 def plan_low_rank(plain: Tensor, u: Tensor, index: Tensor | None, dtype: torch.dtype) -> Launch:
-    """From plain (M, N), u (M, R, N), (1, R, N) or a pool with ``index``, and the coefficients (M, R): their sum in ``dtype``."""
+    """From plain (M, N), u (M, R, N), (1, R, N) or a pool with ``index``, and the coefficients (M,
+    R): their sum in ``dtype``.
+    """
     rows, n = plain.shape
     column_blocks = ceil_div(n, _BLOCK)
     stride_um = 0 if index is None and u.shape[0] == 1 else u.stride(0)
-    rest = (n, column_blocks, *plain.stride(), stride_um, *u.stride()[1:], u.shape[1], index is not None, _BLOCK)
+    rest = (
+        n,
+        column_blocks,
+        *plain.stride(),
+        stride_um,
+        *u.stride()[1:],
+        u.shape[1],
+        index is not None,
+        _BLOCK,
+    )
     inputs = (plain.dtype, u.dtype, dtype_of(index), torch.float32)
     return Launch(_low_rank_kernel, rows * column_blocks, inputs, (((rows, n), dtype),), rest, 4)
 
 
 def launch_low_rank(
-    y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None, out_dtype: torch.dtype | None = None
+    y: Tensor,
+    z: Tensor,
+    u: Tensor,
+    v: Tensor,
+    index: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """:func:`add_low_rank` without gradients, straight to the kernels."""
     return serve(_find, (y, z, u, v, index), out_dtype)
@@ -61,28 +86,41 @@ def _find(
     _check(y, z, u, v, index, out_dtype)
     dtype = out_dtype or y.dtype
     if not len(u):  # an empty pool: no row has a patch
-        return lambda y, z, u, v, index: y.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return lambda y, z, u, v, index: y.to(
+            dtype, copy=True, memory_format=torch.contiguous_format
+        )
     u, v = (factor if factor.dim() == 3 else factor.unsqueeze(1) for factor in (u, v))
     before, launch = plan_coefficients(z, v, index), plan_low_rank(y, u, index, dtype)
     return lambda y, z, u, v, index: launch(y, u, index, before(z, v, index))
 
 
 library.define(
-    "triton_add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index, ScalarType? out_dtype) -> Tensor", launch_low_rank
+    "triton_add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index, ScalarType?"
+    " out_dtype) -> Tensor",
+    launch_low_rank,
 )
 
 
 @library.fake("triton_add_low_rank")
-def _(y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _(
+    y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
     return torch.empty_like(y, dtype=out_dtype or y.dtype, memory_format=torch.contiguous_format)
 
 
 def add_low_rank(
-    y: Tensor, z: Tensor, u: Tensor, v: Tensor, *, index: Tensor | None = None, out_dtype: torch.dtype | None = None
+    y: Tensor,
+    z: Tensor,
+    u: Tensor,
+    v: Tensor,
+    *,
+    index: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``y + Σ_r (z·v_r) u_r``, accumulated in fp32 and rounded once.
 
-    ``patched_linear(z, W, u, v, bias)`` bit for bit, where y is ``patched_linear(z, W, bias=bias, out_dtype=torch.float32)``.
+    ``patched_linear(z, W, u, v, bias)`` bit for bit, where y is ``patched_linear(z, W, bias=bias,
+    out_dtype=torch.float32)``.
 
     Args:
         y: (M, N) fp32, bf16 or fp16, any strides.
@@ -102,9 +140,18 @@ def add_low_rank(
     return launch_low_rank(y, z, u, v, index, out_dtype)
 
 
-def _check(y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None) -> None:
+def _check(
+    y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
     if y.dim() != 2 or z.dim() != 2 or len(y) != len(z):
-        raise ValueError(f"expected y (M, N) and z (M, K), got {tuple(y.shape)} and {tuple(z.shape)}")
+        raise ValueError(
+            f"expected y (M, N) and z (M, K), got {tuple(y.shape)} and {tuple(z.shape)}"
+        )
     check_floats(y, y=y, z=z)
     check_factors(z, y.shape[1], u, v, index)
-    check(out_dtype is None or out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)
+    check(
+        out_dtype is None or out_dtype in FLOATS,
+        "out_dtype fp32, bf16 or fp16",
+        out_dtype,
+        TypeError,
+    )

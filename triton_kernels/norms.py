@@ -29,7 +29,9 @@ from icl_patch.kernels.launching import Launch, check, check_floats, needs_op, s
 
 
 class NormPair(NamedTuple):
-    """z_pair (2M, d), both streams' normed rows; delta (M, d) fp32, ``hidden_ctx - hidden``; the direction of z."""
+    """z_pair (2M, d), both streams' normed rows; delta (M, d) fp32, ``hidden_ctx - hidden``; the
+    direction of z.
+    """
 
     z_pair: Tensor
     delta: Tensor
@@ -37,7 +39,15 @@ class NormPair(NamedTuple):
 
 
 @triton.jit
-def _reciprocal_rms(x_ptr, stride_k, eps, D: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr):
+def _reciprocal_rms(
+    x_ptr,
+    stride_k,
+    eps,
+    D: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     """``1/sqrt(mean(x²) + eps)`` of one row, (1, 1)."""
     first = row_offsets(SEGMENTS, WIDTH)
     squares = tl.zeros((SEGMENTS, WIDTH), tl.float32)
@@ -51,7 +61,9 @@ def _reciprocal_rms(x_ptr, stride_k, eps, D: tl.constexpr, SEGMENTS: tl.constexp
 
 @triton.jit
 def _scaled(x, reciprocal, scale, CAST_FIRST: tl.constexpr):
-    """``scale · x · reciprocal``, rounded to x's dtype: after the scale, or (CAST_FIRST) also before it."""
+    """``scale · x · reciprocal``, rounded to x's dtype: after the scale, or (CAST_FIRST) also
+    before it.
+    """
     normed = x.to(tl.float32) * reciprocal
     if CAST_FIRST:
         normed = normed.to(x.dtype).to(tl.float32)
@@ -77,7 +89,10 @@ def _norm_pair_kernel(
         scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
         x_ctx = tl.load(ctx_ptr + offs * stride_hk, mask=mask, other=0.0)
         x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
-        z_ctx, z = _scaled(x_ctx, reciprocal_ctx, scale, CAST_FIRST), _scaled(x, reciprocal, scale, CAST_FIRST)
+        z_ctx, z = (
+            _scaled(x_ctx, reciprocal_ctx, scale, CAST_FIRST),
+            _scaled(x, reciprocal, scale, CAST_FIRST),
+        )
         wide = z.to(tl.float32)
         tl.store(z_ptr + m * D + offs, z_ctx, mask=mask)
         tl.store(z_ptr + (M + m) * D + offs, z, mask=mask)
@@ -99,7 +114,9 @@ def _norm_pair_kernel(
         for i in tl.static_range(UNROLL):
             offs = lanes + (j + i) * LANES
             mask = offs < D
-            scale = tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
+            scale = (
+                tl.load(weight_ptr + offs * stride_w, mask=mask, other=0.0).to(tl.float32) + offset
+            )
             x = tl.load(reduced_ptr + offs * stride_hk, mask=mask, other=0.0)
             wide = _scaled(x, reciprocal, scale, CAST_FIRST).to(tl.float32)
             partial = tl.fma(wide, along(wide, inverse[:, None]), partial)
@@ -119,25 +136,42 @@ def _rms_norm_kernel(
     for j in tl.range(0, ROUNDS):
         offs = first + j * WIDTH
         mask = offs < D
-        scale = tl.load(scale_ptr + m * stride_sm + offs * stride_sk, mask=mask, other=0.0).to(tl.float32) + offset
+        scale = (
+            tl.load(scale_ptr + m * stride_sm + offs * stride_sk, mask=mask, other=0.0).to(
+                tl.float32
+            )
+            + offset
+        )
         x = tl.load(x_ptr + m * stride_xm + offs * stride_xk, mask=mask, other=0.0)
         tl.store(y_ptr + m * D + offs, _scaled(x, reciprocal, scale, CAST_FIRST), mask=mask)
 
 
-def plan_norm_pair(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
+def plan_norm_pair(
+    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
+) -> Launch:
     """From hidden and weight z_pair, delta and the direction."""
     rows, d = len(hidden) // 2, hidden.shape[1]
-    outputs = (((2 * rows, d), hidden.dtype), ((rows, d), torch.float32), *direction_outputs(rows, d))
+    outputs = (
+        ((2 * rows, d), hidden.dtype),
+        ((rows, d), torch.float32),
+        *direction_outputs(rows, d),
+    )
     rest = (rows, *hidden.stride(), weight.stride(0), eps, offset, d, cast_first, *row_blocks(d))
-    return Launch(_norm_pair_kernel, rows, (hidden.dtype, weight.dtype), outputs, rest, row_warps(d))
+    return Launch(
+        _norm_pair_kernel, rows, (hidden.dtype, weight.dtype), outputs, rest, row_warps(d)
+    )
 
 
-def launch_norm_pair(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> tuple[Tensor, ...]:
+def launch_norm_pair(
+    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
+) -> tuple[Tensor, ...]:
     """:func:`norm_pair`, straight to the kernel: z_pair, delta, v, inverse_norm2, coeff."""
     return serve(_find_norm_pair, (hidden, weight), eps, offset, cast_first)
 
 
-def _find_norm_pair(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
+def _find_norm_pair(
+    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
+) -> Launch:
     _check_norm_pair(hidden, weight, eps)
     return plan_norm_pair(hidden, weight, eps, offset, cast_first)
 
@@ -147,10 +181,14 @@ def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_firs
     rows, d = x.shape
     strides = scale.stride() if scale.dim() == 2 else (0, scale.stride(0))
     rest = (*x.stride(), *strides, eps, offset, d, cast_first, *row_blocks(d)[2:])
-    return Launch(_rms_norm_kernel, rows, (x.dtype, scale.dtype), (((rows, d), x.dtype),), rest, row_warps(d))
+    return Launch(
+        _rms_norm_kernel, rows, (x.dtype, scale.dtype), (((rows, d), x.dtype),), rest, row_warps(d)
+    )
 
 
-def launch_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
+def launch_rms_norm(
+    x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool
+) -> Tensor:
     """:func:`rms_norm`, straight to the kernel."""
     return serve(_find_rms_norm, (x, scale), eps, offset, cast_first)
 
@@ -161,14 +199,20 @@ def _find_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_fir
 
 
 library.define(
-    "triton_norm_pair(Tensor hidden, Tensor weight, float eps, float offset, bool cast_first) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "triton_norm_pair(Tensor hidden, Tensor weight, float eps, float offset, bool cast_first) ->"
+    " (Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch_norm_pair,
 )
-library.define("triton_rms_norm(Tensor x, Tensor scale, float eps, float offset, bool cast_first) -> Tensor", launch_rms_norm)
+library.define(
+    "triton_rms_norm(Tensor x, Tensor scale, float eps, float offset, bool cast_first) -> Tensor",
+    launch_rms_norm,
+)
 
 
 @library.fake("triton_norm_pair")
-def _(hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool) -> tuple[Tensor, ...]:
+def _(
+    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
+) -> tuple[Tensor, ...]:
     rows, d = hidden.shape[0] // 2, hidden.shape[1]
     delta = hidden.new_empty((rows, d), dtype=torch.float32)
     return (
@@ -185,15 +229,25 @@ def _(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> 
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> NormPair:
-    """``z = (o + w) ⊙ x / sqrt(mean(x²) + eps)`` for both streams, ``x_ctx - x`` and the direction of z, in one launch.
+def norm_pair(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    scale_offset: float = 0.0,
+    cast_first: bool = True,
+) -> NormPair:
+    """``z = (o + w) ⊙ x / sqrt(mean(x²) + eps)`` for both streams, ``x_ctx - x`` and the direction
+    of z, in one launch.
 
     Args:
-        hidden: (2M, d) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced stream.
+        hidden: (2M, d) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced
+            stream.
         weight: (d,), any of these dtypes.
         eps: the norm's.
         scale_offset: o; 1 for Gemma, 0 for Llama.
-        cast_first: whether the normalised row is rounded to the model's dtype before it is scaled (Llama), or only after (Gemma).
+        cast_first: whether the normalised row is rounded to the model's dtype before it is scaled
+            (Llama), or only after (Gemma).
 
     Returns:
         NormPair(z_pair, delta, direction). Not differentiable.
@@ -205,7 +259,9 @@ def norm_pair(hidden: Tensor, weight: Tensor, eps: float, *, scale_offset: float
     eps, scale_offset = float(eps), float(scale_offset)
     if needs_op(hidden, weight):
         _check_norm_pair(hidden, weight, eps)
-        z_pair, delta, *direction = torch.ops.icl_patch.triton_norm_pair(hidden, weight, eps, scale_offset, cast_first)
+        z_pair, delta, *direction = torch.ops.icl_patch.triton_norm_pair(
+            hidden, weight, eps, scale_offset, cast_first
+        )
     else:
         z_pair, delta, *direction = launch_norm_pair(hidden, weight, eps, scale_offset, cast_first)
     return NormPair(z_pair, delta, Direction(*direction))
@@ -219,7 +275,9 @@ def _check_norm_pair(hidden: Tensor, weight: Tensor, eps: float) -> None:
     check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True) -> Tensor:
+def rms_norm(
+    x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True
+) -> Tensor:
     """``y = (o + m') ⊙ x / sqrt(mean(x²) + eps)``, with a scale per row.
 
     Args:
@@ -228,7 +286,8 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0,
         eps, scale_offset, cast_first: as for :func:`norm_pair`.
 
     Returns:
-        (M, d) in x's dtype. With the norm's own weight the bits of :func:`norm_pair`. Not differentiable.
+        (M, d) in x's dtype. With the norm's own weight the bits of :func:`norm_pair`. Not
+        differentiable.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -247,5 +306,9 @@ def _check_rms_norm(x: Tensor, scale: Tensor, eps: float) -> None:
     if x.dim() != 2 or not x.shape[1]:
         raise ValueError(f"expected x (M, d) with d ≥ 1, got {tuple(x.shape)}")
     check_floats(x, x=x, scale=scale)
-    check(scale.shape in (x.shape, x.shape[1:]), f"scale {tuple(x.shape)} or ({x.shape[1]},)", scale.shape)
+    check(
+        scale.shape in (x.shape, x.shape[1:]),
+        f"scale {tuple(x.shape)} or ({x.shape[1]},)",
+        scale.shape,
+    )
     check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)

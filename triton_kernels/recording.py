@@ -1,4 +1,6 @@
-"""Both streams through one linear map in one pass over W: the outputs and the patch they differ by."""
+"""Both streams through one linear map in one pass over W: the outputs and the patch they differ
+by.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +16,9 @@ from icl_patch.kernels.linear import check_linear, plan_linear, regime_of
 
 
 class Recorded(NamedTuple):
-    """y_pair (2M, N), the context rows' output and the reduced rows' patched output; u (M, N) fp32; the reduced rows' direction."""
+    """y_pair (2M, N), the context rows' output and the reduced rows' patched output; u (M, N) fp32;
+    the reduced rows' direction.
+    """
 
     y_pair: Tensor
     u: Tensor
@@ -32,45 +36,70 @@ class Recorded(NamedTuple):
 
 
 def launch_record(
-    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None = None, config: Config | None = None
+    z_pair: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    coeff: Tensor,
+    regime: str | None = None,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`record_linear` for given coefficients, straight to the kernel: y_pair and u."""
     return serve(_find, (z_pair, weight, bias, coeff), regime, config)
 
 
 def _find(
-    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None, config: Config | None
+    z_pair: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    coeff: Tensor,
+    regime: str | None,
+    config: Config | None,
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]:
     _check(z_pair, weight, bias, coeff)
-    config = config or config_for(gpu_name(z_pair.device), weight.dtype, *weight.shape, regime or regime_of(len(z_pair) // 2))
+    config = config or config_for(
+        gpu_name(z_pair.device), weight.dtype, *weight.shape, regime or regime_of(len(z_pair) // 2)
+    )
     launch = plan_linear(z_pair, weight, None, None, bias, None, z_pair.dtype, config, record=True)
     return lambda z_pair, weight, bias, coeff: launch(z_pair, weight, bias, None, None, None, coeff)
 
 
 library.define(
-    "triton_record_linear(Tensor z_pair, Tensor weight, Tensor? bias, Tensor coeff, str? regime) -> (Tensor, Tensor)", launch_record
+    "triton_record_linear(Tensor z_pair, Tensor weight, Tensor? bias, Tensor coeff, str? regime) ->"
+    " (Tensor, Tensor)",
+    launch_record,
 )
 
 
 @library.fake("triton_record_linear")
-def _(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None) -> tuple[Tensor, Tensor]:
+def _(
+    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None
+) -> tuple[Tensor, Tensor]:
     y_pair = z_pair.new_empty((z_pair.shape[0], weight.shape[0]))
     return y_pair, z_pair.new_empty((z_pair.shape[0] // 2, weight.shape[0]), dtype=torch.float32)
 
 
 def record_linear(
-    z_pair: Tensor, weight: Tensor, bias: Tensor | None = None, *, direction: Direction | None = None, regime: str | None = None
+    z_pair: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    direction: Direction | None = None,
+    regime: str | None = None,
 ) -> Recorded:
-    """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``, reading W once.
+    """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``,
+    reading W once.
 
-    u is the difference of the two fp32 sums, before the bias. ``patched_linear(z, weight, u, v, bias)`` gives y again bit for bit, and
-    ``patched_linear(z_ctx, weight, None, None, bias)`` y_ctx, in the regime of M rows.
+    u is the difference of the two fp32 sums, before the bias. ``patched_linear(z, weight, u, v,
+    bias)`` gives y again bit for bit, and ``patched_linear(z_ctx, weight, None, None, bias)``
+    y_ctx, in the regime of M rows.
 
     Args:
-        z_pair: (2M, K) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced stream.
+        z_pair: (2M, K) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced
+            stream.
         weight, bias: as for :func:`icl_patch.kernels.patched_linear`.
-        direction: of the reduced rows, from :func:`read_direction` or :func:`icl_patch.kernels.norm_pair`; it is shared by all linear maps
-            that read one z. Computed by a launch of its own if not given.
+        direction: of the reduced rows, from :func:`read_direction` or
+            :func:`icl_patch.kernels.norm_pair`; it is shared by all linear maps that read one z.
+            Computed by a launch of its own if not given.
         regime: ``"stream"`` or ``"tile"``; by default as ``patched_linear`` chooses for M rows.
 
     Returns:
@@ -87,16 +116,25 @@ def record_linear(
         direction = read_direction(z_pair[z_pair.shape[0] // 2 :])
     if needs_op(z_pair, weight, bias):
         _check(z_pair, weight, bias, direction.coeff)
-        y_pair, u = torch.ops.icl_patch.triton_record_linear(z_pair, weight, bias, direction.coeff, regime)
+        y_pair, u = torch.ops.icl_patch.triton_record_linear(
+            z_pair, weight, bias, direction.coeff, regime
+        )
     else:
         y_pair, u = launch_record(z_pair, weight, bias, direction.coeff, regime)
     return Recorded(y_pair, u, direction)
 
 
-def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor | None = None) -> None:
+def _check(
+    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor | None = None
+) -> None:
     check_linear(z_pair, weight, bias, None)
     rows, odd = divmod(z_pair.shape[0], 2)
     check(not odd, "z_pair (2M, K)", z_pair.shape)
     if coeff is not None:
-        good = coeff.shape == (rows, 1) and coeff.dtype == torch.float32 and coeff.is_contiguous() and coeff.device == z_pair.device
+        good = (
+            coeff.shape == (rows, 1)
+            and coeff.dtype == torch.float32
+            and coeff.is_contiguous()
+            and coeff.device == z_pair.device
+        )
         check(good, f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}", coeff.shape)

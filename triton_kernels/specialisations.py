@@ -1,4 +1,6 @@
-"""One launch of every kernel and every configuration in the data files, on tensors without storage: what is compiled ahead of time."""
+"""One launch of every kernel and every configuration in the data files, on tensors without storage:
+what is compiled ahead of time.
+"""
 
 from collections.abc import Iterator
 
@@ -37,12 +39,31 @@ def linear_launch(entry: Entry, variant: str, rank: int | None, rows: int) -> La
     n, k = min(entry.max_n or 21504, 21504), min(entry.max_k or 5376, 5376)
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
     if rank is None:
-        return plan_linear(_empty(2 * rows, k, dtype=dtype), weight, None, None, None, None, dtype, config, record=True)
+        return plan_linear(
+            _empty(2 * rows, k, dtype=dtype),
+            weight,
+            None,
+            None,
+            None,
+            None,
+            dtype,
+            config,
+            record=True,
+        )
     z = _empty(rows, k, dtype=dtype)
     if not rank:
         return plan_linear(z, weight, None, None, None, None, dtype, config)
     index = _empty(rows, dtype=torch.int64) if "pool" in variant else None
-    return plan_linear(z, weight, _empty(rows, rank, n), _empty(rows, rank, k), _empty(n, dtype=dtype), index, dtype, config)
+    return plan_linear(
+        z,
+        weight,
+        _empty(rows, rank, n),
+        _empty(rows, rank, k),
+        _empty(n, dtype=dtype),
+        index,
+        dtype,
+        config,
+    )
 
 
 def linear_launches() -> Iterator[tuple[str, Launch]]:
@@ -58,19 +79,37 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
             for variant, rank, stream_rows, tile_rows in VARIANTS:
                 rows = stream_rows if entry.regime == STREAM else tile_rows
                 if rows is not None:
-                    yield f"{file}: {entry.regime} {entry.dtype}{size}, {variant}", linear_launch(entry, variant, rank, rows)
+                    yield (
+                        f"{file}: {entry.regime} {entry.dtype}{size}, {variant}",
+                        linear_launch(entry, variant, rank, rows),
+                    )
 
 
 def expert_launches() -> Iterator[tuple[str, Launch]]:
-    """The experts' products by every configuration for streams: what a row chose of 128 experts, as a decode step has it."""
+    """The experts' products by every configuration for streams: what a row chose of 128 experts, as
+    a decode step has it.
+    """
     for file, entries in data_files().items():
         for entry in entries:
             if entry.regime == STREAM and entry.dtype != "float16":
-                dtype, n, k = getattr(torch, entry.dtype), min(entry.max_n or 21504, 21504), min(entry.max_k or 5376, 5376)
-                x, weight, expert = _empty(3, k, dtype=dtype), _empty(128, n, k, dtype=dtype), _empty(3, 8, dtype=torch.int64)
+                dtype, n, k = (
+                    getattr(torch, entry.dtype),
+                    min(entry.max_n or 21504, 21504),
+                    min(entry.max_k or 5376, 5376),
+                )
+                x, weight, expert = (
+                    _empty(3, k, dtype=dtype),
+                    _empty(128, n, k, dtype=dtype),
+                    _empty(3, 8, dtype=torch.int64),
+                )
                 size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
                 name = f"{file}: {entry.dtype}{size}, experts"
-                yield name, plan_experts(x, weight, expert, _empty(128, n, dtype=dtype), torch.float32, entry.config)
+                yield (
+                    name,
+                    plan_experts(
+                        x, weight, expert, _empty(128, n, dtype=dtype), torch.float32, entry.config
+                    ),
+                )
 
 
 def other_launches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Launch]]:
@@ -83,7 +122,10 @@ def other_launches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, L
     d = 5376
     pair, z, wide = _empty(8, d, dtype=dtype), _empty(4, d, dtype=dtype), _empty(4, d)
     for name, offset, cast_first in (("Llama", 0.0, True), ("Gemma", 1.0, False)):
-        yield f"norm_pair {name}", plan_norm_pair(pair, _empty(d, dtype=dtype), 1e-6, offset, cast_first)
+        yield (
+            f"norm_pair {name}",
+            plan_norm_pair(pair, _empty(d, dtype=dtype), 1e-6, offset, cast_first),
+        )
         yield f"rms_norm {name}", plan_rms_norm(z, wide, 1e-6, offset, cast_first)
     for activation in ACTIVATIONS:
         yield f"gated_product {activation}", plan_gated(z, z, activation)

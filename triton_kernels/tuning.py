@@ -1,4 +1,6 @@
-"""Choosing configurations: what there is to try, and which of it to keep. The measuring is the caller's; nothing here runs by itself."""
+"""Choosing configurations: what there is to try, and which of it to keep. The measuring is the
+caller's; nothing here runs by itself.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +21,41 @@ from icl_patch.kernels.launching import Launch
 from icl_patch.kernels.linear import plan_before, plan_linear
 
 FUSED = (1, 4, 8, 16, 32, 64)
-"""How many coefficients a program may sum itself, to try once the blocks are chosen: the bits are the same."""
+"""How many coefficients a program may sum itself, to try once the blocks are chosen: the bits are
+the same.
+"""
 
 
 def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
-    """The configurations a tuning run tries for one regime. Which of them compile without spills depends on the GPU."""
+    """The configurations a tuning run tries for one regime. Which of them compile without spills
+    depends on the GPU.
+    """
     found: list[dict[str, Any]] = []
     if regime == STREAM and dtype == torch.float32:
         for block_n in (4, 8, 16, 32, 64):
             found += [
-                {"dot": False, "block_m": 16, "block_n": block_n, "block_k": 64, "num_warps": warps, "num_stages": stages}
+                {
+                    "dot": False,
+                    "block_m": 16,
+                    "block_n": block_n,
+                    "block_k": 64,
+                    "num_warps": warps,
+                    "num_stages": stages,
+                }
                 for warps in (4, 8)
                 for stages in (4, 8)
             ]
     elif regime == STREAM:
         for block_n in (16, 32, 64, 128):
             found += [
-                {"dot": True, "block_m": 16, "block_n": block_n, "block_k": block_k, "num_warps": warps, "num_stages": stages}
+                {
+                    "dot": True,
+                    "block_m": 16,
+                    "block_n": block_n,
+                    "block_k": block_k,
+                    "num_warps": warps,
+                    "num_stages": stages,
+                }
                 for block_k in (64, 128, 256)
                 for warps in (4, 8)
                 for stages in (3, 4, 5, 6)
@@ -45,7 +65,14 @@ def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
         size = dtype.itemsize
         for block_m in (32, 64, 128):
             found += [
-                {"dot": True, "block_m": block_m, "block_n": block_n, "block_k": 64, "num_warps": warps, "num_stages": stages}
+                {
+                    "dot": True,
+                    "block_m": block_m,
+                    "block_n": block_n,
+                    "block_k": 64,
+                    "num_warps": warps,
+                    "num_stages": stages,
+                }
                 for block_n in (64, 128)
                 for warps in (4, 8)
                 for stages in (2, 3, 4)
@@ -54,8 +81,12 @@ def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
     return tuple(Config(**values) for values in found)
 
 
-def classes(shapes: Sequence[tuple[int, int]], limits: Sequence[int]) -> Iterator[tuple[int, int | None, list[tuple[int, int]]]]:
-    """The classes of N: above which, up to which (None: any), and the shapes (N, K) in it. One without shapes is left out but the last."""
+def classes(
+    shapes: Sequence[tuple[int, int]], limits: Sequence[int]
+) -> Iterator[tuple[int, int | None, list[tuple[int, int]]]]:
+    """The classes of N: above which, up to which (None: any), and the shapes (N, K) in it. One
+    without shapes is left out but the last.
+    """
     for lower, upper in zip((0, *limits), (*limits, None), strict=True):
         mine = [(n, k) for n, k in shapes if n > lower and (upper is None or n <= upper)]
         if mine or upper is None:
@@ -71,39 +102,57 @@ def tune(
     problem: Callable[[Entry], str | None] = lambda entry: None,
     tried: Sequence[Config] | None = None,
 ) -> tuple[Entry, ...]:
-    """One entry for every class of N: the candidate that is closest to the fastest at each of the class's shapes, on average.
+    """One entry for every class of N: the candidate that is closest to the fastest at each of the
+    class's shapes, on average.
 
     Args:
         dtype, regime: what the entries are for.
         shapes: weights (N, K) to measure.
-        measure: the time of a configuration at (N, K), over whatever numbers of rows matter; None if it does not run there or its result
-            is wrong.
-        limits: the classes' largest N, ascending; one more class has none. A class without a shape gets no entry of its own: the next
-            larger one serves it.
-        problem: why an entry cannot be kept, or None; asked of the best, then of the next best, until one can.
+        measure: the time of a configuration at (N, K), over whatever numbers of rows matter; None
+            if it does not run there or its result is wrong.
+        limits: the classes' largest N, ascending; one more class has none. A class without a shape
+            gets no entry of its own: the next larger one serves it.
+        problem: why an entry cannot be kept, or None; asked of the best, then of the next best,
+            until one can.
         tried: the configurations; :func:`candidates` by default.
 
     Raises:
-        ValueError: no candidate runs at all shapes of a class and can be kept, or there is no shape for the last class.
+        ValueError: no candidate runs at all shapes of a class and can be kept, or there is no shape
+            for the last class.
     """
     entries = []
     for lower, upper, mine in classes(shapes, limits):
-        times = {config: [measure(config, n, k) for n, k in mine] for config in tried or candidates(dtype, regime)}
+        times = {
+            config: [measure(config, n, k) for n, k in mine]
+            for config in tried or candidates(dtype, regime)
+        }
         whole = {config: [t for t in found if t is not None] for config, found in times.items()}
         whole = {config: found for config, found in whole.items() if len(found) == len(mine)}
         best = [min(found) for found in zip(*whole.values(), strict=True)]
-        ranked = sorted(whole, key=lambda config: sum(t / b for t, b in zip(whole[config], best, strict=True))) if mine else []
+        ranked = (
+            sorted(
+                whole,
+                key=lambda config: sum(t / b for t, b in zip(whole[config], best, strict=True)),
+            )
+            if mine
+            else []
+        )
         possible = (Entry(regime, DTYPES[dtype], upper, None, config) for config in ranked)
         entry = next((entry for entry in possible if problem(entry) is None), None)
         if entry is None:
-            raise ValueError(f"expected a candidate that runs at {mine or 'a shape'} with N > {lower}, found none")
+            raise ValueError(
+                f"expected a candidate that runs at {mine or 'a shape'} with N > {lower}, found"
+                " none"
+            )
         entries.append(entry)
     return tuple(entries)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One call to compile: a weight (N, K), rows, the rank of factors (rows, R, ·) in fp32, and how; ``record`` for both streams."""
+    """One call to compile: a weight (N, K), rows, the rank of factors (rows, R, ·) in fp32, and
+    how; ``record`` for both streams.
+    """
 
     dtype: torch.dtype
     n: int
@@ -123,7 +172,9 @@ class Variant:
         z = empty((1 + self.record) * rows, self.k, dtype=self.dtype)
         weight = empty(self.n, self.k, dtype=self.dtype)
         if self.record:
-            yield plan_linear(z, weight, None, None, None, None, self.dtype, self.config, record=True)
+            yield plan_linear(
+                z, weight, None, None, None, None, self.dtype, self.config, record=True
+            )
             return
         u, v = empty(rows, rank, self.n), empty(rows, rank, self.k)
         before = plan_before(z, v, None, self.config)
@@ -133,7 +184,9 @@ class Variant:
 
 
 class _Ahead:
-    """What Triton asks of a driver while it compiles: the GPU there is to be, without touching it."""
+    """What Triton asks of a driver while it compiles: the GPU there is to be, without touching
+    it.
+    """
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -142,14 +195,16 @@ class _Ahead:
         return self._target
 
     def get_current_device(self) -> int:
-        return int(self._target.arch)  # kernels are kept by device: those for another target are others
+        # kernels are kept by device: those for another target are others
+        return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def compile_variant(variant: Variant, capability: int) -> str | None:
-    """Compile into Triton's cache on disk what launching the variant would compile; None, or why it does not compile.
+    """Compile into Triton's cache on disk what launching the variant would compile; None, or why it
+    does not compile.
 
     For a process of its own: it makes Triton believe in a GPU that need not be there.
     """
@@ -164,8 +219,12 @@ def compile_variant(variant: Variant, capability: int) -> str | None:
 
 @contextmanager
 def compilers(workers: int | None = None) -> Iterator[Executor]:
-    """Processes to compile in, side by side, as many as there are cores: a kernel takes seconds and one core."""
-    with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=get_context("spawn")) as pool:
+    """Processes to compile in, side by side, as many as there are cores: a kernel takes seconds and
+    one core.
+    """
+    with ProcessPoolExecutor(
+        workers or os.cpu_count() or 1, mp_context=get_context("spawn")
+    ) as pool:
         yield pool
 
 
@@ -174,18 +233,33 @@ def compile_all(pool: Executor, variants: Sequence[Variant], capability: int) ->
     return list(pool.map(compile_variant, variants, repeat(capability)))
 
 
-def entry_problem(pool: Executor, entry: Entry, capabilities: Sequence[int] = tuple(aot.SHARED_MEMORY)) -> str | None:
-    """Why an entry cannot be in a data file: one of its kernels spills or does not fit on a GPU that it is compiled ahead for."""
+def entry_problem(
+    pool: Executor, entry: Entry, capabilities: Sequence[int] = tuple(aot.SHARED_MEMORY)
+) -> str | None:
+    """Why an entry cannot be in a data file: one of its kernels spills or does not fit on a GPU
+    that it is compiled ahead for.
+    """
     calls = []
     for variant, rank, stream_rows, tile_rows in specialisations.VARIANTS:
         rows = stream_rows if entry.regime == STREAM else tile_rows
         if rows is not None:
             calls += [(entry, variant, rank, rows, capability) for capability in capabilities]
-    return next((problem for problem in pool.map(_kernel_problem, *zip(*calls, strict=True)) if problem is not None), None)
+    return next(
+        (
+            problem
+            for problem in pool.map(_kernel_problem, *zip(*calls, strict=True))
+            if problem is not None
+        ),
+        None,
+    )
 
 
-def _kernel_problem(entry: Entry, variant: str, rank: int | None, rows: int, capability: int) -> str | None:
-    problem = aot.resources(specialisations.linear_launch(entry, variant, rank, rows), capability).problem(capability)
+def _kernel_problem(
+    entry: Entry, variant: str, rank: int | None, rows: int, capability: int
+) -> str | None:
+    problem = aot.resources(
+        specialisations.linear_launch(entry, variant, rank, rows), capability
+    ).problem(capability)
     return problem and f"{variant} on sm_{capability} {problem}"
 
 

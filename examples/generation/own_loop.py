@@ -1,9 +1,11 @@
-"""Patched modules in a loop of one's own, without a patcher: the model sees one token, and its weights hold the rest.
+"""Patched modules in a loop of one's own, without a patcher: the model sees one token, and its
+weights hold the rest.
 
     python examples/generation/own_loop.py
 
-A patcher computes the patch of every token once. After it is detached, ``PatchedLinear`` and ``PatchedRMSNorm`` take the places of the
-modules that a patch changes, and a plain loop runs the model on the current token alone: no context, no cache.
+A patcher computes the patch of every token once. After it is detached, ``PatchedLinear`` and
+``PatchedRMSNorm`` take the places of the modules that a patch changes, and a plain loop runs the
+model on the current token alone: no context, no cache.
 """
 
 import sys
@@ -18,14 +20,16 @@ def patched_modules(model: nn.Module, patch: ContextPatch) -> dict[str, nn.Modul
     """Put patched modules where the patch changes weights; returns them by path."""
     placed: dict[str, nn.Module] = {}
     for block in patch.blocks:
-        form = block.form
-        for name in (*form.readers, form.down, form.post_norm):
+        spec = block.spec
+        for name in (*spec.readers, spec.down, spec.post_norm):
             if name is None:
                 continue
             holder, _, attribute = block.path_of(name).rpartition(".")
             base = model.get_submodule(block.path_of(name))
-            if name == form.post_norm:
-                module: nn.Module = PatchedRMSNorm(base, scale_offset=form.scale_offset, cast_first=form.cast_first)
+            if name == spec.post_norm:
+                module: nn.Module = PatchedRMSNorm(
+                    base, scale_offset=spec.scale_offset, cast_first=spec.cast_first
+                )
             else:
                 module = PatchedLinear(base)
             setattr(model.get_submodule(holder), attribute, module)
@@ -34,13 +38,17 @@ def patched_modules(model: nn.Module, patch: ContextPatch) -> dict[str, nn.Modul
 
 
 def set_patch(placed: dict[str, nn.Module], patch: ContextPatch) -> None:
-    """Hand every module its factors of a patch of one row and one token: u (1, N), v (1, K), new_scale (1, 1, n)."""
+    """Hand every module its factors of a patch of one row and one token: u (1, N), v (1, K),
+    new_scale (1, 1, n).
+    """
     for block, factors in zip(patch.blocks, patch.layers, strict=True):
-        form = block.form
-        for name in form.readers:
+        spec = block.spec
+        for name in spec.readers:
             placed[block.path_of(name)].set_patch(factors[f"{name}.u"][0], factors["readers.v"][0])
-        placed[block.path_of(form.down)].set_patch(factors[f"{form.down}.u"][0], factors[f"{form.down}.v"][0])
-        placed[block.path_of(form.post_norm)].set_patch(factors[f"{form.post_norm}.new_scale"])
+        placed[block.path_of(spec.down)].set_patch(
+            factors[f"{spec.down}.u"][0], factors[f"{spec.down}.v"][0]
+        )
+        placed[block.path_of(spec.post_norm)].set_patch(factors[f"{spec.post_norm}.new_scale"])
 
 
 @torch.no_grad()
@@ -59,7 +67,10 @@ def main() -> bool:
         token = logits[:, -1].argmax(-1, keepdim=True)
         said.append(int(token))
     answer = tokenizer.decode(said, skip_special_tokens=True).split("\n")[0]
-    print(f"{prompt.context!r} in the weights, {prompt.question!r} -> {answer!r}, expected {prompt.answer!r}")
+    print(
+        f"{prompt.context!r} in the weights, {prompt.question!r} -> {answer!r}, expected"
+        f" {prompt.answer!r}"
+    )
     return answer == prompt.answer
 
 

@@ -1,14 +1,16 @@
-"""The experiments of Goldwaser et al., "Equivalence of Context and Parameter Updates": Figures 3, 4, 5, and what moves bf16.
+"""The experiments of Goldwaser et al., "Equivalence of Context and Parameter Updates": Figures 3,
+4, 5, and what moves bf16.
 
-    python examples/papers/goldwaser.py                                       # everything, as in docs/papers
-    python examples/papers/goldwaser.py --figure 3                            # one figure
-    python examples/papers/goldwaser.py --quick                               # tiny sizes, seconds: does it run?
-    python examples/papers/goldwaser.py --model google/gemma-3-1b-it --figure 3 --figure 4      # the paper's own model
-    python examples/papers/goldwaser.py --model google/gemma-3-4b-it --figure 5 --device cuda   # the same, with an image
+    python examples/papers/goldwaser.py                                       # everything, as in
+    docs/papers python examples/papers/goldwaser.py --figure 3                            # one
+    figure python examples/papers/goldwaser.py --quick                               # tiny sizes,
+    seconds: does it run? python examples/papers/goldwaser.py --model google/gemma-3-1b-it --figure
+    3 --figure 4      # the paper's own model python examples/papers/goldwaser.py --model
+    google/gemma-3-4b-it --figure 5 --device cuda   # the same, with an image
 
-Each figure writes a picture and its numbers, and they are collected on one page beside the paper's claims. One thread on the CPU, fixed
-seeds. The models of this repository are used unless another is named: the embedded one, and for images one that is trained first, once,
-into build/papers.
+Each figure writes a picture and its numbers, and they are collected on one page beside the paper's
+claims. One thread on the CPU, fixed seeds. The models of this repository are used unless another is
+named: the embedded one, and for images one that is trained first, once, into build/papers.
 """
 
 import argparse
@@ -31,22 +33,42 @@ _NOTES = Path(__file__).with_name("goldwaser_notes.md")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the figures that are asked for."""
-    parser = argparse.ArgumentParser(description="Figures 3, 4 and 5 of Goldwaser et al., and how a patch is held in bf16.")
-    parser.add_argument("--figure", choices=EXPERIMENTS, action="append", help="one of them; may be repeated (default: all)")
+    parser = argparse.ArgumentParser(
+        description="Figures 3, 4 and 5 of Goldwaser et al., and how a patch is held in bf16."
+    )
     parser.add_argument(
-        "--model", default="embedded", help="a Gemma 3: a local folder or a hub id (default: the models of this repository)"
+        "--figure",
+        choices=EXPERIMENTS,
+        action="append",
+        help="one of them; may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "--model",
+        default="embedded",
+        help="a Gemma 3: a local folder or a hub id (default: the models of this repository)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, … (default: cpu)")
     parser.add_argument(
-        "--out", type=Path, help="folder for pictures and numbers (default: docs/papers; of another model build/papers/NAME)"
+        "--out",
+        type=Path,
+        help=(
+            "folder for pictures and numbers (default: docs/papers; of another model"
+            " build/papers/NAME)"
+        ),
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the vision model's training")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the prompts and of the vision model's training"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1 if options.device == "cpu" and options.model == "embedded" else torch.get_num_threads())
+    torch.set_num_threads(
+        1 if options.device == "cpu" and options.model == "embedded" else torch.get_num_threads()
+    )
     transformers_logging.disable_progress_bar()
     subject = Subject(options.model, options.device, options.seed)
-    out = options.out or (Path("docs/papers") if subject.own else Path("build/papers") / Path(options.model).name)
+    out = options.out or (
+        Path("docs/papers") if subject.own else Path("build/papers") / Path(options.model).name
+    )
     out.mkdir(parents=True, exist_ok=True)
     sizes = QUICK if options.quick else FULL
     for figure in options.figure or EXPERIMENTS:
@@ -54,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers = EXPERIMENTS[figure](subject, sizes)
         command = f"python examples/papers/goldwaser.py --figure {figure} --seed {options.seed}"
         command += "".join(
-            f" --{name} {value}" for name in ("model", "device") if (value := getattr(options, name)) != parser.get_default(name)
+            f" --{name} {value}"
+            for name in ("model", "device")
+            if (value := getattr(options, name)) != parser.get_default(name)
         )
         head = {
             "figure": figure,
@@ -68,9 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "machine": platform.machine(),
         }
         path = out / f"goldwaser-{figure}"
-        path.with_suffix(".json").write_text(json.dumps(rounded(head | numbers), ensure_ascii=False) + "\n", encoding="utf-8")
+        path.with_suffix(".json").write_text(
+            json.dumps(rounded(head | numbers), ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         draw(figure, numbers, path)
-        print(f"{figure}: {head['measured']} [{time.process_time() - started:.0f} s]", file=sys.stderr, flush=True)
+        print(
+            f"{figure}: {head['measured']} [{time.process_time() - started:.0f} s]",
+            file=sys.stderr,
+            flush=True,
+        )
     write_page(out, _NOTES.read_text(encoding="utf-8").strip())
     return 0
 

@@ -1,4 +1,6 @@
-"""The measurements behind Figures 3, 4 and 5 of Goldwaser et al., and of what moves their bf16 numbers, as plain numbers."""
+"""The measurements behind Figures 3, 4 and 5 of Goldwaser et al., and of what moves their bf16
+numbers, as plain numbers.
+"""
 
 import copy
 import math
@@ -15,9 +17,17 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from icl_patch import ContextPatch, ContextPatcher, embedded, metrics, verify
-from icl_patch.generation import History
-from icl_patch.patch_file import UPDATES
-from icl_patch.verify import MARS_PROMPT, Step, baseline, encode_contexts, encode_inputs, load_model, over_columns
+from icl_patch.evaluation.verify import (
+    MARS_PROMPT,
+    Step,
+    baseline,
+    encode_contexts,
+    encode_inputs,
+    load_model,
+    over_columns,
+)
+from icl_patch.generation.loop import History
+from icl_patch.patch.serialization import UPDATES
 
 # Contexts of the many generations of Figure 4, for models that follow instructions.
 INSTRUCTIONS = (
@@ -46,9 +56,10 @@ Inputs = Mapping[str, Tensor]
 class Sizes:
     """How large the experiments are.
 
-    dtypes: of everything; tokens: of Figures 3 and 5, at most; prompts, prompt_tokens: generations of Figure 4, and their length; batch:
-    how many of them run together; scenes: held-out scenes of Figure 5; held: generations for how a patch is held, all together; training:
-    of the vision model.
+    dtypes: of everything; tokens: of Figures 3 and 5, at most; prompts, prompt_tokens: generations
+    of Figure 4, and their length; batch: how many of them run together; scenes: held-out scenes of
+    Figure 5; held: generations for how a patch is held, all together; training: of the vision
+    model.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -62,12 +73,23 @@ class Sizes:
 
 
 FULL = Sizes()
-QUICK = Sizes(("bfloat16",), tokens=3, prompts=4, prompt_tokens=2, batch=4, scenes=2, held=1, training=shapes.QUICK)
+QUICK = Sizes(
+    ("bfloat16",),
+    tokens=3,
+    prompts=4,
+    prompt_tokens=2,
+    batch=4,
+    scenes=2,
+    held=1,
+    training=shapes.QUICK,
+)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: the models of this repository ("embedded"), or a folder or hub id; on which device, and the prompts' seed."""
+    """What is measured: the models of this repository ("embedded"), or a folder or hub id; on which
+    device, and the prompts' seed.
+    """
 
     model: str = "embedded"
     device: str = "cpu"
@@ -86,9 +108,14 @@ class Subject:
         """Prompts, the first that of Figure 3, and whether they go through the chat template."""
         if not self.own:
             return list(INSTRUCTIONS[:count]), bool(tokenizer.chat_template)
-        kinds = sorted(embedded.KINDS, key=lambda kind: kind != "language")  # Figure 3 needs a long answer
-        prompts = [embedded.held_out_prompts(kind, -(-count // len(kinds)), self.seed) for kind in kinds]
-        return [prompt.context + prompt.question for row in zip(*prompts, strict=True) for prompt in row][:count], False
+        # Figure 3 needs a long answer
+        kinds = sorted(embedded.KINDS, key=lambda kind: kind != "language")
+        prompts = [
+            embedded.held_out_prompts(kind, -(-count // len(kinds)), self.seed) for kind in kinds
+        ]
+        return [
+            prompt.context + prompt.question for row in zip(*prompts, strict=True) for prompt in row
+        ][:count], False
 
 
 def figure_3(subject: Subject, sizes: Sizes) -> dict[str, Any]:
@@ -98,12 +125,16 @@ def figure_3(subject: Subject, sizes: Sizes) -> dict[str, Any]:
         model, tokenizer = subject.load(dtype)
         [context], chat = subject.contexts(tokenizer, 1)
         ids, mask = encode_contexts(tokenizer, [context], chat=chat)
-        curves += generation(model, tokenizer, {"input_ids": ids, "attention_mask": mask}, sizes.tokens)
+        curves += generation(
+            model, tokenizer, {"input_ids": ids, "attention_mask": mask}, sizes.tokens
+        )
     return {"context": context, "chat": chat, "curves": curves}
 
 
 def generation(model: Any, tokenizer: Any, inputs: Inputs, tokens: int) -> list[dict[str, Any]]:
-    """A curve for every update of one generation, and those of the two closed forms merged into the weights."""
+    """A curve for every update of one generation, and those of the two closed forms merged into the
+    weights.
+    """
     end, run, curves = ends(model), untouched(model, tokenizer, inputs, tokens), []
     for update in UPDATES:
         report = verify(model, tokenizer, context=inputs, max_new_tokens=tokens, update=update)
@@ -112,7 +143,7 @@ def generation(model: Any, tokenizer: Any, inputs: Inputs, tokens: int) -> list[
             "dtype": report.dtype,
             "update": update,
             "tokens": [tokenizer.decode([step.token_id]) for step in steps],
-            "null_floor": report.null_floor,
+            "noise_floor": report.noise_floor,
         }
         curves.append({**about, "held": LAZY, **_columns(_errors(steps))})
         if update != "exact":
@@ -129,8 +160,15 @@ def _errors(steps: list[Step]) -> Tensor:
 def _columns(errors: Tensor) -> dict[str, Any]:
     """(N, 3) of match, L∞ and TVD as lists; what is not finite is None."""
     match, *others = errors.unbind(1)
-    linf, tvd = ([value if math.isfinite(value) else None for value in other.tolist()] for other in others)
-    return {"match": match.bool().tolist(), "linf": linf, "tvd": tvd, "token_match": float(match.mean())}
+    linf, tvd = (
+        [value if math.isfinite(value) else None for value in other.tolist()] for other in others
+    )
+    return {
+        "match": match.bool().tolist(),
+        "linf": linf,
+        "tvd": tvd,
+        "token_match": float(match.mean()),
+    }
 
 
 def figure_4(subject: Subject, sizes: Sizes) -> dict[str, Any]:
@@ -144,11 +182,23 @@ def figure_4(subject: Subject, sizes: Sizes) -> dict[str, Any]:
             floor = {"linf_max": 0.0, "tvd_max": 0.0}
             for start in range(0, len(contexts), sizes.batch):
                 batch = contexts[start : start + sizes.batch]
-                report = verify(model, tokenizer, context=batch, max_new_tokens=sizes.prompt_tokens, update=update, chat=chat)
-                floor = {name: max(value, report.null_floor[name]) for name, value in floor.items()}
+                report = verify(
+                    model,
+                    tokenizer,
+                    context=batch,
+                    max_new_tokens=sizes.prompt_tokens,
+                    update=update,
+                    chat=chat,
+                )
+                floor = {
+                    name: max(value, report.noise_floor[name]) for name, value in floor.items()
+                }
                 for row in range(len(batch)):
-                    steps += until_end(report.steps[row * sizes.prompt_tokens :][: sizes.prompt_tokens], ends(model))
-            groups.append(_group(update, dtype, steps) | {"null_floor": floor})
+                    steps += until_end(
+                        report.steps[row * sizes.prompt_tokens :][: sizes.prompt_tokens],
+                        ends(model),
+                    )
+            groups.append(_group(update, dtype, steps) | {"noise_floor": floor})
     return {"generations": len(contexts), "bin_edges_log10": bin_edges(), "groups": groups}
 
 
@@ -158,12 +208,16 @@ def _group(update: str, dtype: str, steps: list[Step]) -> dict[str, Any]:
 
 
 def figure_5(subject: Subject, sizes: Sizes) -> dict[str, Any]:
-    """An image in the context: as Figure 3, and, on the model trained here, answers on held-out scenes."""
+    """An image in the context: as Figure 3, and, on the model trained here, answers on held-out
+    scenes.
+    """
     found: dict[str, Any] = {}
     where, question = subject.model, IMAGE_QUESTION
     if subject.own:
         folder = Path("build/papers") / f"shapes-{sizes.training.steps}-{subject.seed}"
-        found["answers_right"] = shapes.score(*shapes.trained(folder, sizes.training, subject.seed), sizes.scenes, subject.seed)
+        found["answers_right"] = shapes.score(
+            *shapes.trained(folder, sizes.training, subject.seed), sizes.scenes, subject.seed
+        )
         where, question = str(folder), shapes.EVERYTHING
     processor: Any = AutoProcessor.from_pretrained(where)
     if not hasattr(processor, "image_processor"):
@@ -172,7 +226,12 @@ def figure_5(subject: Subject, sizes: Sizes) -> dict[str, Any]:
     image = scene.draw(rng)
     shown = image if subject.own else image.repeat(20, 0).repeat(20, 1)
     inputs = shapes.encode(processor, [shown], [question])
-    found |= {"image": image.tolist(), "scene": scene.answer(shapes.EVERYTHING), "question": question, "curves": []}
+    found |= {
+        "image": image.tolist(),
+        "scene": scene.answer(shapes.EVERYTHING),
+        "question": question,
+        "curves": [],
+    }
     for dtype in sizes.dtypes:
         model, tokenizer = subject.load(dtype, where, processor.tokenizer)
         found["curves"] += generation(model, tokenizer, inputs, sizes.tokens)
@@ -181,21 +240,34 @@ def figure_5(subject: Subject, sizes: Sizes) -> dict[str, Any]:
     return found
 
 
-def _answers(model: Any, processor: Any, dtype: str, sizes: Sizes, subject: Subject) -> list[dict[str, Any]]:
+def _answers(
+    model: Any, processor: Any, dtype: str, sizes: Sizes, subject: Subject
+) -> list[dict[str, Any]]:
     """Whole answers about held-out scenes, every token of them replayed without the image."""
     scenes, rng = shapes.held_out_scenes(sizes.scenes, subject.seed), random.Random(subject.seed)
     wanted = [scene.answer(shapes.EVERYTHING) for scene in scenes]
-    inputs = shapes.encode(processor, [scene.draw(rng) for scene in scenes], [shapes.EVERYTHING] * len(scenes))
+    inputs = shapes.encode(
+        processor, [scene.draw(rng) for scene in scenes], [shapes.EVERYTHING] * len(scenes)
+    )
     length = len(wanted[0].split())
     groups = []
     for update in UPDATES:
-        report = verify(model, processor.tokenizer, context=inputs, max_new_tokens=length, update=update)
+        report = verify(
+            model, processor.tokenizer, context=inputs, max_new_tokens=length, update=update
+        )
         rows = [report.steps[row * length :][:length] for row in range(len(scenes))]
         right = [
-            all(step.match for step in row) and processor.tokenizer.decode([step.token_id for step in row]) == answer
+            all(step.match for step in row)
+            and processor.tokenizer.decode([step.token_id for step in row]) == answer
             for row, answer in zip(rows, wanted, strict=True)
         ]
-        groups.append(_group(update, dtype, report.steps) | {"null_floor": report.null_floor, "replay_right": sum(right) / len(right)})
+        groups.append(
+            _group(update, dtype, report.steps)
+            | {
+                "noise_floor": report.noise_floor,
+                "replay_right": sum(right) / len(right),
+            }
+        )
     return groups
 
 
@@ -206,13 +278,17 @@ def rounded(patch: ContextPatch, chosen: Callable[[str], bool] = lambda _: True)
     """The patch with the factors of the chosen names rounded to the model's dtype."""
     assert patch.logits is not None
     dtype = patch.logits.dtype
-    layers = tuple({name: x.to(dtype).to(x.dtype) if chosen(name) else x for name, x in layer.items()} for layer in patch.layers)
+    layers = tuple(
+        {name: x.to(dtype).to(x.dtype) if chosen(name) else x for name, x in layer.items()}
+        for layer in patch.layers
+    )
     return replace(patch, layers=layers)
 
 
 @torch.no_grad()
 def merged_logits(plain: Any, patch: ContextPatch, round_change: bool = False) -> Tensor:
-    """The logits (B, V) of one token a row under the materialised ``W + ΔW``, rounded to the weights' dtype; the weights are put back.
+    """The logits (B, V) of one token a row under the materialised ``W + ΔW``, rounded to the
+    weights' dtype; the weights are put back.
 
     ``round_change``: round ΔW first, and add it in that dtype.
     """
@@ -222,8 +298,16 @@ def merged_logits(plain: Any, patch: ContextPatch, round_change: bool = False) -
         for name, change in patch.weight_changes(row, 0):
             weight = parameters[name].data
             before[name] = weight.clone()
-            weight.copy_(weight + change.to(weight.dtype) if round_change else weight.to(change.dtype) + change)
-        logits.append(plain(input_ids=patch.kept_ids[row, None], position_ids=patch.position_ids[row, None]).logits[:, -1])
+            weight.copy_(
+                weight + change.to(weight.dtype)
+                if round_change
+                else weight.to(change.dtype) + change
+            )
+        logits.append(
+            plain(
+                input_ids=patch.kept_ids[row, None], position_ids=patch.position_ids[row, None]
+            ).logits[:, -1]
+        )
         for name, weight in before.items():
             parameters[name].data.copy_(weight)
     return torch.cat(logits)
@@ -237,22 +321,32 @@ Variant = Callable[[ContextPatcher, Any, ContextPatch], Tensor]
 LAZY, MERGED = "lazy, as recorded", "merged, W + ΔW rounded"
 VARIANTS: dict[str, Variant] = {
     LAZY: lambda patcher, _, patch: _replayed(patcher, patch),
-    "lazy, only m′ rounded": lambda patcher, _, patch: _replayed(patcher, rounded(patch, lambda name: name.endswith("new_scale"))),
-    "lazy, only u and v rounded": lambda patcher, _, patch: _replayed(patcher, rounded(patch, lambda name: name.endswith((".u", ".v")))),
+    "lazy, only m′ rounded": lambda patcher, _, patch: _replayed(
+        patcher, rounded(patch, lambda name: name.endswith("new_scale"))
+    ),
+    "lazy, only u and v rounded": lambda patcher, _, patch: _replayed(
+        patcher, rounded(patch, lambda name: name.endswith((".u", ".v")))
+    ),
     "lazy, all factors rounded": lambda patcher, _, patch: _replayed(patcher, rounded(patch)),
     MERGED: lambda _, plain, patch: merged_logits(plain, patch),
-    "merged, ΔW rounded before it is added": lambda _, plain, patch: merged_logits(plain, patch, True),
+    "merged, ΔW rounded before it is added": lambda _, plain, patch: merged_logits(
+        plain, patch, True
+    ),
 }
-"""How a patch is held: logits (B, V) from a patcher, an untouched copy of its model, and a patch of one token a row."""
+"""How a patch is held: logits (B, V) from a patcher, an untouched copy of its model, and a patch of
+one token a row.
+"""
 IN_FP32 = (LAZY, MERGED)  # there is nothing else to round
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Greedy generations of the untouched model: contexts and their mask (B, T), the model's further inputs, and what came of them.
+    """Greedy generations of the untouched model: contexts and their mask (B, T), the model's
+    further inputs, and what came of them.
 
-    tokens (B, N); logits (B, N, V), context first and token by token; counted (B, N), up to the first end of sequence; at_once (M, 3),
-    the errors of one pass over everything at the tokens that count.
+    tokens (B, N); logits (B, N, V), context first and token by token; counted (B, N), up to the
+    first end of sequence; at_once (M, 3), the errors of one pass over everything at the tokens that
+    count.
     """
 
     ids: Tensor
@@ -269,19 +363,37 @@ def untouched(model: Any, tokenizer: Any, context: Any, count: int, chat: bool =
     """Generate ``count`` tokens."""
     ids, mask, further = encode_inputs(model, tokenizer, context, chat)
     logits, tokens = baseline(model, ids, mask, count, inputs=further)
-    ended = torch.isin(tokens, torch.tensor(sorted(ends(model)), device=tokens.device)).long().cumsum(1)
+    ended = (
+        torch.isin(tokens, torch.tensor(sorted(ends(model)), device=tokens.device)).long().cumsum(1)
+    )
     counted = F.pad(ended, (1, 0))[:, :-1] == 0
-    whole, seen = torch.cat([ids, tokens[:, :-1]], 1), torch.cat([mask, torch.ones_like(tokens[:, :-1], dtype=torch.bool)], 1)
+    whole, seen = (
+        torch.cat([ids, tokens[:, :-1]], 1),
+        torch.cat([mask, torch.ones_like(tokens[:, :-1], dtype=torch.bool)], 1),
+    )
     positions = (seen.long().cumsum(1) - 1).clamp(min=0)
-    every = model(input_ids=whole, attention_mask=seen.long(), position_ids=positions, **over_columns(further, whole.shape[1])).logits
-    return Run(ids, mask, further, tokens, logits, counted, errors_of(every[:, -count:], logits)[counted])
+    every = model(
+        input_ids=whole,
+        attention_mask=seen.long(),
+        position_ids=positions,
+        **over_columns(further, whole.shape[1]),
+    ).logits
+    return Run(
+        ids, mask, further, tokens, logits, counted, errors_of(every[:, -count:], logits)[counted]
+    )
 
 
-def measure(model: Any, update: str, run: Run, variants: Mapping[str, Variant]) -> dict[str, Tensor]:
-    """Match, L∞ and TVD (M, 3) of the tokens of ``run`` that count, by how their patches are held."""
+def measure(
+    model: Any, update: str, run: Run, variants: Mapping[str, Variant]
+) -> dict[str, Tensor]:
+    """Match, L∞ and TVD (M, 3) of the tokens of ``run`` that count, by how their patches are
+    held.
+    """
     plain, errors = copy.deepcopy(model), {name: [] for name in variants}
     with ContextPatcher(model, update) as patcher:
-        history = History(patcher, run.ids, run.mask, **over_columns(run.further, run.ids.shape[1] - 1))
+        history = History(
+            patcher, run.ids, run.mask, **over_columns(run.further, run.ids.shape[1] - 1)
+        )
         for tokens, logits in zip(run.tokens.unbind(1), run.logits.unbind(1), strict=True):
             patch = history.step().patch
             for name, variant in variants.items():
@@ -297,7 +409,9 @@ def errors_of(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 def how_held(subject: Subject, sizes: Sizes) -> dict[str, Any]:
-    """The same patches held in several ways: as vectors or merged into the weights, rounded or not."""
+    """The same patches held in several ways: as vectors or merged into the weights, rounded or
+    not.
+    """
     groups, same = [], []
     for dtype in sizes.dtypes:
         model, tokenizer = subject.load(dtype)
@@ -307,8 +421,16 @@ def how_held(subject: Subject, sizes: Sizes) -> dict[str, Any]:
         names = VARIANTS if dtype != "float32" else IN_FP32
         for update in UPDATES:
             errors = measure(model, update, run, {name: VARIANTS[name] for name in names})
-            groups += [{"dtype": dtype, "update": update, "held": name, **summary(errors[name])} for name in names]
-    return {"generations": len(contexts), "bin_edges_log10": bin_edges(), "groups": groups, "untouched": same}
+            groups += [
+                {"dtype": dtype, "update": update, "held": name, **summary(errors[name])}
+                for name in names
+            ]
+    return {
+        "generations": len(contexts),
+        "bin_edges_log10": bin_edges(),
+        "groups": groups,
+        "untouched": same,
+    }
 
 
 # -- numbers about numbers
@@ -321,7 +443,9 @@ def ends(model: Any) -> set[int]:
 
 
 def until_end(steps: list[Step], end: set[int]) -> list[Step]:
-    """The steps up to the first end of sequence: what a model is made to say after it would flatter the agreement."""
+    """The steps up to the first end of sequence: what a model is made to say after it would flatter
+    the agreement.
+    """
     last = next((place for place, step in enumerate(steps) if step.token_id in end), len(steps))
     return steps[: last + 1]
 
@@ -336,25 +460,40 @@ def bin_edges() -> list[float]:
 
 
 def distribution(values: Tensor) -> dict[str, Any]:
-    """How errors (N,) are distributed: quantiles, a histogram of their decimal logarithm, and the shares that have none.
+    """How errors (N,) are distributed: quantiles, a histogram of their decimal logarithm, and the
+    shares that have none.
 
-    ``zero`` is the share that is exactly 0, ``not_finite`` that of NaN and infinity, which the quantiles leave out.
+    ``zero`` is the share that is exactly 0, ``not_finite`` that of NaN and infinity, which the
+    quantiles leave out.
     """
     finite = values[values.isfinite()]
     logs = finite[finite > 0].log10().clamp(_FIRST, _LAST - 1e-9)
-    points = torch.quantile(finite, torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=finite.dtype)).tolist() if len(finite) else [None] * 5
+    points = (
+        torch.quantile(finite, torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=finite.dtype)).tolist()
+        if len(finite)
+        else [None] * 5
+    )
     return {
         **dict(zip(("min", "lower", "median", "upper", "max"), points, strict=True)),
         "zero": float((values == 0).double().mean()),
         "not_finite": 1 - len(finite) / len(values),
-        "histogram": torch.histc(logs, bins=(_LAST - _FIRST) * _A_DECADE, min=_FIRST, max=_LAST).int().tolist(),
+        "histogram": (
+            torch.histc(logs, bins=(_LAST - _FIRST) * _A_DECADE, min=_FIRST, max=_LAST)
+            .int()
+            .tolist()
+        ),
     }
 
 
 def summary(errors: Tensor) -> dict[str, Any]:
     """Of match, L∞ and TVD, (N, 3)."""
     match, linf, tvd = errors.double().unbind(1)
-    return {"tokens": len(errors), "token_match": float(match.mean()), "linf": distribution(linf), "tvd": distribution(tvd)}
+    return {
+        "tokens": len(errors),
+        "token_match": float(match.mean()),
+        "linf": distribution(linf),
+        "tvd": distribution(tvd),
+    }
 
 
 EXPERIMENTS: dict[str, Callable[[Subject, Sizes], dict[str, Any]]] = {

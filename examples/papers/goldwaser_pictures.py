@@ -1,4 +1,6 @@
-"""Figures 3, 4 and 5 of Goldwaser et al. drawn from their numbers, and the page that holds them beside the paper's claims."""
+"""Figures 3, 4 and 5 of Goldwaser et al. drawn from their numbers, and the page that holds them
+beside the paper's claims.
+"""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from icl_patch.report import percent, visible
+from icl_patch.evaluation.report import percent, visible
 
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "icl-patch"  # the same numbers give the same file
@@ -23,10 +25,19 @@ TITLES = {
     "held": "What moves the agreement in bf16",
 }
 CLAIMS = {
-    "3": "float32 is almost exact, with every token the same; bfloat16 diverges slightly, and differs in some tokens",
-    "4": "in bfloat16 87.5 % of the tokens agree with the plain update and 98 % with the stable one, which is on par with float32",
+    "3": (
+        "float32 is almost exact, with every token the same; bfloat16 diverges slightly, and"
+        " differs in some tokens"
+    ),
+    "4": (
+        "in bfloat16 87.5 % of the tokens agree with the plain update and 98 % with the stable one,"
+        " which is on par with float32"
+    ),
     "5": "the method continues to work with an image as part of the context",
-    "held": "the plain update divides by numbers near 0, hence extreme sensitivity to data type and platform; the stable one mitigates it",
+    "held": (
+        "the plain update divides by numbers near 0, hence extreme sensitivity to data type and"
+        " platform; the stable one mitigates it"
+    ),
 }
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 COLOURS = {"direct": "#d95f02", "stable": "#1f78b4", "exact": "#1b9e77"}
@@ -48,12 +59,17 @@ def dtypes_of(groups: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _logarithmic(axis: Axes, lowest: int) -> float:
-    """A logarithmic axis from ``10**lowest``, below it a strip for exact zeros; returns where in the strip a zero is drawn."""
+    """A logarithmic axis from ``10**lowest``, below it a strip for exact zeros; returns where in
+    the strip a zero is drawn.
+    """
     axis.set_yscale("log")
     bottom, zero = 10 ** (1.12 * lowest), 10 ** (1.06 * lowest)
     axis.set_ylim(bottom, _TOP)
     decades = range(lowest, 2, 2)
-    axis.set_yticks([zero, *(10.0**decade for decade in decades)], ["0", *(f"$10^{{{decade}}}$" for decade in decades)])
+    axis.set_yticks(
+        [zero, *(10.0**decade for decade in decades)],
+        ["0", *(f"$10^{{{decade}}}$" for decade in decades)],
+    )
     axis.minorticks_off()
     axis.axhspan(bottom, 10 ** (1.01 * lowest), color="0.93", zorder=0)
     axis.grid(alpha=0.3)
@@ -68,7 +84,9 @@ def _curves(axes: Any, curves: list[dict[str, Any]]) -> None:
             zero = _logarithmic(axis, _LOWEST)
             for curve in own:
                 _curve(axis, curve, measure, zero)
-            axis.axhline(own[0]["null_floor"][f"{measure}_max"], linestyle=":", linewidth=1.3, color="0.4")
+            axis.axhline(
+                own[0]["noise_floor"][f"{measure}_max"], linestyle=":", linewidth=1.3, color="0.4"
+            )
             axis.set_ylabel(f"{DTYPES[dtype]}: {label}")
             tokens = own[0]["tokens"]
             axis.set_xticks(range(len(tokens)), [visible(token) for token in tokens])
@@ -78,31 +96,67 @@ def _curves(axes: Any, curves: list[dict[str, Any]]) -> None:
 
 def _curve(axis: Axes, curve: dict[str, Any], measure: str, zero: float) -> None:
     lazy = curve["held"] == LAZY
-    values = [_TOP / 2 if value is None else max(value, 10**_LOWEST) if value else zero for value in curve[measure]]
+    values = [
+        _TOP / 2 if value is None else max(value, 10**_LOWEST) if value else zero
+        for value in curve[measure]
+    ]
     style: dict[str, Any] = (
-        {"linewidth": 1.5, "marker": "o"} if lazy else {"linewidth": 1.0, "marker": "^", "linestyle": "--", "alpha": 0.8}
+        {"linewidth": 1.5, "marker": "o"}
+        if lazy
+        else {"linewidth": 1.0, "marker": "^", "linestyle": "--", "alpha": 0.8}
     )
     axis.plot(values, color=COLOURS[curve["update"]], markersize=3.5, **style)
     wrong = [place for place, match in enumerate(curve["match"]) if not match]
-    axis.plot(wrong, [values[place] for place in wrong], "X", color="red", markersize=7, markeredgecolor="white", zorder=5)
+    axis.plot(
+        wrong,
+        [values[place] for place in wrong],
+        "X",
+        color="red",
+        markersize=7,
+        markeredgecolor="white",
+        zorder=5,
+    )
 
 
 def _legend(figure: Figure, *, merged: bool = True) -> None:
     """What colours and marks mean, above all panels."""
-    handles = [plt.Line2D([], [], color=color, marker="o", markersize=4, label=update) for update, color in COLOURS.items()]
+    handles = [
+        plt.Line2D([], [], color=color, marker="o", markersize=4, label=update)
+        for update, color in COLOURS.items()
+    ]
     if merged:
         handles += [
-            plt.Line2D([], [], color=COLOURS[update], marker="^", markersize=4, linestyle="--", label=f"{update}, merged into the weights")
+            plt.Line2D(
+                [],
+                [],
+                color=COLOURS[update],
+                marker="^",
+                markersize=4,
+                linestyle="--",
+                label=f"{update}, merged into the weights",
+            )
             for update in ("direct", "stable")
         ]
-    handles.append(plt.Line2D([], [], color="0.4", linestyle=":", label="null floor: the untouched model against itself"))
+    handles.append(
+        plt.Line2D(
+            [],
+            [],
+            color="0.4",
+            linestyle=":",
+            label="noise floor: the untouched model against itself",
+        )
+    )
     handles.append(plt.Line2D([], [], color="red", marker="X", linestyle="", label="another token"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9
+    )
 
 
 def _figure_3(numbers: dict[str, Any]) -> Figure:
     rows = len(dtypes_of(numbers["curves"]))
-    figure, axes = plt.subplots(rows, 2, sharex=True, squeeze=False, figsize=(16, 1.5 + 3.2 * rows), layout="constrained")
+    figure, axes = plt.subplots(
+        rows, 2, sharex=True, squeeze=False, figsize=(16, 1.5 + 3.2 * rows), layout="constrained"
+    )
     _curves(axes, numbers["curves"])
     _legend(figure)
     figure.supxlabel("generated tokens", fontsize=10)
@@ -130,9 +184,16 @@ def _figure_5(numbers: dict[str, Any]) -> Figure:
 
 def _answers(axis: Axes, right: dict[str, dict[str, float]]) -> None:
     axis.set_axis_on()
-    bars = {"with_image": "its image", "with_another_image": "another image", "without_image": "no image", "chance": "chance"}
+    bars = {
+        "with_image": "its image",
+        "with_another_image": "another image",
+        "without_image": "no image",
+        "chance": "chance",
+    }
     means = [sum(shares[name] for shares in right.values()) / len(right) for name in bars]
-    drawn = axis.barh(list(bars.values()), [100 * mean for mean in means], color=["C0", "0.6", "0.6", "0.8"])
+    drawn = axis.barh(
+        list(bars.values()), [100 * mean for mean in means], color=["C0", "0.6", "0.6", "0.8"]
+    )
     axis.bar_label(drawn, [f"{100 * mean:.1f} %" for mean in means], padding=3, fontsize=9)
     axis.set_xlim(0, 130)
     axis.invert_yaxis()
@@ -142,7 +203,9 @@ def _answers(axis: Axes, right: dict[str, dict[str, float]]) -> None:
 
 
 def _violins(axis: Axes, groups: list[dict[str, Any]], measure: str, edges: list[float]) -> None:
-    """A histogram of the decimal logarithm for each group, mirrored; zeros and what is not finite in places of their own."""
+    """A histogram of the decimal logarithm for each group, mirrored; zeros and what is not finite
+    in places of their own.
+    """
     zero = _logarithmic(axis, int(edges[0]))
     for place, group in enumerate(groups):
         found, color = group[measure], COLOURS[group["update"]]
@@ -151,16 +214,44 @@ def _violins(axis: Axes, groups: list[dict[str, Any]], measure: str, edges: list
         for low, high, width in zip(edges[:-1], edges[1:], widths, strict=True):
             if width:
                 extent = {"height": 10**high - 10**low, "left": place - width * scale}
-                axis.barh(10**low, 2 * width * scale, **extent, align="edge", color=color, alpha=0.75, linewidth=0)
+                axis.barh(
+                    10**low,
+                    2 * width * scale,
+                    **extent,
+                    align="edge",
+                    color=color,
+                    alpha=0.75,
+                    linewidth=0,
+                )
         if found["zero"]:
             width, low = found["zero"] * scale, zero / 2
-            axis.barh(low, 2 * width, 3 * low, place - width, align="edge", color=color, alpha=0.75, linewidth=0)
+            axis.barh(
+                low,
+                2 * width,
+                3 * low,
+                place - width,
+                align="edge",
+                color=color,
+                alpha=0.75,
+                linewidth=0,
+            )
         if found["median"]:
-            axis.plot([place - 0.3, place + 0.3], [max(found["median"], 10 ** edges[0])] * 2, color="black", linewidth=1.3)
+            axis.plot(
+                [place - 0.3, place + 0.3],
+                [max(found["median"], 10 ** edges[0])] * 2,
+                color="black",
+                linewidth=1.3,
+            )
         if found["not_finite"]:
             axis.text(place, _TOP / 1.3, "∞", ha="center", va="top", color="red", fontsize=13)
-        if "null_floor" in group:
-            axis.plot([place - 0.45, place + 0.45], [group["null_floor"][f"{measure}_max"]] * 2, color="0.4", linestyle=":", linewidth=1.3)
+        if "noise_floor" in group:
+            axis.plot(
+                [place - 0.45, place + 0.45],
+                [group["noise_floor"][f"{measure}_max"]] * 2,
+                color="0.4",
+                linestyle=":",
+                linewidth=1.3,
+            )
     axis.set_xlim(-0.6, len(groups) - 0.4)
     axis.set_ylabel(_MEASURES[measure])
 
@@ -168,12 +259,29 @@ def _violins(axis: Axes, groups: list[dict[str, Any]], measure: str, edges: list
 def _agreement(axis: Axes, groups: list[dict[str, Any]], lines: dict[str, float]) -> None:
     """Bars of the share of tokens that agree."""
     shares = [100 * group["token_match"] for group in groups]
-    bars = axis.bar(range(len(groups)), shares, color=[COLOURS[group["update"]] for group in groups], alpha=0.75, width=0.7)
-    axis.bar_label(bars, [percent(group["token_match"]).removesuffix(" %") for group in groups], fontsize=9, padding=2)
+    bars = axis.bar(
+        range(len(groups)),
+        shares,
+        color=[COLOURS[group["update"]] for group in groups],
+        alpha=0.75,
+        width=0.7,
+    )
+    axis.bar_label(
+        bars,
+        [percent(group["token_match"]).removesuffix(" %") for group in groups],
+        fontsize=9,
+        padding=2,
+    )
     for label, value in lines.items():
         axis.axhline(value, color="black", linestyle="--", linewidth=1)
         axis.annotate(
-            label, (1, value), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points", fontsize=8, va="center"
+            label,
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(3, 0),
+            textcoords="offset points",
+            fontsize=8,
+            va="center",
         )
     lowest = min(*shares, *lines.values())
     axis.set_ylim(80 if lowest > 82 else 0, 103 if lowest > 82 else 112)
@@ -183,13 +291,34 @@ def _agreement(axis: Axes, groups: list[dict[str, Any]], lines: dict[str, float]
 
 def _figure_4(numbers: dict[str, Any]) -> Figure:
     groups = numbers["groups"]
-    figure, axes = plt.subplots(3, 1, sharex=True, figsize=(11, 12), layout="constrained", height_ratios=(3, 3, 2))
+    figure, axes = plt.subplots(
+        3, 1, sharex=True, figsize=(11, 12), layout="constrained", height_ratios=(3, 3, 2)
+    )
     for axis, measure in zip(axes, _MEASURES, strict=False):
         _violins(axis, groups, measure, numbers["bin_edges_log10"])
-    _agreement(axes[2], groups, {"paper, bf16:\nstable 98": 98.0, "paper, bf16:\ndirect 87.5": 87.5})
-    axes[2].set_xticks(range(len(groups)), [f"{group['update']}\n{DTYPES[group['dtype']]}" for group in groups])
-    handles = [plt.Line2D([], [], color="black", label="median (what is below $10^{-10}$ stands in the lowest bin)")]
-    handles.append(plt.Line2D([], [], color="0.4", linestyle=":", label="null floor: the untouched model against itself, largest"))
+    _agreement(
+        axes[2], groups, {"paper, bf16:\nstable 98": 98.0, "paper, bf16:\ndirect 87.5": 87.5}
+    )
+    axes[2].set_xticks(
+        range(len(groups)), [f"{group['update']}\n{DTYPES[group['dtype']]}" for group in groups]
+    )
+    handles = [
+        plt.Line2D(
+            [],
+            [],
+            color="black",
+            label="median (what is below $10^{-10}$ stands in the lowest bin)",
+        )
+    ]
+    handles.append(
+        plt.Line2D(
+            [],
+            [],
+            color="0.4",
+            linestyle=":",
+            label="noise floor: the untouched model against itself, largest",
+        )
+    )
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return figure
 
@@ -198,7 +327,9 @@ def _held(numbers: dict[str, Any]) -> Figure:
     groups = [group for group in numbers["groups"] if group["dtype"] == "bfloat16"]
     names = list(dict.fromkeys(group["held"] for group in groups))
     groups = [group for name in names for group in groups if group["held"] == name]
-    figure, axes = plt.subplots(2, 1, sharex=True, figsize=(13, 9), layout="constrained", height_ratios=(3, 2))
+    figure, axes = plt.subplots(
+        2, 1, sharex=True, figsize=(13, 9), layout="constrained", height_ratios=(3, 2)
+    )
     _violins(axes[0], groups, "linf", numbers["bin_edges_log10"])
     _agreement(axes[1], groups, {"paper:\nstable 98": 98.0, "paper:\ndirect 87.5": 87.5})
     each = len(groups) // len(names)
@@ -207,7 +338,10 @@ def _held(numbers: dict[str, Any]) -> Figure:
     for axis in axes:
         for place in range(1, len(names)):
             axis.axvline(place * each - 0.5, color="0.7", linewidth=0.8)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.75, label=f"{update}, bf16") for update, color in COLOURS.items()]
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.75, label=f"{update}, bf16")
+        for update, color in COLOURS.items()
+    ]
     handles.append(plt.Line2D([], [], color="black", label="median"))
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return figure
@@ -218,29 +352,49 @@ def _held(numbers: dict[str, Any]) -> Figure:
 
 def _of(groups: Iterable[dict[str, Any]], **wanted: str) -> dict[str, Any]:
     """The one group with these entries."""
-    [found] = [group for group in groups if all(group[name] == value for name, value in wanted.items())]
+    [found] = [
+        group for group in groups if all(group[name] == value for name, value in wanted.items())
+    ]
     return found
 
 
 def measured(name: str, numbers: dict[str, Any]) -> str:
     """The line that stands beside the paper's claim: numbers only."""
     if name in ("3", "5"):
-        return "; ".join(_generation(numbers["curves"], dtype) for dtype in dtypes_of(numbers["curves"])) + (
-            _images(numbers) if "groups" in numbers else ""
-        )
+        return "; ".join(
+            _generation(numbers["curves"], dtype) for dtype in dtypes_of(numbers["curves"])
+        ) + (_images(numbers) if "groups" in numbers else "")
     if name == "4":
         shares = [
             f"{DTYPES[dtype]} "
-            + ", ".join(f"{update} {percent(_of(numbers['groups'], dtype=dtype, update=update)['token_match'])}" for update in COLOURS)
+            + ", ".join(
+                f"{update}"
+                f" {percent(_of(numbers['groups'], dtype=dtype, update=update)['token_match'])}"
+                for update in COLOURS
+            )
             for dtype in dtypes_of(numbers["groups"])
         ]
         count = numbers["groups"][0]["tokens"]
-        return f"tokens that agree, of {count} in {numbers['generations']} generations: " + "; ".join(shares)
+        return (
+            f"tokens that agree, of {count} in {numbers['generations']} generations: "
+            + "; ".join(shares)
+        )
     rows = []
     for held in (LAZY, MERGED):
-        shares = {update: _of(numbers["groups"], dtype="bfloat16", update=update, held=held)["token_match"] for update in COLOURS}
-        rows.append(f"{held}: " + ", ".join(f"{update} {percent(share)}" for update, share in shares.items()))
-    return f"tokens that agree in bf16, of {numbers['groups'][0]['tokens']} in {numbers['generations']} generations: " + "; ".join(rows)
+        shares = {
+            update: _of(numbers["groups"], dtype="bfloat16", update=update, held=held)[
+                "token_match"
+            ]
+            for update in COLOURS
+        }
+        rows.append(
+            f"{held}: "
+            + ", ".join(f"{update} {percent(share)}" for update, share in shares.items())
+        )
+    return (
+        f"tokens that agree in bf16, of {numbers['groups'][0]['tokens']} in"
+        f" {numbers['generations']} generations: " + "; ".join(rows)
+    )
 
 
 def _generation(curves: list[dict[str, Any]], dtype: str) -> str:
@@ -248,53 +402,96 @@ def _generation(curves: list[dict[str, Any]], dtype: str) -> str:
     for curve in curves:
         if curve["dtype"] == dtype:
             how = "" if curve["held"] == LAZY else " merged"
-            worst = "not finite" if None in curve["linf"] else f"{max(curve['linf']):.1e}".replace("0.0e+00", "0")
-            parts.append(f"{curve['update']}{how} {worst} ({sum(curve['match'])} of {len(curve['match'])})")
+            worst = (
+                "not finite"
+                if None in curve["linf"]
+                else f"{max(curve['linf']):.1e}".replace("0.0e+00", "0")
+            )
+            parts.append(
+                f"{curve['update']}{how} {worst} ({sum(curve['match'])} of {len(curve['match'])})"
+            )
     return f"{DTYPES[dtype]}, largest L∞ and tokens that agree: " + ", ".join(parts)
 
 
 def _images(numbers: dict[str, Any]) -> str:
     right = numbers["answers_right"].values()
     shares = {
-        name: sum(entry[name] for entry in right) / len(right) for name in ("with_image", "with_another_image", "without_image", "chance")
+        name: sum(entry[name] for entry in right) / len(right)
+        for name in ("with_image", "with_another_image", "without_image", "chance")
     }
-    replayed = ", ".join(f"{DTYPES[group['dtype']]} {group['update']} {percent(group['replay_right'])}" for group in numbers["groups"])
+    replayed = ", ".join(
+        f"{DTYPES[group['dtype']]} {group['update']} {percent(group['replay_right'])}"
+        for group in numbers["groups"]
+    )
     return (
-        f"; answers right on held-out scenes: {percent(shares['with_image'])} with the image, {percent(shares['with_another_image'])} with "
-        f"another scene's, {percent(shares['without_image'])} with none (chance {percent(shares['chance'])}); whole answers that a replay "
-        f"without the image gives right: {replayed}"
+        f"; answers right on held-out scenes: {percent(shares['with_image'])} with the image,"
+        f" {percent(shares['with_another_image'])} with another scene's,"
+        f" {percent(shares['without_image'])} with none (chance {percent(shares['chance'])}); whole"
+        f" answers that a replay without the image gives right: {replayed}"
     )
 
 
 def held_table(numbers: dict[str, Any]) -> str:
     """Agreement and median L∞ by how the patch is held, as a Markdown table."""
-    lines = ["| dtype | the patch is held | " + " | ".join(COLOURS) + " |", "|---|---|" + "---|" * len(COLOURS)]
+    lines = [
+        "| dtype | the patch is held | " + " | ".join(COLOURS) + " |",
+        "|---|---|" + "---|" * len(COLOURS),
+    ]
     for dtype in dtypes_of(numbers["groups"]):
-        names = dict.fromkeys(group["held"] for group in numbers["groups"] if group["dtype"] == dtype)
+        names = dict.fromkeys(
+            group["held"] for group in numbers["groups"] if group["dtype"] == dtype
+        )
         for name in names:
             cells = []
             for update in COLOURS:
                 group = _of(numbers["groups"], dtype=dtype, update=update, held=name)
-                beyond = f", {percent(group['linf']['not_finite'])} not finite" if group["linf"]["not_finite"] else ""
-                cells.append(f"{percent(group['token_match'])}, {_short(group['linf']['median'])}{beyond}")
+                beyond = (
+                    f", {percent(group['linf']['not_finite'])} not finite"
+                    if group["linf"]["not_finite"]
+                    else ""
+                )
+                cells.append(
+                    f"{percent(group['token_match'])}, {_short(group['linf']['median'])}{beyond}"
+                )
             lines.append(f"| {DTYPES[dtype]} | {name} | " + " | ".join(cells) + " |")
         same = _of(numbers["untouched"], dtype=dtype)
         shown = f"{percent(same['token_match'])}, {_short(same['linf']['median'])}"
-        lines.append(f"| {DTYPES[dtype]} | no patch: the untouched model, one pass against token by token | {shown} | | |")
+        lines.append(
+            f"| {DTYPES[dtype]} | no patch: the untouched model, one pass against token by token |"
+            f" {shown} | | |"
+        )
     return "\n".join(lines)
 
 
 def agreement_table(many: dict[str, Any], held: dict[str, Any] | None) -> str:
     """Our token agreement beside the paper's, as a Markdown table."""
-    paper = {("float32", "direct"): "“perfect token matching”", ("bfloat16", "direct"): "87.5 %", ("bfloat16", "stable"): "98 %"}
-    counts = [f" ({numbers['groups'][0]['tokens']} tokens)" if numbers else "" for numbers in (many, held)]
-    head = f"| dtype | update | paper, Gemma 3 1B | ours, lazy{counts[0]} | ours, merged into the weights{counts[1]} |"
+    paper = {
+        ("float32", "direct"): "“perfect token matching”",
+        ("bfloat16", "direct"): "87.5 %",
+        ("bfloat16", "stable"): "98 %",
+    }
+    counts = [
+        f" ({numbers['groups'][0]['tokens']} tokens)" if numbers else "" for numbers in (many, held)
+    ]
+    head = (
+        f"| dtype | update | paper, Gemma 3 1B | ours, lazy{counts[0]} | ours, merged into the"
+        f" weights{counts[1]} |"
+    )
     lines = [head, "|---|---|---|---|---|"]
     for dtype in dtypes_of(many["groups"]):
         for update in COLOURS:
-            merged = "" if held is None else percent(_of(held["groups"], dtype=dtype, update=update, held=MERGED)["token_match"])
+            merged = (
+                ""
+                if held is None
+                else percent(
+                    _of(held["groups"], dtype=dtype, update=update, held=MERGED)["token_match"]
+                )
+            )
             ours = percent(_of(many["groups"], dtype=dtype, update=update)["token_match"])
-            lines.append(f"| {DTYPES[dtype]} | {update} | {paper.get((dtype, update), '')} | {ours} | {merged} |")
+            lines.append(
+                f"| {DTYPES[dtype]} | {update} | {paper.get((dtype, update), '')} | {ours} |"
+                f" {merged} |"
+            )
     return "\n".join(lines)
 
 
@@ -303,20 +500,34 @@ def _short(value: float | None) -> str:
 
 
 def write_page(folder: Path, notes: str) -> None:
-    """Write ``context-parameter-equivalence.md``: the notes, then each figure found in the folder with claim, numbers and command."""
+    """Write ``context-parameter-equivalence.md``: the notes, then each figure found in the folder
+    with claim, numbers and command.
+    """
     found = {name: folder / f"goldwaser-{name}.json" for name in TITLES}
-    numbers = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items() if path.exists()}
+    numbers = {
+        name: json.loads(path.read_text(encoding="utf-8"))
+        for name, path in found.items()
+        if path.exists()
+    }
     parts = ["# The experiments of Goldwaser et al.", notes]
     if "4" in numbers:
-        parts += ["## Token agreement, beside the paper's", agreement_table(numbers["4"], numbers.get("held"))]
+        parts += [
+            "## Token agreement, beside the paper's",
+            agreement_table(numbers["4"], numbers.get("held")),
+        ]
     for name, figure in numbers.items():
         stem = found[name].stem
         parts += [
             f"## {TITLES[name]}",
             f"![{TITLES[name]}]({stem}.png)",
-            f"- The paper: {CLAIMS[name]}.\n- Measured: {figure['measured']}.\n- Numbers: [{stem}.json]({stem}.json); "
-            f"picture as [SVG]({stem}.svg)\n- Command: `{figure['command']}`",
+            (
+                f"- The paper: {CLAIMS[name]}.\n- Measured: {figure['measured']}.\n- Numbers:"
+                f" [{stem}.json]({stem}.json); picture as [SVG]({stem}.svg)\n- Command:"
+                f" `{figure['command']}`"
+            ),
         ]
         if name == "held":
             parts.append("Share of tokens that agree, and median L∞:\n\n" + held_table(figure))
-    (folder / "context-parameter-equivalence.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "context-parameter-equivalence.md").write_text(
+        "\n\n".join(parts) + "\n", encoding="utf-8"
+    )

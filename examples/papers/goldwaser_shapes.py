@@ -1,9 +1,12 @@
-"""A small Gemma 3 with eyes: synthetic scenes of four coloured shapes, questions that only the image answers, and its training.
+"""A small Gemma 3 with eyes: synthetic scenes of four coloured shapes, questions that only the
+image answers, and its training.
 
-    python examples/papers/goldwaser_shapes.py build/papers/shapes      # about five minutes on one core
+    python examples/papers/goldwaser_shapes.py build/papers/shapes      # about five minutes on one
+    core
 
-The model is the real class, ``Gemma3ForConditionalGeneration`` with a SigLIP tower, and so is its ``Gemma3Processor``: what runs on it
-runs on google/gemma-3-4b-it. A fifth of the scenes is held out, by hash, and never drawn in training.
+The model is the real class, ``Gemma3ForConditionalGeneration`` with a SigLIP tower, and so is its
+``Gemma3Processor``: what runs on it runs on google/gemma-3-4b-it. A fifth of the scenes is held
+out, by hash, and never drawn in training.
 """
 
 import argparse
@@ -49,7 +52,10 @@ CELLS = ("top left", "top right", "bottom left", "bottom right")
 EVERYTHING = "all ?"
 QUESTIONS = (EVERYTHING, *(f"{cell} ?" for cell in CELLS))
 THINGS = tuple(itertools.product(COLOURS, SHAPES))
-CHANCE = {question: len(THINGS) ** -(len(CELLS) if question == EVERYTHING else 1) for question in QUESTIONS}
+CHANCE = {
+    question: len(THINGS) ** -(len(CELLS) if question == EVERYTHING else 1)
+    for question in QUESTIONS
+}
 """Of the whole answer right, for one who does not see the image."""
 
 SIDE = 24  # of an image, in pixels
@@ -57,11 +63,15 @@ IMAGE_TOKENS = 4
 _HELD_OUT_OF = 5
 _ASKED = 2  # questions in a training document
 _OTHER_TOKENS_WEIGHT = 0.1  # of a token outside an answer: which question comes is a matter of luck
-_IMAGE_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+_IMAGE_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+}
 _CHAT = (
-    "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{{ '<start_of_image>' if part['type'] == 'image' else part['text'] }}{% endfor %}"
-    "{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['content'] is string %}{{"
+    " message['content'] }}{% else %}{% for part in message['content'] %}{{ '<start_of_image>' if"
+    " part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{% endfor %}"
 )
 
 
@@ -109,7 +119,9 @@ class Scene:
         """An image (SIDE, SIDE, 3) uint8: sizes and places vary."""
         image = np.zeros((SIDE, SIDE, 3), np.uint8)
         rows, columns = np.mgrid[:SIDE, :SIDE] + 0.5
-        for (colour, shape), (top, left) in zip(self.things, itertools.product((0, SIDE / 2), repeat=2), strict=True):
+        for (colour, shape), (top, left) in zip(
+            self.things, itertools.product((0, SIDE / 2), repeat=2), strict=True
+        ):
             size = rng.uniform(4.4, 5.4)
             x = columns - left - SIDE / 4 - rng.uniform(-1, 1) * (SIDE / 4 - size)
             y = rows - top - SIDE / 4 - rng.uniform(-1, 1) * (SIDE / 4 - size)
@@ -137,15 +149,29 @@ def held_out_scenes(count: int, seed: int = 0) -> list[Scene]:
 
 def build_processor() -> Gemma3Processor:
     """A word a token, three tokens more for images, and Gemma 3's own processing of images."""
-    words = sorted({word for text in (*QUESTIONS, *COLOURS, *SHAPES, "a , .") for word in text.split()})
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    words = sorted(
+        {word for text in (*QUESTIONS, *COLOURS, *SHAPES, "a , .") for word in text.split()}
+    )
+    special = {
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
     vocabulary = {word: index for index, word in enumerate([*special.values(), *words])}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    settings: dict[str, Any] = {"padding_side": "left", "model_max_length": 128, "extra_special_tokens": _IMAGE_TOKENS, **special}
+    settings: dict[str, Any] = {
+        "padding_side": "left",
+        "model_max_length": 128,
+        "extra_special_tokens": _IMAGE_TOKENS,
+        **special,
+    }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, **settings)
     image_processor = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
-    return Gemma3Processor(image_processor, tokenizer, chat_template=_CHAT, image_seq_length=IMAGE_TOKENS)
+    return Gemma3Processor(
+        image_processor, tokenizer, chat_template=_CHAT, image_seq_length=IMAGE_TOKENS
+    )
 
 
 def build_model(processor: Gemma3Processor) -> Gemma3ForConditionalGeneration:
@@ -186,19 +212,32 @@ def build_model(processor: Gemma3Processor) -> Gemma3ForConditionalGeneration:
 
 
 def encode(processor: Any, images: list[Any] | None, texts: list[str]) -> dict[str, Tensor]:
-    """One user turn a row, an image (if there are images) before its text, through the chat template; left-padded."""
+    """One user turn a row, an image (if there are images) before its text, through the chat
+    template; left-padded.
+    """
     conversations = []
     for row, text in enumerate(texts):
         parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
         if images is not None:
             parts.insert(0, {"type": "image", "image": Image.fromarray(images[row])})
         conversations.append([{"role": "user", "content": parts}])
-    settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-    return dict(processor.apply_chat_template(conversations, **settings, processor_kwargs={"padding": True, "padding_side": "left"}))
+    settings = {
+        "tokenize": True,
+        "return_dict": True,
+        "return_tensors": "pt",
+        "add_generation_prompt": True,
+    }
+    return dict(
+        processor.apply_chat_template(
+            conversations, **settings, processor_kwargs={"padding": True, "padding_side": "left"}
+        )
+    )
 
 
 def _batch(processor: Any, rng: random.Random, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Training documents, an image with questions and answers, and the loss weight of each token, (size, T)."""
+    """Training documents, an image with questions and answers, and the loss weight of each token,
+    (size, T).
+    """
     scenes = [Scene.sample(rng, held_out=False) for _ in range(size)]
     texts, inside = [], []
     for scene in scenes:
@@ -213,22 +252,29 @@ def _batch(processor: Any, rng: random.Random, size: int) -> tuple[dict[str, Ten
     inputs = encode(processor, [scene.draw(rng) for scene in scenes], texts)
     weights = _OTHER_TOKENS_WEIGHT * inputs["attention_mask"].float()
     for row, answers in enumerate(inside):
-        weights[row, -len(answers) :][torch.tensor(answers)] = 1.0  # a word is a token, and padding is on the left
+        # a word is a token, and padding is on the left
+        weights[row, -len(answers) :][torch.tensor(answers)] = 1.0
     return inputs, weights
 
 
 def _optimizer(parameters: Iterable[Tensor], rate: float, steps: int) -> tuple[Any, Any]:
     """AdamW under a cosine schedule with warm-up."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     warm_up = max(1, steps // 20)
 
     def schedule(step: int) -> float:
-        return min(1.0, (step + 1) / warm_up) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        return min(1.0, (step + 1) / warm_up) * (
+            0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
+        )
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
 
 
-def _steps(parameters: list[Tensor], rate: float, steps: int, loss_of: Callable[[], Tensor], title: str) -> None:
+def _steps(
+    parameters: list[Tensor], rate: float, steps: int, loss_of: Callable[[], Tensor], title: str
+) -> None:
     """``steps`` steps on what ``loss_of`` gives."""
     optimizer, scheduler = _optimizer(parameters, rate, steps)
     started = time.process_time()
@@ -240,27 +286,59 @@ def _steps(parameters: list[Tensor], rate: float, steps: int, loss_of: Callable[
         optimizer.step()
         scheduler.step()
         if step % 50 == 0 or step == steps:
-            print(f"{title}: step {step}  loss {loss.item():.4f}  {time.process_time() - started:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{title}: step {step}  loss {loss.item():.4f} "
+                f" {time.process_time() - started:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _train_tower(model: Any, processor: Any, rng: random.Random, training: Training) -> None:
-    """The vision tower alone: from each of its tokens a linear map, thrown away afterwards, reads colour and shape of one cell."""
+    """The vision tower alone: from each of its tokens a linear map, thrown away afterwards, reads
+    colour and shape of one cell.
+    """
     tower = model.model.vision_tower
     read = nn.Linear(tower.config.hidden_size, len(COLOURS) + len(SHAPES))
-    colours, shapes = ({name: place for place, name in enumerate(names)} for names in (COLOURS, SHAPES))
+    colours, shapes = (
+        {name: place for place, name in enumerate(names)} for names in (COLOURS, SHAPES)
+    )
 
     def loss_of() -> Tensor:
         scenes = [Scene.sample(rng, held_out=False) for _ in range(training.batch)]
-        pixels = processor.image_processor([scene.draw(rng) for scene in scenes], return_tensors="pt")["pixel_values"]
-        seen = read(tower(pixel_values=pixels).last_hidden_state).split([len(COLOURS), len(SHAPES)], -1)
-        wanted = torch.tensor([[(colours[colour], shapes[shape]) for colour, shape in scene.things] for scene in scenes])
-        return sum((F.cross_entropy(x.flatten(0, 1), y.flatten()) for x, y in zip(seen, wanted.unbind(-1), strict=True)), torch.zeros(()))
+        pixels = processor.image_processor(
+            [scene.draw(rng) for scene in scenes], return_tensors="pt"
+        )["pixel_values"]
+        seen = read(tower(pixel_values=pixels).last_hidden_state).split(
+            [len(COLOURS), len(SHAPES)], -1
+        )
+        wanted = torch.tensor(
+            [
+                [(colours[colour], shapes[shape]) for colour, shape in scene.things]
+                for scene in scenes
+            ]
+        )
+        return sum(
+            (
+                F.cross_entropy(x.flatten(0, 1), y.flatten())
+                for x, y in zip(seen, wanted.unbind(-1), strict=True)
+            ),
+            torch.zeros(()),
+        )
 
-    _steps([*tower.parameters(), *read.parameters()], training.tower_rate, training.tower_steps, loss_of, "vision tower")
+    _steps(
+        [*tower.parameters(), *read.parameters()],
+        training.tower_rate,
+        training.tower_steps,
+        loss_of,
+        "vision tower",
+    )
 
 
 def train(training: Training, seed: int) -> tuple[Gemma3ForConditionalGeneration, Gemma3Processor]:
-    """The trained model, in eval mode, and its processor: first its vision tower, then, with the tower frozen as in Gemma 3, the rest."""
+    """The trained model, in eval mode, and its processor: first its vision tower, then, with the
+    tower frozen as in Gemma 3, the rest.
+    """
     torch.manual_seed(seed)
     rng, processor = random.Random(seed), build_processor()
     model = build_model(processor)
@@ -270,23 +348,37 @@ def train(training: Training, seed: int) -> tuple[Gemma3ForConditionalGeneration
     def loss_of() -> Tensor:
         inputs, weights = _batch(processor, rng, training.batch)
         logits = model(**inputs, use_cache=False).logits[:, :-1]
-        losses = F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"][:, 1:].flatten(), reduction="none")
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), inputs["input_ids"][:, 1:].flatten(), reduction="none"
+        )
         return (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
-    _steps([x for x in model.parameters() if x.requires_grad], training.rate, training.steps, loss_of, "model")
+    _steps(
+        [x for x in model.parameters() if x.requires_grad],
+        training.rate,
+        training.steps,
+        loss_of,
+        "model",
+    )
     return model.eval(), processor
 
 
 @torch.no_grad()
 def score(model: Any, processor: Any, count: int, seed: int = 0) -> dict[str, dict[str, float]]:
-    """Whole answers right on held-out scenes, a question at a time: with the image, with that of another scene, and with none."""
+    """Whole answers right on held-out scenes, a question at a time: with the image, with that of
+    another scene, and with none.
+    """
     scenes, rng = held_out_scenes(count, seed), random.Random(seed)
     images = [scene.draw(rng) for scene in scenes]
     found: dict[str, dict[str, float]] = {}
     for question in QUESTIONS:
         wanted = [scene.answer(question) for scene in scenes]
         shares = {}
-        for name, shown in (("with_image", images), ("with_another_image", images[1:] + images[:1]), ("without_image", None)):
+        for name, shown in (
+            ("with_image", images),
+            ("with_another_image", images[1:] + images[:1]),
+            ("without_image", None),
+        ):
             inputs = encode(processor, shown, [question] * count)
             out = model.generate(**inputs, max_new_tokens=len(wanted[0].split()), do_sample=False)
             given = processor.tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :])
@@ -296,21 +388,26 @@ def score(model: Any, processor: Any, count: int, seed: int = 0) -> dict[str, di
 
 
 def trained(folder: Path, training: Training, seed: int) -> tuple[Any, Any]:
-    """The model and its processor from ``folder``, where they are trained first if they are not there yet with these settings."""
+    """The model and its processor from ``folder``, where they are trained first if they are not
+    there yet with these settings.
+    """
     settings, notes = asdict(training) | {"seed": seed}, folder / "training.json"
     if not notes.exists() or json.loads(notes.read_text(encoding="utf-8")) != settings:
         shutil.rmtree(folder, ignore_errors=True)
         model, processor = train(training, seed)
         model.to(torch.bfloat16).save_pretrained(folder)  # what is scored is what is saved
         processor.save_pretrained(folder)
-        notes.write_text(json.dumps(settings), encoding="utf-8")  # last: a folder with it is complete
+        # last: a folder with it is complete
+        notes.write_text(json.dumps(settings), encoding="utf-8")
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return loaded.eval(), AutoProcessor.from_pretrained(folder)
 
 
 def main() -> None:
     """Train, and score on held-out scenes."""
-    parser = argparse.ArgumentParser(description="Train the small vision model and score it on held-out scenes.")
+    parser = argparse.ArgumentParser(
+        description="Train the small vision model and score it on held-out scenes."
+    )
     parser.add_argument("folder", type=Path, help="folder to write the model and its processor to")
     parser.add_argument("--steps", type=int, default=FULL.steps)
     parser.add_argument("--seed", type=int, default=0)

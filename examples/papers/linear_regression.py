@@ -1,10 +1,12 @@
-"""The linear-regression experiments of Dherin et al., "Learning without training": Figures 2 to 6 and Appendix E.
+"""The linear-regression experiments of Dherin et al., "Learning without training": Figures 2 to 6
+and Appendix E.
 
     python examples/papers/linear_regression.py                 # everything, as in docs/papers
     python examples/papers/linear_regression.py --figure 3      # one figure, or E
     python examples/papers/linear_regression.py --quick         # tiny sizes, seconds: does it run?
 
-Each figure writes a picture and its numbers, and they are collected on one page beside the paper's claims. One thread, fixed seeds.
+Each figure writes a picture and its numbers, and they are collected on one page beside the paper's
+claims. One thread, fixed seeds.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import torch
 from regression_experiments import FIGURES, FULL, QUICK
 from regression_pictures import CLAIMS, draw, measured, stem, title, write_page
 
-from icl_patch.report import write_json
+from icl_patch.evaluation.report import write_json
 
 _NOTES = Path(__file__).with_name("linear_regression_notes.md")
 
@@ -39,11 +41,19 @@ def _figure(name: str) -> int | str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the figures that are asked for."""
-    parser = argparse.ArgumentParser(description="Figures 2 to 6 and Appendix E of Dherin et al., from training to picture.")
-    parser.add_argument(
-        "--figure", type=_figure, choices=list(FIGURES), action="append", help="one of them; may be repeated (default: all)"
+    parser = argparse.ArgumentParser(
+        description="Figures 2 to 6 and Appendix E of Dherin et al., from training to picture."
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/papers"), help="folder for pictures and numbers")
+    parser.add_argument(
+        "--figure",
+        type=_figure,
+        choices=list(FIGURES),
+        action="append",
+        help="one of them; may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/papers"), help="folder for pictures and numbers"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the training")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args(arguments)
@@ -58,13 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "figure": figure,
             "claim": CLAIMS[figure],
             "measured": measured(figure, numbers),
-            "command": f"python examples/papers/linear_regression.py --figure {figure} --seed {options.seed}{quick}",
+            "command": (
+                f"python examples/papers/linear_regression.py --figure {figure} --seed"
+                f" {options.seed}{quick}"
+            ),
             "seed": options.seed,
             "sizes": asdict(sizes),
         }
         write_json(options.out / f"{stem(figure)}.json", rounded(head | numbers))
         draw(figure, numbers, options.out / f"{stem(figure)}.png")
-        print(f"{title(figure)}: {head['measured']} [{time.process_time() - started:.0f} s]", file=sys.stderr, flush=True)
+        print(
+            f"{title(figure)}: {head['measured']} [{time.process_time() - started:.0f} s]",
+            file=sys.stderr,
+            flush=True,
+        )
     write_page(options.out, _NOTES.read_text(encoding="utf-8").strip())
     return 0
 

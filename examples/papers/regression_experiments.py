@@ -7,14 +7,26 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from regression_models import Attention, Block, Recurrence, Stack, Tasks, Training, half_squared, rank_one, sample, train
+from regression_models import (
+    Attention,
+    Block,
+    Recurrence,
+    Stack,
+    Tasks,
+    Training,
+    half_squared,
+    rank_one,
+    sample,
+    train,
+)
 from torch import Tensor, nn
 
-from icl_patch.dynamics import Factorisation, LowRank, Trajectory
+from icl_patch.analysis.dynamics import Factorisation, LowRank, Trajectory
 
 # Seeds of the drawn tasks, apart from that of the weights and the training.
 _VALIDATION, _TRIALS, _CHOICE = 1001, 1002, 1003
-# The paper does not give the rate of its SGD: the one with the lowest test loss, averaged over the steps, on tasks of their own is taken.
+# The paper does not give the rate of its SGD: the one with the lowest test loss, averaged over the
+# steps, on tasks of their own is taken.
 RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -58,8 +70,12 @@ class Trained:
 Predict = Callable[[Any, Tasks], dict[str, Tensor]]
 
 
-def _train(model: nn.Module, training: Training, sizes: Sizes, seed: int, predict: Predict) -> Trained:
-    """Train, and at every checkpoint compute the validation loss with the context and without it."""
+def _train(
+    model: nn.Module, training: Training, sizes: Sizes, seed: int, predict: Predict
+) -> Trained:
+    """Train, and at every checkpoint compute the validation loss with the context and without
+    it.
+    """
     count = sizes.stack_validation if training is sizes.stack else sizes.validation
     tasks = sample(count, training.length, torch.Generator().manual_seed(_VALIDATION))
     curves: dict[str, Any] = {"step": [], "training_loss": [], "largest_difference": 0.0}
@@ -70,8 +86,13 @@ def _train(model: nn.Module, training: Training, sizes: Sizes, seed: int, predic
         curves["training_loss"].append(loss)
         predictions = predict(model, tasks)
         for name, prediction in predictions.items():
-            curves.setdefault(f"validation_loss_{name}", []).append(half_squared(prediction, tasks.target).mean().item())
-        apart = max(float((prediction - predictions["context"]).abs().max()) for prediction in predictions.values())
+            curves.setdefault(f"validation_loss_{name}", []).append(
+                half_squared(prediction, tasks.target).mean().item()
+            )
+        apart = max(
+            float((prediction - predictions["context"]).abs().max())
+            for prediction in predictions.values()
+        )
         curves["largest_difference"] = max(curves["largest_difference"], apart)
 
     with torch.enable_grad():
@@ -80,10 +101,13 @@ def _train(model: nn.Module, training: Training, sizes: Sizes, seed: int, predic
 
 
 def _predict_block(block: Block, tasks: Tasks) -> dict[str, Tensor]:
-    """With the context; with ``W + ΔW`` applied as two vectors; with ``W + ΔW`` written out, task by task."""
+    """With the context; with ``W + ΔW`` applied as two vectors; with ``W + ΔW`` written out, task
+    by task.
+    """
     query = tasks.query[:, None]
     u, v, z = block.update(tasks.context, query)
-    weight = block.first.weight + u[:, 0, :, None] * v[:, 0, None]  # (B, inner, d + 1): the matrices, for once
+    # (B, inner, d + 1): the matrices, for once
+    weight = block.first.weight + u[:, 0, :, None] * v[:, 0, None]
     inner = (weight @ z[:, 0, :, None])[..., 0] + block.first.bias
     return {
         "context": block(tasks.context, query)[:, 0],
@@ -107,19 +131,29 @@ def trained_attention(sizes: Sizes, seed: int) -> Trained:
 
 def mean_and_error(values: Tensor) -> dict[str, list[float]]:
     """The mean over the trials (the first dimension) and its standard error."""
-    return {"mean": values.mean(0).tolist(), "standard_error": (values.std(0) / len(values) ** 0.5).tolist()}
+    return {
+        "mean": values.mean(0).tolist(),
+        "standard_error": (values.std(0) / len(values) ** 0.5).tolist(),
+    }
 
 
 def _plane(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
-    """``|Φ_W(C, x) - Φ_{W+ΔW}(x)|`` over the plane of x, averaged over tasks, in the precision of the model."""
+    """``|Φ_W(C, x) - Φ_{W+ΔW}(x)|`` over the plane of x, averaged over tasks, in the precision of
+    the model.
+    """
     tasks = sample(sizes.trials, length, torch.Generator().manual_seed(_TRIALS))
-    axis = torch.linspace(-4, 4, sizes.grid)  # an even number: at the origin A(x) = 0, and there is no ΔW
+    # an even number: at the origin A(x) = 0, and there is no ΔW
+    axis = torch.linspace(-4, 4, sizes.grid)
     points = torch.cartesian_prod(axis, axis, torch.zeros(1)).to(block.first.weight.dtype)
     total, signed, largest = torch.zeros(len(points)), torch.zeros(len(points)), 0.0
     for context in tasks.context.to(points.dtype):
         u, v, z = block.update(context[None], points[None])
         off = (block(context[None], points[None]) - block.without_context(z, u, v))[0]
-        total, signed, largest = total + off.abs(), signed + off, max(largest, float(off.abs().max()))
+        total, signed, largest = (
+            total + off.abs(),
+            signed + off,
+            max(largest, float(off.abs().max())),
+        )
     mean = (total / sizes.trials).reshape(sizes.grid, sizes.grid)
     return {
         "axis": axis.tolist(),
@@ -133,7 +167,9 @@ def _plane(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def figure_2(sizes: Sizes, seed: int) -> dict[str, Any]:
-    """Losses with the context and by ΔW at every checkpoint, and their difference over the plane."""
+    """Losses with the context and by ΔW at every checkpoint, and their difference over the
+    plane.
+    """
     trained = trained_attention(sizes, seed)
     plane = _plane(trained.model, sizes, sizes.attention.length)
     in_double = _plane(copy.deepcopy(trained.model).double(), sizes, sizes.attention.length)
@@ -141,7 +177,9 @@ def figure_2(sizes: Sizes, seed: int) -> dict[str, Any]:
 
 
 def dynamics(block: Block, tasks: Tasks) -> Trajectory:
-    """``W_0, …, W_N`` of the first layer as the context grows, equations 6 to 9; leading dimensions (N + 1, B)."""
+    """``W_0, …, W_N`` of the first layer as the context grows, equations 6 to 9; leading dimensions
+    (N + 1, B).
+    """
     z_ctx = block.layer.prefixes(tasks.context, tasks.query).transpose(0, 1)
     u, v = rank_one(block.first, z_ctx, z_ctx[:1])
     return Trajectory.of(u, v.expand_as(z_ctx))
@@ -149,14 +187,18 @@ def dynamics(block: Block, tasks: Tasks) -> Trajectory:
 
 @torch.no_grad()
 def convergence(block: Block, sizes: Sizes, length: int) -> dict[str, Any]:
-    """``‖ΔW_{i+1} - ΔW_i‖₂`` for i = 0 … N - 1: the steps have rank 1, so this is their Frobenius norm."""
+    """``‖ΔW_{i+1} - ΔW_i‖₂`` for i = 0 … N - 1: the steps have rank 1, so this is their Frobenius
+    norm.
+    """
     tasks = sample(sizes.trials, length, torch.Generator().manual_seed(_TRIALS))
     changes = dynamics(block, tasks).step_norms().T  # (trials, N)
     mean = changes.mean(0)
     tenth = max(1, (length - 3) // 10)
     i = torch.arange(3, length, dtype=torch.float64)
     log_i, log_mean = i.log(), mean[3:].double().log()
-    slope = ((log_i - log_i.mean()) * (log_mean - log_mean.mean())).sum() / (log_i - log_i.mean()).square().sum()
+    slope = ((log_i - log_i.mean()) * (log_mean - log_mean.mean())).sum() / (
+        log_i - log_i.mean()
+    ).square().sum()
     return {
         "context_length": list(range(length)),
         "change": mean_and_error(changes),
@@ -175,13 +217,18 @@ def figure_3(sizes: Sizes, seed: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _finetune(block: Block, tasks: Tasks, rate: float) -> tuple[Tensor, Tensor]:
-    """SGD on W alone, one example at a time, each task from the same start; the gradient of ``½ (ŷ - y)²`` written out.
+    """SGD on W alone, one example at a time, each task from the same start; the gradient of ``½ (ŷ
+    - y)²`` written out.
 
-    Returns the test loss after i = 0 … N steps (B, N + 1), and W's total change after each (B, N + 1, inner, d + 1).
+    Returns the test loss after i = 0 … N steps (B, N + 1), and W's total change after each (B, N +
+    1, inner, d + 1).
     """
     bias, read, read_bias = block.first.bias, block.second.weight[-1], block.second.bias[-1]
     examples = torch.cat([tasks.context[..., :-1], torch.zeros_like(tasks.context[..., -1:])], -1)
-    z, z_test = block.layer(tasks.context[:, :0], examples), block.layer(tasks.context[:, :0], tasks.query[:, None])
+    z, z_test = (
+        block.layer(tasks.context[:, :0], examples),
+        block.layer(tasks.context[:, :0], tasks.query[:, None]),
+    )
     weight = block.first.weight.repeat(len(tasks.query), 1, 1)
     losses, changes = [], []
     for i in range(examples.shape[1] + 1):
@@ -191,14 +238,18 @@ def _finetune(block: Block, tasks: Tasks, rate: float) -> tuple[Tensor, Tensor]:
         if i < examples.shape[1]:
             inner = (weight @ z[:, i, :, None])[..., 0] + bias
             error = torch.relu(inner) @ read + read_bias - tasks.context[:, i, -1]
-            weight = weight - rate * (error[:, None] * read * (inner > 0))[..., None] * z[:, i, None]
+            weight = (
+                weight - rate * (error[:, None] * read * (inner > 0))[..., None] * z[:, i, None]
+            )
     return torch.stack(losses, 1), torch.stack(changes, 1)
 
 
 def alignment(made: LowRank, change: Tensor) -> tuple[Tensor, Tensor]:
-    """``<u vᵀ, M> / (‖u vᵀ‖ ‖M‖)`` in the Frobenius inner product, and ``‖M v‖ / (‖v‖ ‖M‖)``, the most that any u could reach.
+    """``<u vᵀ, M> / (‖u vᵀ‖ ‖M‖)`` in the Frobenius inner product, and ``‖M v‖ / (‖v‖ ‖M‖)``, the
+    most that any u could reach.
 
-    Changes of rank 1 and M (B, I, inner, d + 1), leading dimensions (I, B) -> (B, I) twice; NaN where a factor is 0.
+    Changes of rank 1 and M (B, I, inner, d + 1), leading dimensions (I, B) -> (B, I) twice; NaN
+    where a factor is 0.
     """
     change = change.transpose(0, 1).double()
     size, v = change.flatten(2).norm(dim=-1), nn.functional.normalize(made.v.double(), dim=-1)
@@ -208,7 +259,9 @@ def alignment(made: LowRank, change: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def figure_4(sizes: Sizes, seed: int) -> dict[str, Any]:
-    """Fine-tuning W by SGD against ΔW: test losses and the normalised Frobenius inner product of the two changes of W."""
+    """Fine-tuning W by SGD against ΔW: test losses and the normalised Frobenius inner product of
+    the two changes of W.
+    """
     block, length = trained_attention(sizes, seed).model, sizes.attention.length
     choice = sample(sizes.trials, length, torch.Generator().manual_seed(_CHOICE))
     sweep = {rate: float(_finetune(block, choice, rate)[0].mean()) for rate in RATES}
@@ -218,7 +271,9 @@ def figure_4(sizes: Sizes, seed: int) -> dict[str, Any]:
     z_ctx = block.layer.prefixes(tasks.context, tasks.query)
     implicit = dynamics(block, tasks).changes
     u, v = (factor.squeeze(-2).transpose(0, 1) for factor in (implicit.u, implicit.v))
-    implicit_loss = half_squared(block.without_context(z_ctx[:, :1].expand_as(z_ctx), u, v), tasks.target[:, None])
+    implicit_loss = half_squared(
+        block.without_context(z_ctx[:, :1].expand_as(z_ctx), u, v), tasks.target[:, None]
+    )
     aligned, ceiling = alignment(implicit, gd_change)
     last_step, _ = alignment(implicit[1:], gd_change.diff(dim=1))
     return {
@@ -235,16 +290,26 @@ def figure_4(sizes: Sizes, seed: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def figure_5(sizes: Sizes, seed: int) -> dict[str, Any]:
-    """The ten-layer post-LN stack, and the norm of the difference of every block's output with the context and without it."""
+    """The ten-layer post-LN stack, and the norm of the difference of every block's output with the
+    context and without it.
+    """
     torch.manual_seed(seed)
     trained = _train(Stack(), sizes.stack, sizes, seed, _predict_stack)
     tasks = sample(sizes.trials, sizes.stack.length, torch.Generator().manual_seed(_TRIALS))
     query = tasks.query[:, None]
-    full, without = trained.model.outputs(tasks.context, query), trained.model.outputs_without_context(tasks.context, query)
+    full, without = (
+        trained.model.outputs(tasks.context, query),
+        trained.model.outputs_without_context(tasks.context, query),
+    )
     off = torch.stack([(a - b).norm(dim=-1)[:, 0] for a, b in zip(full, without, strict=True)], 1)
     double = copy.deepcopy(trained.model).double()
     inputs = tasks.context.double(), query.double()
-    wide = [(a - b).norm(dim=-1).max() for a, b in zip(double.outputs(*inputs), double.outputs_without_context(*inputs), strict=True)]
+    wide = [
+        (a - b).norm(dim=-1).max()
+        for a, b in zip(
+            double.outputs(*inputs), double.outputs_without_context(*inputs), strict=True
+        )
+    ]
     return {
         "curves": trained.curves,
         "block": list(range(1, off.shape[1] + 1)),
@@ -256,18 +321,27 @@ def figure_5(sizes: Sizes, seed: int) -> dict[str, Any]:
 
 
 def figure_6(sizes: Sizes, seed: int) -> dict[str, Any]:
-    """An RNN as the contextual layer: losses by context and by ΔW, and the changes of ΔW as the context grows."""
+    """An RNN as the contextual layer: losses by context and by ΔW, and the changes of ΔW as the
+    context grows.
+    """
     torch.manual_seed(seed)
     trained = _train(Block(Recurrence()), sizes.recurrence, sizes, seed, _predict_block)
-    return {"curves": trained.curves, "convergence": convergence(trained.model, sizes, sizes.recurrence.length)}
+    return {
+        "curves": trained.curves,
+        "convergence": convergence(trained.model, sizes, sizes.recurrence.length),
+    }
 
 
 def _factorised(block: Block, tasks: Tasks) -> tuple[Factorisation, float]:
-    """The factors of Appendix E, and the largest ``|Φ_{W_i}(c_{i+1}, …, c_n, x) - Φ_{W_0}(c_1, …, c_n, x)|`` over all i and tasks."""
+    """The factors of Appendix E, and the largest ``|Φ_{W_i}(c_{i+1}, …, c_n, x) - Φ_{W_0}(c_1, …,
+    c_n, x)|`` over all i and tasks.
+    """
     inputs = block.layer.suffixes(tasks.context, tasks.query).transpose(0, 1)
     found = Factorisation(inputs)
     expected = block.mlp(inputs[0])
-    return found, max(float((block.mlp(found.on(z, i)) - expected).abs().max()) for i, z in enumerate(inputs))
+    return found, max(
+        float((block.mlp(found.on(z, i)) - expected).abs().max()) for i, z in enumerate(inputs)
+    )
 
 
 def _sizes_so_far(steps: LowRank) -> Tensor:
@@ -278,12 +352,16 @@ def _sizes_so_far(steps: LowRank) -> Tensor:
 
 @torch.no_grad()
 def appendix_e(sizes: Sizes, seed: int) -> dict[str, Any]:
-    """The context absorbed from its first token on, ``W_n = W_0 Π(1 + h_i A_i)``, beside the dynamics of Proposition 3.1."""
+    """The context absorbed from its first token on, ``W_n = W_0 Π(1 + h_i A_i)``, beside the
+    dynamics of Proposition 3.1.
+    """
     block, length = trained_attention(sizes, seed).model, sizes.attention.length
     tasks = sample(sizes.trials, length, torch.Generator().manual_seed(_TRIALS))
     found, apart = _factorised(block, tasks)
     double, weight = copy.deepcopy(block).double(), block.first.weight
-    wide = Tasks(*(getattr(tasks, name).double() for name in ("context", "query", "target", "omega")))
+    wide = Tasks(
+        *(getattr(tasks, name).double() for name in ("context", "query", "target", "omega"))
+    )
     steps, total, grown = found.steps(weight), found.total(weight), dynamics(block, tasks)
     last, determinants = grown.changes[-1], found.determinants()
     bare, w_0_z = found.inputs[-1], weight @ found.inputs[0].mT
@@ -296,7 +374,9 @@ def appendix_e(sizes: Sizes, seed: int) -> dict[str, Any]:
         "size_growing_median": grown.norms()[1:].median(1).values.tolist(),
         "largest_difference": apart,
         "largest_difference_in_fp64": _factorised(double, wide)[1],
-        "largest_difference_on_the_query": float((total.on(bare) - last.on(bare)).abs().max() / w_0_z.abs().max()),
+        "largest_difference_on_the_query": float(
+            (total.on(bare) - last.on(bare)).abs().max() / w_0_z.abs().max()
+        ),
         "total_norm_median": float(total.norm().median()),
         "total_norm_growing_median": float(last.norm().median()),
         "cosine": mean_and_error(total.cosine(last)[:, None]),

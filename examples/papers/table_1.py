@@ -1,10 +1,12 @@
-"""Table 1 of Goldwaser et al., a row a component, measured on every family whose blocks are made of it.
+"""Table 1 of Goldwaser et al., a row a component, measured on every family whose blocks are made of
+it.
 
     python examples/papers/table_1.py              # all families, as in docs/papers
     python examples/papers/table_1.py --quick      # one family a row, seconds
 
-Small random models in fp32 and bf16, contexts of two absorbed spans, a prefix, ragged rows: see ``icl-patch verify --all-families``. For
-every model ``icl_patch.controllability`` says how many (block, token) pairs are input- and output-controllable. One thread, fixed seeds.
+Small random models in fp32 and bf16, contexts of two absorbed spans, a prefix, ragged rows: see
+``icl-patch verify --all-families``. For every model ``icl_patch.controllability`` says how many
+(block, token) pairs are input- and output-controllable. One thread, fixed seeds.
 """
 
 import argparse
@@ -16,14 +18,17 @@ from typing import Any
 
 import torch
 
-from icl_patch import ContextPatcher, controllability, zoo
-from icl_patch.report import write_json
-from icl_patch.survey import survey
+from icl_patch import ContextPatcher, controllability
+from icl_patch.evaluation import tiny_models
+from icl_patch.evaluation.architecture_suite import run_suite
+from icl_patch.evaluation.report import write_json
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: the component, the statement that proves it, the update, and the family of the quick form."""
+    """A row of the table: the component, the statement that proves it, the update, and the family
+    of the quick form.
+    """
 
     component: str
     statement: str
@@ -39,7 +44,12 @@ ROWS = (
     Row("output update: elementwise multiply", "10", "Δm = ΔA ⊘ h", "gemma3"),
     Row("mixture of experts", "11", "ΔA / S for every active expert", "mixtral"),
     Row("parallel blocks", "12", "the output takes up all of ΔA", "gptj"),
-    Row("stable update of a norm's scale (Appendix B)", "B", "W_down by inverting RMSNorm, m by the rest", "gemma3"),
+    Row(
+        "stable update of a norm's scale (Appendix B)",
+        "B",
+        "W_down by inverting RMSNorm, m by the rest",
+        "gemma3",
+    ),
 )
 
 
@@ -47,23 +57,32 @@ _HEAD = """# Table 1 of Goldwaser et al., row by row
 
 Small random models of every block form (`icl-patch verify --all-families`), contexts of two absorbed spans, a prefix, ragged rows. L∞ is
 that of a replay without the context against the untouched model with it, relative to the largest logit, fp32, by the direct update (the
-last row: the stable one), of the worst family; the null floor is the untouched model against itself at twice the batch. Bit-identical: the
+last row: the stable one), of the worst family; the noise floor is the untouched model against itself at twice the batch. Bit-identical: the
 share of tokens whose logits an exact patch gives to the last bit, in fp32 and in bf16. Controllable: the share of (block, token) pairs that
 `icl_patch.controllability` finds so (Definitions 3 and 4)."""
 
 
 def families_of(row: Row) -> list[str]:
     """The forms of the zoo that use a statement; those that take images are measured elsewhere."""
-    return [name for name, entry in zoo.ZOO.items() if row.statement in entry.lemmas.split(", ") and not entry.images]
+    return [
+        name
+        for name, entry in tiny_models.ZOO.items()
+        if row.statement in entry.lemmas.split(", ") and not entry.images
+    ]
 
 
 def controllable(name: str, seed: int) -> dict[str, float]:
-    """The shares of (block, kept token) pairs of a family's model that are controllable, for its direct and stable updates."""
+    """The shares of (block, kept token) pairs of a family's model that are controllable, for its
+    direct and stable updates.
+    """
     generator = torch.Generator().manual_seed(seed)
-    context, kept = (torch.randint(1, zoo.IMAGE_TOKEN - 2, (3, width), generator=generator) for width in (9, 5))
+    context, kept = (
+        torch.randint(1, tiny_models.IMAGE_TOKEN - 2, (3, width), generator=generator)
+        for width in (9, 5)
+    )
     found = {}
     for update in ("direct", "stable"):
-        with ContextPatcher(zoo.build(name, seed), update) as patcher:
+        with ContextPatcher(tiny_models.build(name, seed), update) as patcher:
             blocks = controllability(patcher, context, kept)
         for side in ("input", "output"):
             rows = torch.stack([getattr(block, f"{side}_controllable") for block in blocks])
@@ -73,11 +92,13 @@ def controllable(name: str, seed: int) -> dict[str, float]:
 
 def measure(families: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
     """Per family what a survey measures, and controllability."""
-    reports = {report.name: report.to_dict() for report in survey(families, seed=seed)}
+    reports = {report.name: report.to_dict() for report in run_suite(families, seed=seed)}
     return {name: reports[name] | {"controllable": controllable(name, seed)} for name in families}
 
 
-def summary(row: Row, families: Sequence[str], measures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summary(
+    row: Row, families: Sequence[str], measures: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """One row over its families: the worst of each measure."""
     found = [measures[name] for name in families]
     update = "stable" if row.statement == "B" else "direct"
@@ -87,7 +108,7 @@ def summary(row: Row, families: Sequence[str], measures: dict[str, dict[str, Any
         "update": row.update,
         "families": list(families),
         "linf": max(one[update] for one in found),
-        "null_floor": max(one["null_floor"] for one in found),
+        "noise_floor": max(one["noise_floor"] for one in found),
         "bit_identical": min(min(one["exact_fp32"], one["exact_bf16"]) for one in found),
         "input_controllable": min(one["controllable"][f"input_{update}"] for one in found),
         "output_controllable": min(one["controllable"][f"output_{update}"] for one in found),
@@ -98,13 +119,17 @@ def page(rows: Sequence[dict[str, Any]], command: str) -> str:
     """The table as a page."""
     lines = [
         _HEAD,
-        "| component | lemma | update | families | L∞ | null floor | bit-identical | controllable: input, output |\n" + "|---" * 8 + "|",
+        "| component | lemma | update | families | L∞ | noise floor | bit-identical | controllable:"
+        " input, output |\n" + "|---" * 8 + "|",
     ]
     for row in rows:
-        shares = f"{100 * row['input_controllable']:.0f} %, {100 * row['output_controllable']:.0f} %"
+        shares = (
+            f"{100 * row['input_controllable']:.0f} %, {100 * row['output_controllable']:.0f} %"
+        )
         lines[-1] += (
-            f"\n| {row['component']} | {row['statement']} | {row['update']} | {', '.join(row['families'])} | {row['linf']:.1e} "
-            f"| {row['null_floor']:.1e} | {100 * row['bit_identical']:.0f} % | {shares} |"
+            f"\n| {row['component']} | {row['statement']} | {row['update']} |"
+            f" {', '.join(row['families'])} | {row['linf']:.1e} | {row['noise_floor']:.1e} |"
+            f" {100 * row['bit_identical']:.0f} % | {shares} |"
         )
     lines += [
         "- The paper: each component has a perfect implicit update where its condition holds.",
@@ -115,28 +140,50 @@ def page(rows: Sequence[dict[str, Any]], command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every row."""
-    parser = argparse.ArgumentParser(description="Table 1 of Goldwaser et al., measured on every family.")
-    parser.add_argument("--out", type=Path, default=Path("docs/papers"), help="folder for the page and its numbers")
+    parser = argparse.ArgumentParser(
+        description="Table 1 of Goldwaser et al., measured on every family."
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/papers"), help="folder for the page and its numbers"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the models and the tokens")
     parser.add_argument(
-        "--row", choices=[row.statement for row in ROWS], action="append", help="one by its lemma; may be repeated (default: all)"
+        "--row",
+        choices=[row.statement for row in ROWS],
+        action="append",
+        help="one by its lemma; may be repeated (default: all)",
     )
     parser.add_argument("--quick", action="store_true", help="one family a row")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     chosen = {
-        row: [row.family] if options.quick else families_of(row) for row in ROWS if options.row is None or row.statement in options.row
+        row: [row.family] if options.quick else families_of(row)
+        for row in ROWS
+        if options.row is None or row.statement in options.row
     }
-    measures = measure(list(dict.fromkeys(name for names in chosen.values() for name in names)), options.seed)
+    measures = measure(
+        list(dict.fromkeys(name for names in chosen.values() for name in names)), options.seed
+    )
     rows = [summary(row, names, measures) for row, names in chosen.items()]
     only = "".join(f" --row {row}" for row in options.row or ())
-    command = f"python examples/papers/table_1.py{only} --seed {options.seed}{' --quick' if options.quick else ''}"
-    write_json(options.out / "table-1.json", {"command": command, "seed": options.seed, "rows": rows, "families": measures})
+    command = (
+        f"python examples/papers/table_1.py{only} --seed"
+        f" {options.seed}{' --quick' if options.quick else ''}"
+    )
+    write_json(
+        options.out / "table-1.json",
+        {"command": command, "seed": options.seed, "rows": rows, "families": measures},
+    )
     (options.out / "table-1.md").write_text(page(rows, command), encoding="utf-8")
     failed = [name for name, one in measures.items() if not one["passed"]]
     for row in rows:
-        print(f"{row['component']}: L∞ {row['linf']:.1e}, {100 * row['bit_identical']:.0f} % bit-identical", file=sys.stderr, flush=True)
+        print(
+            f"{row['component']}: L∞ {row['linf']:.1e}, {100 * row['bit_identical']:.0f} %"
+            " bit-identical",
+            file=sys.stderr,
+            flush=True,
+        )
     if failed:
         print(f"not within their limits: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -1,0 +1,125 @@
+"""Whether the blocks of a model can take up a context: input- and output-controllability, and what
+is in the way.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from icl_patch.errors import ControllabilityError
+from icl_patch.models.block_spec import Block
+from icl_patch.patcher import ContextPatcher
+from icl_patch.recording.diagnostics import ControllabilityViolation
+from icl_patch.recording.sequences import assemble
+
+
+@dataclass(frozen=True, eq=False)
+class BlockControllability:
+    """Whether one block is controllable at B x T kept tokens.
+
+    Attributes:
+        block: its path and form. kept_mask: (B, T) bool; nothing is said about padding.
+        obstacles: what was looked at: conditions, and the tokens that meet them.
+
+    Source: Goldwaser et al. (2025), Definitions 3 and 4.
+    """
+
+    block: Block
+    kept_mask: Tensor
+    violations: tuple[ControllabilityViolation, ...]
+
+    def _free_of(self, rows: list[Tensor]) -> Tensor:
+        return ~torch.stack([torch.zeros_like(self.kept_mask), *rows]).any(0)
+
+    @property
+    def input_controllable(self) -> Tensor:
+        """(B, T) bool: for every change of the MLP's input some change of its input matrices has
+        the same effect (Definition 3).
+
+        Fails where ``z = 0`` (Lemmas 6 and 7). The MLP of a parallel block reads nothing that the
+        context changes, and cannot fail (Lemma 12).
+        """
+        return self._free_of(
+            [obstacle.always for obstacle in self.violations if obstacle.side == "input"]
+        )
+
+    @property
+    def output_controllable(self) -> Tensor:
+        """(B, T) bool: for every difference some change of the output's parameters makes it
+        (Definition 4).
+
+        Fails where ``h = 0`` for a weight writer (Lemma 9) or a stable scale writer (Appendix B),
+        where some ``Norm(h)_k = 0`` for a direct scale writer (Lemma 10), where the active experts'
+        weights sum to 0 (Lemma 11), and where the block multiplies its MLP's output by 0. A bias
+        cannot fail (Lemma 8).
+        """
+        return self._free_of(
+            [obstacle.always for obstacle in self.violations if obstacle.side == "output"]
+        )
+
+    @property
+    def takes_up(self) -> Tensor:
+        """(B, T) bool: whether there is a patch for this context, whose changes are some and not
+        all (Theorem 5).
+        """
+        return self._free_of([obstacle.rows for obstacle in self.violations])
+
+    def reasons(self, row: int, token: int) -> tuple[str, ...]:
+        """Why the block is not controllable at one kept token, in words; nothing if it is."""
+        return tuple(
+            f"{obstacle.side}: {obstacle.condition}"
+            for obstacle in self.violations
+            if obstacle.always[row, token]
+        )
+
+
+@torch.no_grad()
+def controllability(
+    patcher: ContextPatcher,
+    context_ids: Tensor,
+    kept_ids: Tensor,
+    *,
+    prefix_ids: Tensor | None = None,
+    context_mask: Tensor | None = None,
+    kept_mask: Tensor | None = None,
+    prefix_mask: Tensor | None = None,
+    absorbed: list[tuple[int, int]] | None = None,
+) -> tuple[BlockControllability, ...]:
+    """Which blocks are input- and output-controllable at the kept tokens without the context, and
+    why the others are not.
+
+    The conditions are those of the patcher's update. A block behind one that cannot take up the
+    context is judged by what reaches it.
+
+    Args:
+        patcher: attached to the model. The others as in :meth:`icl_patch.ContextPatcher.compute`,
+            which raises ControllabilityError where ``takes_up`` is False here.
+
+    Returns:
+        One answer a block.
+
+    Raises:
+        ValueError: a shape, a mask or a span does not fit.
+
+    Source: Goldwaser et al. (2025), Definitions 3 and 4, Theorem 5, Lemmas 6 to 12.
+    """
+    patcher.require_attached()
+    sequences = assemble(
+        context_ids,
+        kept_ids,
+        prefix_ids=prefix_ids,
+        context_mask=context_mask,
+        kept_mask=kept_mask,
+        prefix_mask=prefix_mask,
+        absorbed=absorbed,
+    )
+    try:
+        violations = patcher.compute_sequences(sequences).violations
+    except ControllabilityError as error:
+        violations = error.violations
+    mask = sequences.tail_mask[:, sequences.kept_columns]
+    return tuple(
+        BlockControllability(block.block, mask, found)
+        for block, found in zip(patcher.blocks, violations, strict=True)
+    )

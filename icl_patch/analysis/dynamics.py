@@ -1,0 +1,419 @@
+"""The implicit learning dynamics of a context: how the weights change as it grows token by token,
+or is absorbed token by token.
+
+A change of a weight is only ever held as the vectors of ``Σ_r u_r v_rᵀ``; norms, inner products and
+products with a vector come from
+these. Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.models import kv_cache
+from icl_patch.models.language_model import check_vocabulary
+from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
+from icl_patch.recording import forward_passes
+from icl_patch.recording.sequences import Sequences, assemble
+
+if TYPE_CHECKING:
+    from icl_patch.patcher import ContextPatcher
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """``M = Σ_r u_r v_rᵀ``, of which only the vectors exist, for any leading dimensions. All
+    arithmetic is in fp64.
+
+    Attributes:
+        u, v: (..., R, N) and (..., R, K).
+        index: (..., R) int64 where M stands for several matrices, one an expert: which of them a
+            slot belongs to.
+    """
+
+    u: Tensor
+    v: Tensor
+    index: Tensor | None = None
+
+    def __getitem__(self, place: object) -> "LowRank":
+        """A part along the leading dimensions; None adds one."""
+        return LowRank(
+            self.u[place], self.v[place], None if self.index is None else self.index[place]
+        )  # type: ignore[index]
+
+    def inner(self, other: "LowRank") -> Tensor:
+        """The Frobenius inner product ``<M, M'> = Σ_rs (u_r·u'_s)(v_r·v'_s)``: (...), leading
+        dimensions broadcast.
+        """
+        # (..., R, R')
+        products = (self.u.double() @ other.u.double().mT) * (self.v.double() @ other.v.double().mT)
+        if self.index is not None and other.index is not None:
+            products = torch.where(
+                self.index.unsqueeze(-1) == other.index.unsqueeze(-2), products, 0.0
+            )
+        return products.sum((-2, -1))
+
+    def norm(self) -> Tensor:
+        """``‖M‖_F``: (...). Of a matrix of rank 1 it is the spectral norm too."""
+        return self.inner(self).clamp(min=0).sqrt()
+
+    def cosine(self, other: "LowRank") -> Tensor:
+        """``<M, M'> / (‖M‖ ‖M'‖)``: (...); NaN where one of them is 0."""
+        return self.inner(other) / (self.norm() * other.norm())
+
+    def on(self, z: Tensor) -> Tensor:
+        """``M z = Σ_r (v_r·z) u_r``: z (..., K) -> (..., N).
+
+        Raises:
+            ValueError: this stands for several matrices.
+        """
+        if self.index is not None:
+            raise ValueError("expected the change of one matrix, got those of several experts")
+        coeff = self.v.double() @ z.double().unsqueeze(-1)  # (..., R, 1)
+        return (coeff * self.u.double()).sum(-2)
+
+    def against(self, weight: Tensor) -> Tensor:
+        """``<M, W> = trace(Mᵀ W) = Σ_r u_r·(W v_r)``: W (..., N, K), of experts (E, N, K) ->
+        (...).
+        """
+        weight, v = weight.double(), self.v.double()
+        if self.index is None:
+            return ((v @ weight.mT) * self.u.double()).sum((-2, -1))
+        total = torch.zeros_like(self.u[..., 0, 0], dtype=torch.float64)
+        for expert in self.index.unique().tolist():
+            products = ((v @ weight[expert].mT) * self.u.double()).sum(-1)
+            total += torch.where(self.index == expert, products, 0.0).sum(-1)
+        return total
+
+    def scaled(self, factor: Tensor) -> "LowRank":
+        """``factor M``: factor (...)."""
+        return LowRank(factor[..., None, None] * self.u, self.v, self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """``W_i = W_0 + ΔW_i``, i = 0 … n: what a context does to one parameter as it grows to n
+    tokens.
+
+    Attributes:
+        changes: ``ΔW_i`` (n + 1, ...), the first of them 0. A change of a bias or a scale is its
+            vector u, with ``v = 1``.
+
+    Source: Dherin et al. (2025), equations 6 to 9 and Proposition 3.1.
+    """
+
+    changes: LowRank
+
+    @classmethod
+    def of(cls, u: Tensor, v: Tensor | None = None, index: Tensor | None = None) -> "Trajectory":
+        """The trajectory of ``u_i v_iᵀ``: u (n + 1, ..., N), v (n + 1, ..., K) or None; of experts
+        with k slots, index (n + 1, ..., k).
+        """
+        v = torch.ones_like(u[..., :1]) if v is None else v
+        return cls(
+            LowRank(u.unsqueeze(-2), v.unsqueeze(-2)) if index is None else LowRank(u, v, index)
+        )
+
+    def norms(self) -> Tensor:
+        """``‖W_i - W_0‖_F``: (n + 1, ...) fp64."""
+        return self.changes.norm()
+
+    def steps(self) -> LowRank:
+        """``W_{i+1} - W_i``: (n, ...), of rank 1 if every step has the same v, else of rank 2.
+
+        As ``(u' - u) v'ᵀ + u (v' - v)ᵀ``, which near convergence does not lose the digits that ``u'
+        v'ᵀ - u vᵀ`` would.
+        """
+        before, after = self.changes[:-1], self.changes[1:]
+        u, v = before.u, before.v
+        if before.index is None or after.index is None:
+            return LowRank(torch.cat([after.u - u, u], -2), torch.cat([after.v, after.v - v], -2))
+        same = after.index.unsqueeze(-1) == before.index.unsqueeze(-2)  # (..., k', k)
+        gone = torch.where(same.any(-2).unsqueeze(-1), 0, u)
+        u, v = same.to(u.dtype) @ u, same.to(v.dtype) @ v
+        return LowRank(
+            torch.cat([after.u - u, u, -gone], -2),
+            torch.cat([after.v, after.v - v, before.v], -2),
+            torch.cat([after.index, after.index, before.index], -1),
+        )
+
+    def step_norms(self) -> Tensor:
+        """``‖W_{i+1} - W_i‖_F``: (n, ...) fp64."""
+        return self.steps().norm()
+
+    def rates(self) -> Tensor:
+        """The learning rates ``h_i = 1/‖A(x)‖² = ‖v_{i+1}‖²``: (n, ...) fp64; the largest of a
+        token's experts; of a bias 1.
+
+        In a block behind others the token's own residual stream depends on the context so far, and
+        ``A(x)`` and ``h_i`` with it.
+        """
+        return self.changes.v[1:].double().square().sum(-1).amax(-1)
+
+    def gradients(self) -> LowRank:
+        """``Δ_i = ∇_W L_i``, so that ``W_{i+1} = W_i - h_i Δ_i``: (n, ...).
+
+        Where all steps share ``v = A(x)/‖A(x)‖²`` this is the paper's ``W_0 (A(c_1…c_i, x) -
+        A(c_1…c_{i+1}, x)) A(x)ᵀ``.
+        """
+        rates = self.rates()
+        return self.steps().scaled(
+            torch.where(rates > 0, -1 / torch.where(rates > 0, rates, 1.0), 0.0)
+        )
+
+    def losses(self, weight: Tensor) -> Tensor:
+        """``L_i(W_i) = trace(Δ_iᵀ W_i)``: W_0 as (N, K), of experts (E, N, K) -> (n, ...) fp64. A
+        bias or scale is (N, 1).
+        """
+        gradients = self.gradients()
+        return gradients.against(weight) + gradients.inner(self.changes[:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Dynamics:
+    """The patches of a context that grows token by token.
+
+    Attributes:
+        patches: patches[i] stands for the first i tokens of the context, i = 0 … n; each can be
+            replayed if all layers were asked for.
+    """
+
+    patches: tuple[ContextPatch, ...]
+
+    def __len__(self) -> int:
+        """n, the number of steps."""
+        return len(self.patches) - 1
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The changed parameters, by their names in the model's state dict."""
+        return tuple(name for name, _ in _named(self.patches[-1]))
+
+    def trajectory(self, parameter: str) -> Trajectory:
+        """``W_0, …, W_n`` of one parameter for every row and kept token: leading dimensions (n + 1,
+        B, T).
+
+        ``ΔW_0`` is 0: nothing is absorbed yet. The first patch's factors are not always, an update
+            may correct rounding with them.
+
+        Raises:
+            ValueError: the patches change no such parameter.
+        """
+        found = [
+            change for patch in self.patches for name, change in _named(patch) if name == parameter
+        ]
+        if not found:
+            raise ValueError(
+                f"expected one of the changed parameters {', '.join(self.parameters)}, got"
+                f" {parameter!r}"
+            )
+        if found[0].index is None:
+            return Trajectory.of(
+                _from_zero([change.u for change in found]), _stacked([change.v for change in found])
+            )
+        slots = [change.in_slots() for change in found]
+        v = _stacked([v for _, v in slots])
+        u = _from_zero([u for u, _ in slots])
+        v = torch.ones_like(u[..., :1]) if v is None else v
+        return Trajectory.of(u, v, _stacked([change.index for change in found]))
+
+    def step_norms(self) -> dict[str, Tensor]:
+        """``‖W_{i+1} - W_i‖_F`` of every changed parameter: (n, B, T) fp64."""
+        return {name: self.trajectory(name).step_norms() for name in self.parameters}
+
+
+def _named(patch: ContextPatch) -> Iterator[tuple[str, ParameterChange]]:
+    for index, layer in zip(patch.layer_indices, patch.layers, strict=True):
+        block = patch.blocks[index]
+        for change in parameter_changes(block.spec, layer):
+            yield (
+                f"{block.path}.{change.name}"
+                + (f".{change.parameter}" if change.parameter else ""),
+                change,
+            )
+
+
+def _from_zero(parts: list[Tensor]) -> Tensor:
+    return torch.stack([torch.zeros_like(parts[0]), *parts[1:]])
+
+
+def _stacked(parts: list[Tensor | None]) -> Tensor | None:
+    given = [part for part in parts if part is not None]
+    return torch.stack(given) if given else None
+
+
+@torch.no_grad()
+def grow(
+    patcher: "ContextPatcher", sequences: Sequences, start: int, layers: slice = slice(None)
+) -> Dynamics:
+    """The patches of the heads of ``start``, ``start + 1``, … columns; see
+    :meth:`icl_patch.ContextPatcher.dynamics`.
+
+    One cache grows by a token a step; each step runs the kept tokens on a copy of it.
+    """
+    check_vocabulary(patcher.model, sequences.head_ids, sequences.tail_ids)
+    model, width, positions = patcher.model, sequences.head_ids.shape[1], sequences.positions
+
+    def head(stop: int) -> Sequences:
+        return replace(
+            sequences,
+            **{
+                name: getattr(sequences, name)[:, :stop]
+                for name in ("head_ids", "head_mask", "head_absorbed")
+            },
+        )
+
+    first = head(start)
+    patches = [patcher.compute_from(patcher.prefill(first), first).patch.select(layers=layers)]
+    cache = kv_cache.new_cache(model)
+    if start:
+        forward_passes.run_head(model, first, cache)
+    for stop in range(start + 1, width + 1):
+        part, new = head(stop), slice(stop - 1, stop)
+        forward_passes.run(
+            model, part.head_ids[:, new], part.head_mask, positions[:, new], cache, last_logits=1
+        )
+        copied = copy.deepcopy(cache)
+        if patches[0].passes == 1:  # one pass over both streams, and rows for both
+            kv_cache.stack_cache(copied, len(part.head_ids))
+        patches.append(patcher.compute_from(copied, part).patch.select(layers=layers))
+    return Dynamics(tuple(patches))
+
+
+# -- Appendix E: the context is absorbed from its first token on, and what is left of it stays
+
+
+@dataclass(frozen=True, eq=False)
+class Factorisation:
+    """``W_n = W_0 (1 + h_1 A_1)(1 + h_2 A_2) ⋯ (1 + h_n A_n)``, kept as vectors: ``A_i = ΔA(c_i)
+    z_iᵀ``, ``h_i = 1/‖z_i‖²``.
+
+    ``z_i = A(c_{i+1}, …, c_n, x)`` is what the first dense layer reads when i tokens are absorbed,
+    and ``ΔA(c_i) = z_{i-1} - z_i``. Then ``W_i z_i = W_0 z_0`` for every i: the block's output
+    stays what it is with the whole context.
+
+    Attributes:
+        inputs: z_0, …, z_n: (n + 1, ..., K).
+
+    Raises:
+        ValueError: ``inputs`` has no step.
+
+    Source: Dherin et al. (2025), Corollary E.0.1 and equations 29 to 31.
+    """
+
+    inputs: Tensor
+
+    def __post_init__(self) -> None:
+        if self.inputs.dim() < 2 or len(self.inputs) < 2:
+            raise ValueError(
+                f"expected inputs (n + 1, ..., K) with n ≥ 1, got {tuple(self.inputs.shape)}"
+            )
+
+    def __len__(self) -> int:
+        """n, the number of factors."""
+        return len(self.inputs) - 1
+
+    @property
+    def deltas(self) -> Tensor:
+        """``ΔA(c_i)``: (n, ..., K)."""
+        return self.inputs[:-1] - self.inputs[1:]
+
+    @property
+    def directions(self) -> Tensor:
+        """``h_i z_i = z_i/‖z_i‖²``: (n, ..., K); 0 where ``z_i = 0``, through which no update
+        reaches.
+        """
+        return ops.read_direction(self.inputs[1:])[0]
+
+    def rates(self) -> Tensor:
+        """``h_i``: (n, ...)."""
+        return self.directions.square().sum(-1)
+
+    def determinants(self) -> Tensor:
+        """``det(1 + h_i A_i) = z_{i-1}·z_i / ‖z_i‖²``: (n, ...). The factor has an inverse where it
+        is not 0.
+        """
+        return (self.inputs[:-1] * self.directions).sum(-1)
+
+    def on(self, z: Tensor, absorbed: int | None = None) -> Tensor:
+        """``(1 + h_1 A_1) ⋯ (1 + h_i A_i) z`` for the first ``absorbed`` factors, by default all:
+        (..., K) -> (..., K).
+        """
+        deltas, directions = self.deltas, self.directions
+        for i in reversed(range(len(self) if absorbed is None else absorbed)):
+            z = z + deltas[i] * (directions[i] * z).sum(-1, keepdim=True)
+        return z
+
+    def steps(self, weight: Tensor) -> LowRank:
+        """``W_i - W_{i-1} = (W_{i-1} ΔA(c_i)) (h_i z_i)ᵀ``, of rank 1: W_0 (N, K) -> (n, ...).
+        Source: equation 27.
+        """
+        deltas, directions = self.deltas, self.directions
+        x = deltas.clone()
+        for i in reversed(range(len(self))):  # the i-th factor acts on all the later differences
+            x[i + 1 :] += deltas[i] * (directions[i] * x[i + 1 :]).sum(-1, keepdim=True)
+        return LowRank((x @ weight.mT).unsqueeze(-2), directions.unsqueeze(-2))
+
+    def total(self, weight: Tensor) -> LowRank:
+        """``W_n - W_0`` as the sum of all steps: W_0 (N, K) -> (...), with n slots."""
+        steps = self.steps(weight)
+        return LowRank(steps.u.squeeze(-2).movedim(0, -2), steps.v.squeeze(-2).movedim(0, -2))
+
+
+@torch.no_grad()
+def factorise(
+    patcher: "ContextPatcher", context_ids: Tensor, kept_ids: Tensor, layer: int
+) -> Factorisation:
+    """The factorisation of what a context does to the readers of one block, for the token that
+    follows it.
+
+    One patch a context token is computed: the first i tokens are absorbed, the others stay beside
+        the token.
+
+    Args:
+        context_ids: (B, n) int64. kept_ids: (B, 1) int64. layer: which block.
+
+    Returns:
+        A factorisation with inputs (n + 1, B, K), in the dtype of the factors; its W_0 is any of
+        the block's readers.
+
+    Raises:
+        ValueError: more than one kept token, or the block has no readers that share their input; or
+            as
+            :meth:`icl_patch.ContextPatcher.require_attached`.
+    """
+    if kept_ids.shape[1:] != (1,):
+        raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
+    inputs = []
+    for stop in range(context_ids.shape[1] + 1):
+        whole = assemble(context_ids, kept_ids, absorbed=[(0, max(stop, 1))])
+        patch = patcher.compute_sequences(whole if stop else _nothing_absorbed(whole)).patch
+        factors = patch.layers[layer]
+        if "readers.v" not in factors:
+            raise ValueError(
+                "expected a block with readers of what attention gives, got"
+                f" {patch.blocks[layer].path}, which has none"
+            )
+        inputs.append(factors["readers.v"][:, -1])
+    v = torch.stack(inputs)
+    return Factorisation(v / v.square().sum(-1, keepdim=True))
+
+
+def _nothing_absorbed(sequences: Sequences) -> Sequences:
+    """The same tokens, all of them kept."""
+    head, tail = sequences.head_ids.shape[1], torch.zeros_like(sequences.head_absorbed[0])
+    return replace(
+        sequences,
+        head_ids=sequences.head_ids[:, :0],
+        head_mask=sequences.head_mask[:, :0],
+        head_absorbed=sequences.head_absorbed[:, :0],
+        tail_ids=torch.cat([sequences.head_ids, sequences.tail_ids], 1),
+        tail_mask=torch.cat([sequences.head_mask, sequences.tail_mask], 1),
+        tail_absorbed=torch.cat([tail[:head], sequences.tail_absorbed]),
+    )

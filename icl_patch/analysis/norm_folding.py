@@ -1,0 +1,389 @@
+"""Norms folded into the linear maps that follow them, and value and output matrices multiplied out:
+the weights as analysis wants them.
+
+Source: "Folding weights in transformers", the reformulation used in "Weight-based Analysis of
+Detokenization in Language Models". Its vectors are rows, ``x W``; a weight of ``nn.Linear`` is the
+transpose of its ``W``.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch.analysis.ov_matrices import ValueOutput, value_output
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.models.consumers import Consumers, watch_consumers
+from icl_patch.models.language_model import vocabulary
+
+__all__ = [
+    "FoldedNorm",
+    "Folding",
+    "NormForm",
+    "UncentredLayerNorm",
+    "ValueOutput",
+    "fold",
+    "norm_form",
+    "value_output",
+]
+
+# Of a norm against the formula that it is taken for: a few roundings of its dtype.
+_NORM_TOLERANCE = {
+    torch.float64: 1e-5,
+    torch.float32: 1e-5,
+    torch.bfloat16: 0.03,
+    torch.float16: 5e-3,
+}
+# Of the logits of the folded model, relative to max |logit|: a fold that is wrong is off by far
+# more than rounding.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+class UncentredLayerNorm(nn.Module):
+    """``y = x / σ(x)``, with ``σ(x) = sqrt(mean((x - mean x)²) + eps)``: what is left of a
+    LayerNorm that has been folded.
+
+    Computed in fp32 at least and rounded once to the dtype of x. Source: "Folding weights in
+    transformers", the new LN.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n) -> (..., n)."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.var(-1, correction=0, keepdim=True) + self.eps)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The width and the eps."""
+        return f"{self.width}, eps={self.eps}"
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """``y = (offset + weight) ⊙ (x - centred · mean x) / sqrt(mean square + eps) + bias``: how a
+    norm computes.
+    """
+
+    centred: bool
+    offset: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class FoldedNorm:
+    """A norm that was folded: its path, its form, and the paths of the linear maps that took it
+    up.
+    """
+
+    path: str
+    form: NormForm
+    readers: tuple[str, ...]
+
+
+class Folding:
+    """A model with folded norms, until :meth:`restore` or the end of the ``with`` block.
+
+    Attributes:
+        folded: the norms that were folded, in the model's order.
+        refused: the reason for every norm that was left as it is, by its path.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.folded: tuple[FoldedNorm, ...] = ()
+        self.refused: dict[str, str] = {}
+        # holder, name, what was there, what is
+        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def __enter__(self) -> "Folding":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Put back the parameters and norms that were there, the same objects: bit-exact, or as the
+        model was moved since.
+
+        Restoring twice is fine.
+
+        Raises:
+            ValueError: a :class:`~icl_patch.ContextPatcher` is attached to the folded model, or it
+                was folded again: first undo that.
+        """
+        if self._undo:
+            _require_unpatched(self.model)
+        last = {(id(holder), name): value for holder, name, _, value in self._undo}
+        if any(holder[name] is not last[id(holder), name] for holder, name, _, _ in self._undo):
+            raise ValueError(
+                f"expected {type(self.model).__name__} as it was folded, it was changed since:"
+                " restore a later folding first"
+            )
+        while self._undo:
+            holder, name, original, value = self._undo.pop()
+            if isinstance(original, nn.Parameter) and (original.device, original.dtype) != (
+                value.device,
+                value.dtype,
+            ):
+                original.data = original.data.to(value.device, value.dtype)
+            holder[name] = original
+
+    def _put(self, holder: dict[str, Any], name: str, value: Any) -> None:
+        self._undo.append((holder, name, holder[name], value))
+        holder[name] = value
+
+    def _fold(self, norm: FoldedNorm) -> None:
+        module = self.model.get_submodule(norm.path)
+        weight, bias = module.weight, getattr(module, "bias", None)
+        assert isinstance(weight, Tensor)
+        scale = norm.form.offset + weight.double()
+        for path in norm.readers:
+            self._fold_reader(self.model.get_submodule(path), scale, bias, norm.form.centred)
+        if norm.form.centred:
+            uncentred = UncentredLayerNorm(len(weight), norm.form.eps).train(module.training)
+            for parent in list(self.model.modules()):
+                for name, child in list(parent._modules.items()):
+                    if child is module:
+                        self._put(parent._modules, name, uncentred)
+            return
+        neutral = torch.full_like(weight, 1.0 - norm.form.offset)
+        self._put(module._parameters, "weight", nn.Parameter(neutral, weight.requires_grad))
+        if bias is not None:
+            self._put(
+                module._parameters, "bias", nn.Parameter(torch.zeros_like(bias), bias.requires_grad)
+            )
+
+    def _fold_reader(
+        self, reader: nn.Module, scale: Tensor, norm_bias: Tensor | None, centred: bool
+    ) -> None:
+        weight, bias = reader._parameters["weight"], reader._parameters["bias"]
+        assert weight is not None
+        matrix = _columns(reader)  # (N, K)
+        folded = matrix * scale
+        if centred:
+            folded = folded - folded.mean(1, keepdim=True)
+        folded = folded.T if isinstance(reader, Conv1D) else folded
+        self._put(
+            reader._parameters,
+            "weight",
+            nn.Parameter(folded.to(weight.dtype).contiguous(), weight.requires_grad),
+        )
+        if norm_bias is not None:
+            shift = matrix @ norm_bias.double()
+            total = shift if bias is None else bias.double() + shift
+            self._put(
+                reader._parameters,
+                "bias",
+                nn.Parameter(total.to(weight.dtype), weight.requires_grad),
+            )
+
+
+@torch.inference_mode(False)  # whether an output is changed in place is counted in no other mode
+@torch.no_grad()
+def fold(
+    model: PreTrainedModel, norms: Iterable[str] | None = None, *, untie: bool = False
+) -> Folding:
+    """Fold norms into the linear maps that follow: the model computes the same, with ``LN(x) =
+    x/σ(x)``, ``RMSNorm(x) = x/rms(x)``.
+
+    For a linear map ``y = z W + b`` of the output of a norm with scale ``m`` and bias ``β``, with
+    ``d`` the width::
+
+        LayerNorm   W' = (I - 11ᵀ/d) diag(m) W,    b' = β W + b
+        RMSNorm     W' = diag(m) W                 (Gemma: m = 1 + weight)
+
+    The products are taken in fp64 and rounded once to the weight's dtype, so logits agree to
+    rounding. A LayerNorm's place is taken by
+    :class:`UncentredLayerNorm`, an RMSNorm keeps its module with a neutral weight; a linear map
+    that has no bias gets one where ``β`` asks for it. Everything is put back, the same objects, by
+    :meth:`Folding.restore`::
+
+        with fold(model) as folding:
+            folding.folded, folding.refused
+            value_output(model, 0).head(3)               # W_VO of the folded weights
+            with ContextPatcher(model) as patcher: ...   # patches of the folded model
+
+    What reads a norm's output is seen in a pass over a few tokens, and the logits are compared
+    before and after. By name refused, and left as they are, with the reason in
+    :attr:`Folding.refused`:
+
+    - a norm whose output is read elsewhere: by a residual sum (Gemma's post-norms, post-LN models),
+      by rotary embeddings (query and key norms), by a router's gather, by a linear map that has
+      other inputs too;
+    - a norm that does not run, or that is none of the formulas above;
+    - a reader whose weight another module shares, such as a tied output embedding: folding would
+      make the two drift apart;
+    - a reader whose weight is quantised.
+
+    Args:
+        model: a causal language model in eval mode, without a patcher attached.
+        norms: paths of the norms to fold; by default every one that can be.
+        untie: give a reader with a shared weight a weight of its own instead of refusing, until the
+            model is restored.
+
+    Returns:
+        The folding, a context manager.
+
+    Raises:
+        UnsupportedModelError: a norm that was asked for cannot be folded, or none can; or the
+            folded model computes something else.
+        ValueError: there is no module at a given path, the model is training, or a patcher is
+            attached.
+
+    Source: "Folding weights in transformers", Reformulating LayerNorm and Self-Attention.
+    """
+    _require_unpatched(model)
+    if model.training:
+        raise ValueError("expected a model in eval mode, got one that is training")
+    candidates = [path for path, module in model.named_modules() if _is_norm(module)]
+    asked = candidates if norms is None else list(norms)
+    for path in asked:
+        if path not in candidates:
+            raise ValueError(f"expected the path of a norm with a weight and an eps, got {path!r}")
+    ids = torch.randint(
+        0, vocabulary(model), (2, 7), generator=torch.Generator().manual_seed(0)
+    ).to(model.device)
+    with watch_consumers(model, candidates) as found:
+        expected = model(input_ids=ids, use_cache=False).logits
+    folding = Folding(model)
+    tied = _tied(model)
+    chosen: list[FoldedNorm] = []
+    for path in candidates:
+        form = norm_form(model.get_submodule(path))
+        reason = (
+            "it was not asked for"
+            if path not in asked
+            else _reason(model, found[path], form, {} if untie else tied)
+        )
+        if reason is not None:
+            folding.refused[path] = reason
+        else:
+            assert form is not None
+            chosen.append(FoldedNorm(path, form, tuple(found[path].linear)))
+    refused = {path: reason for path, reason in folding.refused.items() if path in asked}
+    if (norms is not None and refused) or not chosen:
+        listed = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has norms that cannot be folded: {listed or 'it has no norms'}"
+        )
+    try:
+        for norm in chosen:
+            folding._fold(norm)
+        error = (model(input_ids=ids, use_cache=False).logits - expected).abs().max()
+        if not error <= _TOLERANCE[model.dtype] * expected.abs().max():
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not compute the same with its norms folded:"
+                f" {float(error):.1e} off"
+            )
+    except BaseException:
+        folding.restore()
+        raise
+    folding.folded = tuple(chosen)
+    return folding
+
+
+def norm_form(norm: nn.Module) -> NormForm | None:
+    """How a norm computes, found by comparing it with each formula on numbers; None if it is none
+    of them.
+    """
+    weight, bias, eps = norm.weight, getattr(norm, "bias", None), _eps(norm)
+    assert isinstance(weight, Tensor) and eps is not None
+    x = 0.7 + 2 * torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
+    x = x.to(weight.device, weight.dtype)
+    try:
+        with torch.no_grad():
+            got = norm(x).double()
+    except TypeError:  # it has other inputs too, such as a gate
+        return None
+    for centred in (False, True):
+        for offset in (0.0, 1.0):
+            wide = x.double()
+            wide = wide - wide.mean(-1, keepdim=True) if centred else wide
+            want = (
+                wide
+                * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+                * (offset + weight.double())
+            )
+            want = want if bias is None else want + bias.double()
+            if (got - want).abs().max() <= _NORM_TOLERANCE[weight.dtype] * want.abs().max():
+                return NormForm(centred, offset, eps)
+    return None
+
+
+def _eps(norm: nn.Module) -> float | None:
+    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+    return float(eps) if isinstance(eps, float) else None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return (
+        weight is not None
+        and weight.dim() == 1
+        and weight.dtype in _TOLERANCE
+        and not module._modules
+        and _eps(module) is not None
+    )
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """For every module whose weight is another module's parameter too: the name of that one."""
+    owners: dict[tuple[int, torch.Size], list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault((parameter.data_ptr(), parameter.shape), []).append(name)
+    return {
+        name.rpartition(".")[0]: next(other for other in names if other != name)
+        for names in owners.values()
+        if len(names) > 1
+        for name in names
+    }
+
+
+def _reason(
+    model: nn.Module, readers: Consumers, form: NormForm | None, tied: dict[str, str]
+) -> str | None:
+    """Why a norm cannot be folded, or None."""
+    if not readers.calls:
+        return "it does not run in a pass over tokens"
+    if readers.elsewhere:
+        return f"its output is read by {readers.elsewhere[0]}, not by linear maps alone"
+    if not readers.linear:
+        return "no linear map reads its output"
+    if form is None:
+        return "it is neither a LayerNorm nor an RMSNorm"
+    for path in readers.linear:
+        weight = model.get_submodule(path)._parameters.get("weight")
+        if weight is None or not weight.is_floating_point() or weight.dtype not in _TOLERANCE:
+            return f"{path} has no weight in fp64, fp32, bf16 or fp16"
+        if path in tied:
+            return f"{path}.weight is tied to {tied[path]}: the two would drift apart"
+    return None
+
+
+def _require_unpatched(model: nn.Module) -> None:
+    if any(isinstance(module, PatchedModule) for module in model.modules()):
+        raise ValueError(
+            f"expected a model without patched modules, {type(model).__name__} has some: detach the"
+            " patcher first"
+        )
+
+
+def _columns(module: nn.Module) -> Tensor:
+    """The weight of a linear map as (N, K) fp64."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach().double().T if isinstance(module, Conv1D) else weight.detach().double()

@@ -1,0 +1,201 @@
+"""Every block form on small random models: what ``icl-patch verify --all-families`` prints, and the
+table of what is supported.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from icl_patch import metrics
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.evaluation import tiny_models
+from icl_patch.models import kv_cache
+from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.patcher import ContextPatcher
+from icl_patch.recording import forward_passes
+from icl_patch.recording.sequences import Sequences, assemble
+
+# Of reader errors and corrections, in units of the dtype's spacing.
+_ROUNDINGS = 16
+
+
+@dataclass(frozen=True)
+class FamilyReport:
+    """What one form showed on one random model in fp32 and in bf16.
+
+    Attributes:
+        noise_floor: fp32, the untouched model at twice the batch against itself. direct, stable:
+            fp32, L∞ of the replay.
+        exact_fp32, exact_bf16: share of tokens whose logits are bit-identical.
+        reader_error, correction: the largest of both dtypes, in units of the dtype's spacing at 1.
+        experts_identical: share of (token, block) pairs with the same experts; None without
+            experts.
+        refused: why, for a form that is not covered; the measures are then None.
+    """
+
+    name: str
+    model: str
+    writer: str
+    lemmas: str
+    note: str
+    noise_floor: float | None = None
+    direct: float | None = None
+    stable: float | None = None
+    exact_fp32: float | None = None
+    exact_bf16: float | None = None
+    reader_error: float | None = None
+    correction: float | None = None
+    experts_identical: float | None = None
+    refused: str | None = None
+
+    @property
+    def expected(self) -> bool:
+        """Whether the form is among those that are covered."""
+        return self.name in tiny_models.ZOO
+
+    @property
+    def passed(self) -> bool:
+        """A covered form: within its limits and bit-identical. Another: refused."""
+        if not self.expected:
+            return self.refused is not None
+        if self.refused is not None:
+            return False
+        assert self.noise_floor is not None and self.direct is not None and self.stable is not None
+        limit = max(10 * self.noise_floor, 1e-4)
+        small = max(self.reader_error or 0.0, self.correction or 0.0) <= _ROUNDINGS
+        identical = self.exact_fp32 == self.exact_bf16 == 1.0 and self.experts_identical in (
+            None,
+            1.0,
+        )
+        return self.direct <= limit and self.stable <= limit and small and identical
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON types."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def run_suite(
+    names: Sequence[str] | None = None,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[FamilyReport]:
+    """Run every entry of the zoo, or those named: patches of ragged rows with a prefix and several
+    absorbed spans, replayed.
+
+    Raises:
+        KeyError: there is no such entry.
+    """
+    chosen = list(names) if names is not None else [*tiny_models.ZOO, *tiny_models.REFUSED]
+    reports = []
+    for number, name in enumerate(chosen, 1):
+        reports.append(_run(name, seed))
+        if progress is not None:
+            progress(number, len(chosen))
+    return reports
+
+
+def _run(name: str, seed: int) -> FamilyReport:
+    entry = tiny_models.ZOO.get(name) or tiny_models.REFUSED[name]
+    known: dict[str, Any] = {
+        "name": name,
+        "model": entry.config,
+        "writer": entry.writer,
+        "lemmas": entry.lemmas,
+        "note": entry.note,
+    }
+    try:
+        measures = _measure_fp32(name, seed)
+        bf16 = _measure_exact(name, seed, torch.bfloat16)
+    except UnsupportedModelError as error:
+        return FamilyReport(**known, refused=str(error))
+    exact = _measure_exact(name, seed, torch.float32)
+    return FamilyReport(
+        **known,
+        **measures,
+        exact_fp32=exact["identical"],
+        exact_bf16=bf16["identical"],
+        reader_error=max(exact["reader_error"], bf16["reader_error"]),
+        correction=max(exact["correction"], bf16["correction"]),
+        experts_identical=(
+            None if bf16["choices"] is None else min(exact["choices"], bf16["choices"])
+        ),
+    )
+
+
+def _sequences(seed: int) -> Sequences:
+    """Three ragged rows: a prefix, a context with two absorbed spans, seven kept tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 3
+    prefix, context, kept = (
+        torch.randint(1, tiny_models.IMAGE_TOKEN - 2, (rows, width), generator=generator)
+        for width in (5, 11, 7)
+    )
+    prefix_mask = torch.arange(5).flip(0) < torch.tensor([5, 3, 1]).unsqueeze(1)
+    kept_mask = torch.arange(7) < torch.tensor([7, 5, 3]).unsqueeze(1)
+    masks = {"prefix_mask": prefix_mask, "kept_mask": kept_mask}
+    return assemble(context, kept, prefix_ids=prefix, absorbed=[(0, 5), (8, 10)], **masks)
+
+
+@torch.no_grad()
+def _stock(model: Any, sequences: Sequences) -> Tensor:
+    """The untouched model's logits of the kept tokens; token by token if it is recurrent."""
+    cache, width = kv_cache.new_cache(model), sequences.tail_ids.shape[1]
+    forward_passes.run_head(model, sequences, cache)
+    parts = (
+        [slice(column, column + 1) for column in range(width)]
+        if is_recurrent(model)
+        else [slice(width)]
+    )
+    return torch.cat([forward_passes.run_tail(model, sequences, cache, part) for part in parts], 1)[
+        :, sequences.kept_columns
+    ]
+
+
+def _doubled(sequences: Sequences) -> Sequences:
+    """Every row twice."""
+    rows = {
+        name: value if name == "tail_absorbed" else value.repeat(2, 1)
+        for name, value in vars(sequences).items()
+    }
+    return Sequences(**rows)
+
+
+def _measure_fp32(name: str, seed: int) -> dict[str, Any]:
+    """The noise floor, and the L∞ of direct and stable replays."""
+    model, sequences = tiny_models.build(name, seed), _sequences(seed)
+    found = {}
+    for update in ("direct", "stable"):
+        with ContextPatcher(model, update) as patcher:
+            patch = patcher.compute_sequences(sequences).patch
+            logits = patcher.replay(patch)[0]
+        reference, mask = _stock(model, sequences), patch.kept_mask
+        found[update] = float(metrics.linf(logits, reference)[mask].max())
+    twice = _stock(model, _doubled(sequences))[: len(reference)]
+    return found | {"noise_floor": float(metrics.linf(twice, reference)[mask].max())}
+
+
+def _measure_exact(name: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Bit identity of an exact replay, and what shows that it is no accident."""
+    model, sequences = tiny_models.build(name, seed, dtype), _sequences(seed)
+    reference = _stock(model, sequences)
+    with ContextPatcher(model, "exact") as patcher:
+        computed = patcher.compute_sequences(sequences)
+        logits, all_activations = patcher.replay(computed.patch)
+    mask, report = computed.patch.kept_mask, computed.patch.report
+    assert report is not None
+    epsilon = torch.finfo(dtype).eps
+    choices = [
+        (activations.experts[1].sort(-1).values == wanted.experts[1].sort(-1).values).all(-1)[mask]
+        for activations, wanted in zip(all_activations, computed.all_activations, strict=True)
+        if activations.experts is not None and wanted.experts is not None
+    ]
+    return {
+        "identical": float(metrics.bit_identical(logits, reference)[mask].double().mean()),
+        "reader_error": float(report.reader_error.max()) / epsilon,
+        "correction": float(report.correction.max()) / epsilon,
+        "choices": float(torch.cat(choices).double().mean()) if choices else None,
+    }

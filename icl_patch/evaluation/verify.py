@@ -1,0 +1,560 @@
+"""The papers' protocol: is the patched model without a context the model with it, token by token?
+
+1. The untouched model generates greedily with its context; its logits at every step are the
+   baseline.
+2. At every step the patch is recomputed from the prompt and everything generated, and the current
+   token is *replayed* with it: no context, no cache, no second stream.
+3. The two are compared; where the replay would choose another token, generation goes on along the
+   baseline's.
+
+Source: Goldwaser et al. (2025), section 4.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from icl_patch import metrics
+from icl_patch.evaluation import embedded
+from icl_patch.generation.loop import History
+from icl_patch.models import kv_cache
+from icl_patch.models.language_model import check_length, check_vocabulary
+from icl_patch.patcher import ContextPatcher
+from icl_patch.recording import forward_passes
+from icl_patch.recording.attached_block import BlockActivations
+from icl_patch.recording.passes import Computation
+from icl_patch.recording.sequences import Sequences, assemble
+
+MARS_PROMPT = (
+    "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed"
+    " robot:"
+)
+"""The prompt of the paper's Figure 3."""
+
+
+# of the dtype's epsilon, allowed to the readers' outputs and to the exact update's correction
+_ROUNDINGS = 16
+# Above this a noise floor is no rounding: the model's calls do not go on from each other (bf16,
+# fp16: other experts chosen reach tenths).
+_PROMISED = ("float32", "float64")  # where direct and stable promise to be near
+_FLOOR = {"float32": 0.01, "float64": 0.01, "bfloat16": 1.0, "float16": 1.0}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token: the baseline's choice, and how the replay compares. Errors are relative
+    to max |logit|.
+    """
+
+    token_id: int
+    match: bool
+    bit_identical: bool
+    linf: float
+    tvd: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify` measured.
+
+    ``steps`` runs over the prompts one after the other, ``max_new_tokens`` steps each.
+    ``noise_floor`` is the untouched model against
+    itself: the largest difference that batching differently (B against 2B rows) or one pass against
+    cached token by token makes. ``reader_error_max`` compares the readers' outputs in the replay
+    with those in the context run, relative to their largest element; ``blocks_bit_identical`` is
+    the share of (step, block) pairs whose whole output is equal to the last bit; ``correction_max``
+    is the largest correction of the exact update on top of the stable or direct one, relative to
+    the block's output; ``misses`` counts elements of block outputs that the exact update could not
+    hit.
+    """
+
+    model: str
+    family: str
+    update: str
+    dtype: str
+    device: str
+    prompts: int
+    passes: int
+    keep_last: int
+    noise_floor: dict[str, float]
+    reader_error_max: float
+    blocks_bit_identical: float
+    correction_max: float
+    misses: int
+    experts_identical: float | None
+    steps: list[Step] = field(repr=False)
+
+    def _share(self, name: str) -> float:
+        return sum(getattr(step, name) for step in self.steps) / len(self.steps)
+
+    def _errors(self, name: str) -> Tensor:
+        return torch.tensor([getattr(step, name) for step in self.steps], dtype=torch.float64)
+
+    @property
+    def token_match(self) -> float:
+        """Share of steps at which the replay chooses the baseline's token."""
+        return self._share("match")
+
+    @property
+    def bit_identical(self) -> float:
+        """Share of steps at which all logits are equal to the last bit."""
+        return self._share("bit_identical")
+
+    @property
+    def limit(self) -> float:
+        """The error allowed in fp32 and fp64: ``max(10 x noise floor, 1e-4)``."""
+        return max(10 * self.noise_floor["linf_max"], 1e-4)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the update keeps its promise; in bf16 and fp16 direct and stable make none.
+
+        exact: every step and every block bit-identical, and, because that alone would hold with no
+        reader patched, the readers' outputs right and the correction small, both to a few units of
+        the dtype's rounding. fp32, fp64: every token, errors within the limit. Of a model that is
+        not itself when it is called otherwise, as the noise floor shows, nothing is proven.
+        """
+        if not self.noise_floor["linf_max"] <= _FLOOR[self.dtype]:
+            return False
+        if self.experts_identical not in (None, 1.0) and (
+            self.update == "exact" or self.dtype in _PROMISED
+        ):
+            return False
+        if self.update == "exact":
+            rounding = _ROUNDINGS * torch.finfo(getattr(torch, self.dtype)).eps
+            identical = self.bit_identical == self.token_match == self.blocks_bit_identical == 1.0
+            return (
+                identical and self.reader_error_max <= rounding and self.correction_max <= rounding
+            )
+        if self.dtype in _PROMISED:
+            return self.token_match == 1.0 and float(self._errors("linf").max()) <= self.limit
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON types."""
+        linf, tvd = self._errors("linf"), self._errors("tvd")
+        return {
+            "model": self.model,
+            "family": self.family,
+            "update": self.update,
+            "dtype": self.dtype,
+            "device": self.device,
+            "prompts": self.prompts,
+            "tokens": len(self.steps),
+            "passes": self.passes,
+            "keep_last": self.keep_last,
+            "token_match": self.token_match,
+            "bit_identical": self.bit_identical,
+            "blocks_bit_identical": self.blocks_bit_identical,
+            "linf_max": float(linf.max()),
+            "linf_median": float(linf.median()),
+            "tvd_max": float(tvd.max()),
+            "tvd_median": float(tvd.median()),
+            "noise_floor": self.noise_floor,
+            "limit": self.limit,
+            "passed": self.passed,
+            "reader_error_max": self.reader_error_max,
+            "experts_identical": self.experts_identical,
+            "correction_max": self.correction_max,
+            "misses": self.misses,
+            "steps": [vars(step) for step in self.steps],
+        }
+
+
+def verify(
+    model: PreTrainedModel | str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    context: str | Sequence[str] | Mapping[str, Tensor] | None = None,
+    max_new_tokens: int = 50,
+    update: str = "exact",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    keep_last: int = 0,
+    chat: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    name: str | None = None,
+) -> VerifyReport:
+    """Run the papers' protocol on a model and report how well the patched model without its context
+    matches it.
+
+    Args:
+        model: a model, a local folder or a hub id; by default (or as "embedded") the embedded
+            model.
+        tokenizer: by default the one at ``model``, when that is a path or an id.
+        context: a prompt or several, or what a processor makes of text and images: ``input_ids``
+            (B, T), ``attention_mask`` and the model's further inputs; by default the paper's Mars
+            prompt (the embedded model: its first held-out prompt).
+        max_new_tokens: steps; end-of-sequence is ignored, there are exactly as many.
+        update: ``"direct"``, ``"stable"`` or ``"exact"``.
+        dtype, device: where and in what the model runs; by default as it is, or as its files say. A
+            model that is passed in and has to be changed for it is copied.
+        keep_last: tokens before the current one that stay in the reduced context.
+        chat: apply the tokenizer's chat template to the context (to text: a processor has applied
+            its own).
+        progress: called with (steps done, steps in all).
+        name: of the model in the report; by default where it was loaded from.
+
+    Raises:
+        UnsupportedModelError, ControllabilityError: as :class:`icl_patch.ContextPatcher`.
+        ValueError: an argument does not fit.
+    """
+    if max_new_tokens < 1 or keep_last < 0:
+        raise ValueError(
+            f"expected max_new_tokens ≥ 1 and keep_last ≥ 0, got {max_new_tokens} and {keep_last}"
+        )
+    loaded, tokenizer = load_model(model, tokenizer, dtype, device)
+    if context is None:
+        context = default_context(loaded)
+    ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat)
+    if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
+        raise ValueError(
+            f"expected contexts of more than {keep_last + 1} tokens, got one of"
+            f" {int(mask.sum(1).min())}"
+        )
+    check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
+    check_vocabulary(loaded, ids)
+
+    references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
+    floor = _noise_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
+    comparison = _Comparison()
+    with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
+        steps = _computations(patcher, ids, mask, tokens, keep_last, inputs)
+        for number, (reference, computation) in enumerate(
+            zip(references.unbind(1), steps, strict=True), 1
+        ):
+            logits, replayed = patcher.replay(computation.patch)
+            comparison.add(reference, logits[:, -1], computation, replayed)
+            if progress is not None:
+                progress(number, max_new_tokens)
+    return VerifyReport(
+        model=name or getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__,
+        family=patcher.family,
+        update=update,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        prompts=len(ids),
+        passes=comparison.passes,
+        keep_last=keep_last,
+        noise_floor=floor,
+        reader_error_max=comparison.reader_error,
+        blocks_bit_identical=comparison.identical_blocks / comparison.blocks,
+        correction_max=comparison.correction,
+        misses=comparison.misses,
+        experts_identical=comparison.experts_identical,
+        steps=comparison.steps(tokens),
+    )
+
+
+def load_model(
+    model: PreTrainedModel | str | Path | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    revision: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in eval mode and its tokenizer, from an object, a local folder, a hub id, or (None or
+    "embedded") the embedded one.
+
+    Raises:
+        ValueError: a model object without a tokenizer.
+        OSError: nothing can be loaded from the path or id.
+    """
+    if model is None or model == "embedded":
+        made, own = embedded.load(dtype or torch.float32, device or "cpu")
+        return made, tokenizer or own
+    if isinstance(model, (str, Path)):
+        try:
+            options: Any = {
+                "dtype": dtype or "auto",
+                "revision": revision or "main",
+                "output_loading_info": True,
+            }
+            read: Any = AutoModelForCausalLM.from_pretrained(model, **options)
+        except (SafetensorError, RuntimeError) as error:
+            raise OSError(f"expected whole weights in {model}, got {error}") from error
+        loaded, found = read
+        if missing := sorted(found["missing_keys"]):
+            raise OSError(
+                f"expected all weights in {model}, {len(missing)} are missing, as {missing[0]}"
+            )
+        if device is not None:
+            loaded = loaded.to(device)
+        return loaded.eval(), tokenizer or AutoTokenizer.from_pretrained(
+            model, revision=revision or "main"
+        )
+    if tokenizer is None:
+        raise ValueError("expected a tokenizer together with a model object, got none")
+    wanted: Any = {"device": torch.device(device or model.device), "dtype": dtype or model.dtype}
+    if (wanted["device"], wanted["dtype"]) == (model.device, model.dtype):
+        return model, tokenizer
+    copied: Any = copy.deepcopy(model)
+    return copied.to(**wanted), tokenizer
+
+
+def encode_contexts(
+    tokenizer: PreTrainedTokenizerBase, contexts: Sequence[str], *, chat: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Texts as left-padded ids and mask, (B, T) int64 and bool.
+
+    Raises:
+        ValueError: a text has no tokens, or the tokenizer has no chat template.
+    """
+    if chat and not tokenizer.chat_template:
+        raise ValueError(
+            f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none"
+        )
+    rows = []
+    for text in contexts:
+        if chat:
+            turn = [{"role": "user", "content": text}]
+            text = str(
+                tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+            )
+        rows.append(
+            torch.tensor(
+                tokenizer(text, add_special_tokens=not chat)["input_ids"], dtype=torch.int64
+            )
+        )
+    if any(len(row) == 0 for row in rows) or not rows:
+        raise ValueError("expected contexts of at least one token, got an empty one")
+    width = max(map(len, rows))
+    ids = torch.stack(
+        [F.pad(row, (width - len(row), 0), value=tokenizer.pad_token_id or 0) for row in rows]
+    )
+    mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
+    return ids, mask
+
+
+def default_context(model: PreTrainedModel) -> str:
+    """The paper's Mars prompt; for the embedded model, its first held-out prompt."""
+    if getattr(model.config, "_name_or_path", "") != "embedded":
+        return MARS_PROMPT
+    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
+    return prompt.context + prompt.question
+
+
+def encode_inputs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    context: str | Sequence[str] | Mapping[str, Tensor],
+    chat: bool = False,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Contexts as ids and mask (B, T) and the model's further inputs, on the model's device and in
+    its dtype.
+    """
+    if isinstance(context, Mapping):
+        if "input_ids" not in context:
+            raise ValueError(
+                f"expected input_ids in the context, got {', '.join(context) or 'nothing'}"
+            )
+        inputs = {
+            name: x.to(model.device, model.dtype if x.is_floating_point() else None)
+            for name, x in context.items()
+        }
+        ids = inputs.pop("input_ids")
+        return ids, inputs.pop("attention_mask", torch.ones_like(ids)).bool(), inputs
+    ids, mask = encode_contexts(
+        tokenizer, [context] if isinstance(context, str) else list(context), chat=chat
+    )
+    return ids.to(model.device), mask.to(model.device), {}
+
+
+def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Any]:
+    """Further model inputs for the first ``width`` columns: those with an entry a token are cut, or
+    end in 0 for text.
+    """
+    return {
+        name: F.pad(x, (0, width - x.shape[1])) if name.endswith("type_ids") else x
+        for name, x in inputs.items()
+    }
+
+
+@torch.no_grad()
+def baseline(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    steps: int,
+    keep_last: int = 0,
+    inputs: Mapping[str, Tensor] | None = None,
+    forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The model with its context, greedy or along ``forced`` tokens: logits (B, steps, V) and
+    tokens (B, steps).
+
+    Cached, context first; then the kept tokens in one call, or token by token if only the current
+    one is kept. ``inputs`` are the model's further ones for the context.
+    """
+    logits: list[Tensor] = []
+    tokens: list[Tensor] = []
+    cache = kv_cache.new_cache(model)
+    for step in range(steps):
+        sequences = _sequences(ids, mask, keep_last)
+        if keep_last or not step:
+            cache = kv_cache.new_cache(model)
+            forward_passes.run_head(
+                model, sequences, cache, **over_columns(inputs or {}, sequences.head_ids.shape[1])
+            )
+        logits.append(forward_passes.run_tail(model, sequences, cache)[:, -1])
+        tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
+        ids, mask = _extend(ids, mask, tokens[-1])
+    return torch.stack(logits, 1), torch.stack(tokens, 1)
+
+
+def _sequences(ids: Tensor, mask: Tensor, keep_last: int) -> Sequences:
+    cut = ids.shape[1] - keep_last - 1
+    return assemble(ids[:, :cut], ids[:, cut:], context_mask=mask[:, :cut], kept_mask=mask[:, cut:])
+
+
+def _extend(ids: Tensor, mask: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([ids, token_ids.unsqueeze(1)], 1), torch.cat(
+        [mask, torch.ones_like(mask[:, :1])], 1
+    )
+
+
+@torch.no_grad()
+def _noise_floor(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    tokens: Tensor,
+    references: Tensor,
+    keep_last: int,
+    inputs: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """The untouched model against itself: 2B rows instead of B, and one pass instead of token by
+    token.
+    """
+    steps, batch = tokens.shape[1], len(ids)
+    twice = {name: torch.cat([x, x]) for name, x in inputs.items()}
+    doubled, _ = baseline(
+        model, ids.repeat(2, 1), mask.repeat(2, 1), steps, keep_last, twice, tokens.repeat(2, 1)
+    )
+    whole, whole_mask = ids, mask
+    for token_ids in tokens[:, :-1].unbind(1):
+        whole, whole_mask = _extend(whole, whole_mask, token_ids)
+    positions = (whole_mask.long().cumsum(1) - 1).clamp(min=0)
+    further: dict[str, Any] = dict(over_columns(inputs, whole.shape[1]))
+    at_once = forward_passes.run(
+        model, whole, whole_mask, positions, kv_cache.new_cache(model), last_logits=steps, **further
+    )
+    others = (doubled[:batch], at_once)
+    return {
+        "linf_max": max(float(metrics.linf(other, references).max()) for other in others),
+        "tvd_max": max(float(metrics.total_variation(other, references).max()) for other in others),
+    }
+
+
+def _computations(
+    patcher: ContextPatcher,
+    ids: Tensor,
+    mask: Tensor,
+    tokens: Tensor,
+    keep_last: int,
+    inputs: Mapping[str, Tensor],
+) -> Iterator[Computation]:
+    """The patch of every step, along the baseline's tokens."""
+    if keep_last == 0:
+        history = History(patcher, ids, mask, **over_columns(inputs, ids.shape[1] - 1))
+        for token_ids in tokens.unbind(1):
+            yield history.step()
+            history.append(token_ids)
+        return
+    for token_ids in tokens.unbind(1):
+        sequences = _sequences(ids, mask, keep_last)
+        yield patcher.compute_sequences(
+            sequences, **over_columns(inputs, sequences.head_ids.shape[1])
+        )
+        ids, mask = _extend(ids, mask, token_ids)
+
+
+def _worse(one: float, other: float) -> float:
+    """The larger error; of NaN nothing is better."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+class _Comparison:
+    """Gathers what the steps show."""
+
+    def __init__(self) -> None:
+        self._columns: list[dict[str, Tensor]] = []
+        self.reader_error = self.correction = 0.0
+        self.identical_blocks = self.blocks = self.misses = self.passes = 0
+        self.identical_choices = self.choices = 0
+
+    def add(
+        self,
+        reference: Tensor,
+        logits: Tensor,
+        computation: Computation,
+        replayed: list[BlockActivations],
+    ) -> None:
+        self._columns.append(
+            {
+                "match": metrics.same_argmax(logits, reference),
+                "bit_identical": metrics.bit_identical(logits, reference),
+                "linf": metrics.linf(logits, reference),
+                "tvd": metrics.total_variation(logits, reference),
+            }
+        )
+        for activations, other in zip(computation.all_activations, replayed, strict=True):
+            assert activations.output is not None and other.output is not None
+            same = metrics.bit_identical(other.output[:, -1], activations.output[:, -1])
+            self.identical_blocks += int(same.sum())
+            self.blocks += same.numel()
+            if activations.experts is not None and other.experts is not None:
+                chosen, wanted = (
+                    experts[1][:, -1].sort(-1).values
+                    for experts in (other.experts, activations.experts)
+                )
+                self.identical_choices += int((chosen == wanted).all(-1).sum())
+                self.choices += len(chosen)
+            for name, y_ctx in activations.readers.items():
+                # a gate's one number may be near 0; the report has its error relative to both its
+                # values
+                if y_ctx.shape[-1] == 1:
+                    continue
+                self.reader_error = _worse(
+                    self.reader_error,
+                    float(metrics.linf(other.readers[name][:, -1], y_ctx[:, -1]).max()),
+                )
+        report = computation.patch.report
+        assert report is not None
+        self.reader_error = _worse(self.reader_error, float(report.reader_error.max()))
+        self.correction = _worse(self.correction, float(report.correction.max()))
+        self.misses += int(report.misses.sum())
+        self.passes = computation.patch.passes
+
+    @property
+    def experts_identical(self) -> float | None:
+        """Share of (token, block) pairs in which the same experts were chosen; None without
+        experts.
+        """
+        return self.identical_choices / self.choices if self.choices else None
+
+    def steps(self, tokens: Tensor) -> list[Step]:
+        """Prompt by prompt."""
+        columns = {
+            name: torch.stack([step[name] for step in self._columns], 1).tolist()
+            for name in self._columns[0]
+        }
+        return [
+            Step(token_id, **{name: columns[name][row][step] for name in columns})
+            for row, ids in enumerate(tokens.tolist())
+            for step, token_id in enumerate(ids)
+        ]

@@ -1,0 +1,1 @@
+"""Generation in which every token is produced by freshly patched weights."""

@@ -1,0 +1,271 @@
+"""The small arithmetic of a decode step in fewer launches: the model's norms and gated products
+through our ops.
+
+Which modules of a model are which is found by trying them: nothing is assumed of a class.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from icl_patch import ops
+from icl_patch.layers.linear import PatchedLinear
+from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.rms_norm import rms_norm_form
+from icl_patch.models.consumers import LINEAR
+from icl_patch.models.forward_override import Forward, untouched
+from icl_patch.recording.attached_block import AttachedBlock
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+_ROUNDINGS = 16  # by which two orders of the same arithmetic may differ
+# of the rows that a module is tried with: one that clamps does so in large ones
+_SCALES = (1.0, 30.0, 1000.0)
+
+
+@dataclass(frozen=True)
+class _Fused(ABC):
+    """A module's forward in fewer launches, of the one input that it was tried with; of any other
+    it is the module's own.
+    """
+
+    module: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            return self.run(args[0])
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the module is still what it was when it was tried."""
+        return untouched(self.module)
+
+    @abstractmethod
+    def run(self, x: Tensor) -> Tensor:
+        """The module's output."""
+
+
+@dataclass(frozen=True)
+class _Norm(_Fused):
+    """An RMSNorm: :func:`icl_patch.ops.rms_norm` with these."""
+
+    scale_offset: float
+    cast_first: bool
+
+    def run(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return ops.rms_norm(
+            rows,
+            self.module.weight,
+            _eps(self.module),
+            scale_offset=self.scale_offset,
+            cast_first=self.cast_first,
+        ).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class _NormBefore(_Norm):
+    """The norm before a block's MLP, which is also where the block's recorder gets its delta and
+    its readers' direction.
+    """
+
+    block: AttachedBlock
+
+    def run(self, x: Tensor) -> Tensor:
+        recorder = self.block.recorder
+        if recorder is None:
+            return super().run(x)
+        rows = x.reshape(-1, x.shape[-1])
+        pair = ops.norm_pair(
+            rows,
+            self.module.weight,
+            _eps(self.module),
+            scale_offset=self.scale_offset,
+            cast_first=self.cast_first,
+        )
+        recorder.take(pair)
+        return pair.z_pair.reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class _Gated(_Fused):
+    """An MLP ``down(act(gate(x)) ⊙ up(x))``, or with both halves in one matrix; ``swapped``: the
+    activation is the second's.
+    """
+
+    readers: tuple[nn.Module, ...]
+    act: nn.Module
+    down: nn.Module
+    activation: str
+    swapped: bool
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the module and its children are still what they were."""
+        return super().fresh and {self.act, self.down, *self.readers} <= set(self.module.children())
+
+    def run(self, x: Tensor) -> Tensor:
+        halves = (
+            [reader(x) for reader in self.readers]
+            if len(self.readers) == 2
+            else self.readers[0](x).chunk(2, -1)
+        )
+        gate, up = halves[::-1] if self.swapped else halves
+        if untouched(self.act):
+            width = gate.shape[-1]
+            h = ops.gated_product(
+                gate.reshape(-1, width), up.reshape(-1, width), self.activation
+            ).reshape(gate.shape)
+        else:  # somebody wants to see it run
+            h = self.act(gate) * up
+        out: Tensor = self.down(h)
+        return out
+
+
+class FusedModules:
+    """What of a model our ops can do in its place.
+
+    Args:
+        model: the attached model. blocks: its blocks, whose modules are off.
+    """
+
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
+        with torch.no_grad():
+            self._found: list[_Fused] = [*_norms_before(blocks), *_gated(blocks)]
+            seen = {id(found.module) for found in self._found}
+            self._found += [
+                norm
+                for norm in map(_norm, model.modules())
+                if norm is not None and id(norm.module) not in seen
+            ]
+
+    def forwards(self) -> list[tuple[nn.Module, Forward]]:
+        """What runs in place of whose forward; of modules that nobody has put a hook on."""
+        return [(found.module, found) for found in self._found if found.fresh]
+
+    def receives_norm_input(self) -> set[AttachedBlock]:
+        """The blocks whose recorder is told of its MLP's input by the norm before it."""
+        return {
+            found.block for found in self._found if isinstance(found, _NormBefore) and found.fresh
+        }
+
+
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0)))
+
+
+def _norm(module: nn.Module) -> _Norm | None:
+    """A module as an RMSNorm with a scale of ``w`` or ``1 + w``, if it is one."""
+    weight = getattr(module, "weight", None)
+    if (
+        isinstance(module, PatchedModule)
+        or not isinstance(weight, nn.Parameter)
+        or weight.dim() != 1
+        or not untouched(module)
+    ):
+        return None
+    if not hasattr(module, "eps") and not hasattr(module, "variance_epsilon"):
+        return None
+    # the classes of transformers compute in fp32 even so, our op does not
+    if weight.dtype == torch.float64:
+        return None
+    x = _trial(len(weight), weight, 1e-3)  # where eps shows
+    try:
+        form = rms_norm_form(module, x, module(x))
+    except Exception:  # of the module's own code: whatever it is, it is no RMSNorm
+        return None
+    return None if form is None else _Norm(module, *form)
+
+
+def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[_NormBefore]:
+    for block in blocks:
+        side, _, path = block.spec.residual[0].partition(" of ")
+        norm = (
+            _norm(block.module.get_submodule(path))
+            if side == "input" and path and len(block.spec.residual) == 1
+            else None
+        )
+        if norm is not None:
+            yield _NormBefore(norm.module, norm.scale_offset, norm.cast_first, block)
+
+
+def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[_Gated]:
+    for block in blocks:
+        parent = str(block.spec.down).rpartition(".")[0]
+        if block.down is None or block.experts is not None or not parent:
+            continue
+        module = block.module.get_submodule(parent)
+        children = [child for child in module.children() if child is not block.down]
+        readers = tuple(child for child in children if isinstance(child, (PatchedLinear, *LINEAR)))
+        others = [child for child in children if child not in readers]
+        activation = (
+            _activation(others[0])
+            if len(others) == 1 and len(readers) in (1, 2) and untouched(module)
+            else None
+        )
+        if activation is None:
+            continue
+        x = _trial(_width(readers[0]), next(module.parameters()))
+        found = (
+            _Gated(module, readers, others[0], block.down, activation, swapped)
+            for swapped in (False, True)
+        )
+        yield from (gated for gated in found if _same(gated, module, x))
+
+
+def _width(reader: Any) -> int:
+    """K, of what a linear module reads."""
+    width: int = reader.in_features if hasattr(reader, "in_features") else reader.weight.shape[0]
+    return width
+
+
+def _activation(module: nn.Module) -> str | None:
+    if any(True for _ in (*module.parameters(), *module.buffers())) or not untouched(module):
+        return None
+    x = torch.linspace(-8, 8, 161)
+    try:
+        made = module(x)
+    except Exception:  # of the module's own code: whatever it is, it is no activation that we know
+        return None
+    return next(
+        (
+            name
+            for name, function in _ACTIVATIONS.items()
+            if torch.allclose(made, function(x), rtol=1e-6, atol=1e-7)
+        ),
+        None,
+    )
+
+
+def _trial(width: int, like: Tensor, *scales: float) -> Tensor:
+    """Three rows of every scale, and of these."""
+    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2))
+    return torch.cat([scale * rows for scale in (*_SCALES, *scales)]).to(like.device, like.dtype)
+
+
+def _same(mine: Forward, module: nn.Module, x: Tensor) -> bool:
+    """Whether both make the same of every row, to rounding; a row in which the module overflows
+    says nothing.
+    """
+    try:
+        made, expected = mine(x), module(x)
+    except Exception:  # of the module's own code: it wants something else
+        return False
+    if (
+        not isinstance(expected, Tensor)
+        or made.shape != expected.shape
+        or made.dtype != expected.dtype
+    ):
+        return False
+    finite = expected.isfinite().all(-1)
+    made, expected = made[finite].double(), expected[finite].double()
+    near = (made - expected).abs().amax(-1) <= _ROUNDINGS * torch.finfo(
+        x.dtype
+    ).eps * expected.abs().amax(-1)
+    return bool(near.all()) and len(near) >= len(x) // len(_SCALES)

@@ -1,0 +1,247 @@
+"""A traced step, compiled region by region: what runs between one block's last product and the next
+one's is a graph of its own.
+
+A model's blocks are alike, and so are these graphs: each kind is compiled once, however many blocks
+there are. No kernel is lost by it: the compiler fuses nothing with a product, and what every block
+computes alike (a mask, say) is taken out of the blocks before.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+BACKEND = "inductor"
+
+
+class _Kind:
+    """A graph for all regions that are alike. It is compiled when it first runs."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module: fx.GraphModule | None = module
+        self._run: Callable[..., Sequence[Tensor]] | None = None
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """The outputs, one by one."""
+        if self._run is None:
+            assert self._module is not None
+            from torch._dynamo import lookup_backend  # takes seconds
+            from torch._inductor import config
+
+            # the inputs are always of the same places and shapes: to assert it takes a sixth of a
+            # step's time between the products
+            with config.patch(size_asserts=False, alignment_asserts=False):
+                self._run = lookup_backend(BACKEND)(self._module, list(inputs))
+            self._module = None
+        return self._run(*inputs)
+
+
+class _Region(NamedTuple):
+    """inputs: tensors that never move, and nodes of earlier regions; outputs: the nodes that later
+    ones or the caller need.
+    """
+
+    run: _Kind
+    inputs: list[Tensor | fx.Node]
+    outputs: list[fx.Node]
+
+
+class Regions:
+    """A graph of operators as compiled regions: ``regions()`` gives its outputs.
+
+    Args:
+        module: the graph, without placeholders; its tensors never move. blocks: the model's, in
+            their order.
+    """
+
+    def __init__(self, module: fx.GraphModule, blocks: Iterable[nn.Module]) -> None:
+        tidy(module)
+        *nodes, output = module.graph.nodes
+        bounds = [0, *_ends(module, nodes, blocks), len(nodes)]
+        parts = [nodes[start:end] for start, end in pairwise(bounds)]
+        kinds: dict[str, _Kind] = {}
+        storage, written = _storages(module)
+        self._regions = [
+            _region(module, part, kinds, storage, written)
+            for part in parts
+            if any(node.op != "get_attr" for node in part)
+        ]
+        self._results: list[Any] = [_tensor(module, x) for x in output.args[0]]
+        self.kinds = len(kinds)
+
+    def __call__(self) -> list[Any]:
+        """The graph's outputs."""
+        made: dict[fx.Node, Tensor] = {}
+        for region in self._regions:
+            outputs = region.run(*[made[x] if isinstance(x, fx.Node) else x for x in region.inputs])
+            made |= zip(region.outputs, outputs, strict=True)
+        return [made[x] if isinstance(x, fx.Node) else x for x in self._results]
+
+
+def tidy(module: fx.GraphModule) -> None:
+    """Take out of the blocks what they do alike: what is computed twice is computed once, and
+    counters count together, at the end.
+    """
+    graph = module.graph
+    storage, written = _storages(module)
+    for node in list(graph.nodes):
+        # what a block picks of what was made for all of them, each its own: done where that is
+        # made, the blocks are alike
+        if (
+            node.target is torch.ops.aten.select.int
+            and node.args[0].op != "get_attr"
+            and storage[node] not in written
+        ):
+            node.args[0].append(node)
+    first: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        touched = {storage[x] for x in (node, *node.all_input_nodes)}
+        if node.op == "get_attr" or (_is_function(node) and not touched & written):
+            other = first.setdefault(f"{node.op} {node.target} {node.args} {node.kwargs}", node)
+            if other is not node:
+                node.replace_all_uses_with(other)
+                graph.erase_node(node)
+    counters: dict[Any, list[fx.Node]] = {}
+    used: set[Any] = set()  # by what comes later
+    *nodes, output = graph.nodes
+    for node in reversed(nodes):
+        if _counts(node) and storage[node] not in used:
+            like = node.meta["val"]
+            counters.setdefault((node.args[1], like.dtype, like.device), []).append(node.args[0])
+            graph.erase_node(node)
+        if node.op != "get_attr":
+            used.update(storage[x] for x in (node, *node.all_input_nodes))
+    with graph.inserting_before(output):
+        for (number, *_), together in counters.items():
+            graph.call_function(torch.ops.aten._foreach_add_.Scalar, (together, number))
+    # a number stands where it is used: whoever made it first would be no block like the others
+    for node in first.values():
+        if _is_function(node) and not node.all_input_nodes and node.meta["val"].numel() == 1:
+            for user in list(node.users)[1:]:
+                with graph.inserting_before(user):
+                    user.replace_input_with(node, graph.node_copy(node))
+    module.recompile()
+
+
+def _storages(module: fx.GraphModule) -> tuple[dict[fx.Node, Any], set[Any]]:
+    """Of which memory each node's tensor is part, and which of it is written into."""
+    storage: dict[fx.Node, Any] = {}
+    written: set[Any] = set()
+    for node in module.graph.nodes:
+        storage[node] = node
+        if isinstance(tensor := _tensor(module, node), Tensor):
+            storage[node] = tensor.untyped_storage().data_ptr()
+        elif node.target is operator.getitem:
+            storage[node] = storage[node.args[0]]
+        for given, writes in _aliased(node):
+            storage[node] = storage[given]
+            if writes:
+                written.add(storage[given])
+    return storage, written
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether the node's output depends on its inputs alone."""
+    if isinstance(node.target, OpOverload):
+        return torch.Tag.nondeterministic_seeded not in node.target.tags
+    return node.target is operator.getitem
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether the node adds a number to a counter, and does nothing else."""
+    return (
+        node.target is torch.ops.aten.add_.Tensor
+        and isinstance(node.args[1], int)
+        and not node.kwargs
+        and not node.users
+    )
+
+
+def _aliased(node: fx.Node) -> Iterable[tuple[fx.Node, bool]]:
+    """The inputs whose memory the output shares, or that are written into."""
+    if not isinstance(node.target, OpOverload):
+        return
+    for number, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None:
+            given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            for x in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(x, fx.Node):
+                    yield x, argument.alias_info.is_write
+
+
+def _tensor(module: fx.GraphModule, x: Any) -> Any:
+    """The tensor that a node of the module stands for, or the argument itself."""
+    if isinstance(x, fx.Node) and x.op == "get_attr":
+        found = getattr(module, str(x.target))
+        return found if isinstance(found, Tensor) else x
+    return x
+
+
+def _ends(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], blocks: Iterable[nn.Module]
+) -> list[int]:
+    """Behind which nodes the blocks' last products are done, but for the last block's."""
+    owner = {
+        weight.data_ptr(): number
+        for number, block in enumerate(blocks)
+        for weight in block.parameters()
+        if weight.dim() > 1
+    }
+    block_of: dict[fx.Node, int] = {}  # of weights and of their views
+    last: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        tensor = _tensor(module, node)
+        if isinstance(tensor, Tensor):
+            if (number := owner.get(tensor.data_ptr())) is not None:
+                block_of[node] = number
+            continue
+        used = {block_of[x] for x in node.all_input_nodes if x in block_of}
+        last |= dict.fromkeys(used, position + 1)
+        if len(node.all_input_nodes) == 1 and used:
+            block_of[node] = used.pop()
+    ends = []
+    for end in sorted(set(last.values()))[:-1]:
+        while nodes[end].target is operator.getitem:  # of a product with several outputs
+            end += 1
+        ends.append(end)
+    return ends
+
+
+def _region(
+    module: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    kinds: dict[str, _Kind],
+    storage: dict[fx.Node, Any],
+    written: set[Any],
+) -> _Region:
+    """The region of these nodes, of one of the kinds found so far or of a new one."""
+    calls = [node for node in nodes if node.op == "call_function"]
+    inside = set(calls)
+    given = {
+        x: _tensor(module, x) for node in calls for x in node.all_input_nodes if x not in inside
+    }
+    inputs = {
+        x: held for x, held in given.items() if isinstance(held, Tensor) or x.op != "get_attr"
+    }
+    outputs = [node for node in calls if any(user not in inside for user in node.users)]
+    graph = fx.Graph()
+    copies = {x: graph.placeholder(f"x{number}") for number, x in enumerate(inputs)}
+    copies |= {x: graph.get_attr(str(x.target)) for x in given if x not in inputs}
+    for node in calls:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        # named by what it does, as in a region that is alike
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+    graph.output([copies[x] for x in outputs])
+    like = [x if isinstance(x, Tensor) else x.meta["val"] for x in inputs.values()]
+    kind = f"{graph} {[(x.shape, x.stride(), x.dtype, x.device) for x in like]}"
+    homes = [storage[x] for x in inputs]
+    if any(home in written and homes.count(home) > 1 for home in homes):
+        # the compiler takes it for granted which of its inputs share what is written
+        kind += f" {id(nodes)}"
+    if kind not in kinds:
+        kinds[kind] = _Kind(fx.GraphModule(module, graph))
+    return _Region(kinds[kind], list(inputs.values()), outputs)

@@ -1,0 +1,269 @@
+"""Both streams of one token over a cache of B rows: only the rows that differ are doubled.
+
+By induction the reduced stream enters a block as the context stream does, so its queries, keys and
+values are the same. The streams part
+where the attention has read the cache: the model's attention runs as it is for the context rows,
+and the reduced rows, which attend to the current token alone, get its value. From the attention's
+output projection to the block's end there are 2B rows, (2, B, 1, ·); then the context rows alone go
+on to the next block, and the last block hands on both. Nothing is assumed of a class but what
+:class:`SharedCacheStreams` has traced; that it is enough is checked by a replay, see
+:func:`icl_patch.generation.decode_step.shared_cache_streams`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.attention_mask import Override
+from icl_patch.models.forward_override import (
+    Forward,
+    is_plain_linear,
+    linear_forward,
+    overridable,
+    overriding,
+    what_runs,
+)
+from icl_patch.models.language_model import vocabulary
+from icl_patch.recording.attached_block import AttachedBlock
+
+_IMPLEMENTATION = "sdpa"
+
+# What is called with every (output, query, value, keyword arguments) of the model's attention.
+_attend: ContextVar[Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | None] = ContextVar(
+    "icl_patch_attend", default=None
+)
+
+
+def _interposed(own: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        made = own(module, query, key, value, *args, **kwargs)
+        attend = _attend.get()
+        if attend is not None:
+            attend(made[0], query, value, kwargs)
+        return made
+
+    return attention
+
+
+_table = ALL_ATTENTION_FUNCTIONS
+_override = Override(_table._local_mapping, _IMPLEMENTATION, _table[_IMPLEMENTATION], _interposed)
+
+
+@contextmanager
+def _attending(attend: Callable[..., Any]) -> Iterator[None]:
+    token = _attend.set(attend)
+    try:
+        with _override():
+            yield
+    finally:
+        _attend.reset(token)
+
+
+class SharedCacheStreams:
+    """How a model's blocks run both streams over one cache.
+
+    Args:
+        model: the attached model. blocks: its blocks.
+
+    Raises:
+        UnsupportedModelError: a block's form, or the way its attention is called, does not allow
+            it.
+    """
+
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
+        for block in blocks:
+            if reason := _unsupported_reason(block):
+                raise UnsupportedModelError(
+                    f"fast=True does not cover {block.block.path}: {reason}"
+                )
+        implementation = model.config.get_text_config(decoder=True)._attn_implementation
+        if implementation != _IMPLEMENTATION:
+            raise UnsupportedModelError(
+                f"fast=True needs attention {_IMPLEMENTATION!r}, {type(model).__name__} has"
+                f" {implementation!r}"
+            )
+        self._blocks = [block.module for block in blocks]
+        self.projections = _trace(model, blocks)
+        self._reduced: Tensor | None = None
+        self._slot: Tensor | None = None
+        outputs = [(module, self._doubled(module)) for module in self.projections]
+        mixtures = [
+            (module, _in_a_batch(module.forward))
+            for module in map(_mixture, blocks)
+            if module is not None
+        ]
+        ends = [(module, _first_stream(module.forward)) for module in self._blocks[:-1]]
+        last = (self._blocks[-1], _both_streams(self._blocks[-1].forward))
+        self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends, last]
+        self._model, self._traced = model, what_runs(model)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the model still runs what was traced."""
+        return self._traced == what_runs(self._model)
+
+    @contextmanager
+    def run(self, slot: Tensor | None) -> Iterator[None]:
+        """Within this context a pass over one token a row gives both streams' logits, (2B, 1, V).
+
+        slot: (1,) int64, the column of the token in a static cache; None for a dynamic one, where
+            it is the last.
+        """
+        self._slot = slot
+        try:
+            with _attending(self._alone), overriding(self._forwards):
+                yield
+        finally:
+            self._reduced = self._slot = None
+
+    def _alone(self, made: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
+        """Keep what the current token gets that attends to itself alone: its value, for a softmax
+        of one number is 1.
+        """
+        slot = self._slot
+        # the newest token is the last, also in a window that is full
+        own = (
+            value[:, :, -1:]
+            if slot is None
+            else value.index_select(2, slot.clamp(max=value.shape[2] - 1))
+        )
+        # (B, groups, 1, ·) -> (B, 1, heads, ·)
+        self._reduced = own.expand(-1, -1, query.shape[1] // value.shape[1], -1).reshape(made.shape)
+
+    def _doubled(self, module: nn.Module) -> Forward:
+        """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
+        streams.
+        """
+        own = (
+            linear_forward(module)
+            if is_plain_linear(module) and isinstance(module, nn.Linear)
+            else module.forward
+        )
+
+        def forward(x: Tensor) -> Tensor:
+            assert self._reduced is not None
+            reduced, self._reduced = self._reduced.reshape(x.shape), None
+            return own(torch.stack([x, reduced]))
+
+        return forward
+
+
+def _first_stream(own: Forward) -> Forward:
+    """A block's forward that hands on the context stream alone."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        return (out[0][0], *out[1:]) if isinstance(out, tuple) else out[0]
+
+    return forward
+
+
+def _both_streams(own: Forward) -> Forward:
+    """The last block's forward: (2, B, 1, d) -> (2B, 1, d)."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        return (out[0].flatten(0, 1), *out[1:]) if isinstance(out, tuple) else out.flatten(0, 1)
+
+    return forward
+
+
+def _in_a_batch(own: Forward) -> Forward:
+    """A forward that takes (batch, tokens, d), given both streams: (2, B, 1, d) as (2B, 1, d)."""
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = own(x.flatten(0, -3), *args, **kwargs)
+        return (
+            (out[0].reshape(x.shape), *out[1:]) if isinstance(out, tuple) else out.reshape(x.shape)
+        )
+
+    return forward
+
+
+def _mixture(block: AttachedBlock) -> nn.Module | None:
+    """The module of a block that shows its experts the tokens, unless it is the block."""
+    parent = str(block.spec.experts).rpartition(".")[0]
+    return block.module.get_submodule(parent) if block.spec.experts is not None and parent else None
+
+
+def _unsupported_reason(block: AttachedBlock) -> str | None:
+    """Why a block's streams cannot be folded, or None."""
+    spec = block.spec
+    reasons = {
+        "its MLP stands beside the attention": spec.parallel,
+        "its context layer keeps a state, which no query can be folded into": spec.mixer,
+        "it goes on from its sum, in shapes of its own": spec.continues_after_sum,
+        "its forward has been replaced": not overridable(block.module),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _trace(model: Any, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
+    """The module of every block that reads the attention's output, as it is: found in a pass over
+    two tokens.
+    """
+    found: dict[int, nn.Module] = {}
+    attended: dict[int, Tensor] = {}
+    running: list[int] = []
+
+    def on_attention(made: Tensor, _query: Tensor, _value: Tensor, given: dict[str, Any]) -> None:
+        if running:
+            path = blocks[running[-1]].block.path
+            if running[-1] in attended:
+                raise UnsupportedModelError(
+                    f"fast=True does not cover {path}: it attends more than once"
+                )
+            if given.get("s_aux") is not None:
+                raise UnsupportedModelError(
+                    f"fast=True does not cover {path}: it attends to a sink beside the tokens"
+                )
+            attended[running[-1]] = made
+
+    def on_start(index: int) -> None:
+        running.append(index)
+
+    def on_end(*_: Any) -> None:
+        running.pop()
+
+    def on_call(module: nn.Module, args: Any) -> None:
+        made = attended.get(running[-1]) if running else None
+        if made is None or running[-1] in found or not args or not isinstance(args[0], Tensor):
+            return
+        if args[0].data_ptr() == made.data_ptr() and args[0].numel() == made.numel():
+            found[running[-1]] = module
+
+    with ExitStack() as hooks:
+        for index, block in enumerate(blocks):
+            hooks.callback(
+                block.module.register_forward_pre_hook(
+                    lambda *_, index=index: on_start(index)
+                ).remove
+            )
+            hooks.callback(block.module.register_forward_hook(on_end).remove)
+            for module in block.module.modules():
+                weight = getattr(module, "weight", None)
+                if isinstance(weight, Tensor) and weight.dim() == 2:
+                    hooks.callback(module.register_forward_pre_hook(on_call).remove)
+        ids = torch.arange(2, device=model.device).unsqueeze(0) % vocabulary(model)
+        with torch.no_grad(), _attending(on_attention):
+            model(input_ids=ids, use_cache=False)
+    for index, block in enumerate(blocks):
+        if index not in found or not overridable(found[index]):
+            what = (
+                "calls no attention of transformers' interface"
+                if index not in attended
+                else "does something to the attention's output"
+            )
+            raise UnsupportedModelError(
+                f"fast=True does not cover {block.block.path}: it {what} before a matrix reads it"
+            )
+    return [found[index] for index in range(len(blocks))]

@@ -1,0 +1,1 @@
+"""The modules that take another module's place, with a patch."""

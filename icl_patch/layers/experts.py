@@ -1,0 +1,273 @@
+"""Patched modules of a mixture of experts: the router that chooses, and the experts with a change
+of weights per token.
+
+The experts of transformers hold their matrices as one parameter of three dimensions each. A patch
+holds factors for a token's active
+experts only, its *slots*: ``gate_up_proj[e] + u_j vᵀ`` for the readers, ``down_proj[e] + u v_jᵀ``
+or ``down_proj_bias[e] + Δb`` for the writer. Nothing of a weight's size is built.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from icl_patch import ops
+from icl_patch.layers.patched_module import Mode, PatchedModule, is_hooked
+from icl_patch.layers.router import _Product
+
+# rows of several tokens: with more of them an expert has enough for a product of its own
+_AT_ONCE = 64
+
+
+class PatchedExperts(PatchedModule):
+    """Experts with a change of weights per token and slot.
+
+    ``o = Σ_j s_j W_down,j h_j + κ u`` with ``h_j = gate(W_gate_up,j z + u_j (v·z))`` over a token's
+    active experts. With ``v_j = h_j/(‖h_j‖² S)``, ``S = Σ_j s_j``, every expert's ``W_down,j + u
+    v_jᵀ`` gives its share, and ``κ = Σ_j s_j (v_j·h_j) = 1``; where the experts have output biases,
+    ``b_j + Δb`` does, and ``κ = S``.
+
+    Args:
+        base_layer: experts in transformers' layout, see :meth:`fits`.
+
+    Source: Goldwaser et al. (2025), Lemmas 7 and 11.
+    """
+
+    base_layer: Any  # a module with the experts' matrices
+    _FACTORS = ("read_u", "read_v", "index", "write_u", "write_v")
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__(base_layer)
+        self.read_u: Tensor | None = None  # (M, k, 2I)
+        self.read_v: Tensor | None = None  # (M, K)
+        self.index: Tensor | None = None  # (M, k)
+        self.write_u: Tensor | None = None  # (M, d)
+        self.write_v: Tensor | None = None  # (M, k, I); None for a bias
+        self.tokens = 1  # of the rows that are replayed
+        self.on_choice: Callable[[Tensor, Tensor], None] | None = None
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether a module is a set of experts in the layout that transformers' own implementations
+        share.
+        """
+        names = ("is_transposed", "has_bias", "_apply_gate")
+        matrices = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        others = ("has_post_expert_norm", "_is_expert_parallel")
+        plain = bool(getattr(module, "has_gate", False)) and not any(
+            getattr(module, name, False) for name in others
+        )
+        return (
+            plain
+            and all(hasattr(module, name) for name in names)
+            and all(isinstance(m, Tensor) and m.dim() == 3 for m in matrices)
+        )
+
+    @staticmethod
+    def has_output_bias(module: nn.Module) -> bool:
+        """Whether the experts add a bias to what they write."""
+        return bool(getattr(module, "has_bias", False))
+
+    @staticmethod
+    def is_transposed(module: nn.Module) -> bool:
+        """Whether the matrices are stored as (experts, in, out)."""
+        return bool(getattr(module, "is_transposed", False))
+
+    def off(self) -> None:
+        """Be the base module again, bit for bit; the factors are dropped."""
+        super().off()
+        self.read_u = self.read_v = self.index = self.write_u = self.write_v = None
+        self.tokens = 1
+
+    def replay(self, tokens: int = 1) -> None:
+        """Apply the factors that were set, from now on: of rows of so many tokens each."""
+        self.tokens, self.mode = tokens, Mode.REPLAY
+
+    def forward(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """z (M, d), the chosen experts (M, k) and their weights (M, k) -> (M, d)."""
+        if self.on_choice is not None:
+            self.on_choice(z, index)
+        if self.mode is Mode.OFF:
+            return self.base_layer(z, index, weights)
+        if self.mode is Mode.RECORD:
+            assert self.recorder is not None
+            return self.recorder(self, z, index, weights)
+        return self._replay(z, index, weights)
+
+    # -- the parts, expert by expert
+
+    def gathers(self, z: Tensor) -> bool:
+        """Whether :func:`icl_patch.ops.expert_linear` serves the base module's matrices: nobody has
+        touched it, nor said another dtype.
+        """
+        base = self.base_layer
+        if (
+            is_hooked(base)
+            or "forward" in vars(base)
+            or (not z.is_meta and torch.is_autocast_enabled(z.device.type))
+        ):
+            return False
+        matrices = (base.gate_up_proj, base.down_proj)
+        return all(type(matrix) is nn.Parameter and matrix.dtype == z.dtype for matrix in matrices)
+
+    def uses_expert_linear(self, z: Tensor, rows: int, tokens: int) -> bool:
+        """Whether that op multiplies (rows, tokens) of the reduced stream: a token a row, as in a
+        decode step, or few of all.
+
+        The same when they are recorded as when they are replayed, whose bits are to be the same.
+        """
+        return (tokens == 1 or rows * tokens <= _AT_ONCE) and self.gathers(z)
+
+    def _product(self, name: str, x: Tensor, index: Tensor, at_once: bool) -> Tensor:
+        """``W_e x + b_e`` for every slot: x (M, K), or (M, k, K) where the slots differ -> (M, k,
+        N).
+
+        With ``at_once`` in one op that looks at nothing on the host, and before its rounding.
+        """
+        matrix: Tensor = getattr(self.base_layer, name)
+        bias: Tensor | None = (
+            getattr(self.base_layer, f"{name}_bias", None)
+            if self.has_output_bias(self.base_layer)
+            else None
+        )
+        weight = matrix.mT if self.is_transposed(self.base_layer) else matrix
+        if at_once:
+            return ops.expert_linear(
+                x, weight, index, bias, out_dtype=torch.promote_types(x.dtype, torch.float32)
+            )
+        out = x.new_empty(*index.shape, weight.shape[1])
+        for expert in index.unique().tolist():
+            rows, slots = (index == expert).nonzero(as_tuple=True)
+            given = x[rows] if x.dim() == 2 else x[rows, slots]
+            made = F.linear(given, weight[expert], None if bias is None else bias[expert])
+            out = out.to(made.dtype)  # another one under autocast
+            out[rows, slots] = made
+        return out
+
+    def read(self, z: Tensor, index: Tensor, at_once: bool = False) -> Tensor:
+        """What the active experts' input matrices make of z: (M, d) -> (M, k, 2I); ``at_once`` as
+        :meth:`_product` has it.
+        """
+        return self._product("gate_up_proj", z, index, at_once)
+
+    def inner(self, read: Tensor) -> Tensor:
+        """h: (M, k, 2I) -> (M, k, I)."""
+        return self.base_layer._apply_gate(read)
+
+    def write(self, h: Tensor, index: Tensor, weights: Tensor, at_once: bool = False) -> Tensor:
+        """``Σ_j s_j (W_down,j h_j + b_j)``, summed in fp32 (fp64 for fp64): (M, k, I) -> (M, d)."""
+        made = self._product("down_proj", h, index, at_once)
+        wide = torch.promote_types(made.dtype, torch.float32)
+        return (made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1)
+
+    def add_read(self, read: Tensor, z: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """``y_j + u_j (v·z)`` rounded to the model's dtype: read, u (M, k, 2I), z, v (M, d)."""
+        coefficient = (z.to(v.dtype) * v).sum(-1)[:, None, None]
+        return (read + coefficient * u).to(read.dtype)
+
+    @staticmethod
+    def gain(h: Tensor, weights: Tensor, v: Tensor | None) -> Tensor:
+        """κ, what u is multiplied by, (M, 1) fp64: ``Σ_j s_j (v_j·h_j)``, or S for a bias."""
+        shares = (
+            weights.double() if v is None else weights.double() * (h.double() * v.double()).sum(-1)
+        )
+        return shares.sum(-1, keepdim=True)
+
+    def _replay(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        at_once = self.uses_expert_linear(z, len(z) // self.tokens, self.tokens)
+        read = self.read(z, index, at_once)
+        if self.read_u is not None and self.read_v is not None:
+            read = self.add_read(read, z, self._of_slots(self.read_u, index), self.read_v)
+        h = self.inner(read.to(z.dtype) if at_once else read)
+        out = self.write(h, index, weights, at_once)
+        if self.write_u is None:
+            return out.to(z.dtype)
+        v = None if self.write_v is None else self._of_slots(self.write_v, index)
+        return self.add_written(out, self.gain(h, weights, v), self.write_u, z.dtype)
+
+    def _of_slots(self, factor: Tensor, index: Tensor) -> Tensor:
+        """The factors of the experts that are active now; an expert that was not when they were
+        recorded has none.
+        """
+        assert self.index is not None
+        same = index.unsqueeze(-1) == self.index.unsqueeze(-2)  # (M, k, recorded k)
+        slot, known = same.long().argmax(-1), same.any(-1, keepdim=True)
+        return torch.where(known, factor.take_along_dim(slot.unsqueeze(-1), 1), 0)
+
+    @staticmethod
+    def add_written(out: Tensor, gain: Tensor, u: Tensor, dtype: torch.dtype) -> Tensor:
+        """``o + κ u`` (M, d), in fp64 for an fp64 u, else rounded to ``dtype``."""
+        total = out + gain.to(u.dtype) * u
+        return total if u.dtype == torch.float64 else total.to(dtype)
+
+
+class PatchedScaledExperts(PatchedExperts):
+    """Experts whose weight multiplies what they read instead of what they write, all of them at
+    once: ``Σ_e f(W_e s_e z)``.
+
+    ``s_e = 0`` for those that are not active, and ``f(0) = 0``. With ``(v·z) = 1`` the coefficient
+    of an expert's ``u`` is ``s_e``. They
+    only read: their sum over the experts has no weights by which Lemma 11 could share delta out.
+
+    Source: Goldwaser et al. (2025), Lemma 7, with ``s_e z`` in place of z.
+    """
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether a module is a set of experts in this layout."""
+        matrices = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        return not PatchedExperts.fits(module) and all(
+            isinstance(m, Tensor) and m.dim() == 3 for m in matrices
+        )
+
+    @staticmethod
+    def is_transposed(module: nn.Module) -> bool:
+        """Whether the matrices are stored as (experts, in, out): always."""
+        return True
+
+    def active(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots of rows x (E·M, d), expert after expert: which experts (M, k), and what those
+        read (M, k, d).
+        """
+        by_row = x.reshape(self.base_layer.gate_up_proj.shape[0], -1, x.shape[-1]).transpose(0, 1)
+        used = (by_row != 0).any(-1)
+        index = used.long().topk(int(used.sum(-1).max()), dim=-1).indices
+        return index, by_row.take_along_dim(index.unsqueeze(-1), 1)
+
+    def with_read(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """The base experts, with their first product (E, M, 2I) replaced by ``change`` of it."""
+        first = iter([change])
+        with _Product(lambda made: next(first, lambda same: same)(made), torch.bmm):
+            out: Tensor = self.base_layer(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """x (E·M, d), expert after expert -> the same."""
+        if self.on_choice is not None:
+            index, slots = self.active(x)
+            self.on_choice(slots.flatten(1), index)
+        if self.mode is Mode.OFF:
+            return self.base_layer(x)
+        if self.mode is Mode.RECORD:
+            assert self.recorder is not None
+            return self.recorder(self, x)
+        assert self.index is not None and self.read_u is not None and self.read_v is not None
+        index, slots = self.active(x)
+        u, v = self._of_slots(self.read_u, index), self.read_v
+        return self.with_read(x, lambda made: self.add_to_all(made, slots, index, u, v))
+
+    def add_to_all(
+        self, made: Tensor, slots: Tensor, index: Tensor, u: Tensor, v: Tensor
+    ) -> Tensor:
+        """The product (E, M, 2I) with the active experts' changes added; slots (M, k, d), index (M,
+        k), u (M, k, 2I), v (M, d).
+        """
+        by_row = made.transpose(0, 1)
+        read = by_row.take_along_dim(index.unsqueeze(-1), 1)
+        coefficient = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
+        changed = (read + coefficient * u).to(made.dtype)
+        wide = index.unsqueeze(-1).expand_as(changed)
+        return by_row.scatter(1, wide, changed).transpose(0, 1).contiguous()

@@ -1,0 +1,155 @@
+"""PatchedRMSNorm: an RMSNorm with a scale per token."""
+
+import torch
+from torch import Tensor, nn
+
+from icl_patch import ops
+from icl_patch.layers.linear import _is_for
+from icl_patch.layers.patched_module import Mode, PatchedModule
+
+
+class PatchedRMSNorm(PatchedModule):
+    """An RMSNorm whose scale differs per token: ``y = m' ⊙ x / sqrt(mean(x²) + eps)``.
+
+    Args:
+        base_layer: an RMSNorm with a ``weight`` (n,) and its eps as ``eps`` or
+            ``variance_epsilon``.
+        scale_offset: the scale is ``offset + weight`` (1 for Gemma, 0 for Llama).
+        cast_first: whether the normalised input is rounded to the model's dtype before it is scaled
+            (Llama) or after (Gemma). Where neither is given, both are found by trying the module.
+
+    Raises:
+        TypeError: the module has no weight or no eps, or what it does is no RMSNorm.
+
+    Source: Goldwaser et al. (2025), Lemma 10.
+    """
+
+    _FACTORS = ("new_scale",)
+    _STATE = PatchedModule._STATE | {*_FACTORS}
+
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        *,
+        scale_offset: float | None = None,
+        cast_first: bool | None = None,
+    ) -> None:
+        super().__init__(base_layer)
+        eps = getattr(base_layer, "eps", getattr(base_layer, "variance_epsilon", None))
+        if eps is None or not isinstance(getattr(base_layer, "weight", None), Tensor):
+            raise TypeError(
+                f"expected an RMSNorm with a weight and an eps, got {type(base_layer).__name__}"
+            )
+        self.eps = float(eps)
+        if scale_offset is None and cast_first is None:
+            scale_offset, cast_first = _tried_form(base_layer)
+        self.scale_offset, self.cast_first = scale_offset or 0.0, cast_first is not False
+        self.new_scale: Tensor | None = None
+
+    @property
+    def scale(self) -> Tensor:
+        """m, the base module's effective scale: (n,) fp32, as the base computes it whatever the
+        model's dtype.
+        """
+        weight = self.base_layer.weight
+        assert isinstance(weight, Tensor)
+        return self.scale_offset + weight.float()
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """``Norm(x)`` before the scale, fp32, rounded where the base module rounds."""
+        normalized = ops.rms_normalize(x.float(), self.eps)
+        return normalized.to(x.dtype).to(normalized.dtype) if self.cast_first else normalized
+
+    def set_patch(self, new_scale: Tensor) -> None:
+        """Use the scale m', (..., n) per row or (n,), from now on; an fp64 scale makes the output
+        fp64.
+
+        Raises:
+            TypeError: new_scale is not floating.
+            ValueError: its last dimension is not n.
+        """
+        if not new_scale.is_floating_point():
+            raise TypeError(f"expected a floating new_scale, got {new_scale.dtype}")
+        if new_scale.shape[-1] != self.scale.shape[0]:
+            raise ValueError(
+                f"expected new_scale (..., {self.scale.shape[0]}), got {tuple(new_scale.shape)}"
+            )
+        self.new_scale = new_scale
+        self.recorder, self.mode = None, Mode.REPLAY
+
+    def clear_patch(self) -> None:
+        """Drop the patch and be the base module again."""
+        self.off()
+
+    def off(self) -> None:
+        """Be the base module again, bit for bit; the factors are dropped."""
+        super().off()
+        self.new_scale = None
+
+    def _replay(self, x: Tensor) -> Tensor:
+        """(..., n) -> (..., n)."""
+        assert self.new_scale is not None
+        if not _is_for(self.new_scale, x):
+            raise ValueError(
+                f"expected new_scale (n,) or one for each row of x {tuple(x.shape)}, got"
+                f" {tuple(self.new_scale.shape)}"
+            )
+        return self.apply_scale(x, self.new_scale)
+
+    def apply_scale(self, x: Tensor, new_scale: Tensor) -> Tensor:
+        """``m' ⊙ Norm(x)`` in x's dtype, or in fp64 for an fp64 ``m'``; with the base's own scale
+        the base's own bits.
+        """
+        normalized = self.normalize(x)
+        if new_scale.dim() > 1:
+            new_scale = new_scale.reshape(x.shape)
+        y = normalized * new_scale.to(torch.promote_types(new_scale.dtype, normalized.dtype))
+        return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
+
+    def in_one_launch(self, x: Tensor, new_scale: Tensor | None = None) -> Tensor:
+        """``m' ⊙ Norm(x)``, or the base module's output, by our op: theirs to rounding; with the
+        base's scale both have the same bits.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        scale, offset = (
+            (self.base_layer.weight, self.scale_offset)
+            if new_scale is None
+            else (new_scale.reshape(rows.shape), 0.0)
+        )
+        assert isinstance(scale, Tensor)
+        return ops.rms_norm(
+            rows, scale, self.eps, scale_offset=offset, cast_first=self.cast_first
+        ).reshape(x.shape)
+
+
+def rms_norm_form(module: nn.Module, x: Tensor, made: Tensor) -> tuple[float, bool] | None:
+    """``scale_offset`` and ``cast_first`` of an RMSNorm that makes ``made`` of x, bit for bit; None
+    if it is no such norm.
+
+    Raises:
+        TypeError: the module has no weight or no eps.
+    """
+    for scale_offset in (0.0, 1.0):
+        for cast_first in (True, False):
+            norm = PatchedRMSNorm(module, scale_offset=scale_offset, cast_first=cast_first)
+            mine = norm.apply_scale(x, norm.scale)
+            if bool(((mine == made) | (mine.isnan() & made.isnan())).all()):
+                return scale_offset, cast_first
+    return None
+
+
+def _tried_form(module: nn.Module) -> tuple[float, bool]:
+    """:func:`rms_norm_form` on random rows."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(
+        weight.device, weight.dtype
+    )
+    with torch.no_grad():
+        form = rms_norm_form(module, x, module(x))
+    if form is None:
+        raise TypeError(
+            f"expected an RMSNorm of scale w or 1 + w, got {type(module).__name__}, which does"
+            " something else"
+        )
+    return form

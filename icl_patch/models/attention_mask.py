@@ -1,0 +1,186 @@
+"""What rows may attend to: one condition on top of the model's own mask rule.
+
+All classes of transformers ask one table for their masks, by the name of their attention
+implementation. While a restriction is in force that table's entry adds the condition; the model's
+attention, whichever its class uses, is left alone. Positions that a class takes from its mask
+(alibi) are handed to it in the same way.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from icl_patch.errors import UnsupportedModelError
+
+_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What rows may attend to in one pass, on top of the model's own rule and padding.
+
+    Attributes:
+        visible: (rows, S) bool over all key slots of the cache after the pass.
+        slots: (rows, S) int64, the slot each key would have if nothing had been left out: sliding
+            windows and chunks are counted in these. None where nothing was.
+        positions: (rows, S) int64, the keys' positions, for alibi. None where they are what the
+            mask says.
+        windows: what the model asks its masks for during the pass: the sizes of windows or chunks,
+            None for a mask without.
+    """
+
+    visible: Tensor
+    slots: Tensor | None = None
+    positions: Tensor | None = None
+    windows: set[int | None] = field(default_factory=set, compare=False)
+
+    def restrict(self, rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The model's mask rule with the condition anded on; a token always sees itself."""
+
+        def restricted(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            allowed = self.visible[batch, key] | (query == key)
+            if self.slots is None:
+                return rule(batch, head, query, key) & allowed
+            return rule(batch, head, self.slots[batch, query], self.slots[batch, key]) & allowed
+
+        return restricted
+
+
+@dataclass(frozen=True)
+class OneToken(Visibility):
+    """Rows ``[:batch]`` see everything, rows ``[batch:]`` nothing but the current token;
+    ``visible`` is not looked at.
+    """
+
+    batch: int = 0
+
+    def restrict(self, rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The model's mask rule for the context rows; a reduced row's token sees itself."""
+
+        def restricted(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return rule(batch, head, query, key) & ((batch < self.batch) | (query == key))
+
+        return restricted
+
+
+_visibility: ContextVar[Visibility | None] = ContextVar("icl_patch_visibility", default=None)
+
+
+class Override:
+    """A function of transformers that is replaced as long as anyone needs it, in this thread or
+    another.
+
+    Args:
+        names: the dictionary it is looked up in. name: under this name. function: what it is now.
+            wrap: makes its replacement.
+    """
+
+    def __init__(
+        self, names: dict[str, Any], name: str, function: Any, wrap: Callable[[Any], Any]
+    ) -> None:
+        self._names, self._name, self._made = names, name, wrap(function)
+        self._before: dict[str, Any] = {}
+        self._users, self._lock = 0, threading.Lock()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within this context the replacement is in force."""
+        with self._lock:
+            if not self._users:
+                self._before = (
+                    {self._name: self._names[self._name]} if self._name in self._names else {}
+                )
+                self._names[self._name] = self._made
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    del self._names[self._name]
+                    self._names.update(self._before)
+
+
+def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        current = _visibility.get()
+        if current is not None:
+            current.windows.add(kwargs.get("local_size"))
+            kwargs |= {
+                "mask_function": current.restrict(kwargs["mask_function"]),
+                "allow_is_causal_skip": False,
+            }
+        return mask_function(*args, **kwargs)
+
+    return mask
+
+
+def _repositioning(build_alibi: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``build_alibi(mask (B, S), heads, dtype) -> (B·heads, 1, S)`` with the keys' positions in
+    place of those that the mask says.
+    """
+
+    def build(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+        current = _visibility.get()
+        if current is None or current.positions is None:
+            return build_alibi(mask, num_heads, dtype)
+        positions = current.positions.masked_fill(~mask.bool(), 0)
+        every = mask.new_ones(len(mask), int(positions.max()) + 1)
+        chosen = positions.repeat_interleave(num_heads, 0).unsqueeze(1)
+        return build_alibi(every, num_heads, dtype).gather(2, chosen)
+
+    return build
+
+
+_table = ALL_MASK_ATTENTION_FUNCTIONS
+_masks = [
+    Override(_table._local_mapping, name, _table[name], _restricting) for name in _IMPLEMENTATIONS
+]
+_alibis: dict[str, Override] = {}
+
+
+def _alibi_override(model: PreTrainedModel) -> list[Override]:
+    """The override of the function with which the model's module builds alibi, if it has one."""
+    home = vars(sys.modules[type(model).__module__])
+    name = "build_alibi_tensor"
+    if name in home and home["__name__"] not in _alibis:
+        _alibis[home["__name__"]] = Override(home, name, home[name], _repositioning)
+    return [_alibis[home["__name__"]]] if name in home else []
+
+
+def check_attention(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError unless the model's attention implementation is one whose mask
+    can be restricted.
+    """
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation not in _IMPLEMENTATIONS:
+        raise UnsupportedModelError(
+            f"expected attention implementation {' or '.join(map(repr, _IMPLEMENTATIONS))}, whose"
+            f" masks can be restricted; {type(model).__name__} has {implementation!r}"
+        )
+
+
+@contextmanager
+def restricted_attention(model: PreTrainedModel, visibility: Visibility) -> Iterator[None]:
+    """Within this context the model's attention is its own, restricted to what ``visibility``
+    allows.
+    """
+    check_attention(model)
+    token = _visibility.set(visibility)
+    try:
+        with ExitStack() as stack:
+            for override in (*_masks, *_alibi_override(model)):
+                stack.enter_context(override())
+            yield
+    finally:
+        _visibility.reset(token)

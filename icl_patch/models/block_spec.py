@@ -1,0 +1,181 @@
+"""What one block is made of, as data."""
+
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from typing import Any
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+class Writer(Enum):
+    """What a block ends in, and so which parameters take up ``delta``."""
+
+    SCALE = "scale"  # m ⊙ Norm(W_down h): the norm's scale, and W_down for the stable form
+    WEIGHT = "weight"  # W_down h
+    BIAS = "bias"  # W_down h + b
+    EXPERTS = "experts"  # Σ s_j W_j h_j: the output matrix, or the bias, of every active expert
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """The form of a block; paths are relative to it.
+
+    The block's output is ``hidden + branch · (writer's output + what else the MLP adds)``, where
+    ``hidden`` is the sum of ``residual``.
+
+    Attributes:
+        writer: what takes up ``delta``.
+        residual: the tensors that make up the residual stream before the MLP: ``"input of PATH"``
+            or ``"output of PATH"``, ``""`` being the block. One for a sequential block; the block's
+            input and its attention's output for a parallel one.
+        readers: the linear maps of the MLP's input, a router among them. None in a parallel block:
+            its MLP reads what the context has not touched.
+        routers: those readers that also choose experts.
+        down: the output matrix of a scale, weight or bias writer.
+        post_norm: the norm between ``down`` and the residual addition, for a scale writer.
+        scale_offset, cast_first: how that norm applies its weight, see
+            :class:`icl_patch.layers.rms_norm.PatchedRMSNorm`.
+        separately_normed: those readers, and experts, that read the residual stream through a norm
+            of their own, and so have a ``v`` of their own.
+        inner_norm, beside: where ``post_norm`` reads a sum of two norms' outputs: the norm of the
+            experts, which takes part in the stable update, and the other one.
+        experts: the module that holds all experts' matrices, if there is one.
+        experts_scale_input: whether the experts' weights multiply what they read, see
+            :class:`icl_patch.layers.experts.PatchedScaledExperts`.
+        expert_bias: whether the experts' output has a bias, which then is what they write with.
+        transposed: the modules that store their weights as (in, out).
+        residual_multiplier: what the block multiplies its MLP's output by.
+        final_norm: the norm that closes a post-LN block, None elsewhere: its input is the sum, and
+            is what is rounded.
+        continues_after_sum: whether the block goes on from its sum instead of ending with it: what
+            follows reads the sum and the block's input alone, and so is the same when they are.
+        dtype: of the sum.
+        mixer: whether ``down`` is the output matrix of the layer that sees the context itself, of a
+            block without an MLP.
+    """
+
+    writer: Writer
+    residual: tuple[str, ...]
+    readers: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    down: str | None = None
+    post_norm: str | None = None
+    scale_offset: float = 0.0
+    cast_first: bool = True
+    separately_normed: tuple[str, ...] = ()
+    inner_norm: str | None = None
+    parallel_norm: str | None = None
+    experts: str | None = None
+    experts_scale_input: bool = False
+    expert_bias: bool = False
+    transposed: tuple[str, ...] = ()
+    residual_multiplier: float = 1.0
+    final_norm: str | None = None
+    continues_after_sum: bool = False
+    dtype: str = "float32"
+    mixer: bool = False
+
+    @property
+    def patched(self) -> tuple[str, ...]:
+        """The modules of a block whose parameters a patch changes."""
+        others = (self.experts, self.down, self.inner_norm, self.post_norm)
+        return (*self.readers, *(part for part in others if part is not None))
+
+    @property
+    def reads(self) -> bool:
+        """Whether the MLP's input changes with the context, so that its readers are patched."""
+        return not self.parallel and (bool(self.readers) or self.experts is not None)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the MLP stands beside the attention and does not read what that gives."""
+        return len(self.residual) > 1
+
+    def factor_names(self, update: str) -> dict[str, str]:
+        """The names of the block's factors, each with its kind: what its last dimension counts, see
+        :mod:`icl_patch.patch.context_patch`.
+        """
+        names = {f"{reader}.u": "out" for reader in self.readers}
+        if self.reads:
+            names["readers.v"] = "hidden"
+        names |= {f"{part}.v": "hidden" for part in self.separately_normed}
+        if self.experts is not None:
+            names[f"{self.experts}.index"] = "index"
+            names |= {f"{self.experts}.gate_up_proj.u": "slots"} if self.reads else {}
+        if self.writer is Writer.SCALE and self.inner_norm is not None and update != "direct":
+            names |= {
+                f"{self.experts}.down_proj.u": "hidden",
+                f"{self.experts}.down_proj.v": "slots",
+            }
+            names |= {f"{self.inner_norm}.new_scale": "hidden", f"{self.inner_norm}.scale": "norm"}
+        if self.writer is Writer.EXPERTS:
+            part = f"{self.experts}.down_proj"
+            return names | (
+                {f"{part}.bias_change": "hidden"}
+                if self.expert_bias
+                else {f"{part}.u": "hidden", f"{part}.v": "slots"}
+            )
+        if self.writer is Writer.BIAS:
+            return names | {f"{self.down}.bias_change": "hidden"}
+        if self.down is not None and (self.writer is Writer.WEIGHT or update != "direct"):
+            names |= {f"{self.down}.u": "hidden", f"{self.down}.v": "out"}
+        if self.writer is Writer.SCALE:
+            names |= {f"{self.post_norm}.new_scale": "hidden", f"{self.post_norm}.scale": "norm"}
+        return names
+
+    def to_json(self) -> dict[str, Any]:
+        """The form as plain JSON types."""
+        return asdict(self) | {"writer": self.writer.value}
+
+    @classmethod
+    def from_json(cls, value: Any) -> "BlockSpec":
+        """The form that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: an entry is missing, extra or of the wrong type.
+        """
+        if not isinstance(value, dict) or value.keys() != {entry.name for entry in fields(cls)}:
+            raise ValueError(f"expected the entries of a block's form, got {value!r:.80}")
+        for entry in fields(cls):
+            if not _is_a(value[entry.name], getattr(entry.type, "__name__", str(entry.type))):
+                raise ValueError(
+                    f"expected {entry.name} of type {entry.type}, got {value[entry.name]!r:.80}"
+                )
+        lists = {name: tuple(entry) for name, entry in value.items() if isinstance(entry, list)}
+        if value["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"expected dtype one of {', '.join(_DTYPES)}, got {value['dtype']!r:.80}"
+            )
+        spec = cls(**{**value, **lists, "writer": Writer(value["writer"])})
+        needed = {
+            Writer.SCALE: (spec.down or spec.inner_norm) and spec.post_norm,
+            Writer.EXPERTS: spec.experts,
+        }.get(spec.writer, spec.down)
+        if not needed:
+            raise ValueError(f"expected the modules of a {spec.writer.value} writer, got none")
+        return spec
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a JSON value is of the type that a field's annotation names."""
+    if kind.startswith("tuple"):
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if kind == "str | None":
+        return value is None or isinstance(value, str)
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, float)
+    return isinstance(value, str)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a model: its path and its form."""
+
+    path: str
+    spec: BlockSpec
+
+    def path_of(self, part: str) -> str:
+        """The path in the model of a part of the block."""
+        return f"{self.path}.{part}" if part else self.path

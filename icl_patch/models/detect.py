@@ -1,0 +1,434 @@
+"""Reading the form of every block of a model from its module tree and from one small forward."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
+from icl_patch.layers.rms_norm import rms_norm_form
+from icl_patch.models.block_spec import Block, BlockSpec, Writer
+from icl_patch.models.language_model import (
+    check_language_model,
+    check_not_shared,
+    layers_of,
+    vocabulary,
+)
+from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
+
+# What blocks call their MLP; where they call it otherwise, all of the block but its context layers
+# counts.
+_MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "moe", "ffn")
+# How the attributes end by which a block, or its MLP, scales what it adds to the residual stream.
+_FACTORS = ("multiplier", "scale", "factor")
+# Roundings in a block's sum, in units of the dtype's spacing.
+_ROUNDINGS = 8
+
+
+def blocks_of(model: PreTrainedModel) -> list[Block]:
+    """The blocks of a model in order, each with its form.
+
+    Raises:
+        UnsupportedModelError: a block has no form that is known to be covered; the message names it
+            and the reason.
+    """
+    check_language_model(model)
+    layers = layers_of(model)
+    check_not_shared(layers)
+    ids = torch.randint(
+        0, vocabulary(model), (2, 3), generator=torch.Generator().manual_seed(1)
+    ).to(model.device)
+    traces = trace(model, layers, ids)
+    blocks = []
+    for path in layers:
+        if path not in traces:
+            raise UnsupportedModelError(f"{path} does not run once a pass with tensors in and out")
+        blocks.append(Block(path, _Reading(traces[path]).spec()))
+    return blocks
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether a module is one linear map: it has a matrix of its own, or says how many features it
+    maps to how many.
+    """
+    if isinstance(module, nn.Embedding):
+        return False
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and weight.dim() == 2:
+        return True
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    packed = any(tensor.dim() == 2 and min(tensor.shape) > 1 for tensor in own)
+    says = hasattr(module, "in_features") and hasattr(module, "out_features")
+    return (packed or says) and not any(True for _ in module.children())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm: no matrix, a vector at most."""
+    own = list(module.parameters(recurse=False))
+    named = "norm" in type(module).__name__.lower()
+    return (
+        not any(True for _ in module.children())
+        and named
+        and all(tensor.dim() <= 2 for tensor in own)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Ending:
+    """What an MLP ends in: the output matrix or the experts, and the norm of a scale writer."""
+
+    writer: Writer
+    down: Call | None = None
+    norm: Call | None = None
+    # where the norm reads the sum of two norms' outputs, that of the experts
+    inner: Call | None = None
+    beside: Call | None = None  # and the other
+
+
+class _Reading:
+    """One block's form, read from its trace."""
+
+    def __init__(self, trace: BlockTrace) -> None:
+        self.path, self.block, self.mixers = trace.path, trace.block, trace.mixers
+        self.module = trace.module
+        calls = [
+            call
+            for call in trace.calls[:-1]
+            if not any(inside(call.path, mixer.path) for mixer in self.mixers)
+        ]
+        self.calls = calls
+        self.norms = [call for call in calls if _is_norm(call.module)]
+        self.experts = [
+            call
+            for call in calls
+            if PatchedExperts.fits(call.module) or PatchedScaledExperts.fits(call.module)
+        ]
+        matrices = [call for call in calls if is_matrix(call.module) and not _is_norm(call.module)]
+        matrices = [
+            call
+            for call in matrices
+            if not any(inside(call.path, experts.path) for experts in self.experts)
+        ]
+        # the outermost: an adapter around a matrix is one linear map with it
+        matrices = [
+            call
+            for call in matrices
+            if not any(
+                inside(call.path, other.path) for other in matrices if other.path != call.path
+            )
+        ]
+        self.matrices = [call for call in matrices if call.path.split(".")[0] in _MLPS] or matrices
+        self.trace = trace
+
+    def _refuse(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.path} ({type(self.module).__name__}): {reason}")
+
+    def spec(self) -> BlockSpec:
+        """Raises UnsupportedModelError if it is none that is covered."""
+        if (
+            self.block.given.now.dim() < 3
+            or self.block.made.now.shape != self.block.given.now.shape
+        ):
+            shapes = tuple(self.block.given.now.shape), tuple(self.block.made.now.shape)
+            raise self._refuse(
+                f"expected a residual stream (B, T, d) in and out, got {shapes[0]} and {shapes[1]}"
+            )
+        if (
+            self.block.given.now.dim() == 4
+            and self.block.given.now.shape[:2] == self.mixers_shape()
+        ):
+            streams = self.block.given.now.shape[2]
+            raise self._refuse(
+                f"it carries {streams} residual streams, into which attention and the MLP write in"
+                " different proportions: what attention changes is not in the direction that the"
+                " MLP writes in"
+            )
+        if not self.mixers:
+            raise self._refuse("no module in it takes an attention mask or a cache")
+        if not self.matrices and not self.experts:
+            return self._mixer_form()
+        return self._mlp_form()
+
+    def mixers_shape(self) -> tuple[int, ...]:
+        """(B, T), as the context layers have it."""
+        return tuple(self.mixers[0].given.now.shape[:2]) if self.mixers else ()
+
+    # -- blocks with an MLP
+
+    def _mlp_form(self) -> BlockSpec:
+        z = self._first().given
+        readers = [call for call in self.matrices if call.given.same_as(z)]
+        own = self._readers_of_their_own(z)
+        readers += [call for call in own if call not in self.experts]
+        experts = [
+            call
+            for call in self.experts
+            if call.given.same_as(z) or call in own or PatchedScaledExperts.fits(call.module)
+        ]
+        if len(self.experts) > 1 or len(experts) != len(self.experts):
+            raise self._refuse(f"{self.experts[0].path} does not read what the router reads")
+        downs = [call for call in self.matrices if call not in readers]
+        parallel, residuals = self._residuals(z)
+        ending = self._ending(readers, downs, experts)
+        ends_at = self._closing_norm(ending)
+        made = self.block.made if ends_at is None else ends_at.given
+        residual, branch, inner = self._explain(residuals, ending, made)
+        patched = [] if parallel else readers
+        names = [call.path for call in (*readers, *downs)]
+        return BlockSpec(
+            writer=ending.writer,
+            residual=residual,
+            readers=tuple(call.path for call in patched),
+            routers=tuple(call.path for call in patched if call.several),
+            down=None if ending.down is None else ending.down.path,
+            post_norm=None if ending.norm is None else ending.norm.path,
+            separately_normed=tuple(call.path for call in own),
+            inner_norm=None if ending.inner is None else ending.inner.path,
+            parallel_norm=None if ending.beside is None else ending.beside.path,
+            **self._norm_forms([norm for norm in (ending.norm, ending.inner) if norm is not None]),
+            experts=(
+                experts[0].path
+                if experts and (not parallel or ending.writer is Writer.EXPERTS)
+                else None
+            ),
+            expert_bias=bool(experts) and PatchedExperts.has_output_bias(experts[0].module),
+            experts_scale_input=bool(experts) and PatchedScaledExperts.fits(experts[0].module),
+            transposed=tuple(self._transposed(names, experts)),
+            residual_multiplier=branch,
+            final_norm=None if ends_at is None else ends_at.path,
+            continues_after_sum=inner,
+            dtype=str(made.now.dtype).removeprefix("torch."),
+        )
+
+    def _ending(self, readers: list[Call], downs: list[Call], experts: list[Call]) -> _Ending:
+        """The writer and its modules: what ends the MLP."""
+        last = max(downs + experts, key=self.calls.index, default=None)
+        if last is None:
+            raise self._refuse(
+                f"nothing reads what {', '.join(call.path for call in readers)} give"
+            )
+        after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
+        norm = next((call for call in after if call.given.same_as(last.made)), None)
+        if norm is not None:
+            if last in experts:
+                return self._nested_ending(norm)
+            if experts:
+                raise self._refuse(f"{norm.path} follows a mixture of experts")
+            return _Ending(Writer.SCALE, last, norm)
+        gates = [call for call in readers if call.made.now.shape[-1] == 1]
+        if experts and (gates or not downs):
+            if PatchedScaledExperts.fits(experts[0].module):
+                raise self._refuse(
+                    f"{experts[0].path} scales what it reads, and nothing beside it can write"
+                )
+            return _Ending(Writer.EXPERTS)
+        return self._matrix_ending(downs[-1])
+
+    @staticmethod
+    def _matrix_ending(down: Call) -> _Ending:
+        biased = isinstance(getattr(down.module, "bias", None), Tensor)
+        return _Ending(Writer.BIAS if biased else Writer.WEIGHT, down)
+
+    def _nested_ending(self, inner: Call) -> _Ending:
+        """A norm of the sum of the experts' norm and of another one."""
+        for beside in self.norms:
+            for norm in self.norms[self.norms.index(inner) + 1 :] if beside is not inner else []:
+                if beside.made.now.numel() == inner.made.now.numel() == norm.given.now.numel():
+                    shape = norm.given.now.shape
+                    if _close(
+                        norm.given.now,
+                        beside.made.now.double().reshape(shape),
+                        inner.made.now.double().reshape(shape),
+                    ):
+                        return _Ending(Writer.SCALE, norm=norm, inner=inner, beside=beside)
+        raise self._refuse(f"{inner.path} follows a mixture of experts")
+
+    def _readers_of_their_own(self, z: Value) -> list[Call]:
+        """Experts, and the matrices before them, that read the residual stream through another norm
+        than the first reader.
+        """
+        pre = [call for call in self.norms if call.made.same_as(z)]
+        others = [
+            call
+            for call in self.experts
+            if PatchedExperts.fits(call.module) and not call.given.same_as(z)
+        ]
+        through = [norm for norm in self.norms if pre and norm.given.same_as(pre[0].given)]
+        if not others or not any(others[0].given.same_as(norm.made) for norm in through):
+            return []
+        start, end = self.calls.index(self._first()), self.calls.index(others[0])
+        before = [
+            call
+            for call in self.calls[start:end]
+            if is_matrix(call.module) and call not in self.matrices and not _is_norm(call.module)
+        ]
+        return [*before, others[0]]
+
+    def _residuals(self, z: Value) -> tuple[bool, list[tuple[str, ...]]]:
+        """Whether the block is parallel, and what its residual stream before the MLP may be made
+        of.
+        """
+        pre = [call for call in self.norms if call.made.same_as(z)]
+        if self._is_parallel(z):
+            return True, [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
+        return False, [
+            *((f"input of {call.path}",) for call in pre),
+            (f"input of {self._first().path}",),
+        ]
+
+    def _is_parallel(self, z: Value) -> bool:
+        """Whether the MLP reads the block's input, or a norm of it."""
+        pre = [call for call in self.norms if call.made.same_as(z)]
+        return z.same_as(self.block.given) or any(
+            call.given.same_as(self.block.given) for call in pre
+        )
+
+    def _first(self) -> Call:
+        """The first module that reads the MLP's input."""
+        return min(self.matrices + self.experts, key=self.calls.index)
+
+    def _closing_norm(self, ending: _Ending) -> Call | None:
+        """The norm of a post-LN block, whose output is the block's."""
+        found = [
+            call
+            for call in self.norms
+            if call is not ending.norm and call.made.same_as(self.block.made)
+        ]
+        return found[-1] if found else None
+
+    def _branches(self, holders: list[Call]) -> list[float]:
+        """The factors that the writer's output may be multiplied by: what the modules around it
+        say, and 1.
+        """
+        modules = [self.module, *(call.module for call in holders)]
+        found = [
+            value
+            for module in modules
+            for name, value in vars(module).items()
+            if name.endswith(_FACTORS) and isinstance(value, float)
+        ]
+        return [*found, 1.0]
+
+    def _explain(
+        self, residuals: list[tuple[str, ...]], ending: _Ending, made: Value
+    ) -> tuple[tuple[str, ...], float, bool]:
+        """The residual stream and the factor for which ``hidden + branch · MLP`` is the block's
+        output, or what it goes on from.
+        """
+        writer = (ending.norm or ending.down or self.experts[0]).path
+        holders = [call for call in self.calls if inside(writer, call.path)]
+        written = next(index for index, call in enumerate(self.calls) if call.path == writer)
+        later = [call.given.now for call in self.calls[written + 1 :] if call not in holders]
+        for residual in residuals:
+            hidden = sum(self._tap(name).double() for name in residual)
+            assert isinstance(hidden, Tensor)
+            for mlp in holders:
+                given = mlp.made.now.double()
+                for branch in self._branches(holders) if given.numel() == hidden.numel() else []:
+                    added = branch * given.reshape(hidden.shape)
+                    if _close(made.now, hidden, added):
+                        return residual, branch, False
+                    scaled = [(made.now, float(scale)) for scale in self._scalars()]
+                    if any(
+                        _close(x, scale * hidden, scale * added)
+                        for x, scale in [*((x, 1.0) for x in later), *scaled]
+                    ):
+                        return residual, branch, True
+        raise self._refuse(
+            "its output is not its residual stream plus what its MLP ends in, by a factor that it"
+            " names"
+        )
+
+    def _scalars(self) -> list[Tensor]:
+        """The block's own parameters and buffers of one number, by which it may scale its sum."""
+        own = [*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]
+        return [tensor for tensor in own if tensor.numel() == 1]
+
+    def _tap(self, name: str) -> Tensor:
+        side, _, path = name.partition(" of ")
+        call = (
+            self.block
+            if not path
+            else next(call for call in self.calls + self.mixers if call.path == path)
+        )
+        value = (call.given if side == "input" else call.made).now
+        return (
+            value.reshape(self.block.given.now.shape[-3:])
+            if self.block.given.now.dim() == 3
+            else value
+        )
+
+    def _transposed(self, names: list[str], experts: list[Call]) -> Iterator[str]:
+        for name in names:
+            module = self.module.get_submodule(name)
+            if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+                yield name
+        for call in experts:
+            if PatchedExperts.is_transposed(call.module) or PatchedScaledExperts.fits(call.module):
+                yield call.path
+
+    def _norm_forms(self, norms: list[Call]) -> dict:
+        block_specs = [self._norm_form(norm) for norm in norms]
+        if any(spec != block_specs[0] for spec in block_specs):
+            raise self._refuse(f"{norms[0].path} and {norms[1].path} are norms of different kinds")
+        return block_specs[0] if block_specs else {}
+
+    def _norm_form(self, call: Call) -> dict:
+        """How a norm applies its weight: found by trying, bit for bit."""
+        try:
+            spec = rms_norm_form(call.module, call.given.now, call.made.now)
+        except TypeError as error:
+            raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
+        if spec is None:
+            raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
+        return {"scale_offset": spec[0], "cast_first": spec[1]}
+
+    # -- blocks without one
+
+    def _mixer_form(self) -> BlockSpec:
+        """A block whose context layer is all there is: its output matrix writes, and only its input
+        may change.
+        """
+        if len(self.mixers) != 1:
+            raise self._refuse("expected one context layer in a block without an MLP")
+        mixer = self.mixers[0]
+        own = [
+            call
+            for call in self.trace.calls
+            if inside(call.path, mixer.path) and is_matrix(call.module)
+        ]
+        down = next((call for call in own[::-1] if call.made.same_as(mixer.made)), None)
+        if down is None:
+            raise self._refuse(f"{mixer.path} does not end in a matrix")
+        ending = self._matrix_ending(down)
+        self.calls = self.trace.calls[:-1]
+        residual, branch, inner = self._explain([("input of ",)], ending, self.block.made)
+        dtype = str(self.block.made.now.dtype).removeprefix("torch.")
+        return BlockSpec(
+            writer=ending.writer,
+            residual=residual,
+            down=down.path,
+            residual_multiplier=branch,
+            continues_after_sum=inner,
+            dtype=dtype,
+            mixer=True,
+        )
+
+
+def _close(made: Tensor, hidden: Tensor, added: Tensor) -> bool:
+    """Whether a sum is what was made, up to the rounding of its parts; NaN where there is NaN."""
+    epsilon = max(torch.finfo(made.dtype).eps, torch.finfo(torch.float32).eps)
+    if made.numel() != hidden.numel() or not made.is_floating_point():
+        return False
+    made = made.reshape(hidden.shape).double()
+    size = hidden.abs() + added.abs() + made.abs()
+    off = (made - hidden - added).abs()
+    return bool(
+        (
+            (off <= _ROUNDINGS * epsilon * size.nan_to_num().amax(-1, keepdim=True))
+            | ~made.isfinite()
+        ).all()
+    )

@@ -1,0 +1,142 @@
+"""One forward of a model, whatever its class calls its inputs."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache as memoize
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.recurrent_state import module_states
+
+# Given by us, or not to be had beside the ids; and what would change what comes back.
+_OURS = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "past_key_values",
+    "cache_params",
+    "use_cache",
+}
+_OURS |= {
+    "logits_to_keep",
+    "labels",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+}
+
+
+@memoize
+def _inputs_of(forward: Callable[..., Any]) -> frozenset[str]:
+    parameters = inspect.signature(forward).parameters.values()
+    return frozenset(
+        given.name
+        for given in parameters
+        if given.kind in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY)
+    )
+
+
+def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Raises TypeError unless the model, or the base model that it hands them on to, has further
+    inputs of these names.
+
+    Many classes take any name, and leave those that they do not know alone.
+    """
+    known = (
+        (_inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward))
+        - _OURS
+        - {"self"}
+    )
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        further = ", ".join(sorted(known)) or "none"
+        raise TypeError(
+            f"expected no further inputs of {type(model).__name__} but its own ({further}), got"
+            f" {', '.join(unknown)}"
+        )
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model is told the positions of its tokens."""
+    return "position_ids" in _inputs_of(type(model).forward)
+
+
+def names_of(given: Mapping[str, Any]) -> list[str]:
+    """The names of further inputs that hold something."""
+    return [
+        name
+        for name, value in given.items()
+        if value is not None and not (isinstance(value, dict) and not value)
+    ]
+
+
+def _check_positions(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError for images, videos or sound where their tokens have positions of
+    three numbers (M-RoPE).
+    """
+    media = [name for name in names_of(given) if not name.endswith("type_ids")]
+    if media and any(hasattr(part, "get_rope_index") for part in (model, model.base_model)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has positions of three numbers for what is not text: expected"
+            f" text alone, got {', '.join(media)}"
+        )
+
+
+def call(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    cache: Cache,
+    last_logits: int = 0,
+    **model_inputs: Any,
+) -> Tensor:
+    """One forward: ids (B, T), mask over all slots of the cache (B, S), positions (B, T) -> logits
+    (B, T, V); the cache grows by T.
+
+    ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
+
+    Raises:
+        UnsupportedModelError: the further inputs have tokens whose positions are no single numbers.
+    """
+    _check_positions(model, model_inputs)
+    given = inputs(model, ids, mask, positions, cache, last_logits)
+    with module_states(model, cache):
+        logits: Tensor = model(**given, **model_inputs).logits
+    return logits[:, -last_logits:]
+
+
+def inputs(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    cache: Cache,
+    last_logits: int = 0,
+) -> dict[str, Any]:
+    """What a model's forward is given for :func:`call`, by its own names."""
+    names = _inputs_of(type(model).forward)
+    attentionless = "cache_params" in names  # it masks the tokens it is given, not those before
+    if attentionless:
+        mask = mask[:, -ids.shape[1] :]
+    elif cache.is_compileable and hasattr(
+        sys.modules[type(model).__module__], "build_alibi_tensor"
+    ):
+        width = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
+        # alibi has a number for every place in a static cache
+        mask = F.pad(mask, (0, width - mask.shape[1]))
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": True, "attention_mask": mask.long()}
+    given["cache_params" if attentionless else "past_key_values"] = cache
+    return given | {
+        name: value
+        for name, value in (("position_ids", positions), ("logits_to_keep", last_logits))
+        if name in names
+    }

@@ -1,0 +1,101 @@
+"""Overriding a module's forward for one pass: for an instance alone, undone by taking it away, and
+cheaper than a hook.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from transformers import PreTrainedModel
+
+from icl_patch import ops
+from icl_patch.layers.patched_module import PatchedModule, is_hooked
+from icl_patch.models.block_spec import Block
+
+Forward = Callable[..., Any]
+
+
+def overridable(module: nn.Module) -> bool:
+    """Whether the module's forward is its class's own, and not one that somebody else put there."""
+    return "forward" not in vars(module)
+
+
+@contextmanager
+def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
+    """Within this context each module runs the function beside it as its forward; afterwards, what
+    it ran before.
+    """
+    done: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for module, forward in forwards:
+            names = vars(module)
+            done.append((names, names.get("forward")))
+            names["forward"] = forward
+        yield
+    finally:
+        for names, before in reversed(done):
+            if before is None:
+                del names["forward"]
+            else:
+                names["forward"] = before
+
+
+def what_runs(model: PreTrainedModel) -> list[Any]:
+    """What a pass of the model runs beside its weights: its modules and those beneath patched ones,
+    their hooks (by numbers that are never given twice), forwards and settings.
+    """
+    found: list[Any] = [
+        *_global_forward_pre_hooks,
+        *_global_forward_hooks,
+        model.config._attn_implementation,
+    ]
+    for module in model.modules():
+        for part in (module, module.base_layer) if isinstance(module, PatchedModule) else (module,):
+            names = vars(part)
+            found += (part, *part._forward_pre_hooks, *part._forward_hooks, names.get("forward"))
+            found += (x for x in names.values() if isinstance(x, bool | int | float | str))
+    return found
+
+
+def untouched(module: nn.Module) -> bool:
+    """Whether nobody has hooked the module or put another forward there."""
+    return overridable(module) and not is_hooked(module)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear map of torch's own that nobody has touched: one that
+    :func:`icl_patch.ops.patched_linear` replaces.
+    """
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and untouched(module)
+
+
+def linear_forward(module: nn.Linear) -> Forward:
+    """A forward of a linear map through our ops, which read the weights once for the few rows of a
+    decode step.
+
+    Under autocast it is the module's own, in the dtype that autocast says.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return type(module).forward(module, x)
+        rows = x.reshape(-1, x.shape[-1])
+        return ops.patched_linear(rows, module.weight, bias=module.bias).reshape(
+            *x.shape[:-1], module.out_features
+        )
+
+    return forward
+
+
+def plain_linears(model: nn.Module, blocks: Iterable[Block]) -> list[nn.Linear]:
+    """The linear maps in these blocks that are not patched ones."""
+    found: list[nn.Linear] = []
+    for block in blocks:
+        for module in model.get_submodule(block.path).modules():
+            if not isinstance(module, PatchedModule) and is_plain_linear(module):
+                assert isinstance(module, nn.Linear)
+                found.append(module)
+    return found

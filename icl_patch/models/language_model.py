@@ -1,0 +1,127 @@
+"""What is asked of a model as a whole: its language model, its blocks, its vocabulary."""
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from icl_patch.errors import UnsupportedModelError
+
+
+def text_config(model: PreTrainedModel) -> object:
+    """The configuration of the language model within a model."""
+    return model.config.get_text_config(decoder=True)
+
+
+def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The blocks of a model by path, in order.
+
+    Raises:
+        UnsupportedModelError: there is no list of as many modules as the configuration has layers,
+            or more than one.
+    """
+    count = getattr(text_config(model), "num_hidden_layers", None)
+    decoder = model.get_decoder()
+    inner = {id(module) for module in decoder.modules()}
+    lists = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and id(module) in inner
+    ]
+    top = [
+        (path, module)
+        for path, module in lists
+        if not any(path.startswith(f"{other}.") for other, _ in lists)
+    ]
+    if len(top) != 1:
+        raise UnsupportedModelError(
+            f"expected one list of {count} blocks in {type(model).__name__}, found"
+            f" {[path for path, _ in top]}"
+        )
+    path, module = top[0]
+    return {f"{path}.{index}": layer for index, layer in enumerate(module)}
+
+
+def check_language_model(model: object) -> None:
+    """Raises UnsupportedModelError unless the model is one of transformers that ends in logits over
+    its vocabulary.
+    """
+    if not isinstance(model, PreTrainedModel) or not _has_head(model):
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        raise UnsupportedModelError(
+            f"expected a causal language model with a head; got {type(model).__name__} of type"
+            f" {kind!r}"
+        )
+    if "minimax_m3_sparse" in (getattr(text_config(model), "layer_types", None) or ()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} finds blocks of its cache by positions, which a shorter cache"
+            " does not have"
+        )
+
+
+def family_of(model: PreTrainedModel) -> str:
+    """The name of a model's family: the type of its language model."""
+    return str(getattr(text_config(model), "model_type", "")).removesuffix("_text")
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """The number of token ids."""
+    return int(getattr(text_config(model), "vocab_size"))  # noqa: B009 (the configuration classes declare it each for itself)
+
+
+def position_limit(model: PreTrainedModel) -> int:
+    """How many positions the model has; more than there can be tokens if it sets no limit."""
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else 2**62
+
+
+def check_length(model: PreTrainedModel, tokens: int, new: int = 0) -> None:
+    """Raises ValueError if the model has no positions for so many tokens and ``new`` ones after
+    them.
+    """
+    if (limit := position_limit(model)) < tokens + new:
+        more = f" and {new} new ones" if new else ""
+        raise ValueError(
+            f"expected at most {limit} tokens, as many as the model has positions for, got"
+            f" {tokens}{more}"
+        )
+
+
+def check_vocabulary(model: PreTrainedModel, *ids: Tensor) -> None:
+    """Raises ValueError if an id is not one of the model's."""
+    size = vocabulary(model)
+    for given in ids:
+        if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < size:
+            raise ValueError(
+                f"expected ids from 0 to {size - 1}, got {int(given.min())} to {int(given.max())}"
+            )
+
+
+def counts_slots(model: PreTrainedModel) -> bool:
+    """Whether a block's attention depends on how many tokens are in the cache, where no mask and no
+    position can say otherwise.
+
+    GPT-Neo's windows and the temperature of Llama 4's layers without positions do. Tokens on top of
+    a shorter cache are another computation then, unless each is alone.
+    """
+    config = text_config(model)
+    windows = family_of(model) == "gpt_neo" and "local" in getattr(config, "attention_layers", ())
+    return windows or bool(getattr(config, "attn_temperature_tuning", False))
+
+
+def _has_head(model: PreTrainedModel) -> bool:
+    """Whether the model ends in logits over its vocabulary."""
+    head = model.get_output_embeddings()
+    return head is not None and getattr(head, "out_features", None) == vocabulary(model)
+
+
+def check_not_shared(layers: dict[str, nn.Module]) -> None:
+    """Raises UnsupportedModelError if two blocks have a module with parameters in common."""
+    seen: dict[int, str] = {}
+    for path, layer in layers.items():
+        for name, module in layer.named_modules():
+            own = [*module.parameters(recurse=False)]
+            place = f"{path}.{name}" if name else path
+            other = seen.setdefault(id(module), place) if own else place
+            if other != place:
+                raise UnsupportedModelError(
+                    f"{place} is the same module as {other}: a patch of one would change the other"
+                )

@@ -1,0 +1,165 @@
+"""What the modules of a block pass to each other in one small forward: the evidence that a block's
+form is read from.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from icl_patch.models.forward import call
+
+# Inputs that only a layer that sees the context gets.
+_CONTEXT_INPUTS = (
+    "attention_mask",
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+    "cache_params",
+    "position_embeddings",
+    "alibi",
+)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first floating tensor in a module's inputs or outputs."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return next((found for found in map(first_tensor, value) if found is not None), None)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor that a module got or gave: its numbers at that time, and its storage, which tells
+    whether two modules share it.
+    """
+
+    now: Tensor
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Value":
+        """Keeps the tensor itself too, so that no other one can get its storage."""
+        return cls(tensor.detach().clone(), tensor)
+
+    def same_as(self, other: "Value") -> bool:
+        """Whether both are the same rows of the same storage, whatever their shapes."""
+        if self.tensor.numel() != other.tensor.numel() or self.tensor.dtype != other.tensor.dtype:
+            return False
+        if self.tensor.data_ptr() == other.tensor.data_ptr():
+            return True
+        mine, others = self.now.flatten(), other.now.flatten()
+        return bool(mine.any()) and torch.equal(mine, others)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module: its path in the block, the module, its first floating input and output,
+    the names of its other inputs.
+    """
+
+    path: str
+    module: nn.Module
+    given: Value
+    made: Value
+    sees_context: bool
+    several: bool  # whether it returned more than one tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTrace:
+    """The calls within one block, in the order in which they returned; the last one is the block's
+    own.
+    """
+
+    path: str
+    module: nn.Module
+    calls: list[Call]
+
+    @property
+    def block(self) -> Call:
+        """The block's own call."""
+        return self.calls[-1]
+
+    @property
+    def mixers(self) -> list[Call]:
+        """The outermost modules within the block that see the context."""
+        seen = [
+            call
+            for call in self.calls[:-1]
+            if call.sees_context and (call.module._modules or call.module._parameters)
+        ]
+        return [
+            call
+            for call in seen
+            if not any(inside(call.path, other.path) for other in seen if other is not call)
+        ]
+
+
+def inside(path: str, outer: str) -> bool:
+    """Whether ``path`` is ``outer`` or a module below it."""
+    return path == outer or path.startswith(f"{outer}.")
+
+
+@contextmanager
+def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iterator[None]:
+    calls: list[Call] = []
+    starts: dict[str, list[tuple[Value | None, bool]]] = {}
+
+    def before(name: str) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensor = first_tensor((*args, kwargs))
+            starts.setdefault(name, []).append(
+                (
+                    None if tensor is None else Value.of(tensor),
+                    any(key in kwargs for key in _CONTEXT_INPUTS),
+                )
+            )
+
+        return hook
+
+    def after(name: str) -> Any:
+        def hook(module: nn.Module, _args: Any, out: Any) -> None:
+            given, sees_context = starts[name].pop()
+            made = first_tensor(out)
+            if given is not None and made is not None:
+                calls.append(
+                    Call(name, module, given, Value.of(made), sees_context, isinstance(out, tuple))
+                )
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, module in block.named_modules():
+            hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(after(name)).remove)
+        yield
+    if calls and calls[-1].path == "":
+        traces[path] = BlockTrace(path, block, calls)
+
+
+@torch.no_grad()
+def trace(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
+) -> dict[str, BlockTrace]:
+    """One forward of the model on ``ids`` (B, T), and what happened in each of its layers; one that
+    did not run once is left out.
+    """
+    traces: dict[str, BlockTrace] = {}
+    with ExitStack() as stack:
+        for path, layer in layers.items():
+            stack.enter_context(_tracing(path, layer, traces))
+        mask, positions = (
+            torch.ones_like(ids),
+            torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
+        )
+        call(model, ids, mask, positions, DynamicCache(config=model.config))
+    return traces

@@ -1,0 +1,440 @@
+"""The ops in plain torch: the specification, and the implementation where there is no kernel.
+
+Nothing here loops over rows or blocks, and everything runs in fp64 when given fp64.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    pass
+
+ULP = 2.0**-52
+
+
+MAX_EVALUATIONS = 64
+
+
+BISECTION_STEPS = 64
+
+
+class InversionStatus(IntEnum):
+    """What the RMSNorm inversion found, per row."""
+
+    EASY = 0  # a root of the secular equation
+    HARD = 1  # no root: the shift is 0 and the coordinates at min m² take up the missing norm
+    UNREACHABLE = 2  # some m_k = 0, g_k ≠ 0 and y_k = 0: no change of the scale can produce g_k
+    NONFINITE = 3  # NaN or infinity in m or g
+    BAD_RADIUS = 4  # not 0 < C²/(C² + eps) < inf
+    NO_CONVERGENCE = 5  # or a result beyond the range of its dtype
+
+
+@dataclass(frozen=True)
+class RMSNormInverse:
+    """Result of :func:`icl_patch.ops.invert_rmsnorm` for ``B`` rows of ``n`` coordinates.
+
+    hidden: (B, n) fp32 (fp64 for fp64 targets), of the given RMS; shift: (B,) fp64, ``min m² - μ``;
+    new_scale: (B, n) fp64, ``m - μ ⊘ m``; status: (B,) int8, an :class:`InversionStatus`;
+        evaluations: (B,) int32, of the secular function.
+    """
+
+    hidden: Tensor
+    shift: Tensor
+    new_scale: Tensor
+    status: Tensor
+    evaluations: Tensor
+
+
+@dataclass(frozen=True)
+class StableScale:
+    """Result of :func:`icl_patch.ops.stable_scale` for ``M`` rows of ``d`` coordinates.
+
+    u: (M, d) fp32 (fp64 where an input is), ``h_target - h_down``; shift: (M,) fp64; new_scale: (M,
+        d) fp64; status: (M,) int8, an
+    :class:`InversionStatus`; evaluations: (M,) int32.
+    """
+
+    u: Tensor
+    shift: Tensor
+    new_scale: Tensor
+    status: Tensor
+    evaluations: Tensor
+
+
+def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
+    """fp64 if any of the tensors is, else fp32."""
+    return (
+        torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    )
+
+
+def low_rank_term(z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None) -> Tensor:
+    """``Σ_r (z·v_r) u_r`` for every row, (M, N) in the accumulation dtype.
+
+    z (M, K); per row u (M, N), v (M, K) or u (M, R, N), v (M, R, K); shared u (1, R, N), v (1, R,
+    K); with ``index`` (M,), u and v are pools (P, R, ·) and a row of index -1 gets zero.
+    """
+    dtype = accumulation_dtype(z, u, v)
+    z, u, v = z.to(dtype), u.to(dtype), v.to(dtype)
+    if u.dim() == 2:
+        u, v = u.unsqueeze(1), v.unsqueeze(1)
+    if index is not None:
+        if not len(u):  # an empty pool: no row has a patch
+            return z.new_zeros(len(z), u.shape[-1])
+        index = index.long()  # an unsigned one would be taken for a mask
+        u, v = u[index.clamp(min=0)], v[index.clamp(min=0)]
+    coeff = (z.unsqueeze(1) * v).sum(-1)  # (M, R)
+    if index is not None:
+        coeff = coeff.masked_fill((index < 0).unsqueeze(1), 0)
+    return (coeff.unsqueeze(-1) * u).sum(1)
+
+
+def patched_linear(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``z Wᵀ + bias``, rounded to z's dtype as the stock module does, then ``+ Σ_r (z·v_r) u_r``
+    and one more rounding.
+    """
+    return add_low_rank(F.linear(z, weight, bias), z, u, v, index, out_dtype or z.dtype)
+
+
+def add_low_rank(
+    y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``y + Σ_r (z·v_r) u_r``, accumulated in fp32 (fp64 where something is) and rounded once; rows
+    without a patch stay ``y``.
+    """
+    patched = (y + low_rank_term(z, u, v, index)).to(out_dtype)
+    return (
+        patched
+        if index is None
+        else torch.where((index < 0).unsqueeze(1), y.to(out_dtype), patched)
+    )
+
+
+def expert_linear(
+    x: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    gather: bool = False,
+) -> Tensor:
+    """``W_e x + b_e`` for the experts (M, k), in the accumulation dtype and rounded once: x (M, K)
+    or (M, k, K) -> (M, k, N).
+
+    Expert by expert; with ``gather``, where nobody can look which were chosen, by a matrix for
+    every slot, (M, k, N, K).
+    """
+    wide, expert = accumulation_dtype(x), expert.long()
+    rows = (x.unsqueeze(1) if x.dim() == 2 else x).to(wide).expand(*expert.shape, -1)
+    if gather:
+        there = (expert >= 0) & (expert < len(weight))
+        expert = torch.where(there, expert, 0)
+        made = (weight[expert].to(wide) @ rows.unsqueeze(-1)).squeeze(-1)
+    else:
+        made = rows.new_zeros(*expert.shape, weight.shape[1])
+        for number in expert.unique().tolist():
+            slots = expert == number
+            made[slots] = F.linear(rows[slots], weight[number].to(wide))
+    made = made if bias is None else made + bias[expert].to(wide)
+    return (torch.where(there.unsqueeze(-1), made, 0) if gather else made).to(out_dtype)
+
+
+def read_direction(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``v = z/‖z‖²`` and ``1/‖z‖²``; both 0 where there is no v that the dtype can hold."""
+    wide = z.double()
+    norm2 = wide.square().sum(-1, keepdim=True)
+    limits = torch.finfo(dtype)
+    largest = wide.abs().amax(-1, keepdim=True) / norm2 if z.shape[-1] else norm2
+    none = (norm2 == 0) | (largest < limits.tiny) | (largest > limits.max)
+    v = torch.where(none | norm2.isnan(), 0.0, wide / norm2).to(dtype)
+    # 0 says that there is no v
+    return v, torch.where(none, 0.0, (1 / norm2).clamp(min=limits.tiny)).squeeze(-1).to(dtype)
+
+
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x²) + eps)`` over the last dimension, in the accumulation dtype."""
+    x = x.to(accumulation_dtype(x))
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def rms_norm(
+    x: Tensor, scale: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
+) -> Tensor:
+    """``(o + m) x / sqrt(mean(x²) + eps)``; the normed row is rounded to x's dtype before it is
+    scaled (``cast_first``), and then again.
+    """
+    normed = rms_normalize(x, eps)
+    if cast_first:
+        normed = normed.to(x.dtype)
+    wide = accumulation_dtype(x, scale)
+    return (normed.to(wide) * (scale.to(wide) + scale_offset)).to(x.dtype)
+
+
+def norm_pair(
+    hidden: Tensor, weight: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm` of both streams, and ``hidden_ctx - hidden`` in the accumulation dtype."""
+    wide, rows = hidden.to(accumulation_dtype(hidden)), len(hidden) // 2
+    return rms_norm(hidden, weight, eps, scale_offset, cast_first), wide[:rows] - wide[rows:]
+
+
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``act(gate) ⊙ up``, the activation rounded to the dtype of both before the product."""
+    wide = gate.to(accumulation_dtype(gate))
+    act = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
+    return act.to(gate.dtype) * up
+
+
+@dataclass(frozen=True)
+class _Secular:
+    """One batch of secular equations ``φ(s) = Σ (p/(e + s))² = N``, shifted to the nearest pole;
+    all fp64.
+    """
+
+    e: Tensor  # (B, n) distance of m² from its minimum, (a - min a)(a + min a)
+    p: Tensor  # (B, n) |m g|
+    pole: Tensor  # (B, n) where e = 0
+    c1: Tensor  # (B,) Σ p² at the pole
+    target: Tensor  # (B,) N = n r²
+    lo: Tensor  # (B,)
+    hi: Tensor  # (B,)
+    hard: Tensor  # (B,) no root: s = 0
+
+    def sums(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``φ(s)``, ``Σ p²/(e + s)³`` (both with the pole's terms) and ``φ`` without the pole."""
+        usable = (self.p > 0) & ~self.pole
+        inverse = torch.where(usable, 1 / torch.where(usable, self.e + s.unsqueeze(1), 1.0), 0.0)
+        squares = (self.p * inverse).square()
+        r2, r3 = squares.sum(1), (squares * inverse).sum(1)
+        at_pole = self.c1 > 0
+        safe = torch.where(at_pole, s, 1.0)
+        pole2 = torch.where(at_pole, self.c1 / safe.square(), 0.0)
+        return r2 + pole2, r3 + pole2 / safe, r2
+
+
+def _secular(m: Tensor, g: Tensor, target: Tensor) -> _Secular:
+    a = m.abs()
+    smallest = a.amin(1, keepdim=True)
+    e = (a - smallest) * (a + smallest)
+    p = a * g.abs()
+    pole = e == 0
+    root = target.sqrt()
+    c1 = torch.where(pole, p.square(), 0.0).sum(1)
+    total = p.square().sum(1)
+    mean_e = torch.where(
+        total > 0, (p.square() * e).sum(1) / torch.where(total > 0, total, 1.0), 0.0
+    )
+    size = total.sqrt() / root
+    far = (p / root.unsqueeze(1) - e).amax(1)
+    lo = torch.stack([c1.sqrt() / root, far, size - mean_e, torch.zeros_like(size)]).amax(0) * (
+        1 - 16 * ULP
+    )
+    beyond = torch.where((p > 0) & ~pole, p / torch.where(pole, 1.0, e), 0.0).square().sum(1)
+    hard = (c1 == 0) & (beyond <= target * (1 + 8 * ULP))
+    return _Secular(e, p, pole, c1, target, lo, size * (1 + 16 * ULP), hard)
+
+
+def _newton(problem: _Secular) -> tuple[Tensor, Tensor, Tensor]:
+    """Safeguarded Newton on ``1/sqrt(φ)``: shift, evaluations and a flag for rows that did not
+    converge.
+    """
+    lo, hi = problem.lo.clone(), problem.hi.clone()
+    s = torch.where(problem.hard, torch.zeros_like(lo), lo)
+    active = ~problem.hard
+    evaluations = torch.zeros_like(s, dtype=torch.int32)
+    shrink = torch.full_like(s, torch.inf)
+    for _ in range(MAX_EVALUATIONS):
+        if not active.any():
+            break
+        evaluations += active
+        s2, s3, r2 = problem.sums(torch.where(active, s, 1.0))
+        rel = s2 / problem.target - 1
+        active = active & (rel.abs() > 8 * ULP)
+        newton = s + ((s2 / problem.target).sqrt() - 1) * s2 / s3
+        left = rel > 0
+        lo = torch.where(active & left, torch.maximum(lo, s), lo)
+        room = problem.target - r2
+        pole_bound = (problem.c1 / torch.where(room > 0, room, 1.0)).sqrt() * (1 + 16 * ULP)
+        hi = torch.where(
+            active & left & (problem.c1 > 0) & (room > 0), torch.minimum(hi, pole_bound), hi
+        )
+        hi = torch.where(active & ~left, s, hi)
+        x = torch.where(left, torch.maximum(s, newton), torch.maximum(lo, newton))
+        x = torch.minimum(torch.maximum(x, lo), hi)
+        active = active & ((x - s).abs() > 2 * ULP * s)
+        lo = torch.where(active, torch.maximum(lo, x * (1 - 4 * ULP)), lo)
+        width = torch.where(lo > 0, torch.log(hi / torch.where(lo > 0, lo, 1.0)), torch.inf)
+        slow = (lo > 0) & (width > 1.4) & (width > shrink / 2)
+        s = torch.where(active, torch.where(slow, lo.sqrt() * hi.sqrt(), x), s)
+        shrink = torch.where(active, width, shrink)
+    return s, evaluations, active
+
+
+def _bisection(problem: _Secular) -> tuple[Tensor, Tensor, Tensor]:
+    """A fixed number of geometric bisection steps inside the closed-form bracket; same results as
+    :func:`_newton`.
+    """
+    hi = problem.hi.clone()
+    lo = torch.maximum(problem.lo, (hi * 2.0**-900).clamp(min=torch.finfo(hi.dtype).tiny))
+    for _ in range(BISECTION_STEPS):
+        s = lo.sqrt() * hi.sqrt()
+        left = problem.sums(torch.where(problem.hard, 1.0, s))[0] > problem.target
+        lo, hi = torch.where(left, s, lo), torch.where(left, hi, s)
+    s = torch.where(problem.hard, torch.zeros_like(lo), hi)
+    evaluations = torch.where(problem.hard, 0, BISECTION_STEPS).to(torch.int32)
+    return s, evaluations, torch.zeros_like(problem.hard)
+
+
+def _missing_norm(g: Tensor, m: Tensor, problem: _Secular, fallback: Tensor | None) -> Tensor:
+    """A direction on the pole's coordinates for the norm that the others leave over: ``fallback``'s
+    share, else ``g``'s, else the first.
+    """
+    on_pole = torch.where(problem.pole, g, 0.0)
+    first = F.one_hot(problem.pole.to(torch.int8).argmax(1), g.shape[1]).to(g.dtype)
+    direction = torch.where((on_pole != 0).any(1, keepdim=True), on_pole, first)
+    if fallback is not None:
+        share = torch.where(problem.pole, fallback.to(g.dtype), 0.0)
+        needed = problem.pole & (m == 0) & (g != 0) & (share == 0)
+        usable = share.isfinite().all(1) & (share != 0).any(1) & ~needed.any(1)
+        direction = torch.where(usable.unsqueeze(1), share, direction)
+    direction = direction / direction.abs().amax(1, keepdim=True)
+    return direction / direction.norm(dim=1, keepdim=True)
+
+
+def invert_rmsnorm(
+    target: Tensor,
+    scale: Tensor,
+    rms: Tensor,
+    eps: float = 0.0,
+    fallback: Tensor | None = None,
+    method: str = "newton",
+) -> RMSNormInverse:
+    """The ``x`` of RMS ``C`` that minimises ``‖m ⊙ x/sqrt(C² + eps) - g‖``; see
+    :func:`icl_patch.ops.invert_rmsnorm`.
+    """
+    batch, n = target.shape
+    m, g, c = scale.double().expand(batch, n), target.double(), rms.double()
+    nonfinite = ~(m.isfinite().all(1) & g.isfinite().all(1))
+    radius2 = torch.where(c > 0, c.square() / (c.square() + eps), 0.0)
+    bad_radius = ~((radius2 > 0) & radius2.isfinite()) & ~nonfinite
+    skip = (nonfinite | bad_radius).unsqueeze(1)
+    m, g = torch.where(skip, 1.0, m), torch.where(skip, 1.0, g)
+    radius2 = torch.where(skip.squeeze(1), 1.0, radius2)
+
+    power = _power_of_two(m, g)
+    m, g = m * power, g * power  # y stays as it is
+    problem = _secular(m, g, n * radius2)
+    s, evaluations, unfinished = _newton(problem) if method == "newton" else _bisection(problem)
+
+    shifted = problem.e + s.unsqueeze(1)
+    y = torch.where(
+        problem.p > 0,
+        torch.sign(m) * torch.sign(g) * problem.p / torch.where(shifted > 0, shifted, 1.0),
+        0.0,
+    )
+    hard_pole = problem.hard.unsqueeze(1) & problem.pole
+    left_over = (
+        (problem.target - torch.where(hard_pole, 0.0, y).square().sum(1)).clamp(min=0).sqrt()
+    )
+    y = torch.where(hard_pole, left_over.unsqueeze(1) * _missing_norm(g, m, problem, fallback), y)
+    norm2 = y.square().sum(1)
+    y = y * (problem.target / norm2).sqrt().unsqueeze(1)
+    quotient = torch.where(y != 0, g / torch.where(y != 0, y, 1.0), m)
+    new_scale = torch.where(hard_pole | (m == 0), quotient, shifted / torch.where(m == 0, 1.0, m))
+
+    status = torch.full((batch,), int(InversionStatus.EASY), dtype=torch.int8, device=target.device)
+    status[problem.hard] = int(InversionStatus.HARD)
+    status[((m == 0) & (g != 0) & (y == 0)).any(1)] = int(InversionStatus.UNREACHABLE)
+    status[unfinished] = int(InversionStatus.NO_CONVERGENCE)
+    status[bad_radius] = int(InversionStatus.BAD_RADIUS)
+    status[nonfinite] = int(InversionStatus.NONFINITE)
+
+    hidden = y * (c.square() + eps).sqrt().unsqueeze(1)
+    new_scale, s = new_scale / power, s / power.squeeze(1) / power.squeeze(1)
+    hidden = torch.where(bad_radius.unsqueeze(1), 0.0, hidden)
+    new_scale = torch.where(bad_radius.unsqueeze(1), scale.double().expand(batch, n), new_scale)
+    shift = torch.where(bad_radius, 0.0, s)
+    hidden, new_scale = (
+        x.masked_fill(nonfinite.unsqueeze(1), torch.nan) for x in (hidden, new_scale)
+    )
+    evaluations = evaluations.masked_fill(skip.squeeze(1), 0)
+    hidden = hidden.to(torch.float64 if target.dtype == torch.float64 else torch.float32)
+    beyond = ~(hidden.isfinite().all(1) & new_scale.isfinite().all(1) & shift.isfinite())
+    status[beyond & (status < int(InversionStatus.NONFINITE))] = int(InversionStatus.NO_CONVERGENCE)
+    return RMSNormInverse(
+        hidden, shift.masked_fill(nonfinite, torch.nan), new_scale, status, evaluations
+    )
+
+
+def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
+    """(B, 1) powers of two that keep the squares and cubes of fp64 data in range; 1 for data in the
+    range of fp32, whose are.
+    """
+    exponent = torch.frexp(torch.maximum(m.abs(), g.abs()).amax(1, keepdim=True)).exponent
+    return torch.ldexp(
+        torch.ones_like(m[:, :1]),
+        torch.where(exponent.abs() > 160, -exponent.clamp(-1000, 1000), 0),
+    )
+
+
+# A scale below this share of the row's RMS counts as zero: dividing by it costs more digits than
+# fp32 has left.
+_SCALE_IS_ZERO = 2.0**-12
+
+
+_SCALE_FLOOR = 0.25
+
+
+def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
+    """The scale that the stable update inverts for, (M, d): coordinates that are zero get ``0.25
+    max(rms m, rms g)``.
+
+    Through ``m_k = 0`` nothing can reach ``g_k``. The update is free to choose any ``m'``, so it
+    inverts for a floored scale instead; ``m'_k y_k = g_k`` then holds for every k, and coordinates
+    that were not zero are inverted for as they are.
+    """
+    m = scale.double().expand(target.shape[0], -1)
+    rms_m = m.square().mean(1, keepdim=True).sqrt()
+    rms_g = target.double().square().mean(1, keepdim=True).sqrt()
+    return torch.where(
+        m.abs() <= _SCALE_IS_ZERO * rms_m, _SCALE_FLOOR * torch.maximum(rms_m, rms_g), m
+    )
+
+
+def stable_scale(
+    delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float, method: str = "newton"
+) -> StableScale:
+    """Appendix B for a batch of rows, in fp64; see :func:`icl_patch.ops.stable_scale`."""
+    h, m = hidden_down.double(), scale.double().expand(delta.shape)
+    mean = h.square().mean(-1, keepdim=True)
+    # h_down = 0 has no RMS to keep; the norm of h_target is free
+    rms = torch.where(mean > 0, mean.sqrt(), 1.0).squeeze(-1)
+    target = delta.double() + m * (h * torch.where(mean + eps > 0, (mean + eps).rsqrt(), 0.0))
+    inverse = invert_rmsnorm(target, floor_scale(scale, target), rms, eps, h, method)
+    unchanged = (delta == 0).all(-1)
+    nothing = unchanged | (inverse.status == InversionStatus.BAD_RADIUS)
+    dtype = (
+        torch.float64
+        if torch.float64 in (delta.dtype, scale.dtype, hidden_down.dtype)
+        else torch.float32
+    )
+    return StableScale(
+        u=(inverse.hidden - h).masked_fill(nothing.unsqueeze(1), 0).to(dtype),
+        shift=inverse.shift.masked_fill(unchanged, 0),
+        new_scale=torch.where(nothing.unsqueeze(1), m, inverse.new_scale),
+        status=inverse.status.masked_fill(unchanged, int(InversionStatus.EASY)),
+        evaluations=inverse.evaluations.masked_fill(unchanged, 0),
+    )

@@ -1,0 +1,351 @@
+"""A recorded patch: the factors of every block for every kept token, what they are valid for, and
+their file format.
+
+A patch file is a safetensors file. Its tensors are ``layers.{i}.{name}``, each (B, T, width), row
+by row the factors of the kept tokens:
+
+=======================================
+==================================================================================== name
+                        meaning =======================================
+                        ====================================================================================
+``{reader}.u``, ``readers.v``           ``W_reader + u vᵀ``; all readers of a block share v
+``{down}.u``, ``{down}.v``              ``W_down + u vᵀ`` (absent in a direct patch of a scale
+writer) ``{down}.bias_change``                        ``b + Δb``
+``{norm}.new_scale``, ``{norm}.scale``  m' in place of m; the latter is (width,), the norm's own, so
+that Δm = m' - m is at hand ``{experts}.index``                     (B, T, k) int64, the token's
+active experts; slot j holds the factors of expert ``index[j]`` ``{experts}.gate_up_proj.u``
+   (B, T, k, width), ``W_j + u_j vᵀ`` with the readers' v ``{experts}.down_proj.u``, ``.v``
+   (B, T, d) and (B, T, k, width), ``W_j + u v_jᵀ``; or ``.bias_change`` (B, T, d), ``b_j + Δb``
+=======================================
+====================================================================================
+
+Its metadata entry ``icl_patch`` is a JSON object: the fields of :class:`PatchInfo`, the path and
+form of every block, and ids, masks, positions and slots as lists.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch.errors import FingerprintMismatch, PatchFormatError
+from icl_patch.models.block_spec import Block, Writer
+from icl_patch.patch.fingerprints import tokenizer_fingerprint, weight_fingerprint
+from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
+from icl_patch.patch.serialization import (
+    DTYPES,
+    FORMAT,
+    TOKEN_TENSORS,
+    PatchInfo,
+    check_finite,
+    check_fit,
+    parse_header,
+    read_blocks,
+    read_layers,
+    token_tensors,
+)
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What recording observed, per layer, row and kept token, (L, B, T).
+
+    reader_error: largest ``|(W + u vᵀ) z - W z_ctx|`` over the readers, relative to ``max |W
+    z_ctx|``; status: of the RMSNorm inversion (:class:`icl_patch.ops.InversionStatus`; 0 where none
+    was needed); misses: elements of the block's output that the exact update could not hit;
+    correction: size of the exact update's correction on top of the direct or stable one, relative
+        to the block's output;
+    experts_changed: how many of the experts that the patched router chose are not those chosen with
+        the context.
+    """
+
+    reader_error: Tensor
+    status: Tensor
+    misses: Tensor
+    correction: Tensor
+    experts_changed: Tensor
+
+
+def blank_report(valid: Tensor) -> PatchReport:
+    """The report of a pass over tokens (B, T) that has observed nothing yet, without its layers."""
+
+    def zeros(dtype: torch.dtype) -> Tensor:
+        return torch.zeros_like(valid, dtype=dtype)
+
+    counts, sizes = zeros(torch.int64), zeros(torch.float32)
+    return PatchReport(sizes, zeros(torch.int8), counts, zeros(torch.float64), counts)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPatch:
+    """The change of weights that stands for a context, for ``B`` rows of ``T`` kept tokens.
+
+    A token's patch is for that token, its history and its position only. All of it is recorded
+    here:
+
+    Attributes:
+        info: what the patch belongs to.
+        layers: the factors of every block, by name (see the module's table); layer_indices: which
+            blocks; blocks: path and form of every block of the model.
+        kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded.
+        The slot is the column in the whole
+            sequence, which sliding windows are counted in.
+        prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first
+        absorbed one; left-padded.
+        logits: (B, T, V) with the context, or None (they are not saved): of the untouched model if
+            the patch took two passes, of the context stream if it took one.
+        report: what recording observed, or None for a loaded patch.
+    """
+
+    info: PatchInfo
+    layers: tuple[dict[str, Tensor], ...]
+    layer_indices: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    kept_ids: Tensor
+    kept_mask: Tensor
+    position_ids: Tensor
+    kept_slots: Tensor
+    prefix_ids: Tensor
+    prefix_mask: Tensor
+    prefix_positions: Tensor
+    prefix_slots: Tensor
+    logits: Tensor | None = field(default=None, repr=False)
+    report: PatchReport | None = field(default=None, repr=False)
+
+    @property
+    def passes(self) -> int:
+        """Forward passes over the kept tokens that the patch took."""
+        return self.info.passes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
+
+    def __repr__(self) -> str:
+        rows, tokens = self.kept_ids.shape
+        return (
+            f"ContextPatch({self.info.update}, {len(self.layers)} layers, {rows} x {tokens} tokens,"
+            f" {self.nbytes} bytes)"
+        )
+
+    def to(self, device: torch.device | str) -> "ContextPatch":
+        """The patch with every tensor on ``device``."""
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TOKEN_TENSORS}
+        layers = tuple(
+            {name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers
+        )
+        logits = None if self.logits is None else self.logits.to(device)
+        report = (
+            None
+            if self.report is None
+            else PatchReport(**{k: v.to(device) for k, v in vars(self.report).items()})
+        )
+        return replace(self, layers=layers, logits=logits, report=report, **moved)
+
+    def select(
+        self, rows: slice = slice(None), tokens: slice = slice(None), layers: slice = slice(None)
+    ) -> "ContextPatch":
+        """A part of the patch: rows of the batch, kept tokens, layers.
+
+        Any part can be measured and saved. It can be replayed if all layers are there and the
+        tokens start at the first (each kept token attends to the ones before it), except that a
+        direct patch of a scale writer, which divides by activations, must be
+        replayed whole: in other shapes they round differently. An exact patch is bit-identical when
+        it is replayed whole; a part of one is right up to rounding.
+
+        Raises:
+            ValueError: nothing would be left.
+        """
+        names = ("kept_ids", "kept_mask", "position_ids", "kept_slots")
+        cut: dict[str, Any] = {name: getattr(self, name)[rows, tokens] for name in names}
+        cut |= {name: getattr(self, name)[rows] for name in TOKEN_TENSORS if name not in names}
+        chosen = self.layers[layers]
+        if 0 in cut["kept_ids"].shape or not chosen:
+            raise ValueError(
+                f"expected rows, tokens and layers that leave something, got {rows}, {tokens},"
+                f" {layers} of {self!r}"
+            )
+        kept = range(self.kept_ids.shape[1])[tokens]
+        whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
+        if self.info.update == "direct" and any(
+            block.spec.writer is Writer.SCALE for block in self.blocks
+        ):
+            whole = whole and cut["kept_ids"].shape == self.kept_ids.shape
+        report = self.report
+        if report is not None:
+            report = PatchReport(
+                **{
+                    name: tensor[layers][:, rows][:, :, tokens]
+                    for name, tensor in vars(report).items()
+                }
+            )
+        return replace(
+            self,
+            info=replace(self.info, replayable=self.info.replayable and whole),
+            layers=tuple(
+                {k: v if v.dim() == 1 else v[rows, tokens] for k, v in layer.items()}
+                for layer in chosen
+            ),
+            layer_indices=self.layer_indices[layers],
+            logits=None if self.logits is None else self.logits[rows, tokens],
+            report=report,
+            **cut,
+        )
+
+    def norms(self) -> dict[str, Tensor]:
+        """Size of the change of every patched parameter: ``‖ΔW‖_F = ‖u‖ ‖v‖``, ``‖Δb‖`` and
+        ``‖Δm‖``, by the module's name.
+
+        Each is (L, B, T), with 0 for a block that has no such module; of experts it is the root of
+        the sum of squares.
+        """
+        sizes: dict[str, dict[int, Tensor]] = {}
+        for index, change in self._changes():
+            sizes.setdefault(change.name, {})[index] = change.size()
+        zero = torch.zeros(self.kept_ids.shape)
+        found: dict[str, Tensor] = {}
+        for name, by_layer in sizes.items():
+            like = next(iter(by_layer.values()))
+            found[name] = torch.stack(
+                [by_layer.get(index, zero.to(like)) for index in range(len(self.layers))]
+            )
+        return found
+
+    def _changes(self) -> Iterator[tuple[int, "ParameterChange"]]:
+        """Every change in the patch, with its place among the layers."""
+        for place, (index, layer) in enumerate(zip(self.layer_indices, self.layers, strict=True)):
+            for change in parameter_changes(self.blocks[index].spec, layer):
+                yield place, change
+
+    def weight_changes(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
+        """The materialised change of every patched parameter for one token: its name in the model's
+        state dict, and ``u vᵀ``, Δb or Δm.
+
+        Of a parameter that holds the matrices of many experts, ``name[e]`` is the e-th; the token's
+        active experts change. One at a time: this is the only place where a matrix of a weight's
+            size is built.
+        """
+        for place, change in self._changes():
+            path = self.blocks[self.layer_indices[place]].path
+            for name, materialised in change.materialised(row, token):
+                yield f"{path}.{name}", materialised
+
+    # -- files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the patch to a safetensors file; the file appears whole or not at all.
+
+        Raises:
+            PatchFormatError: a factor is not finite.
+        """
+        path = Path(path)
+        indexed = zip(self.layer_indices, self.layers, strict=True)
+        tensors = {
+            f"layers.{i}.{name}": x.contiguous().cpu()
+            for i, layer in indexed
+            for name, x in layer.items()
+        }
+        check_finite(tensors)
+        header = {"format": FORMAT, **asdict(self.info), "layers": list(self.layer_indices)}
+        header["blocks"] = [
+            {"path": block.path, "form": block.spec.to_json()} for block in self.blocks
+        ]
+        header |= {name: getattr(self, name).tolist() for name in TOKEN_TENSORS}
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            save_file(tensors, temporary, metadata={"icl_patch": json.dumps(header)})
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink()
+            raise
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> "ContextPatch":
+        """Read a patch file, checked whole before anything is returned; with a model, its tensors
+        go to the model's device.
+
+        Raises:
+            PatchFormatError: the file is not a patch file, or its tensors are missing, extra, of
+                the wrong shape or not finite; or it names tokens, positions or experts that the
+                model does not have.
+            FingerprintMismatch: the patch was computed with other patched weights, another dtype or
+                another tokenizer than the given ones.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                header = parse_header((file.metadata() or {}).get("icl_patch"), path)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise PatchFormatError(
+                f"expected a safetensors file (pickle files are refused), got {path}: {error}"
+            ) from error
+        info = PatchInfo(**{entry.name: header[entry.name] for entry in fields(PatchInfo)})
+        ids: dict[str, Any] = token_tensors(header)
+        blocks = read_blocks(header)
+        layers = read_layers(tensors, info, blocks, header["layers"], ids["kept_ids"].shape)
+        patch = cls(
+            info=info, layers=layers, layer_indices=tuple(header["layers"]), blocks=blocks, **ids
+        )
+        if tokenizer is not None:
+            patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
+        if model is not None:
+            patch.check_model(model)
+            check_fit(patch, model)
+            patch = patch.to(model.device)
+        return patch
+
+    def check_tokenizer(self, fingerprint: str) -> None:
+        """Raises FingerprintMismatch if the patch was computed with another tokenizer than that of
+        the hash, as far as it knows.
+        """
+        if self.info.tokenizer not in (None, fingerprint):
+            raise FingerprintMismatch(
+                "expected a patch of ids of the given tokenizer, got one that was computed with"
+                " another"
+            )
+
+    def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:
+        """Raises FingerprintMismatch unless the weights that the patch was computed with, and their
+        dtype, are this model's.
+        """
+        name = model.config._name_or_path or type(model).__name__
+        try:
+            got = fingerprint or weight_fingerprint(model, self.blocks)
+        except AttributeError as error:
+            raise FingerprintMismatch(
+                f"expected a patch of {name} (with other modules: {error}), got one of"
+                f" {self.info.model}"
+            ) from error
+        if got != self.info.fingerprint:
+            raise FingerprintMismatch(
+                f"expected a patch of {name} (weights {got[:12]}…), got one of {self.info.model}"
+                f" (weights {self.info.fingerprint[:12]}…)"
+            )
+        if DTYPES[self.info.dtype] != model.dtype:
+            raise FingerprintMismatch(
+                f"expected a patch of a {model.dtype} model, got one of a {self.info.dtype} model"
+            )
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

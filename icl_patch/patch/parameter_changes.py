@@ -1,0 +1,134 @@
+"""The changes of parameters that a block's factors stand for: their sizes, and materialised."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from icl_patch.models.block_spec import BlockSpec, Writer
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterChange:
+    """The change of one module's parameters, for B x T tokens.
+
+    Attributes:
+        name: the module's path in its block; for experts with the parameter's name.
+        parameter: the changed parameter's name in the module, "" for experts.
+        u, v: of ``W + u vᵀ``; v is None where ``u`` is itself the change, of a bias or a scale.
+        index: (B, T, k), the experts whose matrices change; u and v then have a slot each, or share
+            one.
+        transposed: whether the matrix is stored as (in, out).
+    """
+
+    name: str
+    parameter: str
+    u: Tensor
+    v: Tensor | None = None
+    index: Tensor | None = None
+    transposed: bool = False
+
+    def size(self) -> Tensor:
+        """``‖u‖ ‖v‖``, ``‖Δb‖`` or ``‖Δm‖``: (B, T)."""
+        size = self.u.norm(dim=-1)
+        if self.index is not None:
+            u, v = self.in_slots()
+            size = u.norm(dim=-1) if v is None else u.norm(dim=-1) * v.norm(dim=-1)
+            return size.norm(dim=-1)
+        return size if self.v is None else size * self.v.norm(dim=-1)
+
+    def in_slots(self) -> tuple[Tensor, Tensor | None]:
+        """Experts' ``u`` and ``v`` with a slot for each: (B, T, k, ·)."""
+        u = self._slots(self.u)
+        assert u is not None
+        return u, self._slots(self.v)
+
+    def _slots(self, x: Tensor | None) -> Tensor | None:
+        """A factor that all slots share, once a slot."""
+        assert self.index is not None
+        return (
+            x
+            if x is None or x.dim() == 4
+            else x.unsqueeze(2).expand(-1, -1, self.index.shape[2], -1)
+        )
+
+    def materialised(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
+        """The changed parameters of one token by name, and their changes; ``name[e]`` is the e-th
+        matrix of a parameter of experts.
+        """
+        if self.index is None:
+            v = None if self.v is None else self.v[row, token]
+            yield f"{self.name}.{self.parameter}", self._product(self.u[row, token], v)
+            return
+        u, v = self.in_slots()
+        for slot, expert in enumerate(self.index[row, token].tolist()):
+            read = None if v is None else v[row, token, slot]
+            yield f"{self.name}[{expert}]", self._product(u[row, token, slot], read)
+
+    def _product(self, u: Tensor, v: Tensor | None) -> Tensor:
+        if v is None:
+            return u
+        return torch.outer(v.to(u.dtype), u) if self.transposed else torch.outer(u, v.to(u.dtype))
+
+
+def parameter_changes(spec: BlockSpec, layer: Mapping[str, Tensor]) -> Iterator[ParameterChange]:
+    """The changes that a block's factors stand for, in the order of its modules."""
+    for reader in spec.readers:
+        yield ParameterChange(
+            reader,
+            "weight",
+            layer[f"{reader}.u"],
+            _read_v(spec, layer, reader),
+            transposed=reader in spec.transposed,
+        )
+    if spec.experts is not None:
+        yield from _of_experts(spec, layer)
+    if f"{spec.down}.bias_change" in layer:
+        yield ParameterChange(str(spec.down), "bias", layer[f"{spec.down}.bias_change"])
+    if f"{spec.down}.u" in layer:
+        yield ParameterChange(
+            str(spec.down),
+            "weight",
+            layer[f"{spec.down}.u"],
+            layer[f"{spec.down}.v"],
+            transposed=spec.down in spec.transposed,
+        )
+    for norm in (spec.inner_norm, spec.post_norm):
+        if f"{norm}.new_scale" in layer:
+            yield ParameterChange(
+                str(norm), "weight", layer[f"{norm}.new_scale"] - layer[f"{norm}.scale"]
+            )
+
+
+def _read_v(spec: BlockSpec, layer: Mapping[str, Tensor], part: str) -> Tensor:
+    """The ``v`` of a reader: its own, or that of all."""
+    return layer[f"{part}.v" if part in spec.separately_normed else "readers.v"]
+
+
+def _of_experts(spec: BlockSpec, layer: Mapping[str, Tensor]) -> Iterator[ParameterChange]:
+    path, index, transposed = (
+        spec.experts,
+        layer[f"{spec.experts}.index"],
+        spec.experts in spec.transposed,
+    )
+    if spec.reads:
+        v = _read_v(spec, layer, str(path))
+        yield ParameterChange(
+            f"{path}.gate_up_proj", "", layer[f"{path}.gate_up_proj.u"], v, index, transposed
+        )
+    if spec.writer is not Writer.EXPERTS and f"{path}.down_proj.u" not in layer:
+        return
+    if spec.expert_bias:
+        yield ParameterChange(
+            f"{path}.down_proj_bias", "", layer[f"{path}.down_proj.bias_change"], None, index
+        )
+    else:
+        yield ParameterChange(
+            f"{path}.down_proj",
+            "",
+            layer[f"{path}.down_proj.u"],
+            layer[f"{path}.down_proj.v"],
+            index,
+            transposed,
+        )

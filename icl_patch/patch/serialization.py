@@ -1,0 +1,334 @@
+"""The file format of a patch: its header and its tensors, checked before anything is made of them,
+and against a model.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from icl_patch.errors import PatchFormatError
+from icl_patch.models.block_spec import Block, BlockSpec
+from icl_patch.models.language_model import position_limit, vocabulary
+from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
+
+if TYPE_CHECKING:
+    from icl_patch.patch.context_patch import ContextPatch
+
+FORMAT = 1
+UPDATES = ("direct", "stable", "exact")
+TOKEN_TENSORS = (
+    "kept_ids",
+    "kept_mask",
+    "position_ids",
+    "kept_slots",
+    "prefix_ids",
+    "prefix_mask",
+    "prefix_positions",
+    "prefix_slots",
+)
+DTYPES = {
+    "torch.float64": torch.float64,
+    "torch.float32": torch.float32,
+    "torch.bfloat16": torch.bfloat16,
+    "torch.float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class PatchInfo:
+    """What a patch belongs to.
+
+    model, revision: the name or path and the commit the model was loaded from, as far as it knows;
+    fingerprint: SHA-256 of the weights that are patched and of a sample of the others; tokenizer:
+    SHA-256 of the tokenizer, None if none was given; family, update, dtype (of the model); passes:
+    forward passes over the kept tokens that the patch took; replayable: False once tokens or layers
+    were cut out that a replay needs.
+    """
+
+    model: str
+    revision: str | None
+    fingerprint: str
+    tokenizer: str | None
+    family: str
+    update: str
+    dtype: str
+    passes: int
+    replayable: bool = True
+
+
+def check_finite(tensors: dict[str, Tensor]) -> None:
+    """Raises PatchFormatError naming the first tensor, and where it can row and token, that is not
+    finite.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            where = (
+                ""
+                if tensor.dim() == 1
+                else f" at row, token {(~tensor.isfinite().all(-1)).nonzero()[0].tolist()}"
+            )
+            raise PatchFormatError(f"expected finite factors, got NaN or infinity in {name}{where}")
+
+
+def parse_header(text: str | None, path: Any) -> dict[str, Any]:
+    """The header as a dictionary whose entries have their types; raises PatchFormatError."""
+    try:
+        header = json.loads(text or "")
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise PatchFormatError(
+            f"expected a JSON object under 'icl_patch' in the metadata of {path}, got none"
+        ) from error
+    expected: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
+    expected |= {"format": int, "layers": list, "blocks": list} | dict.fromkeys(TOKEN_TENSORS, list)
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise PatchFormatError(
+            f"expected patch format {FORMAT}, got"
+            f" {header.get('format') if isinstance(header, dict) else header!r}"
+        )
+    for name, kind in expected.items():
+        if (
+            name not in header
+            or not isinstance(header[name], kind)
+            or (kind is int and isinstance(header[name], bool))
+        ):
+            raise PatchFormatError(
+                f"expected header entry {name!r} of {kind}, got {header.get(name)!r}"
+            )
+    for name, allowed in (("update", UPDATES), ("dtype", DTYPES)):
+        if header[name] not in allowed:
+            raise PatchFormatError(
+                f"expected {name} one of {', '.join(allowed)}, got {header[name]!r}"
+            )
+    indices = header["layers"]
+    if (
+        not indices
+        or not all(type(index) is int and index >= 0 for index in indices)
+        or len(set(indices)) < len(indices)
+    ):
+        raise PatchFormatError(
+            f"expected layers as distinct numbers ≥ 0, at least one, got {indices!r:.80}"
+        )
+    if header["passes"] < 1:
+        raise PatchFormatError(f"expected at least one pass, got {header['passes']}")
+    return header
+
+
+def _token_tensor(name: str, value: list[Any]) -> Tensor:
+    """A header's rows of numbers (of booleans for a mask) as a tensor; no element is converted."""
+    kind, dtype = (bool, torch.bool) if name.endswith("mask") else (int, torch.int64)
+    rows_fit = all(isinstance(row, list) and len(row) == len(value[0]) for row in value)
+    if (
+        not value
+        or not rows_fit
+        or not all(type(element) is kind for row in value for element in row)
+    ):
+        raise PatchFormatError(
+            f"expected {name} as rows of equal length of type {kind.__name__}, got {value!r:.80}"
+        )
+    for row in value:
+        if not all(0 <= element < 2**63 for element in row):
+            raise PatchFormatError(f"expected {name} of numbers from 0 to 2⁶³ - 1, got {row!r:.80}")
+    return torch.tensor(value, dtype=dtype).reshape(len(value), len(value[0]))
+
+
+def token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
+    """The header's ids, masks, positions and slots, which fit each other; raises
+    PatchFormatError.
+    """
+    read = {name: _token_tensor(name, header[name]) for name in TOKEN_TENSORS}
+    for name, tensor in read.items():
+        group = read["kept_ids" if name in TOKEN_TENSORS[:4] else "prefix_ids"]
+        if tensor.shape != group.shape or len(tensor) != len(read["kept_ids"]):
+            raise PatchFormatError(
+                f"expected {name} {tuple(group.shape)}, got {tuple(tensor.shape)}"
+            )
+    for name, mask in (
+        ("kept_mask", read["kept_mask"]),
+        ("prefix_mask", read["prefix_mask"].flip(1)),
+    ):
+        if (mask.long().diff(dim=1) > 0).any() or not (
+            mask.any(1).all() or mask.shape[1] == 0 or name == "prefix_mask"
+        ):
+            raise PatchFormatError(
+                f"expected {name} with padding on the {'right' if name == 'kept_mask' else 'left'}"
+                " only"
+            )
+    if read["kept_ids"].numel() == 0:
+        raise PatchFormatError(
+            f"expected at least one kept token, got kept_ids {tuple(read['kept_ids'].shape)}"
+        )
+    _check_order(read)
+    return read
+
+
+def _check_order(read: dict[str, Tensor]) -> None:
+    """Raises PatchFormatError unless slots and positions increase from token to token, from the
+    prefix to the kept tokens.
+    """
+    tokens = torch.cat([read["prefix_mask"], read["kept_mask"]], 1)
+    for names in (("prefix_slots", "kept_slots"), ("prefix_positions", "position_ids")):
+        places = torch.cat([read[name] for name in names], 1)
+        falls = (places.diff(dim=1) <= 0) & tokens[:, :-1] & tokens[:, 1:]
+        if falls.any():
+            row = int(falls.any(1).nonzero()[0])
+            got = places[row, tokens[row]].tolist()
+            raise PatchFormatError(
+                f"expected {' and '.join(names)} that increase from token to token, got {got!r:.80}"
+                f" in row {row}"
+            )
+
+
+def read_blocks(header: dict[str, Any]) -> tuple[Block, ...]:
+    """The model's blocks, from the header."""
+    blocks = []
+    for entry in header["blocks"]:
+        if (
+            not isinstance(entry, dict)
+            or entry.keys() != {"path", "form"}
+            or not isinstance(entry["path"], str)
+        ):
+            raise PatchFormatError(f"expected blocks with a path and a form, got {entry!r:.80}")
+        try:
+            blocks.append(Block(entry["path"], BlockSpec.from_json(entry["form"])))
+        except ValueError as error:
+            raise PatchFormatError(
+                f"expected a known form of {entry['path']!r:.80}: {error}"
+            ) from error
+    if max(header["layers"]) >= len(blocks):
+        raise PatchFormatError(
+            f"expected layers among the {len(blocks)} blocks, got {header['layers']!r:.80}"
+        )
+    return tuple(blocks)
+
+
+def read_layers(
+    tensors: dict[str, Tensor],
+    info: PatchInfo,
+    blocks: tuple[Block, ...],
+    indices: list[int],
+    tokens: tuple[int, ...],
+) -> tuple[dict[str, Tensor], ...]:
+    """The factors of every block by name, all there and of the right shapes; raises
+    PatchFormatError.
+    """
+    names = {index: blocks[index].spec.factor_names(info.update) for index in indices}
+    expected = {f"layers.{index}.{name}" for index in indices for name in names[index]}
+    if expected != tensors.keys():
+        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+        raise PatchFormatError(
+            f"expected {len(expected)} tensors; missing: {missing or 'none'!s:.200}, extra:"
+            f" {extra or 'none'!s:.200}"
+        )
+    layers = tuple(
+        {name: tensors[f"layers.{index}.{name}"] for name in names[index]} for index in indices
+    )
+    width = next(
+        x.shape[-1] if x.dim() else 0
+        for i, layer in zip(indices, layers, strict=True)
+        for x in _residual_wide(names[i], layer)
+    )
+    for index, layer in zip(indices, layers, strict=True):
+        slots = next(
+            (layer[name].shape[-1:] for name, kind in names[index].items() if kind == "index"), ()
+        )
+        for name, kind in names[index].items():
+            _check_factor(
+                f"layers.{index}.{name}",
+                layer[name],
+                kind,
+                (*tokens, *(slots if kind == "slots" else ())),
+                width,
+            )
+    check_finite(tensors)
+    return layers
+
+
+def _residual_wide(names: dict[str, str], layer: dict[str, Tensor]) -> Iterator[Tensor]:
+    """A block's factors that are as wide as the residual stream: every block has one."""
+    return (layer[name] for name, kind in names.items() if kind == "hidden")
+
+
+def _check_factor(
+    name: str, tensor: Tensor, kind: str, leading: tuple[int, ...], width: int
+) -> None:
+    """Shape and dtype of one factor; the inner widths are checked against a model."""
+    shape = {"hidden": (*leading, width), "norm": (width,)}.get(
+        kind, (*leading, *tensor.shape[-1:])
+    )
+    if tuple(tensor.shape) != shape:
+        raise PatchFormatError(f"expected {name} {shape}, got {tuple(tensor.shape)}")
+    if kind == "index":
+        if tensor.dtype != torch.int64 or (tensor.numel() and int(tensor.min()) < 0):
+            raise PatchFormatError(
+                f"expected {name} of numbers of experts in int64, got {tensor.dtype}"
+            )
+        twice = (tensor.sort(-1).values.diff(dim=-1) == 0).any(-1)
+        if twice.any():
+            place = twice.nonzero()[0].tolist()
+            raise PatchFormatError(
+                f"expected {name} of distinct experts, got {tensor[tuple(place)].tolist()} at row,"
+                f" token {place}"
+            )
+    elif tensor.dtype not in (torch.float32, torch.float64):
+        raise PatchFormatError(f"expected {name} in fp32 or fp64, got {tensor.dtype}")
+
+
+# -- what a model has room for
+
+
+def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
+    """Raises PatchFormatError unless the model has the patch's tokens, positions and experts, and
+    every factor fits its parameter.
+    """
+    _check_tokens(patch, model)
+    if patch.info.replayable and len(patch.blocks) != len(patch.layers):
+        raise PatchFormatError(
+            f"expected the factors of {len(patch.blocks)} layers, got {len(patch.layers)}"
+        )
+    for index, layer in zip(patch.layer_indices, patch.layers, strict=True):
+        block = patch.blocks[index]
+        for change in parameter_changes(block.spec, layer):
+            _check_change(block.path_of(change.name), change, model)
+
+
+def _check_tokens(patch: "ContextPatch", model: PreTrainedModel) -> None:
+    limits = {"ids": vocabulary(model), "positions": position_limit(model)}
+    names = (
+        ("kept_ids", "ids"),
+        ("prefix_ids", "ids"),
+        ("position_ids", "positions"),
+        ("prefix_positions", "positions"),
+    )
+    for name, kind in names:
+        tensor, limit = getattr(patch, name), limits[kind]
+        if tensor.numel() and int(tensor.max()) >= limit:
+            raise PatchFormatError(
+                f"expected {name} from 0 to {limit - 1}, as many {kind} as the model has, got"
+                f" {int(tensor.max())}"
+            )
+
+
+def _check_change(path: str, change: ParameterChange, model: PreTrainedModel) -> None:
+    """Widths of a change, and the experts it is for."""
+    holder, _, name = (path, "", change.parameter) if change.index is None else path.rpartition(".")
+    parameter = getattr(model.get_submodule(holder), name, None)
+    # a quantised module does not say
+    if not isinstance(parameter, Tensor) or not parameter.is_floating_point():
+        return
+    shape = tuple(parameter.shape)
+    if change.index is not None:
+        count, largest, shape = shape[0], int(change.index.max()), shape[1:]
+        if largest >= count:
+            raise PatchFormatError(
+                f"expected the index of {path} from 0 to {count - 1}, got {largest}"
+            )
+    got = (change.u.shape[-1],) if change.v is None else (change.u.shape[-1], change.v.shape[-1])
+    expected = shape[::-1] if change.transposed else shape
+    if got != expected:
+        widths = " and ".join(map(str, expected))
+        raise PatchFormatError(f"expected u and v of widths {widths} for {path}, got {got}")

@@ -1,0 +1,102 @@
+"""Forward passes of the model over the parts of a sequence, with one stream or with both."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from icl_patch.models.attention_mask import Visibility, restricted_attention
+from icl_patch.models.forward import call
+from icl_patch.recording.sequences import Sequences
+
+
+def run(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    cache: Cache,
+    visibility: Visibility | None = None,
+    *,
+    last_logits: int = 0,
+    **model_inputs: Any,
+) -> Tensor:
+    """One forward of the model: ids (B, T), mask over all slots of the cache (B, S), positions (B,
+    T) -> logits (B, T, V).
+
+    The cache grows by T tokens. With ``visibility`` the attention is restricted to what it allows.
+    ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
+    """
+    with nullcontext() if visibility is None else restricted_attention(model, visibility):
+        logits = call(model, ids, mask, positions, cache, last_logits, **model_inputs)
+    if mask.shape[1] == 1:  # recurrent layers leave padding out in calls of several tokens only
+        _forget(cache, ~mask[:, 0].bool())
+    return logits
+
+
+def _forget(cache: Cache, rows: Tensor) -> None:
+    """Make the recurrent states of rows (B,) bool what they are before the first token."""
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            for state in getattr(layer, name, {}).values():
+                if state is not None:
+                    state.masked_fill_(rows.reshape(-1, *[1] * (state.dim() - 1)), 0)
+
+
+def run_head(
+    model: PreTrainedModel,
+    sequences: Sequences,
+    cache: Cache,
+    *,
+    chunk: int | None = None,
+    **model_inputs: Any,
+) -> None:
+    """Put the head into an empty cache, as the untouched model does; ``chunk`` tokens a call, or
+    all at once.
+    """
+    width = sequences.head_ids.shape[1]
+    positions = sequences.positions
+    for start in range(0, width, chunk or width):
+        part = slice(start, min(start + (chunk or width), width))
+        run(
+            model,
+            sequences.head_ids[:, part],
+            sequences.head_mask[:, : part.stop],
+            positions[:, part],
+            cache,
+            last_logits=1,
+            **model_inputs,
+        )
+
+
+def run_tail(
+    model: PreTrainedModel, sequences: Sequences, cache: Cache, columns: slice = slice(None)
+) -> Tensor:
+    """The model with its context: columns of the tail on top of a cache of all before them ->
+    logits (B, S, V).
+    """
+    start = sequences.head_ids.shape[1]
+    columns = slice(*columns.indices(sequences.tail_ids.shape[1]))
+    positions = sequences.positions[:, start:][:, columns]
+    return run(
+        model,
+        sequences.tail_ids[:, columns],
+        sequences.mask[:, : start + columns.stop],
+        positions,
+        cache,
+    )
+
+
+def run_two_streams(model: PreTrainedModel, sequences: Sequences, cache: Cache) -> Tensor:
+    """Both streams of the tail on top of a cache of the head of 2B rows -> logits (2B, S, V)."""
+    positions = sequences.positions[:, sequences.head_ids.shape[1] :]
+    ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, positions))
+    return run(model, ids, mask, positions, cache, two_stream_visibility(sequences))
+
+
+def two_stream_visibility(sequences: Sequences) -> Visibility:
+    """The context rows see everything, the reduced rows everything but the absorbed tokens."""
+    everything = torch.ones_like(sequences.absorbed)
+    return Visibility(torch.cat([everything, ~sequences.absorbed]))

@@ -1,0 +1,184 @@
+"""The check that attaching makes of itself: do the blocks have the forms that were read from
+them?
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.models import kv_cache
+from icl_patch.models.attention_mask import Visibility
+from icl_patch.models.forward import takes_positions
+from icl_patch.models.language_model import vocabulary
+from icl_patch.patch.context_patch import PatchReport
+from icl_patch.recording import forward_passes
+from icl_patch.recording.activation_capture import observe
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
+from icl_patch.recording.sequences import Sequences, assemble
+
+# fp64 as fp32: the norms of an fp64 model compute in that. Of the context rows against the
+# untouched model, relative to max |logit|: a wrong mask is off by far more than rounding.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Of the exact update's correction: some ten times what rounding was seen to need, a tenth of what a
+# missing reader does.
+_CORRECTION = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+class Probe:
+    """A small forward on random tokens, made before attaching and compared with after it.
+
+    Swapped modules that are off must not change a bit; the context rows must match the untouched
+    model; the absorbed tokens must not reach the reduced rows; the kept tokens alone must see what
+    the reduced rows see; an exact patch must need no more correction than rounding does, which a
+    reader that was missed, a residual stream or a scale that was misread would; and its replay must
+    give the untouched model's logits, which a block would not that looks at its context again after
+    its sum.
+    """
+
+    def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, vocabulary(model), (2, 9), generator=generator).to(model.device)
+        self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
+        prefix, context, kept = ids[:, :2], ids[:, 2:7], ids[:, 7:]
+        if recurrent:
+            kept = kept[:, :1]  # their classes go on from a state by one token a call
+        self._sequences = assemble(context, kept, prefix_ids=prefix)
+        self._other = assemble(context.flip(1), kept, prefix_ids=prefix)
+        with torch.no_grad():
+            self._expected = self._logits()
+
+    def _logits(self) -> Tensor:
+        cache = kv_cache.new_cache(self._model)
+        forward_passes.run_head(self._model, self._sequences, cache)
+        return forward_passes.run_tail(self._model, self._sequences, cache)
+
+    def _two_streams(self, sequences: Sequences) -> Tensor:
+        """Logits of both streams with the modules off: what they attend to, without any patch."""
+        cache = kv_cache.new_cache(self._model)
+        forward_passes.run_head(self._model, sequences, cache)
+        kv_cache.stack_cache(cache, len(sequences.head_ids))
+        return forward_passes.run_two_streams(self._model, sequences, cache)
+
+    @torch.no_grad()
+    def check(
+        self,
+        blocks: Sequence[AttachedBlock],
+        try_exact: Callable[[Sequences], tuple[PatchReport, Tensor]],
+    ) -> None:
+        """Raises UnsupportedModelError if the attached model is not what was read from it.
+
+        ``try_exact`` computes an exact patch for sequences and replays it: its report, and the
+        logits (B, T, V).
+        """
+        with observe(blocks) as all_activations:
+            logits = self._logits()
+        if not _same(logits, self._expected):
+            raise UnsupportedModelError(
+                f"{self._name} does not compute the same with its modules swapped and off"
+            )
+        if not self._recurrent:
+            self._check_attention()
+        self._check_calls(blocks, all_activations)
+        # weights of zero have no patch for these tokens, and will say so for the user's
+        with suppress(ControllabilityError):
+            report, replayed = try_exact(self._sequences)
+            small = report.correction.amax((1, 2)) <= _CORRECTION[self._model.dtype]
+            if not small.all():
+                path = blocks[int((~small).nonzero()[0])].block.path
+                raise UnsupportedModelError(
+                    f"{path} has inputs or parameters that its form does not know"
+                )
+            if not self._near(replayed, self._expected):
+                raise UnsupportedModelError(
+                    f"{self._name} has blocks that hand on more of their context than their sum"
+                )
+
+    def _check_attention(self) -> None:
+        batch = len(self._expected)
+        first, second = self._two_streams(self._sequences), self._two_streams(self._other)
+        if not self._near(first[:batch], self._expected):
+            raise UnsupportedModelError(
+                f"the context rows of {self._name} do not match the untouched model"
+            )
+        # which rows an expert gets, and so how its product rounds, depends on the context rows too
+        has_experts = any(parameter.dim() == 3 for parameter in self._model.parameters())
+        same = self._near if has_experts else _same
+        if not same(first[batch:], second[batch:]):
+            raise UnsupportedModelError(
+                f"{self._name} lets the reduced rows see absorbed tokens: its attention does not"
+                " take the mask"
+            )
+        # a model that is not told its positions may count its cache instead, and be off by as
+        # little as bf16 is elsewhere
+        limit = (
+            1.0
+            if takes_positions(self._model)
+            else max(4 * self._error(first[:batch], self._expected), 8 * self._epsilon)
+        )
+        if not self._near(self._alone(), first[batch:], limit):
+            raise UnsupportedModelError(
+                f"{self._name} has positions that the kept tokens alone cannot be given"
+            )
+
+    @property
+    def _epsilon(self) -> float:
+        return torch.finfo(self._model.dtype).eps
+
+    def _near(self, logits: Tensor, expected: Tensor, limit: float = 1.0) -> bool:
+        return self._error(logits, expected) <= min(limit, _TOLERANCE[self._model.dtype])
+
+    @staticmethod
+    def _error(logits: Tensor, expected: Tensor) -> float:
+        """The largest difference, relative to the largest logit."""
+        off = torch.where(logits.isnan() & expected.isnan(), 0, logits - expected)
+        return float(
+            off.abs().max()
+            / expected.nan_to_num().abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+        )
+
+    def _alone(self) -> Tensor:
+        """The kept tokens over a cache of the prefix, with the modules off."""
+        sequences, cache = self._sequences, kv_cache.new_cache(self._model)
+        width = sequences.head_ids.shape[1]
+        prefix = torch.arange(2, device=self._model.device)
+        slots = torch.cat([prefix, sequences.kept_slots]).expand(len(sequences.head_ids), -1)
+        mask = torch.ones_like(slots, dtype=torch.bool)
+        forward_passes.run(
+            self._model, sequences.head_ids[:, :2], mask[:, :2], slots[:, :2], cache, last_logits=1
+        )
+        visibility = Visibility(mask, slots, slots)
+        assert width == int(slots[0, 2])
+        logits = forward_passes.run(
+            self._model, sequences.tail_ids, mask, slots[:, 2:], cache, visibility
+        )
+        if any(
+            getattr(layer, "is_sliding", False) for layer in cache.layers
+        ) and visibility.windows <= {None}:
+            raise UnsupportedModelError(
+                f"{self._name} keeps its window by dropping tokens from its cache, not by its mask"
+            )
+        return logits
+
+    def _check_calls(
+        self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
+    ) -> None:
+        if len(all_activations) != 2 * len(blocks):  # the head, then the tail
+            raise UnsupportedModelError(f"{self._name} does not run each of its blocks once a pass")
+        for block, activations in zip([*blocks, *blocks], all_activations, strict=True):
+            if activations.readers.keys() != block.readers.keys():
+                raise UnsupportedModelError(
+                    f"{block.block.path} does not call its readers {', '.join(block.readers)}"
+                )
+            if activations.output is None or activations.hidden is None:
+                raise UnsupportedModelError(
+                    f"{block.block.path} does not have its residual stream where it was found"
+                )
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Equal, a NaN to a NaN too."""
+    return bool(((x == y) | (x.isnan() & y.isnan())).all())

@@ -1,0 +1,218 @@
+"""The tokens of a batch, checked and laid out as head and tail: prefix, context and kept tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """``C = [P, Y, X]`` of a batch, split where the model is run: first ``head = [P, Y]``, then
+    ``tail``, which holds the kept tokens.
+
+    ids int64, masks bool; ``absorbed`` marks the tokens hidden from the reduced stream. The head is
+    left-padded, the tail right-padded,
+    with no padding in between: differences of slots are differences of positions.
+
+    Attributes:
+        head_ids, head_mask, head_absorbed: (B, H).
+        tail_ids, tail_mask: (B, S).
+        tail_absorbed: (S,) absorbed spans after the first, between kept tokens.
+    """
+
+    head_ids: Tensor
+    head_mask: Tensor
+    head_absorbed: Tensor
+    tail_ids: Tensor
+    tail_mask: Tensor
+    tail_absorbed: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, H + S)."""
+        return torch.cat([self.head_mask, self.tail_mask], 1)
+
+    @property
+    def absorbed(self) -> Tensor:
+        """(B, H + S)."""
+        return torch.cat([self.head_absorbed, self.tail_absorbed.expand_as(self.tail_mask)], 1)
+
+    @property
+    def positions(self) -> Tensor:
+        """(B, H + S) int64; padding has the position of the token before it, or 0."""
+        return (self.mask.long().cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def kept_columns(self) -> Tensor:
+        """The tail's columns of kept tokens."""
+        return (~self.tail_absorbed).nonzero().squeeze(1)
+
+    @property
+    def kept_slots(self) -> Tensor:
+        """(T,) the kept tokens' slots in the whole sequence."""
+        return self.head_ids.shape[1] + self.kept_columns
+
+    def advanced(self, token_ids: Tensor) -> "Sequences":
+        """The sequences one token later: the tail, one token, joins the absorbed head, and
+        ``token_ids`` (B,) are the new tail.
+        """
+        assert self.tail_ids.shape[1] == 1
+        everything = torch.ones_like(self.tail_mask)
+        return Sequences(
+            head_ids=torch.cat([self.head_ids, self.tail_ids], 1),
+            head_mask=torch.cat([self.head_mask, everything], 1),
+            head_absorbed=torch.cat([self.head_absorbed, everything], 1),
+            tail_ids=token_ids.unsqueeze(1),
+            tail_mask=everything,
+            tail_absorbed=self.tail_absorbed,
+        )
+
+
+def check_tensor(name: str, given: object) -> None:
+    """Raises TypeError if what was given under this name is no tensor."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"expected {name} as a tensor, got {type(given).__name__}")
+
+
+def _as_batch(
+    name: str, ids: Tensor, mask: Tensor | None, batch: int | None
+) -> tuple[Tensor, Tensor]:
+    check_tensor(f"{name}_ids", ids)
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"expected {name}_ids (B, T) of integers, got {tuple(ids.shape)} {ids.dtype}"
+        )
+    if batch is not None and ids.shape[0] != batch:
+        raise ValueError(f"expected {name}_ids with {batch} rows, got {ids.shape[0]}")
+    if mask is None:
+        return ids.long(), torch.ones_like(ids, dtype=torch.bool)
+    check_tensor(f"{name}_mask", mask)
+    if mask.shape != ids.shape:
+        raise ValueError(f"expected {name}_mask {tuple(ids.shape)}, got {tuple(mask.shape)}")
+    if mask.device != ids.device:
+        raise ValueError(f"expected {name}_mask on {ids.device}, got {mask.device}")
+    if not torch.equal(mask, mask.bool().to(mask.dtype)):
+        raise ValueError(f"expected {name}_mask of True and False, got other values")
+    return ids.long(), mask.bool()
+
+
+def _check_padding(name: str, mask: Tensor, side: str) -> None:
+    contiguous = (
+        mask.long().cummax(1).values
+        if side == "left"
+        else mask.long().flip(1).cummax(1).values.flip(1)
+    )
+    if not torch.equal(contiguous.bool(), mask):
+        raise ValueError(f"expected {name}_mask with padding on the {side} only")
+    if not mask.any(1).all():
+        raise ValueError(
+            f"expected at least one token in every row of {name}_ids, row"
+            f" {int((~mask.any(1)).nonzero()[0])} has none"
+        )
+
+
+def _spans(absorbed: list[tuple[int, int]] | None, width: int) -> list[tuple[int, int]]:
+    if absorbed is None:
+        return [(0, width)]
+    if not all(isinstance(span, tuple | list) and len(span) == 2 for span in absorbed):
+        raise TypeError(f"expected absorbed as a list of (start, stop), got {absorbed}")
+    spans = sorted((int(start), int(stop)) for start, stop in absorbed)
+    previous = 0
+    for start, stop in spans:
+        if not previous <= start < stop <= width:
+            raise ValueError(
+                f"expected absorbed spans (start, stop) within {width} columns, not empty and"
+                f" apart, got {absorbed}"
+            )
+        previous = stop
+    if not spans:
+        raise ValueError("expected at least one absorbed span, got none")
+    return spans
+
+
+def check_context(context_ids: Tensor, context_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A left-padded context as int64 ids and bool mask; raises ValueError if it is not one."""
+    ids, mask = _as_batch("context", context_ids, context_mask, None)
+    if 0 in ids.shape:
+        raise ValueError(
+            f"expected at least one row and one token in context_ids, got {tuple(ids.shape)}"
+        )
+    _check_padding("context", mask, "left")
+    return ids, mask
+
+
+def absorb_all_but_last(ids: Tensor, mask: Tensor) -> Sequences:
+    """A checked context as sequences whose last token is the kept one; a context of one token has
+    nothing to absorb.
+    """
+    return Sequences(
+        head_ids=ids[:, :-1],
+        head_mask=mask[:, :-1],
+        head_absorbed=mask[:, :-1],
+        tail_ids=ids[:, -1:],
+        tail_mask=mask[:, -1:],
+        tail_absorbed=torch.zeros_like(mask[0, -1:]),
+    )
+
+
+def assemble(
+    context_ids: Tensor,
+    kept_ids: Tensor,
+    *,
+    prefix_ids: Tensor | None = None,
+    context_mask: Tensor | None = None,
+    kept_mask: Tensor | None = None,
+    prefix_mask: Tensor | None = None,
+    absorbed: list[tuple[int, int]] | None = None,
+) -> Sequences:
+    """Lay out prefix, context and kept tokens; arguments as in
+    :meth:`icl_patch.ContextPatcher.compute`.
+
+    Raises:
+        ValueError: a shape, a mask or a span does not fit.
+    """
+    context_ids, context_mask = check_context(context_ids, context_mask)
+    kept_ids, kept_mask = _as_batch("kept", kept_ids, kept_mask, context_ids.shape[0])
+    if kept_ids.device != context_ids.device:
+        raise ValueError(f"expected kept_ids on {context_ids.device}, got {kept_ids.device}")
+    if kept_ids.shape[1] == 0:
+        raise ValueError(f"expected at least one kept token, got kept_ids {tuple(kept_ids.shape)}")
+    _check_padding("kept", kept_mask, "right")
+    spans = _spans(absorbed, context_ids.shape[1])
+    split = spans[0][1]
+    hidden = torch.zeros(context_ids.shape[1], dtype=torch.bool, device=context_ids.device)
+    for start, stop in spans:
+        hidden[start:stop] = True
+    empty = ~context_mask[:, spans[0][0] : split].any(1)
+    if empty.any():
+        raise ValueError(
+            "expected a token in the first absorbed span of every row, row"
+            f" {int(empty.nonzero()[0])} has only padding there"
+        )
+    head = [
+        (
+            context_ids[:, :split],
+            context_mask[:, :split],
+            hidden[:split].expand(context_ids.shape[0], -1),
+        )
+    ]
+    if prefix_ids is not None:
+        prefix_ids, prefix_mask = _as_batch("prefix", prefix_ids, prefix_mask, context_ids.shape[0])
+        head.insert(0, (prefix_ids, prefix_mask, torch.zeros_like(prefix_mask)))
+    elif prefix_mask is not None:
+        raise ValueError("expected prefix_ids with prefix_mask, got prefix_mask alone")
+    head_ids, head_mask, head_absorbed = (torch.cat(parts, 1) for parts in zip(*head, strict=True))
+    # a stable sort of the mask moves the padding to the left and keeps the tokens in order
+    order = head_mask.long().sort(dim=1, stable=True).indices
+    head_ids, head_mask, head_absorbed = (
+        part.gather(1, order) for part in (head_ids, head_mask, head_absorbed)
+    )
+    return Sequences(
+        head_ids=head_ids,
+        head_mask=head_mask,
+        head_absorbed=head_absorbed & head_mask,
+        tail_ids=torch.cat([context_ids[:, split:], kept_ids], 1),
+        tail_mask=torch.cat([context_mask[:, split:], kept_mask], 1),
+        tail_absorbed=torch.cat([hidden[split:], torch.zeros_like(kept_mask[0])]),
+    )

@@ -1,0 +1,115 @@
+"""The updates as pure functions of tensors: what changes in a block's parameters for one token.
+
+Shapes: ``M`` rows (one a token), ``d`` residual width, ``I`` inner width. ``delta = hidden_ctx -
+hidden`` is the change of the residual stream before the MLP that the context makes; a reader is a
+linear map of the MLP's input, the writer is what ends the MLP.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.ops import StableScale
+
+# A sum below this share of the residual is the rounding error of an exact zero.
+_SUM_IS_ZERO = 2.0**-40
+
+
+def reader_update(y_ctx: Tensor, y: Tensor) -> Tensor:
+    """``u = W z_ctx - W z`` as the difference of the module's own two outputs; with ``v = z/‖z‖²``,
+    ``(W + u vᵀ) z = W z_ctx``.
+
+    y_ctx, y: (..., I), the model's dtype. Returns (..., I) in the accumulation dtype.
+    Source: Goldwaser et al. (2025), Lemmas 6 and 7.
+    """
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    return y_ctx.to(dtype) - y.to(dtype)
+
+
+def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
+    """``m' = m + delta ⊘ Norm(h_down)``: the direct update of a scale writer.
+
+    delta, normalized (M, d), scale (d,). Returns m' (M, d). Where both delta and Norm(h_down) are 0
+    the scale stays; where only the latter is, the result is infinite (no scale can do it).
+    Source: Goldwaser et al. (2025), Theorem 1 and Lemma 10.
+    """
+    return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
+
+
+def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) -> StableScale:
+    """The stable update of a scale writer: ``u`` for the output matrix, ``m'`` for the scale; no
+    activation is divided by.
+
+    :func:`icl_patch.ops.stable_scale` says how. Source: Goldwaser et al. (2025), Appendix B.
+    """
+    return ops.stable_scale(delta, scale, hidden_down, eps)
+
+
+def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
+    """``u`` moved by 2⁻¹⁶ of the RMS of ``h_down`` where the patched output came out as exactly 0,
+    through which no scale can reach.
+
+    u, patched, hidden_down: (..., d). The inversion wanted a number below the rounding of
+        ``h_down`` there, so any small one will do.
+    """
+    rms = hidden_down.to(u.dtype).square().mean(-1, keepdim=True).sqrt()
+    return torch.where(patched == 0, u + 2.0**-16 * rms, u)
+
+
+@dataclass(frozen=True)
+class Closed:
+    """An exact writer's factor (fp64), the rounded output it gives, and per row: misses of the
+    target, size of the correction.
+    """
+
+    # (M, d): u of a weight or experts writer, Δb of a bias writer, m' of a scale writer
+    factor: Tensor
+    output: Tensor  # (M, d) the target's dtype
+    misses: Tensor  # (M,) int64
+    correction: Tensor  # (M,) ‖change of the output by closing‖ / ‖target‖
+
+
+def round_sum(total: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """The block's output: the fp64 ``residual + writer`` rounded to the model's dtype, once.
+
+    A sum below 2⁻⁴⁰ of the residual is an exact zero that fp64 could not cancel to the last bit,
+    and becomes 0.
+    """
+    negligible = total.abs() < _SUM_IS_ZERO * residual.double().abs()
+    return torch.where(negligible, 0.0, total).to(dtype)
+
+
+def close(
+    target: Tensor,
+    residual: Tensor,
+    base: Tensor,
+    gain: Tensor,
+    started_from: Tensor,
+    branch: float = 1.0,
+) -> Closed:
+    """The factor ``f`` for which ``round(residual + branch (base + gain f))`` is the target,
+    element by element.
+
+    Args:
+        target: T (M, d), the block's output in the model's dtype.
+        residual: (M, d), all that the block adds up apart from its writer's output.
+        base: (M, d), the writer's output without the factor (0 for a scale writer).
+        gain: (M, d) or (M, 1), what the factor is multiplied by: ``κ = v·h ≈ 1`` or ``Norm(h)``.
+        started_from: (M, d), the factor of the direct or stable update.
+        branch: what the block multiplies its writer's output by.
+
+    Misses are counted: elements where the gain is 0, or where the target is so far below the
+        residual that fp64 does not resolve it.
+    """
+    residual64, base64, gain64 = residual.double(), base.double(), gain.double()
+    reachable = gain64 * branch != 0
+    want = (target.double() - residual64) / (branch or 1.0) - base64
+    factor = torch.where(
+        reachable, want / torch.where(reachable, gain64, 1.0), started_from.double()
+    )
+    got = round_sum(residual64 + branch * (base64 + factor * gain64), residual, target.dtype)
+    change = ((factor - started_from) * gain64 * branch).norm(dim=-1)
+    size = target.double().norm(dim=-1)
+    return Closed(factor, got, (got != target).sum(-1), change / torch.where(size > 0, size, 1.0))

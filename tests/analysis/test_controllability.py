@@ -1,0 +1,193 @@
+"""Definitions 3 and 4 on real blocks: who is controllable, who is not, why, and what that means for
+this context's patch.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import case, ragged, tokens
+from support.small import small
+from torch import Tensor, nn
+
+from icl_patch import ContextPatcher, ControllabilityError, controllability
+from icl_patch.analysis.controllability import BlockControllability
+from icl_patch.evaluation import tiny_models
+
+IDS, KEPT = tokens(0, 2, 5), tokens(1, 2, 3)
+
+
+def examine(model: nn.Module, update: str, **arguments: Tensor) -> tuple[BlockControllability, ...]:
+    with ContextPatcher(model, update) as patcher:
+        return controllability(patcher, **{"context_ids": IDS, "kept_ids": KEPT} | arguments)
+
+
+def can_be_patched(model: nn.Module, update: str, **arguments: Tensor) -> bool:
+    with ContextPatcher(model, update) as patcher:
+        try:
+            patcher.compute(**{"context_ids": IDS, "kept_ids": KEPT} | arguments)
+        except ControllabilityError:
+            return False
+        return True
+
+
+def lookup(model: nn.Module, path: str, ids: Tensor) -> Tensor:
+    """What the untouched model hands to a module: (B, T, ·)."""
+    seen: list[Tensor] = []
+    handle = model.get_submodule(path).register_forward_pre_hook(
+        lambda _m, args: seen.append(args[0])
+    )
+    with torch.no_grad():
+        model(ids)
+    handle.remove()
+    return seen[0]
+
+
+ORDINARY = [
+    ("gemma3", "direct"),
+    ("gemma3", "exact"),
+    ("olmo2", "stable"),
+    ("llama", "direct"),
+    ("llama4", "exact"),
+    ("mixtral", "exact"),
+    ("gpt2", "direct"),
+    ("gpt_neox", "exact"),
+    ("recurrent_gemma", "direct"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "update"), ORDINARY, ids=["-".join(given) for given in ORDINARY]
+)
+def test_ordinary_blocks_are_controllable(family: str, update: str) -> None:
+    found = examine(tiny_models.build(family, 0), update, **case("prefix"))
+    assert len(found) == 4
+    for block in found:
+        assert block.kept_mask.shape == (3, 7) and block.input_controllable.shape == (3, 7)
+        assert (
+            block.input_controllable.all()
+            and block.output_controllable.all()
+            and block.takes_up.all()
+        )
+        assert block.reasons(0, 0) == ()
+        sides = {obstacle.side for obstacle in block.violations}
+        # parallel; a bias
+        reads, fails = family != "gpt_neox", family not in ("gpt2", "gpt_neox", "recurrent_gemma")
+        assert sides == {side for side, there in (("input", reads), ("output", fails)) if there}
+
+
+@pytest.mark.parametrize(
+    ("family", "update"), [("gemma3", "direct"), ("gemma3", "exact"), ("llama", "stable")]
+)
+def test_zero_input(family: str, update: str) -> None:
+    """A token with an embedding of 0, alone: ``z = 0`` in the first block, and Lemma 6 has nothing
+    to divide by.
+    """
+    model = small(family)
+    model.get_input_embeddings().weight.data[5] = 0
+    kept = KEPT.clone()
+    kept[1, 0] = 5
+    z = lookup(model, "model.layers.0.mlp.gate_proj", kept)
+    found = examine(model, update, kept_ids=kept)
+    assert (
+        torch.equal(found[0].input_controllable, (z != 0).any(-1))
+        and not found[0].input_controllable.all()
+    )
+    assert found[0].output_controllable[0].all()
+    assert not found[0].takes_up[1, 0] and found[0].takes_up.sum() == 5
+    readers = [f"input: the input z of mlp.{name}_proj is 0" for name in ("gate", "up")]
+    assert [reason for reason in found[0].reasons(1, 0) if reason.startswith("input")] == readers
+    assert found[0].reasons(0, 0) == ()
+    assert not can_be_patched(model, update, kept_ids=kept)
+
+
+@pytest.mark.parametrize("update", ["stable", "exact"])
+def test_zero_activations(update: str) -> None:
+    """A gate of ReLU that a whole direction of z closes: ``h = 0`` for those tokens, and Lemma 9
+    has nothing to divide by.
+    """
+    model = small("llama", hidden_act="relu")
+    model.model.layers[1].mlp.gate_proj.weight.data.copy_(
+        torch.randn(1, 48, generator=torch.Generator().manual_seed(4)).expand(72, 48)
+    )
+    # the h of the patched readers is that with the context
+    h = lookup(model, "model.layers.1.mlp.down_proj", torch.cat([IDS, KEPT], 1))[:, 5:]
+    found = examine(model, update)[1]
+    assert torch.equal(found.output_controllable, (h != 0).any(-1))
+    assert 0 < found.output_controllable.sum() < 6
+    assert found.input_controllable.all()
+    row, token = (~found.output_controllable).nonzero()[0].tolist()
+    assert found.reasons(row, token) == ("output: the input h of mlp.down_proj is 0",)
+    assert not can_be_patched(model, update)
+
+
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_a_dead_row_is_in_the_way_of_a_scale_alone(update: str) -> None:
+    """``Norm(h)_k = 0``: no scale reaches through it (Lemma 10), an output matrix does (Appendix
+    B).
+    """
+    model = small("gemma3")
+    model.model.layers[1].mlp.down_proj.weight.data[11] = 0
+    first, second, third = examine(model, update)
+    assert first.output_controllable.all() and third.input_controllable.all()
+    assert second.output_controllable.all() == (update != "direct")
+    if update == "direct":
+        assert not second.output_controllable.any()
+        assert second.reasons(1, 2) == (
+            "output: the input of post_feedforward_layernorm is 0 where delta is not",
+        )
+    assert bool(second.takes_up.all()) == can_be_patched(model, update) == (update != "direct")
+
+
+@pytest.mark.parametrize("update", ["direct", "exact"])
+def test_experts_that_cannot_write(update: str) -> None:
+    """S, over the active experts with ``h ≠ 0``, is 0."""
+    model = tiny_models.build("mixtral", 0)
+    model.model.layers[1].mlp.experts.gate_up_proj.data.zero_()
+    found = examine(model, update)
+    assert not found[1].output_controllable.any() and found[0].output_controllable.all()
+    assert found[1].reasons(0, 0) == (
+        "output: the weights of the experts that mlp.experts can use sum to 0",
+    )
+    assert not can_be_patched(model, update)
+
+
+@pytest.mark.parametrize("update", ["direct", "exact"])
+def test_definitions_ask_for_every_change_a_patch_for_one(update: str) -> None:
+    """Attention that adds nothing: no change is needed, so there is a patch, though the block could
+    not take up any other.
+    """
+    model = small("llama")
+    layer = model.model.layers[0]
+    layer.mlp.gate_proj.weight.data.zero_()
+    layer.self_attn.o_proj.weight.data.zero_()
+    found = examine(model, update)[0]
+    assert not found.output_controllable.any()
+    assert found.takes_up.all()
+    assert can_be_patched(model, update)
+
+
+def test_a_branch_factor_of_zero() -> None:
+    """No model that can be attached to has one: its form is changed behind the patcher's back."""
+    model = tiny_models.build("granite", 0)
+    with ContextPatcher(model, "direct") as patcher:
+        patcher.blocks[1].spec = replace(patcher.blocks[1].spec, branch=0.0)
+        first, second, *_ = controllability(patcher, IDS, KEPT)
+        assert first.output_controllable.all() and second.input_controllable.all()
+        assert not second.output_controllable.any() and not second.takes_up.any()
+        assert second.reasons(0, 0) == ("output: the factor of the block's branch is 0",)
+        with pytest.raises(
+            ControllabilityError,
+            match=r"^model\.layers\.1, row 0, kept token 0: the factor of the block's branch is 0$",
+        ):
+            patcher.compute(IDS, KEPT)
+
+
+def test_nothing_is_said_about_padding() -> None:
+    model = small("llama")
+    model.get_input_embeddings().weight.data[5] = 0
+    kept, mask = KEPT.clone(), ragged(2, 3, side="right")
+    kept[1, 2] = 5
+    found = examine(model, "stable", kept_ids=kept, kept_mask=mask)[0]
+    assert torch.equal(found.kept_mask, mask) and not mask[1, 2]
+    assert found.input_controllable.all()

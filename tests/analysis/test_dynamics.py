@@ -1,0 +1,381 @@
+"""The implicit dynamics, from vectors alone, against matrices written out; and of attached models
+against Algorithm 1 at every length.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from support.models import tokens
+from support.numeric import normal, seeded
+from support.small import small
+from torch import Tensor, nn
+
+from icl_patch import ContextPatcher, metrics
+from icl_patch.analysis.dynamics import Factorisation, LowRank, Trajectory, factorise
+from icl_patch.evaluation import tiny_models
+from icl_patch.evaluation.algorithm1 import algorithm_1
+from icl_patch.models.detect import blocks_of
+
+STEPS, N, K, EXPERTS = 5, 7, 3, 6
+
+
+def close(got: Tensor, expected: Tensor, off: float = 1e-13) -> bool:
+    assert got.shape == expected.shape and got.isfinite().all()
+    return bool(
+        (got.double() - expected.double()).abs().max() <= off * expected.double().abs().max()
+    )
+
+
+def written_out(low: LowRank) -> Tensor:
+    """(..., N, K), of experts (..., E, N, K)."""
+    slots = low.u.double().unsqueeze(-1) * low.v.double().unsqueeze(-2)  # (..., R, N, K)
+    if low.index is None:
+        return slots.sum(-3)
+    mine = low.index.unsqueeze(-1) == torch.arange(EXPERTS)  # (..., R, E)
+    return torch.einsum("...re,...rnk->...enk", mine.double(), slots)
+
+
+def frobenius(matrices: Tensor, leading: int) -> Tensor:
+    return matrices.flatten(leading).norm(dim=-1)
+
+
+def trajectory(kind: str) -> Trajectory:
+    """Of two rows; "fixed" shares v, "moving" does not, "experts" chooses two of six at every step,
+    "bias" has no v.
+    """
+    generator = seeded(4)
+    u, v = normal(generator, STEPS + 1, 2, N), normal(generator, STEPS + 1, 2, K)
+    u[0] = 0
+    if kind == "bias":
+        return Trajectory.of(u)
+    if kind == "experts":
+        index = torch.rand(STEPS + 1, 2, EXPERTS, generator=generator).argsort(-1)[..., :2]
+        # some stay, some go
+        assert 0 < (index[1:].unsqueeze(-1) == index[:-1].unsqueeze(-2)).any(-1).float().mean() < 1
+        u, v = normal(generator, STEPS + 1, 2, 2, N), normal(generator, STEPS + 1, 2, 2, K)
+        u[0] = 0
+        return Trajectory.of(u, v, index)
+    return Trajectory.of(u, v[:1].expand_as(v) if kind == "fixed" else v)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "moving", "experts", "bias"])
+def test_trajectory_against_matrices(kind: str) -> None:
+    made = trajectory(kind)
+    changes = written_out(made.changes)  # (n + 1, 2, ...)
+    steps = changes[1:] - changes[:-1]
+    assert close(made.norms(), frobenius(changes, 2))
+    assert close(written_out(made.steps()), steps)
+    assert close(made.step_norms(), frobenius(steps, 2))
+    weight = normal(seeded(5), *([EXPERTS] if kind == "experts" else []), N, changes.shape[-1])
+    gradients, rates = written_out(made.gradients()), made.rates()
+    # Proposition 3.1: W_{i+1} = W_i - h_i ∇L_i(W_i), L_i(W) = trace(Δ_iᵀ W)
+    by = rates.reshape(*rates.shape, *[1] * (changes.dim() - 2))
+    assert close(weight + changes[:-1] - by * gradients, weight + changes[1:])
+    at = (weight + changes[:-1]).requires_grad_()
+    losses = (gradients * at).flatten(2).sum(-1)
+    assert close(made.losses(weight), losses.detach())
+    assert close(torch.autograd.grad(losses.sum(), at)[0], gradients)
+    every, other = made.changes[:, None], made.changes[None]
+    table = torch.einsum("i...x,j...x->ij...", changes.flatten(2), changes.flatten(2))
+    assert close(every.inner(other), table)
+    assert close(
+        made.changes[1:].cosine(made.changes[-1:]),
+        nn.functional.cosine_similarity(changes[1:].flatten(2), changes[-1:].flatten(2), -1),
+    )
+    if kind == "fixed":
+        z = made.changes.v[0, :, 0] / made.changes.v[0, :, 0].square().sum(-1, keepdim=True)
+        assert close(rates[2], 1 / z.square().sum(-1))
+        paper = (made.changes.u[1, :, 0] - made.changes.u[2, :, 0]).unsqueeze(-1) * z.unsqueeze(-2)
+        assert close(gradients[1], paper)
+    if kind != "experts":
+        z = normal(seeded(6), 2, changes.shape[-1])
+        assert close(made.steps().on(z), (steps @ z.unsqueeze(-1)).squeeze(-1))
+        assert close(made.changes.against(steps[0]), (changes * steps[0]).flatten(2).sum(-1))
+
+
+def test_small_steps_keep_their_digits() -> None:
+    """Near convergence ``‖W'‖² - 2 <W', W> + ‖W‖²`` would be noise."""
+    generator = seeded(1)
+    u, v, by, turn = (
+        normal(generator, N),
+        normal(generator, K),
+        1e-11 * normal(generator, N),
+        1e-11 * normal(generator, K),
+    )
+    made = Trajectory.of(torch.stack([u, u + by]), torch.stack([v, v + turn]))
+    expected = torch.outer(by, v) + torch.outer(u, turn)
+    assert made.step_norms()[0] == pytest.approx(float(expected.norm()), rel=1e-4)
+
+
+def test_bad_calls() -> None:
+    made = trajectory("experts")
+    with pytest.raises(ValueError, match="one matrix, got those of several experts"):
+        made.changes.on(torch.ones(2, K))
+    with pytest.raises(ValueError, match=r"inputs \(n \+ 1, \.\.\., K\) with n ≥ 1, got \(1, 3\)"):
+        Factorisation(torch.ones(1, 3))
+
+
+# -- attached models
+
+MODELS = [
+    ("llama", "direct"),
+    ("gemma3", "stable"),
+    ("gemma3", "direct"),
+    ("gpt2", "direct"),
+    ("gpt_neox", "direct"),
+]
+# Relative to the parameter's change; Gemma's norms compute in fp32, and its direct update divides
+# by activations.
+OFF = {"llama": 1e-12, "gpt2": 1e-12, "gpt_neox": 1e-12, "gemma3": 1e-5}
+CONTEXT, KEPT = tokens(3, 2, 5), tokens(4, 2, 1)
+
+
+def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    return (
+        small(family, 0, dtype)
+        if family in ("gemma3", "llama")
+        else tiny_models.build(family, 0, dtype)
+    )
+
+
+@pytest.mark.parametrize(("family", "update"), MODELS, ids=["-".join(case) for case in MODELS])
+def test_dynamics_of_a_model_against_algorithm_1(family: str, update: str) -> None:
+    """``W_i`` of every patched parameter of every layer, written out by Algorithm 1 for every
+    length of the context.
+    """
+    model = build(family)
+    row, blocks = 1, blocks_of(model)
+    ids = torch.cat([CONTEXT, KEPT], 1)[row : row + 1]
+    weights = [dict(model.named_parameters())]
+    for length in range(1, 6):
+        updated = algorithm_1(
+            model, blocks, torch.cat([ids[:, :length], ids[:, -1:]], 1), stable=update == "stable"
+        )
+        weights.append(dict(updated.named_parameters()))
+    with ContextPatcher(model, update) as patcher:
+        dynamics = patcher.dynamics(CONTEXT, KEPT)
+    assert len(dynamics) == 5 and len(dynamics.patches) == 6
+    changed = {
+        name for name, value in weights[0].items() if not torch.equal(value, weights[-1][name])
+    }
+    assert set(dynamics.parameters) == changed
+    norms = dynamics.step_norms()
+    for name in dynamics.parameters:
+        made = [found[name].detach().double() for found in weights]
+        scale = max(float((after - made[0]).norm()) for after in made)
+        steps = torch.stack([(after - before).norm() for before, after in pairwise(made)])
+        found = dynamics.trajectory(name)
+        assert (norms[name][:, row, 0] - steps).abs().max() <= OFF[family] * scale, name
+        total = torch.stack([(after - made[0]).norm() for after in made])
+        assert (found.norms()[:, row, 0] - total).abs().max() <= OFF[family] * scale, name
+        z = normal(seeded(7), found.changes.v.shape[-1])
+        last = made[-1] - made[-2]
+        last = (
+            last[:, None]
+            if last.dim() == 1
+            else last.mT
+            if len(last) == len(z) != len(last.mT)
+            else last
+        )
+        assert (found.steps()[-1, row, 0].on(z) - last @ z).norm() <= OFF[
+            family
+        ] * scale * z.norm(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_first_layer_is_the_papers_formula(family: str) -> None:
+    """``W_i - W_0 = W_0 (A(c_1…c_i, x) - A(x)) A(x)ᵀ / ‖A(x)‖²`` from the untouched model's own
+    activations.
+    """
+    model = build(family)
+    path = "model.layers.0.mlp.gate_proj" if family == "llama" else "transformer.h.0.mlp.c_fc"
+    reader, seen = model.get_submodule(path), []
+    handle = reader.register_forward_hook(lambda _m, args, _out: seen.append(args[0][0, -1]))
+    with torch.no_grad():
+        for length in range(1, 6):
+            model(torch.cat([CONTEXT[:1, :length], KEPT[:1]], 1))
+            model(KEPT[:1], position_ids=torch.tensor([[length]]))
+    handle.remove()
+    weight = reader.weight.detach().mT if family == "gpt2" else reader.weight.detach()
+    expected = torch.stack(
+        [
+            torch.outer(weight @ (z_ctx - z), z) / z.square().sum()
+            for z_ctx, z in zip(seen[::2], seen[1::2], strict=True)
+        ]
+    )
+    with ContextPatcher(model) as patcher:
+        found = patcher.dynamics(CONTEXT, KEPT, layers=slice(0, 1)).trajectory(f"{path}.weight")
+    assert close(written_out(found.changes[1:, 0, 0]), expected, 1e-12)
+    # without learned positions x alone is the same at every length, and all steps share v
+    if family == "llama":
+        gradients = torch.stack(
+            [torch.outer(weight @ (seen[2 * i - 2] - seen[2 * i]), seen[1]) for i in range(1, 5)]
+        )
+        assert close(written_out(found.gradients()[1:, 0, 0]), gradients, 1e-12)
+        assert close(found.rates()[:, 0, 0], (1 / seen[1].square().sum()).expand(5), 1e-12)
+
+
+@pytest.mark.parametrize("update", ["stable", "exact"])
+@pytest.mark.parametrize("family", ["gemma3", "mixtral", "recurrent_gemma"])
+def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> None:
+    """With a prefix that stays, several kept tokens, sliding windows, experts and recurrent
+    states.
+    """
+    model = build(family, torch.float32)
+    prefix, kept = tokens(8, 2, 3), tokens(9, 2, 2)
+    short = 3 if family == "recurrent_gemma" else 2  # its state takes up padding
+    prefix_mask = torch.tensor([[True] * 3, [short == 3, True, True]])
+    with torch.no_grad():
+        expected = [
+            torch.cat(
+                [
+                    model(
+                        torch.cat([prefix[row, 3 - size :], CONTEXT[row, :i], kept[row]])[None]
+                    ).logits[:, -2:]
+                    for row, size in ((0, 3), (1, short))
+                ]
+            )
+            for i in range(6)
+        ]
+    with ContextPatcher(model, update) as patcher:
+        dynamics = patcher.dynamics(CONTEXT, kept, prefix_ids=prefix, prefix_mask=prefix_mask)
+        for patch, logits in zip(dynamics.patches, expected, strict=True):
+            assert metrics.linf(patcher.forward(kept, patch), logits).max() <= 2e-5
+    assert metrics.linf(expected[0], expected[-1]).max() > 0.05
+    norms = dynamics.patches[-1].norms()
+    for name in dynamics.parameters:
+        sizes = dynamics.trajectory(name).norms()
+        module = name.removesuffix(".weight").removesuffix(".bias").split(".", 3)[3]
+        layer = int(name.split(".")[2])
+        assert close(sizes[-1], norms[module][layer], 1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("family", "update"), [("gemma3", "direct"), ("mixtral", "exact"), ("gpt2", "exact")]
+)
+def test_a_trajectory_starts_at_zero(family: str, update: str) -> None:
+    """Although the patch of nothing corrects some rounding; all that follows is what the patches
+    hold.
+    """
+    with ContextPatcher(build(family, torch.float32), update) as patcher:
+        dynamics = patcher.dynamics(CONTEXT, KEPT)
+    nothing, last = dynamics.patches[0], dict(dynamics.patches[-1].weight_changes(1, 0))
+    assert any(sizes.any() for sizes in nothing.norms().values())
+    for name in dynamics.parameters:
+        changes = dynamics.trajectory(name).changes
+        assert not changes[0].norm().any()
+        final = changes[-1, 1, 0]
+        if final.index is None:
+            written = written_out(final).reshape(-1, final.v.shape[-1])
+            written = (
+                written.T
+                if written.T.shape == last[name].shape
+                else written.reshape(last[name].shape)
+            )
+            assert close(written, last[name], 1e-6), name
+        else:
+            sizes = [last[f"{name}[{expert}]"].norm() for expert in final.index.tolist()]
+            assert close(final.norm(), torch.stack(sizes).norm(), 1e-6), name
+
+
+def test_layers_and_names(llama_patcher: ContextPatcher) -> None:
+    one = llama_patcher.dynamics(CONTEXT, KEPT, layers=slice(1, 2))
+    assert one.parameters == tuple(
+        f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
+    )
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"one of the changed parameters model\.layers\.1\.mlp\.gate_proj\.weight, .*, got"
+            r" 'lm_head\.weight'"
+        ),
+    ):
+        one.trajectory("lm_head.weight")
+    with pytest.raises(ValueError, match="expected ids from 0 to"):
+        llama_patcher.dynamics(CONTEXT + 1000, KEPT)
+
+
+# -- Appendix E
+
+
+def products(inputs: Tensor) -> list[Tensor]:
+    """``Π_{j ≤ i} (1 + h_j A_j)`` written out, i = 0 … n."""
+    made = [torch.eye(inputs.shape[-1], dtype=inputs.dtype)]
+    for before, z in pairwise(inputs):
+        made.append(
+            made[-1] @ (torch.eye(len(z), dtype=z.dtype) + torch.outer(before - z, z) / (z @ z))
+        )
+    return made
+
+
+def test_factorisation_against_matrices() -> None:
+    inputs, weight = normal(seeded(2), 7, 2, K), normal(seeded(3), N, K)
+    found = Factorisation(inputs)
+    assert len(found) == 6
+    steps, total = found.steps(weight), found.total(weight)
+    for row in range(2):
+        written = products(inputs[:, row])
+        weights = torch.stack([weight @ product for product in written])
+        assert close(written_out(steps)[:, row], weights.diff(dim=0))
+        assert close(written_out(total)[row], weights[-1] - weight)
+        assert close(total.norm()[row], (weights[-1] - weight).norm())
+        factors = torch.stack(
+            [torch.linalg.solve(before, after) for before, after in pairwise(written)]
+        )
+        assert close(found.determinants()[:, row], torch.linalg.det(factors), 1e-9)
+        for i in range(7):
+            assert close(found.on(inputs[0], i)[row], written[i] @ inputs[0, row])
+            assert close(weights[i] @ inputs[i, row], weight @ inputs[0, row])  # equation 28
+        assert close(found.rates()[:, row], 1 / inputs[1:, row].square().sum(-1))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_factorisation_of_a_model(family: str) -> None:
+    """A reader of the second block, times n factors, gives on the bare token what it gives with the
+    context.
+    """
+    model = build(family)
+    path = "model.layers.1.mlp.up_proj" if family != "gpt2" else "transformer.h.1.mlp.c_fc"
+    reader, seen = model.get_submodule(path), {}
+    handle = reader.register_forward_hook(lambda _m, args, _out: seen.update(z=args[0][:, -1]))
+    with torch.no_grad():
+        model(torch.cat([CONTEXT, KEPT], 1))
+    handle.remove()
+    with ContextPatcher(model, "direct" if family != "gemma3" else "stable") as patcher:
+        found = factorise(patcher, CONTEXT, KEPT, 1)
+        grown = patcher.dynamics(CONTEXT, KEPT).trajectory(f"{path}.weight")
+    weight = reader.weight.detach().mT if family == "gpt2" else reader.weight.detach()
+    off = OFF[family]
+    assert close(found.inputs[0], seen["z"], off)
+    bare = found.inputs[-1]
+    assert close(found.on(bare) @ weight.mT, seen["z"] @ weight.mT, off)
+    v = grown.changes.v[-1, :, 0, 0]
+    assert close(bare, v / v.square().sum(-1, keepdim=True), off)  # both end with the token alone
+    assert close(found.total(weight).on(bare), grown.changes[-1, :, 0].on(bare), off)
+    assert not close(found.inputs[2], found.inputs[0], 0.01)
+
+
+def test_a_factorisation_leaves_an_applied_patch_alone() -> None:
+    patcher = ContextPatcher(small("llama"), "direct")
+    with patcher.applied(patcher.compute(CONTEXT, KEPT)) as changed, torch.no_grad():
+        before = changed(CONTEXT).logits
+        with pytest.raises(ValueError, match="without an applied patch"):
+            factorise(patcher, CONTEXT, KEPT, 1)
+        assert torch.equal(changed(CONTEXT).logits, before)
+    patcher.detach()
+    with pytest.raises(ValueError, match="detached"):
+        factorise(patcher, CONTEXT, KEPT, 1)
+
+
+def test_factorisation_needs_readers_and_one_token() -> None:
+    with (
+        ContextPatcher(build("gpt_neox", torch.float32)) as patcher,
+        pytest.raises(ValueError, match=r"gpt_neox\.layers\.0, which has none"),
+    ):
+        factorise(patcher, CONTEXT, KEPT, 0)
+    with (
+        ContextPatcher(small("llama")) as patcher,
+        pytest.raises(ValueError, match=r"kept_ids \(B, 1\), got \(2, 5\)"),
+    ):
+        factorise(patcher, CONTEXT, CONTEXT, 0)

@@ -1,0 +1,599 @@
+"""The benchmarks: what is checked, timed, recorded, resumed and drawn. No assertion on time."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from icl_patch import cli, ops
+from icl_patch.bench import (
+    BENCHMARKS,
+    harness,
+    linear,
+    naive,
+    plots,
+    profiling,
+    summary,
+    throughput,
+)
+from icl_patch.bench.harness import Case, Comparison, InTurn, compare, measure, part_of
+from icl_patch.bench.results import Results, load_all
+
+CPU = torch.device("cpu")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def case(name: str, calls: dict[str, Any], wrong: tuple[str, ...] = (), **more: Any) -> Case:
+    def check(call: str, result: Any) -> float:
+        if call in wrong:
+            raise AssertionError("expected 1, got 2")
+        return 0.5
+
+    return Case(name, lambda: Comparison("ours", calls, check, least_seconds=0, **more))
+
+
+def done() -> object:
+    return 1
+
+
+def results_in(folder: Path, **changes: Any) -> Results:
+    found = Results("linear", CPU, folder)
+    found.environment |= changes
+    return found
+
+
+# Timing
+
+
+def test_every_round_times_every_call_and_a_slow_one_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, counts = [0.0], {"fast": 0, "slow": 0, "endless": 0}
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+
+    def call(name: str, seconds: float) -> Any:
+        def run() -> None:
+            counts[name] += 1
+            clock[0] += seconds * (2 if counts[name] == 1 else 1)  # the first is cold
+
+        return run
+
+    calls = {"fast": call("fast", 1.0), "slow": call("slow", 4.0), "endless": call("endless", 60.0)}
+    found = compare(calls, CPU, rounds=8, least_seconds=0, most_seconds=20)
+    assert counts == {"fast": 1 + 8, "slow": 1 + 2, "endless": 1}
+    assert (found["fast"].median, found["slow"].median, found["endless"].median) == (1, 4, 120)
+
+
+def test_a_short_call_is_repeated_until_it_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    seen = []
+
+    def call() -> None:
+        seen.append(1)
+        clock[0] += 0.25
+
+    assert compare({"": call}, CPU, rounds=1, least_seconds=1.0)[""].median == 0.25
+    assert len(seen) == 8
+
+
+def test_inputs_are_taken_in_turn() -> None:
+    seen: list[int] = []
+    call = InTurn(seen.append, [1, 2, 3])
+    for _ in range(4):
+        call()
+    assert seen == [1, 2, 3, 1]
+
+
+def test_calls_that_share_a_turn_do_not_take_the_same_input() -> None:
+    seen: list[str] = []
+    turn = itertools.count()
+    one, two = (InTurn(lambda x, of=of: seen.append(of + x), ["1", "2", "3"], turn) for of in "ab")
+    for call in (one, two, two, one, one):
+        call()
+    assert seen == ["a1", "b2", "b3", "a1", "a2"]
+
+
+def test_parts_are_the_whole_once() -> None:
+    cases = [case(str(i), {}) for i in range(10)]
+    assert [c.name for i in (1, 2, 3) for c in part_of(cases, (i, 3))] == [c.name for c in cases]
+    with pytest.raises(ValueError, match="expected a part i/n"):
+        part_of(cases, (4, 3))
+
+
+# What becomes of the cases
+
+
+def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
+    def raises() -> object:
+        raise RuntimeError("no memory\nat all")
+
+    def cannot_be_built() -> Comparison:
+        raise ValueError("no such weight")
+
+    cases = [
+        case(
+            "a",
+            {"ours": done, "other": done},
+            wrong=("other",),
+            nbytes={"ours": 8},
+            ceiling=4.0,
+            notes={"passes": 3.0},
+        ),
+        case("b", {"ours": done, "other": raises}),
+        Case("c", cannot_be_built),
+        case("d", {"ours": done, "other": done}, wrong=("ours",)),
+        case("e", {"ours": done, "other": done}, nbytes={"ours": 8, "other": 4}, ceiling="other"),
+        case(
+            "f",
+            {"ours": done, "other": done},
+            wrong=("other",),
+            nbytes={"ours": 8, "other": 4},
+            ceiling="other",
+        ),
+    ]
+    results = Results("linear", CPU, tmp_path)
+    lines = list(measure(cases, results, rounds=3))
+    assert [good for _, good in lines] == [True] + [False] * 11
+    rows = {(row["case"], row["call"]): row for row in json.loads(results.path.read_text())["rows"]}
+    assert rows["a", "other"]["failed"] == "expected 1, got 2"
+    assert "seconds" not in rows["a", "other"]
+    mine = rows["a", "ours"]
+    assert (mine["ratio"], mine["error"], mine["passes"]) == (1, 0.5, 3)
+    assert mine["of ceiling"] == pytest.approx(8 / mine["seconds"]["median"] / 4)
+    assert mine["ceiling GB/s"] == 4e-9
+    beside = rows["e", "ours"]
+    assert beside["of ceiling"] == pytest.approx(2 * rows["e", "other"]["ratio"])
+    assert beside["ceiling GB/s"] == rows["e", "other"]["GB/s"]
+    assert rows["e", "other"]["of ceiling"] == 1
+    assert "GB/s" in rows["f", "ours"]
+    assert "of ceiling" not in rows["f", "ours"]
+    assert rows["b", "other"]["failed"] == "RuntimeError: no memory"
+    assert rows["c", ""]["failed"] == "ValueError: no such weight"
+    assert "failed" in rows["d", "ours"]
+    assert "ratio" not in rows["d", "other"]
+    assert "seconds" in rows["d", "other"]
+    table = results.path.with_suffix(".md").read_text()
+    assert "| FAILED: expected 1, got 2 |" in table
+    assert [
+        len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines() if line.startswith("|")
+    ] == [10] * 8
+    assert len(results.failed) == 5
+
+
+def test_an_error_is_one_line_with_or_without_words() -> None:
+    assert harness.reason(AssertionError("expected 1\ngot 2")) == "expected 1"
+    assert harness.reason(AssertionError()) == "AssertionError: "
+    assert harness.reason(ValueError("\n  no\nyes")) == "ValueError: no"
+
+
+def test_units_are_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        harness,
+        "compare",
+        lambda calls, *_: {"ours": harness.Timing(2, 2, 2), "other": harness.Timing(1, 1, 1)},
+    )
+    results = Results("throughput", CPU, tmp_path)
+    list(
+        measure(
+            [
+                case(
+                    "a",
+                    {"ours": done, "other": done},
+                    units={"ours": 8, "other": 1},
+                    unit="patches",
+                )
+            ],
+            results,
+        )
+    )
+    ours, other = results.rows
+    assert (ours["rate"], other["rate"], other["ratio"]) == (4, 1, 4)
+    assert "1 patches/s (4×)" in results.path.with_suffix(".md").read_text()
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def named(name: str) -> Case:
+        def build() -> Comparison:
+            built.append(name)
+            return Comparison(
+                "ours",
+                {"ours": done},
+                lambda *_: math.inf if name == "bad" and built.count("bad") < 2 else None,
+            )
+
+        return Case(name, build)
+
+    cases = [named("a"), named("b")]
+    list(measure(cases[:1], Results("linear", CPU, tmp_path), rounds=1))
+    lines = [line for line, _ in measure(cases, Results("linear", CPU, tmp_path), rounds=1)]
+    assert built == ["a", "b"]
+    assert "1 of 2 cases were measured before" in lines[0]
+    list(measure(cases, Results("linear", CPU, tmp_path), rounds=1, fresh=True))
+    assert built == ["a", "b", "a", "b"]
+    found = Results("linear", CPU, tmp_path)
+    found.sort(["b", "a"])
+    assert [row["case"] for row in found.rows] == ["b", "a"]
+    # other code, and failures, are measured again
+    monkeypatch.setattr("icl_patch.bench.results.code_fingerprint", lambda: "other")
+    assert not Results("linear", CPU, tmp_path).has("a")
+    failed = [{"case": "a", "call": "ours", "ours": True, "failed": "wrong"}]
+    found.add(cases[0], failed)
+    assert not found.has("a")
+    assert [line for line, _ in measure(cases, Results("linear", CPU, tmp_path), seconds=-1)] == [
+        "out of time: 2 of 2 cases left"
+    ]
+
+
+def test_who_is_cut_off_has_what_was_measured(tmp_path: Path) -> None:
+    """What is quick to make is timed and written before the rest is begun; the case is measured
+    again.
+    """
+
+    def stopped() -> object:
+        raise KeyboardInterrupt
+
+    def of(late: Callable[[], object]) -> Case:
+        calls = {"ours": done, "late": late, "other": done}
+        return Case(
+            "a",
+            lambda: Comparison(
+                "ours", calls, lambda *_: None, apart=("late",), costs=lambda *_: {"cost": 1.0}
+            ),
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        list(measure([of(stopped)], Results("linear", CPU, tmp_path), rounds=2))
+    results = Results("linear", CPU, tmp_path)
+    assert [row["call"] for row in results.rows] == ["ours", "other"]
+    assert all("seconds" in row and "cost" not in row for row in results.rows)
+    assert not results.has("a")
+    list(measure([of(done)], results, rounds=2))
+    assert [row["call"] for row in results.rows] == ["ours", "late", "other"]
+    assert all(row["cost"] == 1 and harness.UNFINISHED not in row for row in results.rows)
+    assert results.has("a")
+
+
+def test_a_file_of_another_environment_is_begun_anew(tmp_path: Path) -> None:
+    old = results_in(tmp_path, torch="0.0")
+    list(measure([case("a", {"ours": done})], old, rounds=1))
+    new = Results("linear", CPU, tmp_path)
+    assert new.rows == []
+    assert "of another torch" in str(new.dropped)
+    assert Results("linear", CPU, tmp_path / "none").dropped is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_takes_every_input() -> None:
+    device = torch.device("cuda")
+    inputs = [torch.full((2**22,), float(i), device=device) for i in range(5)]
+    total = torch.zeros(2**22, device=device)
+    graph = harness.captured(InTurn(total.add_, inputs), 5)
+    total.zero_()
+    graph.replay()
+    assert total.unique().tolist() == [10.0]
+    found = compare(
+        {"graph": InTurn(total.add_, inputs), "eager": lambda: total.add_(inputs[0])},
+        device,
+        rounds=5,
+    )
+    assert all(0 < timing.low <= timing.median <= timing.high for timing in found.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_linear_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SHAPES", {"one": (1024, 512)})
+    monkeypatch.setattr(linear, "ROWS", (1, 40))
+    assert cli.main(["bench", "linear", "--device", "cuda", "--out", str(tmp_path), "--json"]) == 0
+    [found] = load_all(tmp_path, "linear")
+    assert len({row["case"] for row in found["rows"]}) == 2 * 2 * 3
+    assert all(row["seconds"]["median"] > 0 for row in found["rows"])
+
+
+# The benchmarks themselves
+
+SMALL = {"one": (95, 63)}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(linear, "SHAPES", SMALL)
+    monkeypatch.setattr(linear, "ROWS", (3,))
+    monkeypatch.setattr(linear, "RANKS", (1, 2))
+    monkeypatch.setattr(linear, "last_level_cache", lambda device: 2**14)
+    yield
+    linear.cold.cache_clear()
+    linear.ceiling.cache_clear()
+
+
+def test_linear_through_the_command_line(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert cli.main(["bench", "linear", "--out", str(tmp_path), "--part", "1/2", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["linear"]["rows"]) >= 2 * 5
+    assert cli.main(["bench", "linear", "--out", str(tmp_path)]) == 0
+    assert "2 of 4 cases were measured before" in capsys.readouterr().err
+    [found] = load_all(tmp_path, "linear")
+    assert len({row["case"] for row in found["rows"]}) == 4
+    assert all(
+        row["ratio"] > 0 and (row["call"] == linear.READ or 0 <= row["error"] < 0.1)
+        for row in found["rows"]
+    )
+    assert all(
+        row["of ceiling"] > 0 and row["ceiling GB/s"] > 0 for row in found["rows"] if row["ours"]
+    )
+    assert [row["of ceiling"] for row in found["rows"] if row["call"] == linear.READ] == [1] * 4
+    assert {"patched_linear", "F.linear", "unfused", "W + ΔW", "W + ΔW in a buffer"} <= {
+        row["call"] for row in found["rows"]
+    }
+    assert ("PEFT" in found["skipped"]) == (linear.no_peft() is not None)
+    assert cli.main(["bench", "--plots", "--out", str(tmp_path)]) == 0
+    for kind, start in (("bandwidth", b"\x89PNG"), ("ratio", b"\x89PNG")):
+        assert (tmp_path / f"{found['file']}-{kind}.png").read_bytes().startswith(start)
+        assert (
+            (tmp_path / f"{found['file']}-{kind}.svg")
+            .read_text(encoding="utf-8")
+            .rstrip()
+            .endswith("</svg>")
+        )
+
+
+@pytest.mark.parametrize(
+    "call", ["patched_linear", "F.linear", "unfused", "W + ΔW", "W + ΔW in a buffer", "PEFT"]
+)
+@pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
+def test_a_call_without_its_patch_or_with_one_too_many_fails(
+    small: None, dtype: torch.dtype, call: str
+) -> None:
+    comparison = linear.comparison(linear.Setting("one", dtype, 3, 2), CPU)
+    if call not in comparison.calls:
+        pytest.skip(linear.no_peft())
+    assert comparison.check(call, comparison.calls[call]()) < 0.1
+    other = comparison.calls["patched_linear" if call == "F.linear" else "F.linear"]()
+    with pytest.raises(AssertionError, match="expected the fp64 result"):
+        comparison.check(call, other)
+    with pytest.raises(AssertionError, match="expected"):
+        comparison.check(call, torch.full_like(other, torch.nan))
+
+
+def test_a_broken_op_fails_and_the_command_says_so(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "patched_linear", lambda z, weight, u, v: F.linear(z, weight))
+    assert cli.main(["bench", "linear", "--out", str(tmp_path), "--part", "1/4", "--json"]) == 1
+    [row] = [row for row in load_all(tmp_path, "linear")[0]["rows"] if row["ours"]]
+    assert row["failed"].startswith("expected the fp64 result")
+
+
+def test_every_call_reads_another_weight_each_time(small: None) -> None:
+    weights = linear.cold(CPU, (95, 63), torch.float32)
+    assert len({weight.data_ptr() for weight in weights}) == len(weights) >= 2
+    assert sum(weight.nbytes for weight in weights) > 2 * 2**14
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
+
+
+def test_the_grids() -> None:
+    every = linear.settings(CPU, False)
+    assert len(every) == len(set(every)) == 15 * 2 * 3 * 8
+    for device in (CPU, torch.device("meta")):
+        assert set(linear.settings(device, True)) < set(every)
+    for name in BENCHMARKS:
+        module = __import__(f"icl_patch.bench.{name}", fromlist=["cases"])
+        names = [
+            found.name
+            for quick in (False,)
+            for found in module.cases(CPU, quick, Results(name, CPU, Path("/nowhere")))
+        ]
+        assert len(names) == len(set(names)) > 0
+
+
+TINY = {
+    "gemma": (Gemma3TextConfig, 48, 72, 4, 2, 12),
+    "llama": (LlamaConfig, 48, 72, 4, 2, 12),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_throughput(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Built weights and lazy ones both reproduce the context; a patch that is left out does not
+    pass.
+    """
+    monkeypatch.setattr(throughput, "MODELS", TINY)
+    monkeypatch.setattr(throughput, "LAYERS", 2)
+    found = throughput.prepared(name, 2, torch.float32, CPU)
+    for work in throughput.WORK:
+        comparison = throughput.comparison(name, 2, work, torch.float32, CPU)
+        assert set(comparison.units.values()) == {8, 16}
+        for call, run in comparison.calls.items():
+            assert comparison.check(call, run()) < 1e-2
+    bare = found.naive.model(input_ids=found.kept).logits
+    with pytest.raises(AssertionError, match="expected the fp64 result"):
+        comparison.check("W + ΔW built", bare)
+    throughput.prepared.cache_clear()
+    throughput.model_of.cache_clear()
+
+
+def test_naive_refuses_what_it_does_not_know() -> None:
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    ).eval()
+    with pytest.raises(ValueError, match="expected sequential blocks"):
+        naive.Naive(model)
+
+
+# What is committed
+
+
+def committed() -> Path:
+    return REPOSITORY / "bench" / "results"
+
+
+def test_the_readme_has_the_committed_numbers() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    [table] = re.findall(
+        r"<!-- benchmarks: .*? -->\n\n(.*?)\n\n<!-- end of benchmarks -->", text, re.S
+    )
+    assert table == summary.summary_markdown(committed())
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_committed_tables_are_those_of_their_numbers(name: str) -> None:
+    from icl_patch.bench.results import markdown
+
+    for found in load_all(committed(), name):
+        assert (committed() / f"{found['file']}.md").read_text(encoding="utf-8") == markdown(found)
+        assert not [row for row in found["rows"] if "failed" in row]
+
+
+def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
+    def row(call: str, rows: int, **more: Any) -> dict[str, Any]:
+        parameters = {
+            "matrix": "Llama-3-8B up",
+            "n": 14336,
+            "k": 4096,
+            "dtype": "bfloat16",
+            "rows": rows,
+            "rank": 1,
+        }
+        return {
+            "case": f"M={rows}",
+            "parameters": parameters,
+            "call": call,
+            "ours": call == "patched_linear",
+            **more,
+        }
+
+    seconds = {"median": 0.004, "low": 0.003, "high": 0.005}
+    where = {
+        "device": "X",
+        "threads": 2,
+        "cpu_instructions": "avx2",
+        "torch": "2.13.0",
+        "cuda": None,
+    }
+    rows = [
+        row("patched_linear", 1, seconds=seconds, ratio=1.0) | {"of ceiling": 0.873},
+        row("F.linear", 1, seconds=seconds, ratio=1.5),
+    ]
+    rows += [
+        row("W + ΔW", 1, failed="wrong"),
+        row("patched_linear", 512, seconds=seconds, ratio=1.0),
+    ]
+    (tmp_path / "linear-x.json").write_text(
+        json.dumps({"benchmark": "linear", "environment": where, "rows": rows})
+    )
+    text = summary.summary_markdown(tmp_path)
+    assert text.startswith("X (avx2), 2 threads, torch 2.13.0:\n")
+    assert (
+        "| Llama-3-8B up (14336, 4096) | bfloat16 | 1 | 4 ms | 87 % | 1.50× | - | - | FAILED | - |"
+        in text
+    )
+    assert "512" not in text
+    assert "Nothing is measured" in summary.summary_markdown(tmp_path / "none")
+
+
+def test_pictures_have_the_same_bytes_for_the_same_numbers(tmp_path: Path) -> None:
+    rows = []
+    for setting in linear.settings(CPU, True)[:3]:
+        for call in ("patched_linear", "F.linear"):
+            numbers = {"seconds": {"median": 1e-3, "low": 1e-3, "high": 1e-3}, "of ceiling": 0.9}
+            rows.append(
+                {
+                    "case": setting.name,
+                    "parameters": setting.parameters,
+                    "call": call,
+                    "ours": call != "F.linear",
+                    **numbers,
+                }
+            )
+    found = {"file": "x", "environment": {"device": "X", "threads": 1, "cuda": None}, "rows": rows}
+    first = [path.read_bytes() for path in plots.draw(found, tmp_path)]
+    assert [path.read_bytes() for path in plots.draw(found, tmp_path)] == first
+    assert plots.draw(found | {"rows": []}, tmp_path) == []
+
+
+# Profiles
+
+NCU = """==PROF== Connected to process 1
+==PROF== Profiling "_fma": 0%....50%....100% - 8 passes
+"ID","Process ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"sm__warps_active.avg.pct_of_peak_sustained_active","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","smsp__average_warps_issue_stalled_membar_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+"","","","us","%","%","inst","inst","inst","inst"
+"0","1","_linear_kernel","1,234.50","91.25","40.10","0.20","1.50","0.00","12.75"
+"1","1","_coefficient_kernel","2.50","3.00","12.00","0.10","","0.30","1.00"
+""".replace("\\\n", "")
+
+
+def test_what_nsight_compute_prints_is_read() -> None:
+    first, second = profiling.read_ncu(NCU)
+    assert first["kernel"] == "_linear_kernel"
+    assert first["numbers"] == {
+        "time": pytest.approx(1.2345e-3),
+        "DRAM throughput, % of peak": 91.25,
+        "occupancy, % of warps": 40.1,
+    }
+    assert first["stalls"] == [("long_scoreboard", 12.75), ("barrier", 1.5), ("wait", 0.2)]
+    assert second["stalls"] == [("long_scoreboard", 1.0), ("membar", 0.3), ("wait", 0.1)]
+    lines = list(profiling.kernels_markdown([first, second]))
+    assert (
+        "| `_linear_kernel` | 1.23 ms | 91.2 | 40.1 | long scoreboard 12.8, barrier 1.5, wait 0.2 |"
+        in lines
+    )
+    assert all(name in profiling.metric_names() for name in profiling.METRICS)
+    for text in ("==ERROR== ERR_NVGPUCTRPERM - no permission", "", "Killed"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"expected a table of Nsight Compute, got (==ERROR=="
+                r" ERR_NVGPUCTRPERM|nothing|Killed)"
+            ),
+        ):
+            profiling.read_ncu(text)
+
+
+def test_a_page_without_counters_has_the_decode_step_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "MODELS", {"Gemma-3-1B": TINY["gemma"]})
+    monkeypatch.setattr(throughput, "LAYERS", 2)
+    monkeypatch.setattr(profiling, "STEPS", 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused = tmp_path / "ncu.csv"
+    refused.write_text("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+    assert profiling.main(["page", str(tmp_path / "pages"), str(refused)]) == 0
+    [page] = (tmp_path / "pages").iterdir()
+    text = page.read_text(encoding="utf-8")
+    assert "Skipped: expected a table of Nsight Compute, got ==ERROR== ERR_NVGPUCTRPERM" in text
+    assert "### patched, 2 tokens" in text
+    assert "### plain, 2 tokens" in text
+    assert re.search(r"\| `aten::\w+` \| [\d.]+ % \| ", text)
+    monkeypatch.setattr(profiling, "decode_profile", lambda *_: "")
+    assert "Skipped: there is no GPU" in profiling.page(CPU, None, "there is no GPU")
+    assert profiling.main(["nonsense"]) == 2
+    throughput.model_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--part", "3/2"], ["--part", "x"], ["nonsense"], ["--seconds", "0"]]
+)
+def test_bad_usage(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
+    try:
+        status = cli.main(["bench", *arguments])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert "expected" in capsys.readouterr().err

@@ -1,0 +1,436 @@
+"""The benchmark of decode steps: every way is right, or prints why not; what is counted, and the
+tables and pictures of it.
+"""
+
+import copy
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from icl_patch.bench import costs, generation, plots, steps
+from icl_patch.bench.generation import APPLIED, COMPILED, NAIVE, OURS, OURS_COMPILED, PEFT, PLAIN
+from icl_patch.bench.harness import Case, Comparison, measure
+from icl_patch.bench.results import Results, load_all, markdown
+from icl_patch.bench.shapes import Shape
+from icl_patch.bench.throughput import twin
+from icl_patch.generation import graph_partition
+from icl_patch.generation.decode_step import DecodeMode, decode_one_token
+from icl_patch.patch.parameter_changes import parameter_changes
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+on_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+QWEN = Shape("tiny qwen", Qwen3Config, 48, 72, 2, 4, 2, 12, 97)
+
+
+class Mixed(Shape):
+    """A layer with a window, and one without."""
+
+    def config(self) -> PreTrainedConfig:
+        config = super().config()
+        config.layer_types = ["sliding_attention", "full_attention"]
+        return config
+
+
+GEMMA = Mixed("tiny gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 97, 8)
+MIXTURE = Shape("tiny mixture", Qwen3MoeConfig, 48, 24, 2, 4, 2, 12, 97, experts=6, chosen=2)
+LLAMA = Shape("tiny llama", LlamaConfig, 24, 40, 1, 2, 1, 12, 61)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(generation, "ceiling", lambda device: 1e10)
+    monkeypatch.setattr(steps.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    if not torch.cuda.is_available():  # the whole compiler has a test of its own
+        monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    yield
+    generation.models_of.cache_clear()
+
+
+def ids_of(batch: int, context: int, shape: Shape) -> Tensor:
+    return torch.randint(
+        0, shape.vocabulary, (batch, context), generator=torch.Generator().manual_seed(context)
+    )
+
+
+def in_fp64(shape: Shape, ids: Tensor, device: torch.device) -> dict[bool, Tensor]:
+    """The last logits of the fp64 model over the whole context at once, and with the first row's
+    patch in its weights; on the CPU.
+    """
+    model, found = copy.deepcopy(generation.models_of(shape, torch.float32, device).plain).cpu(), {}
+    with generation.ContextPatcher(twin(model), "stable") as patcher:
+        patch = decode_one_token(
+            generation._state(patcher, ids, DecodeMode.TWO_STREAM), ids[:, -1]
+        ).make_patch()
+    wide = model.double()
+    for applied in (False, True):
+        before = steps.dynamic_cache(wide, ids)
+        if applied:
+            for block, layer in zip(patch.blocks, patch.layers, strict=True):
+                for change in parameter_changes(block.spec, layer):
+                    weight = wide.get_parameter(f"{block.path}.{change.name}.{change.parameter}")
+                    u = change.u[0, 0].double()
+                    weight.data = weight.data + (
+                        u if change.v is None else torch.outer(u, change.v[0, 0].double())
+                    )
+        found[applied] = wide(ids[:, -1:], past_key_values=before).logits[:, -1]
+    return found
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_cuda)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "batch", "context"), [(QWEN, 3, 7), (GEMMA, 1, 11)], ids=["qwen", "gemma"]
+)
+def test_every_way_says_what_the_model_says(
+    shape: Shape, batch: int, context: int, device: torch.device
+) -> None:
+    found = generation.comparison(shape, batch, context, torch.float32, device)
+    with torch.no_grad():
+        expected = {
+            applied: x.to(device)
+            for applied, x in in_fp64(shape, ids_of(batch, context, shape), device).items()
+        }
+    assert found.ours == OURS == next(iter(found.calls))
+    assert {PLAIN, COMPILED, *APPLIED[:2], *NAIVE, "replay of a given patch"} <= set(found.calls)
+    assert OURS_COMPILED in found.calls
+    assert (
+        "recompute and apply, CUDA graph" in found.calls,
+        "plain step, CUDA graph" in found.calls,
+    ) == (
+        device == CUDA,
+        device == CUDA and shape.window is None,
+    )
+    assert (PEFT in found.calls) == (generation.no_peft() is None)
+    for name, call in found.calls.items():
+        first = call().clone()
+        assert (
+            float(
+                (first - expected[name in APPLIED]).abs().max()
+                / expected[name in APPLIED].abs().max()
+            )
+            < 1e-4
+        ), name
+        assert found.check(name, first) < 1e-4
+        if shape.window is None or not isinstance(call, steps.Compiled):  # a full window moves
+            assert torch.equal(call(), first), name  # it left everything as it found it
+        for wrong in (
+            expected[name not in APPLIED],
+            torch.full_like(first, torch.nan),
+            first[:, :-1],
+        ):
+            with pytest.raises(AssertionError, match="expected"):
+                found.check(name, wrong)
+
+
+def test_a_mixture_of_experts() -> None:
+    """Our forms and the plain step's; of the experts the bytes of those that were chosen, once."""
+    found = generation.comparison(MIXTURE, 1, 7, torch.float32, CPU)
+    assert set(found.calls) == {
+        OURS,
+        OURS_COMPILED,
+        "recompute and apply, two streams",
+        "recompute and apply, exact",
+        PLAIN,
+        COMPILED,
+    }
+    model, ids = generation.models_of(MIXTURE, torch.float32, CPU).plain, ids_of(1, 7, MIXTURE)
+    wide = copy.deepcopy(model).double()
+    wide.set_experts_implementation("eager")  # the others have no fp64
+    with torch.no_grad():
+        expected = wide(ids).logits[:, -1]
+    for name, call in found.calls.items():
+        logits = call()
+        assert found.check(name, logits) < 1e-4
+        assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-4, name
+    experts = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 3)
+    assert (
+        found.nbytes[OURS]
+        == sum(parameter.nbytes for parameter in model.parameters()) - experts * 4 // 6
+    )
+
+
+def test_a_compiled_step_goes_on_with_factors_that_change_in_place() -> None:
+    found, ids = generation.comparison(GEMMA, 2, 7, torch.float32, CPU), ids_of(2, 7, GEMMA)
+    step = found.calls[APPLIED[1]]
+    assert found.check(APPLIED[1], step()) < 1e-4
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for block in generation.models_of(GEMMA, torch.float32, CPU).applied.blocks:
+            for reader in (*block.readers.values(), block.down):
+                reader.update_patch(torch.zeros_like(reader.u), reader.v)
+            block.post_norm.new_scale.copy_(block.post_norm.scale)
+        assert found.check(PLAIN, step()) < 1e-4
+    assert (
+        found.check(PLAIN, generation.models_of(GEMMA, torch.float32, CPU).plain(ids).logits[:, -1])
+        < 1e-4
+    )
+
+
+@pytest.mark.stress
+def test_the_compilers_code_is_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(generation, "ceiling", lambda device: 1e10)
+    found = generation.comparison(LLAMA, 2, 6, torch.float32, CPU)
+    for name in (COMPILED, APPLIED[1], OURS_COMPILED):
+        assert found.check(name, found.calls[name]()) < 1e-4
+        assert found.costs is not None
+        assert found.costs(name, 1.0)["compile s"] > 0
+
+
+def measured(
+    folder: Path, shape: Shape, batch: int, context: int, results: Results | None = None
+) -> dict[str, Any]:
+    results = Results("generation", CPU, folder) if results is None else results
+    build = functools.partial(generation.comparison, shape, batch, context, torch.float32, CPU)
+    case = Case(
+        f"{shape.name} {batch} {context}",
+        build,
+        {"model": shape.name, "batch": batch, "context": context},
+    )
+    list(measure([case], results, rounds=2))
+    return results.to_dict()
+
+
+def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no C++ compiler\nin the PATH")
+
+    monkeypatch.setattr(steps.torch, "compile", no_compiler)
+    monkeypatch.setattr(graph_partition, "BACKEND", no_compiler)
+    # Algorithm 1 that changes nothing
+    monkeypatch.setattr(steps, "materialised", lambda model, patch: torch.no_grad())
+    monkeypatch.setattr(generation, "no_peft", lambda: "peft is not installed")
+    results = Results("generation", CPU, tmp_path)
+    generation.cases(CPU, True, results)
+    found = measured(tmp_path, QWEN, 2, 7, results)
+    rows = {row["call"]: row for row in found["rows"]}
+    for name in (COMPILED, APPLIED[1]):
+        assert rows[name]["failed"] == "RuntimeError: no C++ compiler"
+    assert rows[OURS_COMPILED]["failed"].endswith("no C++ compiler")
+    assert rows[NAIVE[0]]["failed"].startswith("expected the fp64 result within")
+    assert {name for name, row in rows.items() if "seconds" in row} == set(rows) - {
+        COMPILED,
+        APPLIED[1],
+        OURS_COMPILED,
+        *NAIVE,
+    }
+    text = markdown(found)
+    assert f"| {COMPILED} | FAILED: RuntimeError: no C++ compiler |  |" in text
+    assert f"| {PEFT} | not measured: peft is not installed |  |" in text
+    for row in rows.values():
+        if "seconds" in row:
+            assert sum(row["parts"].values()) == pytest.approx(1)
+            assert row["operator calls"] > 20
+            assert (
+                {"attention", "readers", "writer", "head", "rest"}
+                <= set(row["parts"])
+                <= set(costs.PARTS)
+            )
+    assert rows[PLAIN]["operator calls"] < rows[OURS]["operator calls"]
+    assert rows["recompute and apply, two streams"]["cache MB"] == 2 * rows[OURS]["cache MB"]
+
+
+def test_a_context_that_says_nothing_is_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Shape.build
+
+    def blind(shape: Shape, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        model = build(shape, device, dtype)
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name:
+                parameter.mul_(1e-6)
+        return model
+
+    monkeypatch.setattr(Shape, "build", blind)
+    with pytest.raises(
+        AssertionError, match="expected a patch that changes the logits by more than"
+    ):
+        generation.comparison(QWEN, 2, 7, torch.float32, CPU)
+
+
+def test_the_grid() -> None:
+    for kind in ("cpu", "cuda"):
+        results = Results("generation", CPU, Path("/nowhere"))
+        every, quick = (
+            [case.name for case in generation.cases(torch.device(kind), few, results)]
+            for few in (False, True)
+        )
+        assert len(every) == len(set(every)) == (8 if kind == "cpu" else 68)
+        assert set(quick) < set(every)
+        assert every[0] == quick[0]
+
+
+# What is counted
+
+
+def test_memory_is_the_most_that_is_held_at_a_time() -> None:
+    kept = [torch.zeros(250_000)]
+
+    def call() -> None:
+        one = torch.zeros(500_000)  # 2 MB
+        del one
+        two = torch.zeros(250_000)  # 1 MB, and 1 MB that takes the place of what is kept
+        kept[0] = torch.cat([two[:-1], kept[0][:1]])
+
+    assert costs.transient_bytes(call, CPU) == 2_000_000
+    storage = torch.zeros(3, 100)
+
+    class Layer:
+        def __init__(self, **held: Any) -> None:
+            vars(self).update(held)
+
+    cache: Any = type(
+        "Cache",
+        (),
+        {
+            "layers": [
+                Layer(keys=storage[:, :2], rooms={"keys": storage}),
+                Layer(keys=torch.zeros(5), length=3),
+            ]
+        },
+    )
+    assert costs.cache_bytes(cache) == 4 * 305
+    assert costs.cache_bytes(None) == 0
+
+
+def test_parts_are_told_apart() -> None:
+    model = QWEN.build(CPU, torch.float32)
+    blocks = generation.ContextPatcher(twin(model), "stable").block_specs
+    parts = costs.Parts([model], blocks)
+    x, wide, mlp = torch.randn(400, 48), torch.randn(400, 72), model.model.layers[1].mlp
+    for part, call in {
+        "head": lambda: model.lm_head(x),
+        "readers": lambda: (mlp.gate_proj(x), mlp.up_proj(x)),
+        "writer": lambda: mlp.down_proj(wide),
+        "rest": lambda: [x.exp() for _ in range(20)],
+    }.items():
+        found = costs.profiled(call, parts, CPU)
+        assert max(found["parts"], key=found["parts"].__getitem__) == part
+        if part != "rest":  # as the compiler calls it, without the module
+            weight = {"head": model.lm_head, "readers": mlp.gate_proj, "writer": mlp.down_proj}[
+                part
+            ].weight
+            product = functools.partial(torch.matmul, wide if part == "writer" else x, weight.T)
+            found = costs.profiled(product, parts, CPU, traced=True)
+            assert max(found["parts"], key=found["parts"].__getitem__) == part
+    assert found["operator calls"] == 20
+    assert not torch.nn.modules.module._global_forward_hooks
+    with generation.ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(ids_of(1, 3, QWEN), ids_of(1, 1, QWEN))
+    assert costs.weight_bytes(model, patch) == sum(
+        parameter.nbytes for parameter in model.parameters()
+    )
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    assert (
+        costs.weight_bytes(model, patch)
+        == sum(parameter.nbytes for parameter in model.parameters()) - 4 * 97 * 48
+    )
+
+
+def test_a_profiler_that_fails_leaves_the_time(tmp_path: Path) -> None:
+    def broken(name: str, seconds: float) -> dict[str, Any]:
+        raise RuntimeError(f"no profiler for {name}")
+
+    case = Case(
+        "a",
+        lambda: Comparison("ours", {"ours": int}, lambda *_: None, costs=broken, least_seconds=0),
+    )
+    results = Results("generation", CPU, tmp_path)
+    assert [good for _, good in measure([case], results, rounds=1)] == [True, True]
+    [row] = results.rows
+    assert row["seconds"]["median"] > 0
+    assert row["not observed"] == "RuntimeError: no profiler for ours"
+    assert "Not observed: ours, RuntimeError: no profiler for ours." in markdown(results.to_dict())
+
+
+# Tables and pictures
+
+
+def row(call: str, batch: int, context: int, seconds: float, **more: Any) -> dict[str, Any]:
+    parameters = {"model": "M", "batch": batch, "context": context}
+    timing = {"median": seconds, "low": seconds, "high": seconds}
+    return {
+        "case": f"B={batch} {context}",
+        "parameters": parameters,
+        "call": call,
+        "ours": call == OURS,
+        "seconds": timing,
+        **more,
+    }
+
+
+def test_the_tables_and_pictures_of_some_numbers(tmp_path: Path) -> None:
+    rows = [
+        row(
+            OURS,
+            1,
+            16,
+            3e-3,
+            **{
+                "of ceiling": 0.5,
+                "parts": {"head": 0.25, "rest": 0.012},
+                "launches": 12,
+                "cache MB": 1.5,
+                "weights MB": 88.4,
+                "ceiling GB/s": 7.0,
+                "error": 1e-7,
+            },
+        ),
+        row(PLAIN, 1, 16, 2e-3, **{"beyond MB": 2048.0, "operator calls": 1234}),
+        row(COMPILED, 1, 16, 1e-3, **{"compile s": 61.0}),
+        row(OURS, 4, 16, 5e-3),
+        row(OURS, 1, 256, 4e-3),
+    ]
+    where = {"device": "X", "threads": 2, "cuda": None}
+    found = {
+        "benchmark": "generation",
+        "file": "f",
+        "environment": where,
+        "rows": rows,
+        "skipped": {PEFT: "there is none"},
+    }
+    text = "\n".join(generation.tables(found))
+    assert (
+        "| **recompute and apply, fast** | 3 ms | 3 ms – 3 ms | - | 1.50× | 3.00× | 50 % | 1.5 | -"
+        " | 12 | 1e-07 |" in text
+    )
+    assert (
+        "| plain step | 2 ms | 2 ms – 2 ms | - | 1.00× | 2.00× | - | - | 2048 | 1234 | - |" in text
+    )
+    assert "| recompute and apply, fast |  |  |  |  | 25 % |  | 1.2 % |" in text
+    assert "Compiling took, before the times: plain step, compiled 61 s." in text
+    assert text.count("A step reads 88 MB of weights, at 7.0 GB/s at best.") == 1
+    assert text.count("## B=") == 3
+    assert text.count("not measured: there is none") == 3
+    written = plots.draw_steps(found, tmp_path)
+    assert [path.name for path in written] == [
+        "f-m-context.png",
+        "f-m-context.svg",
+        "f-m-batch.png",
+        "f-m-batch.svg",
+    ]
+    first = [path.read_bytes() for path in written]
+    assert [path.read_bytes() for path in plots.draw_steps(found, tmp_path)] == first
+    for single in (rows[:3], [rows[0], row(OURS, 4, 256, 5e-3)]):  # no line has two points
+        assert plots.draw_steps(found | {"rows": single}, tmp_path) == []
+
+
+def test_committed_numbers_can_be_read() -> None:
+    for found in load_all(Path(__file__).parents[2] / "bench" / "results", "generation"):
+        lines = generation.tables(found)
+        for name in {row["call"] for row in found["rows"]}:
+            assert any(name in line for line in lines)
+        assert json.dumps(found["environment"]["device"]) not in "\n".join(lines)

@@ -1,0 +1,362 @@
+"""The command line as a user meets it: what is printed where, files, exit status."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from icl_patch import ContextPatch, ContextPatcher, cli, embedded
+from icl_patch.evaluation import report
+
+
+def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def prompt_text() -> str:
+    prompt = embedded.held_out_prompts("recall", 1)[0]
+    return prompt.context + prompt.question
+
+
+def test_verify_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    plot = tmp_path / "figure.png"
+    status, out, err = run(
+        capsys, "verify", "--max-new-tokens", "5", "--dtype", "bf16", "--json", "--plot", str(plot)
+    )
+    numbers = json.loads(out)
+    assert status == 0
+    assert err == ""
+    assert numbers["tokens"] == 5
+    assert (numbers["update"], numbers["dtype"], numbers["bit_identical"]) == (
+        "exact",
+        "bfloat16",
+        1.0,
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_verify_prints_a_table(capsys: pytest.CaptureFixture) -> None:
+    status, out, _ = run(
+        capsys, "verify", "--max-new-tokens", "2", "--update", "stable", "--dtype", "bfloat16"
+    )
+    assert status == 0
+    assert "stable" in out
+    assert "none given" in out
+
+
+def test_verify_says_when_the_check_failed(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "icl_patch.recording.updates.direct_scale",
+        lambda delta, normalized, scale: scale.expand_as(delta),
+    )
+    status, out, _ = run(capsys, "verify", "--max-new-tokens", "3", "--update", "direct", "--json")
+    assert status == 1
+    assert json.loads(out)["passed"] is False
+
+
+def test_a_local_folder_and_a_context_file(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "context.txt"
+    file.write_text(prompt_text(), encoding="utf-8")
+    command = [
+        "verify",
+        str(embedded.MODEL_DIR),
+        "--context-file",
+        str(file),
+        "--max-new-tokens",
+        "3",
+        "--keep-last",
+        "2",
+        "--json",
+    ]
+    status, out, _ = run(capsys, *command)
+    numbers = json.loads(out)
+    assert status == 0
+    assert numbers["model"] == str(embedded.MODEL_DIR)
+    assert numbers["dtype"] == "bfloat16"  # as saved
+    assert numbers["keep_last"] == 2
+
+
+def test_generate_says_what_plain_generation_says(capsys: pytest.CaptureFixture) -> None:
+    status, out, _ = run(
+        capsys, "generate", "--context", prompt_text(), "--max-new-tokens", "6", "--json"
+    )
+    model, tokenizer = embedded.load()
+    ids = tokenizer(prompt_text(), return_tensors="pt").input_ids
+    plain = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+    )[0, ids.shape[1] :]
+    assert status == 0
+    assert json.loads(out)["token_ids"] == plain.tolist()
+    status, out, _ = run(capsys, "generate", "--context", prompt_text(), "--max-new-tokens", "6")
+    assert tokenizer.decode(plain, skip_special_tokens=True).strip() in out
+
+
+def test_generate_replays_every_nth_token(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (
+        "generate",
+        "--context",
+        prompt_text(),
+        "--max-new-tokens",
+        "5",
+        "--update",
+        "stable",
+        "--fast",
+        "--check-every",
+        "2",
+    )
+    status, out, _ = run(
+        capsys, *command, "--json", "--logits", "context", "--sample", "--temperature", "0.1"
+    )
+    result = json.loads(out)
+    assert status == 0
+    assert result["way"] == "fast"
+    assert [check["step"] for check in result["checks"]] == [2, 4]
+    assert all(check["same_argmax"] and check["linf"] <= 1e-4 for check in result["checks"])
+    assert "Replays without the context" in run(capsys, *command)[1]
+    assert run(capsys, *command, "--temperature", "0.5")[0] == 2
+    replay = ContextPatcher.replay
+    # wrong from the first step on: attaching replays too
+    monkeypatch.setattr(
+        ContextPatcher,
+        "replay",
+        lambda self, patch: ((-1 if self.fused_modules else 1) * replay(self, patch)[0], []),
+    )
+    assert run(capsys, *command[:-3], "--check-every", "4")[0] == 1
+
+
+def test_an_empty_context_and_a_temperature_of_zero_are_what_they_say(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    command = ("generate", "--max-new-tokens", "6", "--json")
+    empty, default = (
+        json.loads(run(capsys, *command, *context)[1]) for context in (("--context", ""), ())
+    )
+    assert empty["token_ids"] != default["token_ids"]
+    status, out, err = run(capsys, *command, "--context", "a", "--sample", "--temperature", "0")
+    assert (status, out) == (2, "")
+    assert "temperature" in err
+
+
+def test_weights_that_are_cut_off(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded.MODEL_DIR, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    status, out, err = run(
+        capsys, "generate", str(folder), "--context", "a", "--max-new-tokens", "2"
+    )
+    assert (status, out) == (2, "")
+    assert f"expected whole weights in {folder}" in err
+
+
+def test_json_has_no_word_for_what_is_not_finite(tmp_path: Path) -> None:
+    value = {
+        "a": [1.5, math.nan, (math.inf,)],
+        "b": {"c": -math.inf, "d": "NaN", "e": None, "f": True},
+    }
+    expected = {"a": [1.5, None, [None]], "b": {"c": None, "d": "NaN", "e": None, "f": True}}
+    report.write_json(tmp_path / "x.json", value)
+    for text in (report.to_json(value), (tmp_path / "x.json").read_text()):
+        assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == expected
+
+
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_extract_then_inspect(capsys: pytest.CaptureFixture, tmp_path: Path, update: str) -> None:
+    file = tmp_path / "context.safetensors"
+    prompt = embedded.held_out_prompts("recall", 1)[0]
+    command = [
+        "extract",
+        "--context",
+        prompt.context,
+        "--kept",
+        prompt.question,
+        "--out",
+        str(file),
+        "--update",
+        update,
+        "--json",
+    ]
+    status, out, _ = run(capsys, *command)
+    assert status == 0
+    assert json.loads(out)["kept_tokens"] == len(prompt.question)
+    assert ContextPatch.load(file).info.update == update
+    status, out, _ = run(
+        capsys, "inspect", str(file), "--model", "embedded", "--device", "cpu", "--json"
+    )
+    summary = json.loads(out)
+    assert status == 0
+    assert summary["next_tokens"] == [prompt.answer[0]]
+    assert len(summary["norms"]["mlp.gate_proj"]) == summary["layers"] == 6
+    status, out, _ = run(capsys, "inspect", str(file))
+    assert status == 0
+    assert "mlp.up_proj" in out
+
+
+def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    status, _, _ = run(
+        capsys,
+        "extract",
+        "--prefix",
+        "mode ",
+        "--context",
+        "flip\n",
+        "--kept",
+        "bcdf>",
+        "--out",
+        str(file),
+    )
+    patch = ContextPatch.load(file)
+    assert status == 0
+    assert patch.prefix_ids.shape == (1, 6)  # <bos> and five bytes
+    assert patch.position_ids[0].tolist() == list(range(11, 16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["verify", "/nowhere/at/all"], 2, "/nowhere/at/all"),
+        (["verify", "--context-file", "/nowhere/at/all"], 2, "No such file"),
+        (["verify", "--context", "a", "--keep-last", "9"], 2, "more than 10 tokens"),
+        (["verify", "--chat"], 2, "chat template"),
+        (["inspect", __file__], 1, "safetensors"),
+        (
+            ["inspect", __file__, "--device", "cpu"],
+            2,
+            "expected --model with --revision or --device",
+        ),
+    ],
+)
+def test_errors_are_one_line_on_stderr(
+    capsys: pytest.CaptureFixture, arguments: list[str], status: int, message: str
+) -> None:
+    got, out, err = run(capsys, *arguments)
+    assert got == status
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+BAD_USAGE = {
+    "nothing": [],
+    "unknown command": ["dance"],
+    "dtype": ["verify", "--dtype", "int3"],
+    "number": ["verify", "--max-new-tokens", "0"],
+    "required": ["extract"],
+    "device": ["verify", "--device", "banana"],
+    "absent device": ["verify", "--device", "cuda:99"],
+    "plot suffix": ["verify", "--plot", "figure.xyz"],
+    "plot folder": ["verify", "--plot", "/nowhere/figure.png"],
+    "patch folder": [
+        "extract",
+        "--context",
+        "abc",
+        "--kept",
+        "d",
+        "--out",
+        "/nowhere/x.safetensors",
+    ],
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_USAGE.values(), ids=BAD_USAGE)
+def test_bad_usage_exits_with_2(capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_a_patch_of_another_model_is_refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file, other = tmp_path / "p.safetensors", tmp_path / "other"
+    run(capsys, "extract", "--context", "abc", "--kept", "d", "--out", str(file))
+    model, tokenizer = embedded.load()
+    model.get_submodule("model.layers.0.mlp.up_proj").weight.data[0, 0] += 1
+    model.save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    status, _, err = run(capsys, "inspect", str(file), "--model", str(other))
+    assert status == 1
+    assert "expected a patch of" in err
+
+
+def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    command = [
+        "demo",
+        "--prompts",
+        "4",
+        "--max-new-tokens",
+        "4",
+        "--prompts-per-kind",
+        "2",
+        "--report",
+        str(folder),
+    ]
+    status, out, _ = run(capsys, *command)
+    data = json.loads((folder / "report.json").read_text())
+    assert status == 0
+    assert data["passed"] is True
+    assert {(entry["update"], entry["dtype"]) for entry in data["verify"]} == {
+        (update, dtype)
+        for update in ("direct", "stable", "exact")
+        for dtype in ("float32", "bfloat16")
+    }
+    assert "without, but patched" in out
+    assert (folder / "report.md").read_text().count("|") > 50
+    assert (folder / "exactness.png").stat().st_size > 10_000
+
+
+def test_a_revision_of_the_embedded_model(capsys: pytest.CaptureFixture) -> None:
+    status, _, err = run(capsys, "verify", "--revision", "main")
+    assert status == 2
+    assert "expected no --revision of the embedded model" in err
+
+
+def test_demo_needs_its_folder_first(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(
+        "icl_patch.evaluation.demo.three_answers",
+        lambda *_: pytest.fail("computed before the folder was there"),
+    )
+    status, _, err = run(capsys, "demo", "--report", str(tmp_path / "file"))
+    assert status == 2
+    assert "file" in err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_the_module_runs_as_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "icl_patch", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("icl-patch ")
+
+
+def test_output_survives_a_terminal_without_unicode() -> None:
+    """And a reader that closes the pipe early is no error."""
+    command = [sys.executable, "-P", "-m", "icl_patch", "verify", "--max-new-tokens", "2"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "token match" in done.stdout
+    piped = subprocess.run(
+        ["sh", "-c", f"'{sys.executable}' -P -m icl_patch verify --max-new-tokens 2 --json | true"],
+        capture_output=True,
+    )
+    assert b"Errno" not in piped.stderr
+    script = f"set -o pipefail; '{sys.executable}' -P -m icl_patch verify --max-new-tokens 2 | true"
+    assert subprocess.run(["bash", "-c", script], capture_output=True).returncode == 0

@@ -1,0 +1,67 @@
+"""``verify --all-families``: what it measures, what it prints, and the README's table."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from icl_patch import cli
+from icl_patch.evaluation import report, tiny_models
+from icl_patch.evaluation.architecture_suite import FamilyReport, run_suite
+
+README = Path(__file__).parents[2] / "README.md"
+FEW = ["gemma3", "gpt2", "mixtral", "mamba", "deepseek_v4"]
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[FamilyReport]:
+    return run_suite(FEW)
+
+
+def test_covered_forms_pass_and_the_rest_is_refused(reports: list[FamilyReport]) -> None:
+    by_name = {entry.name: entry for entry in reports}
+    assert list(by_name) == FEW
+    for name in FEW[:-1]:
+        entry = by_name[name]
+        assert entry.passed
+        assert entry.exact_fp32 == entry.exact_bf16 == 1.0
+        assert 0 < entry.direct <= 1e-4
+        assert (entry.experts_identical is None) == (name != "mixtral")
+    assert by_name["deepseek_v4"].passed
+    assert "residual streams" in by_name["deepseek_v4"].refused
+
+
+def test_it_would_show_a_form_that_is_refused_or_off(reports: list[FamilyReport]) -> None:
+    good = reports[0].to_dict()
+    del good["passed"]
+    assert not FamilyReport(**good | {"refused": "something new"}).passed
+    assert not FamilyReport(**good | {"exact_bf16": 0.99}).passed
+    assert not FamilyReport(**good | {"direct": 2e-4, "noise_floor": 1e-5}).passed
+    assert FamilyReport(**good | {"direct": 2e-4, "noise_floor": 3e-5}).passed
+    assert not FamilyReport(**good | {"reader_error": 17.0}).passed
+    assert not FamilyReport(**good | {"experts_identical": 0.9}).passed
+    assert not FamilyReport(**good | {"name": "deepseek_v4"}).passed  # it should have been refused
+
+
+def test_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, reports: list[FamilyReport]
+) -> None:
+    monkeypatch.setattr("icl_patch.evaluation.architecture_suite.survey", lambda **_: reports)
+    assert cli.main(["verify", "--all-families", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"]
+    assert [entry["name"] for entry in result["families"]] == FEW
+    assert cli.main(["verify", "--all-families"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in FEW)
+    capsys.readouterr()
+    assert (
+        cli.main(["verify", "some-model", "--all-families", "--keep-last", "3", "--seed", "1"]) == 2
+    )
+    assert "contexts, got MODEL, --keep-last\n" in capsys.readouterr().err
+
+
+def test_the_readme_has_the_table_of_today() -> None:
+    table = report.support_markdown()
+    assert table in README.read_text(encoding="utf-8")
+    assert all(name in table for name in [*tiny_models.ZOO, *tiny_models.REFUSED])

@@ -1,0 +1,391 @@
+"""The papers' experiments: the models are the ones described, the quick form runs, and what is
+shown is what was measured.
+"""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from support.numeric import seeded
+from torch import Tensor, nn
+
+from icl_patch.evaluation import tiny_models
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
+sys.path.insert(0, str(SCRIPTS))
+
+import linear_regression  # noqa: E402
+import regression_experiments as experiments  # noqa: E402
+import table_1  # noqa: E402
+from regression_models import Attention, Block, Recurrence, Stack, StackBlock, sample  # noqa: E402
+from regression_pictures import CLAIMS, stem  # noqa: E402
+
+FIGURES = (2, 3, 4, 5, 6, "E")
+layers = pytest.mark.parametrize("layer", [Attention, Recurrence], ids=["attention", "rnn"])
+
+
+def block(layer: type = Attention) -> Block:
+    torch.manual_seed(3)
+    return Block(layer())
+
+
+def test_tasks_are_linear_functions_and_the_query_has_no_answer() -> None:
+    tasks = sample(5, 7, seeded(0))
+    assert torch.allclose(
+        tasks.context[..., 2],
+        torch.einsum("bnd,bd->bn", tasks.context[..., :2], tasks.omega),
+        atol=1e-6,
+    )
+    assert torch.allclose(tasks.target, (tasks.query[:, :2] * tasks.omega).sum(1), atol=1e-6)
+    assert (tasks.query[:, 2] == 0).all()
+    assert tasks.context.shape == (5, 7, 3)
+
+
+def test_sizes_are_the_papers() -> None:
+    shapes = {name: tuple(parameter.shape) for name, parameter in block().named_parameters()}
+    assert shapes == {
+        **{f"layer.{name}.weight": (32, 3) for name in ("queries", "keys", "values")},
+        "layer.output.weight": (3, 32),
+        "first.weight": (128, 3),
+        "first.bias": (128,),
+        "second.weight": (3, 128),
+        "second.bias": (3,),
+    }
+    assert block().layer.heads == 8
+    assert block(Recurrence).layer.recurrent.weight.shape == (64, 64)
+    assert len(Stack().blocks) == 10
+    full = experiments.FULL
+    assert (full.attention.length, full.recurrence.length, full.recurrence.batch, full.trials) == (
+        100,
+        200,
+        32,
+        100,
+    )
+    assert full.recurrence.steps == 10_000 and full.recurrence.every == 100
+
+
+@torch.no_grad()
+def test_attention_is_the_formula_at_the_last_token() -> None:
+    """``H_i = W_V X softmax((W_K X)ᵀ W_Q X / √d_k)`` head by head, columns as tokens, as the paper
+    writes it.
+    """
+    layer, tasks = block().layer, sample(1, 9, seeded(1))
+    x = torch.cat([tasks.context[0], tasks.query]).T  # (3, 10)
+    heads = []
+    for i in range(8):
+        q, k, v = (
+            part.weight[4 * i : 4 * i + 4] @ x for part in (layer.queries, layer.keys, layer.values)
+        )
+        heads.append(v @ ((k.T @ q[:, -1:]) / math.sqrt(4)).softmax(0))
+    want = layer.output.weight @ torch.cat(heads)
+    assert torch.allclose(layer(tasks.context, tasks.query[None])[0, 0], want[:, 0], atol=1e-6)
+
+
+@torch.no_grad()
+def test_recurrence_is_an_rnn() -> None:
+    layer, tasks = block(Recurrence).layer, sample(4, 9, seeded(1))
+    rnn = nn.RNN(3, 64, batch_first=True)
+    rnn.weight_ih_l0.copy_(layer.inputs.weight)
+    rnn.bias_ih_l0.copy_(layer.inputs.bias)
+    rnn.weight_hh_l0.copy_(layer.recurrent.weight)
+    rnn.bias_hh_l0.zero_()
+    want = layer.output(rnn(torch.cat([tasks.context, tasks.query[:, None]], 1))[1][0])
+    assert torch.allclose(layer(tasks.context, tasks.query[:, None])[:, 0], want, atol=1e-6)
+
+
+@torch.no_grad()
+@layers
+def test_prefixes_are_contexts_cut_short(layer: type) -> None:
+    made, tasks = block(layer).layer, sample(4, 9, seeded(1))
+    prefixes = made.prefixes(tasks.context, tasks.query)
+    for i in range(10):
+        assert torch.allclose(
+            prefixes[:, i], made(tasks.context[:, :i], tasks.query[:, None])[:, 0], atol=1e-6
+        )
+
+
+@torch.no_grad()
+def test_suffixes_are_contexts_without_their_first_tokens() -> None:
+    made, tasks = block().layer, sample(4, 9, seeded(1))
+    suffixes = made.suffixes(tasks.context, tasks.query)
+    for i in range(10):
+        assert torch.allclose(
+            suffixes[:, i], made(tasks.context[:, i:], tasks.query[:, None])[:, 0], atol=1e-6
+        )
+
+
+@torch.no_grad()
+@layers
+def test_context_is_a_rank_one_change(layer: type) -> None:
+    """Φ_W(C, x) = Φ_{W+ΔW}(x), and the update of another context is another change."""
+    model, tasks = block(layer), sample(6, 9, seeded(1))
+    query = tasks.query[:, None]
+    u, v, z = model.update(tasks.context, query)
+    with_context = model(tasks.context, query)
+    assert (model.without_context(z, u, v) - with_context).abs().max() <= 1e-6
+    assert (model.without_context(z, u.roll(1, 0), v) - with_context).abs().max() > 0.01
+    one, many = tasks.context[:1], tasks.query[None]  # several queries of one task
+    u_many, v_many, z_many = model.update(one, many)
+    assert (model.without_context(z_many, u_many, v_many) - model(one, many)).abs().max() <= 1e-6
+    delta = (model.layer(tasks.context, query) - z)[2, 0]
+    # equation 2
+    written_out = torch.outer(model.first.weight @ delta, z[2, 0]) / z[2, 0].square().sum()
+    assert torch.allclose(torch.outer(u[2, 0], v[2, 0]), written_out, atol=1e-5)
+
+
+@torch.no_grad()
+def test_stack_block_is_a_post_norm_encoder_layer() -> None:
+    torch.manual_seed(0)
+    made = StackBlock(32, 32, 8, 128)
+    reference = nn.TransformerEncoderLayer(
+        32, 8, 128, dropout=0, batch_first=True, bias=True
+    ).eval()
+    for ours, theirs in (
+        (made.inputs.weight, reference.self_attn.in_proj_weight),
+        (made.output.weight, reference.self_attn.out_proj.weight),
+        (made.first.weight, reference.linear1.weight),
+        (made.first.bias, reference.linear1.bias),
+        (made.second.weight, reference.linear2.weight),
+        (made.second.bias, reference.linear2.bias),
+    ):
+        theirs.copy_(ours)
+    reference.self_attn.in_proj_bias.zero_()
+    reference.self_attn.out_proj.bias.zero_()
+    x = torch.randn(3, 11, 32)
+    want = reference(x, src_mask=nn.Transformer.generate_square_subsequent_mask(11))
+    assert torch.allclose(made(x), want, atol=2e-6)
+
+
+@torch.no_grad()
+def test_stack_without_context_block_by_block() -> None:
+    torch.manual_seed(0)
+    stack, tasks = Stack(layers=4).double(), sample(6, 9, seeded(1))
+    inputs = tasks.context.double(), tasks.query[:, None].double()
+    pairs = list(zip(stack.outputs(*inputs), stack.outputs_without_context(*inputs), strict=True))
+    assert len(pairs) == 4
+    assert max((a - b).abs().max() for a, b in pairs) <= 1e-12
+    alone = stack.outputs(inputs[0][:, :0], inputs[1])
+    assert (alone[-1] - pairs[-1][0]).abs().max() > 0.01
+
+
+def test_finetuning_is_sgd_on_the_first_weight_alone() -> None:
+    model, tasks = block(), sample(3, 5, seeded(1))
+    losses, changes = experiments._finetune(model, tasks, 0.1)
+    for task in range(3):
+        tuned = copy.deepcopy(model)
+        optimizer = torch.optim.SGD([tuned.first.weight], lr=0.1)
+
+        def loss(x: Tensor, y: Tensor, tuned: Block = tuned) -> Tensor:
+            alone = torch.cat([x[:2], torch.zeros(1)])[None, None]
+            return 0.5 * (tuned(alone[:, :0], alone)[0, 0] - y) ** 2
+
+        for i in range(6):
+            assert torch.allclose(
+                losses[task, i], loss(tasks.query[task], tasks.target[task]), atol=1e-6
+            )
+            assert torch.allclose(
+                changes[task, i], tuned.first.weight - model.first.weight, atol=1e-6
+            )
+            if i < 5:
+                optimizer.zero_grad()
+                loss(tasks.context[task, i], tasks.context[task, i, 2]).backward()
+                optimizer.step()
+
+
+def test_changes_and_alignment_are_those_of_matrices_written_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, model = experiments.QUICK, block()
+    trained = experiments.Trained(model, {})
+    monkeypatch.setattr(experiments, "trained_attention", lambda *_: trained)
+    tasks = sample(sizes.trials, 12, seeded(experiments._TRIALS))
+    with torch.no_grad():
+        updates = []
+        for i in range(13):
+            u, v, _ = model.update(tasks.context[:, :i], tasks.query[:, None])
+            updates.append(u[:, 0, :, None] * v[:, 0, None])  # (B, 128, 3)
+        steps = torch.stack([torch.linalg.matrix_norm(b - a, 2) for a, b in pairwise(updates)], 1)
+    found = experiments.figure_3(sizes, 0)
+    assert torch.allclose(torch.tensor(found["change"]["mean"]), steps.mean(0), rtol=1e-3)
+    assert torch.allclose(
+        torch.tensor(found["change"]["standard_error"]), steps.std(0) / sizes.trials**0.5, rtol=1e-3
+    )
+    assert len(found["context_length"]) == 12
+    against = experiments.figure_4(sizes, 0)
+    _, changes = experiments._finetune(model, tasks, against["rate"])
+    cosines = torch.stack(
+        [
+            nn.functional.cosine_similarity(updates[i].flatten(1), changes[:, i].flatten(1))
+            for i in range(1, 13)
+        ],
+        1,
+    )
+    assert torch.allclose(
+        torch.tensor(against["inner_product"]["mean"]), cosines.mean(0), atol=1e-4
+    )
+    assert (cosines.mean(0) <= torch.tensor(against["inner_product_ceiling"]["mean"])).all()
+    unit = nn.functional.normalize(
+        model.layer(tasks.context[:, :0], tasks.query[:, None])[:, 0].detach(), dim=1
+    )
+    closest = (changes[:, 12] @ unit[..., None]) * unit[:, None]  # M v̂ v̂ᵀ
+    reached = nn.functional.cosine_similarity(closest.flatten(1), changes[:, 12].flatten(1))
+    assert against["inner_product_ceiling"]["mean"][-1] == pytest.approx(
+        float(reached.mean()), abs=1e-5
+    )
+
+
+@torch.no_grad()
+def test_factors_of_the_appendix_are_those_of_matrices_written_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``W_i = W_{i-1} + (W_{i-1} ΔA(c_i)) z_iᵀ/‖z_i‖²`` (equation 27) matrix by matrix, with the
+    context cut short for every i.
+    """
+    sizes, model = experiments.QUICK, block()
+    monkeypatch.setattr(experiments, "trained_attention", lambda *_: experiments.Trained(model, {}))
+    found = experiments.appendix_e(sizes, 0)
+    tasks = sample(sizes.trials, 12, seeded(experiments._TRIALS))
+    steps, cosines = [], []
+    for task in range(sizes.trials):
+        context, query = tasks.context[task : task + 1], tasks.query[None, task : task + 1]
+        z = [model.layer(context[:, i:], query)[0, 0].double() for i in range(13)]
+        weights = [model.first.weight.double()]
+        for before, after in pairwise(z):
+            weights.append(
+                weights[-1]
+                + torch.outer(weights[-1] @ (before - after), after) / after.square().sum()
+            )
+        assert torch.allclose(weights[-1] @ z[-1], weights[0] @ z[0], atol=1e-6)
+        steps.append(torch.stack([(b - a).norm() for a, b in pairwise(weights)]))
+        grown = torch.outer(weights[0] @ (z[0] - z[-1]), z[-1]) / z[-1].square().sum()
+        cosines.append(
+            nn.functional.cosine_similarity(
+                (weights[-1] - weights[0]).flatten(), grown.flatten(), 0
+            )
+        )
+    assert torch.allclose(
+        torch.tensor(found["step"]["mean"]).double(), torch.stack(steps).mean(0), rtol=1e-3
+    )
+    assert found["cosine"]["mean"][0] == pytest.approx(float(torch.stack(cosines).mean()), abs=1e-3)
+    assert found["total_norm_median"] == pytest.approx(found["size_median"][-1], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("papers")
+    command = [
+        sys.executable,
+        str(SCRIPTS / "linear_regression.py"),
+        "--quick",
+        "--out",
+        str(folder),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def finite(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(finite, value.values()))
+    if isinstance(value, list):
+        return all(map(finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def check_equivalence(found: dict) -> None:
+    """What is exact in theory is apart by rounding, wherever it is measured."""
+    if "curves" in found:
+        curves = found["curves"]
+        for way in ("patched", "written_out"):
+            values = curves.get(f"validation_loss_{way}", curves["validation_loss_context"])
+            assert all(
+                abs(a - b) <= 1e-6
+                for a, b in zip(values, curves["validation_loss_context"], strict=True)
+            )
+    if "plane" in found:
+        assert found["plane"]["average"] <= 1e-6
+        assert found["largest_in_fp64"] <= 1e-12
+    if found["figure"] == 5:
+        assert max(found["difference"]["mean"]) <= 1e-5
+        assert found["largest_in_fp64"] <= 1e-12
+    if found["figure"] == "E":
+        assert found["largest_difference"] <= 1e-3
+        assert found["largest_difference_in_fp64"] <= 1e-10
+        assert found["largest_difference_on_the_query"] <= 1e-4
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_quick_form_writes_picture_numbers_and_comparison(quick: Path, figure: int | str) -> None:
+    found = json.loads((quick / f"{stem(figure)}.json").read_text())
+    assert finite(found)
+    assert found["claim"] == CLAIMS[figure]
+    assert f"--figure {figure} --seed 0 --quick" in found["command"]
+    check_equivalence(found)
+    assert (quick / f"{stem(figure)}.png").read_bytes().startswith(b"\x89PNG")
+    page = (quick / "linear-regression.md").read_text()
+    assert found["measured"] in page and found["command"] in page and found["claim"] in page
+
+
+def test_same_seed_same_numbers(quick: Path, tmp_path: Path) -> None:
+    for seed in ("0", "1"):
+        assert (
+            linear_regression.main(
+                ["--quick", "--figure", "3", "--seed", seed, "--out", str(tmp_path)]
+            )
+            == 0
+        )
+        again, first = (folder / "dherin-figure-3.json" for folder in (tmp_path, quick))
+        assert (again.read_bytes() == first.read_bytes()) == (seed == "0")
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_committed_results_are_of_full_size_and_say_what_they_show(figure: int | str) -> None:
+    found = json.loads((RESULTS / f"{stem(figure)}.json").read_text())
+    assert finite(found)
+    assert "--quick" not in found["command"]
+    assert found["sizes"]["trials"] == 100
+    check_equivalence(found)
+    page = (RESULTS / "linear-regression.md").read_text()
+    assert found["measured"] in page and found["command"] in page
+    assert (RESULTS / f"{stem(figure)}.png").exists()
+
+
+# -- Table 1 of Goldwaser et al.
+
+
+def test_table_1_covers_the_papers_lemmas_and_every_family() -> None:
+    assert [row.statement for row in table_1.ROWS] == ["6", "7", "8", "9", "10", "11", "12", "B"]
+    assert all(row.family in table_1.families_of(row) for row in table_1.ROWS)
+    assert {name for row in table_1.ROWS for name in table_1.families_of(row)} == {
+        name for name, entry in tiny_models.ZOO.items() if not entry.images
+    }
+
+
+def test_table_1_quick_form(tmp_path: Path) -> None:
+    assert table_1.main(["--quick", "--row", "8", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "table-1.json").read_text())
+    assert finite(found) and found["command"].endswith("--row 8 --seed 0 --quick")
+    [row] = found["rows"]
+    assert row["families"] == ["gpt2"] and row["statement"] == "8"
+    assert 0 < row["linf"] <= 1e-5
+    assert row["bit_identical"] == row["input_controllable"] == row["output_controllable"] == 1.0
+    page = (tmp_path / "table-1.md").read_text()
+    assert found["command"] in page and f"| {row['linf']:.1e} |" in page
+
+
+def test_table_1_committed() -> None:
+    found = json.loads((RESULTS / "table-1.json").read_text())
+    assert "--quick" not in found["command"] and "--row" not in found["command"]
+    assert [row["families"] for row in found["rows"]] == [
+        table_1.families_of(row) for row in table_1.ROWS
+    ]
+    assert all(family["passed"] for family in found["families"].values())
+    assert table_1.page(found["rows"], found["command"]) == (RESULTS / "table-1.md").read_text()

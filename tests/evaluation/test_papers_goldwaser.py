@@ -1,0 +1,338 @@
+"""The experiments of Goldwaser et al.: what is measured is what is meant, the quick form runs, and
+the committed results hold.
+"""
+
+import copy
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.models import tokens
+from support.small import small
+from torch import nn
+
+from icl_patch import ContextPatcher, embedded, metrics, verify
+from icl_patch.evaluation import tiny_models
+from icl_patch.evaluation.verify import Step
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
+sys.path.insert(0, str(SCRIPTS))
+
+import goldwaser  # noqa: E402
+import goldwaser_experiments as experiments  # noqa: E402
+import goldwaser_shapes as shapes  # noqa: E402
+from goldwaser_experiments import EXPERIMENTS, LAZY, MERGED, VARIANTS  # noqa: E402
+from goldwaser_pictures import CLAIMS  # noqa: E402
+
+NAMES = tuple(EXPERIMENTS)
+
+
+# -- the vision model's task
+
+
+def test_answers_name_what_is_drawn() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        scene = shapes.Scene.sample(rng, held_out=True)
+        image, half = scene.draw(rng), shapes.SIDE // 2
+        assert image.shape == (shapes.SIDE, shapes.SIDE, 3) and image.dtype == np.uint8
+        for place, cell in enumerate(shapes.CELLS):
+            part = image[place // 2 * half :][:half, place % 2 * half :][:, :half].reshape(-1, 3)
+            [drawn] = {tuple(pixel) for pixel in part.tolist()} - {(0, 0, 0)}
+            [colour] = [name for name, value in shapes.COLOURS.items() if value == drawn]
+            assert scene.answer(f"{cell} ?").split()[:2] == ["a", colour]
+        assert scene.answer(shapes.EVERYTHING).split(" , ") == [
+            scene.answer(f"{cell} ?").removesuffix(" .") + " ." * (cell == shapes.CELLS[-1])
+            for cell in shapes.CELLS
+        ]
+
+
+def test_shapes_differ_and_the_split_is_by_scene() -> None:
+    grid = np.mgrid[-1:1:24j, -1:1:24j]
+    masks = {shape: shapes._mask(shape, grid[1], grid[0]) for shape in shapes.SHAPES}
+    for one in shapes.SHAPES:
+        for other in shapes.SHAPES:
+            assert (one == other) or (masks[one] ^ masks[other]).mean() > 0.15
+    rng = random.Random(1)
+    assert all(scene.held_out for scene in shapes.held_out_scenes(50))
+    assert (
+        shapes.held_out_scenes(5) == shapes.held_out_scenes(5) != shapes.held_out_scenes(5, seed=1)
+    )
+    drawn = [
+        shapes.Scene(tuple(rng.choice(shapes.THINGS) for _ in shapes.CELLS)).held_out
+        for _ in range(500)
+    ]
+    assert 0.1 < sum(drawn) / 500 < 0.3
+    assert not any(shapes.Scene.sample(rng, held_out=False).held_out for _ in range(50))
+
+
+def test_inputs_are_those_of_gemma_3_and_the_loss_is_on_the_answers() -> None:
+    processor, rng = shapes.build_processor(), random.Random(2)
+    image = shapes.held_out_scenes(1)[0].draw(rng)
+    inputs = shapes.encode(processor, [image], [shapes.EVERYTHING])
+    assert torch.allclose(
+        inputs["pixel_values"][0], torch.from_numpy(image).permute(2, 0, 1) / 127.5 - 1, atol=1e-6
+    )
+    assert int(inputs["token_type_ids"].sum()) == shapes.IMAGE_TOKENS
+    assert (
+        inputs["input_ids"][inputs["token_type_ids"].bool()] == processor.tokenizer.image_token_id
+    ).all()
+    assert "pixel_values" not in shapes.encode(processor, None, [shapes.EVERYTHING])
+    inputs, weights = shapes._batch(processor, rng, 4)
+    for ids, own, mask in zip(inputs["input_ids"], weights, inputs["attention_mask"], strict=True):
+        counted = processor.tokenizer.decode(ids[own == 1]).split()
+        assert set(counted) <= {"a", ",", ".", *shapes.COLOURS, *shapes.SHAPES}
+        assert counted.count(".") == shapes._ASKED
+        assert not own[mask == 0].any()
+
+
+# -- contexts with images in the package
+
+
+@pytest.mark.parametrize("keep_last", [0, 2])
+def test_verify_takes_what_a_processor_makes_of_an_image(keep_last: int) -> None:
+    model, ids = tiny_models.build("gemma3-vision", 0, torch.bfloat16), tokens(0, 2, 11) % 90 + 1
+    ids[:, 2:6] = tiny_models.IMAGE_TOKEN
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": (ids == tiny_models.IMAGE_TOKEN).long(),
+    }
+
+    def run(pixel_values: torch.Tensor) -> list[int]:
+        report = verify(
+            model,
+            embedded.load()[1],
+            context=inputs | {"pixel_values": pixel_values},
+            max_new_tokens=5,
+            keep_last=keep_last,
+        )
+        assert report.passed and report.bit_identical == 1
+        return [step.token_id for step in report.steps]
+
+    given = inputs | {"pixel_values": pixels.to(model.dtype)}
+    generated = model.generate(**given, max_new_tokens=5, do_sample=False)
+    seen = run(pixels)
+    assert (
+        sum(
+            a == b
+            for a, b in zip(seen, generated[:, ids.shape[1] :].flatten().tolist(), strict=True)
+        )
+        >= 7
+    )
+    assert run(-pixels) != seen
+
+
+# -- how patches are held
+
+
+@pytest.fixture(scope="module")
+def held() -> Iterator[tuple]:
+    """An untouched model, a patcher on its copy, and a stable patch of one token a row."""
+    plain = small("gemma3")
+    with ContextPatcher(copy.deepcopy(plain), "stable") as patcher:
+        yield plain, patcher, patcher.compute(tokens(0, 2, 7), tokens(1, 2, 1))
+
+
+def test_merged_weights_give_the_patched_logits_and_are_put_back(held: tuple) -> None:
+    plain, _, patch = held
+    before = copy.deepcopy(plain.state_dict())
+    logits = experiments.merged_logits(plain, patch)
+    assert metrics.linf(logits, patch.logits[:, -1]).max() <= 1e-5
+    assert metrics.linf(plain(patch.kept_ids).logits[:, -1], patch.logits[:, -1]).min() > 0.1
+    assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
+
+
+def test_the_ways_of_holding_a_patch_differ_in_what_they_round() -> None:
+    plain = small("gemma3", dtype=torch.bfloat16)
+    with ContextPatcher(copy.deepcopy(plain), "stable") as patcher:
+        patch = patcher.compute(tokens(0, 2, 7), tokens(1, 2, 1))
+        logits = {
+            name: variant(patcher, plain, patch).float() for name, variant in VARIANTS.items()
+        }
+    errors = {
+        name: float(metrics.linf(x, patch.logits[:, -1].float()).max())
+        for name, x in logits.items()
+    }
+    assert all(value < 0.2 for value in errors.values())
+    for one in VARIANTS:
+        assert [other for other in VARIANTS if torch.equal(logits[one], logits[other])] == [one]
+    for names in (("new_scale",), (".u", ".v")):
+        changed = experiments.rounded(patch, lambda name, ends=names: name.endswith(ends))
+        for layer, own in zip(patch.layers, changed.layers, strict=True):
+            for name, x in layer.items():
+                wanted = x.bfloat16().to(x.dtype) if name.endswith(names) else x
+                assert torch.equal(own[name], wanted) and own[name].dtype == x.dtype
+
+
+def test_exact_patches_held_as_vectors_are_bit_identical_and_rounding_costs_bits() -> None:
+    model = small("gemma3", dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    ids = tokens(3, 2, 9)
+    run = experiments.Run(
+        ids,
+        torch.ones_like(ids, dtype=torch.bool),
+        {},
+        *_generated(model, ids, 3),
+        torch.ones(2, 3).bool(),
+        torch.zeros(0),
+    )
+    errors = experiments.measure(
+        model, "exact", run, {name: VARIANTS[name] for name in (LAZY, MERGED)}
+    )
+    assert errors[LAZY].shape == (6, 3)
+    assert (errors[LAZY] == torch.tensor([1.0, 0, 0])).all()
+    assert (errors[MERGED][:, 1] > 0).all()
+
+
+@torch.no_grad()
+def _generated(
+    model: nn.Module, ids: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens and their logits by the model's own cache, the last token of the context
+    apart.
+    """
+    out = model(ids[:, :-1], use_cache=True)
+    chosen, logits = ids[:, -1:], []
+    for _ in range(count):
+        out = model(chosen, past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits[:, -1])
+        chosen = logits[-1].argmax(-1, keepdim=True)
+    return torch.stack(logits, 1).argmax(-1), torch.stack(logits, 1)
+
+
+def test_only_tokens_up_to_the_end_of_sequence_count() -> None:
+    steps = [Step(token_id, True, True, 0.0, 0.0) for token_id in (5, 2, 5, 2)]
+    assert experiments.until_end(steps, {2}) == steps[:2]
+    assert experiments.until_end(steps, {9}) == steps
+
+
+def test_distributions_count_every_value_once() -> None:
+    values = torch.tensor(
+        [0.0, 0.0, 1e-30, 1.1e-7, 1.2e-7, 0.5, 1e9, math.inf, math.nan], dtype=torch.float64
+    )
+    found, edges = experiments.distribution(values), experiments.bin_edges()
+    assert found["zero"] == pytest.approx(2 / 9) and found["not_finite"] == pytest.approx(2 / 9)
+    assert sum(found["histogram"]) == 5 and len(found["histogram"]) == len(edges) - 1
+    [place] = [place for place, count in enumerate(found["histogram"]) if count == 2]
+    assert edges[place] <= math.log10(1.1e-7) and math.log10(1.2e-7) <= edges[place + 1]
+    assert (found["min"], found["median"], found["max"]) == (0, 1.1e-7, 1e9)
+    assert found["upper"] == pytest.approx(
+        float(np.quantile([0, 0, 1e-30, 1.1e-7, 1.2e-7, 0.5, 1e9], 0.75))
+    )
+
+
+# -- the command
+
+
+def finite(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(finite, value.values()))
+    if isinstance(value, list):
+        return all(map(finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def check(name: str, found: dict) -> None:
+    """What holds at any size: lazily held exact patches are bit-identical, whatever stands in the
+    context.
+    """
+    assert finite(found) and found["claim"] == CLAIMS[name]
+    for curve in found.get("curves", []):
+        assert (
+            len(curve["tokens"]) == len(curve["match"]) == len(curve["linf"]) == len(curve["tvd"])
+        )
+        if (curve["update"], curve["held"]) == ("exact", LAZY):
+            assert all(curve["match"]) and not any(curve["linf"]) and not any(curve["tvd"])
+    for group in found.get("groups", []):
+        assert sum(group["linf"]["histogram"]) == pytest.approx(
+            group["tokens"] * (1 - group["linf"]["zero"] - group["linf"]["not_finite"])
+        )
+        if group["update"] == "exact" and group.get("held", LAZY) == LAZY:
+            assert group["token_match"] == group["linf"]["zero"] == 1
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("papers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert goldwaser.main(["--quick", "--out", "out"]) == 0
+        [trained] = (folder / "build" / "papers").iterdir()
+        assert (
+            goldwaser.main(
+                [
+                    "--quick",
+                    "--figure",
+                    "held",
+                    "--figure",
+                    "5",
+                    "--model",
+                    str(trained),
+                    "--out",
+                    "other",
+                ]
+            )
+            == 0
+        )
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_form_writes_picture_numbers_and_comparison(quick: Path, name: str) -> None:
+    found = json.loads((quick / "out" / f"goldwaser-{name}.json").read_text())
+    check(name, found)
+    assert (
+        found["command"] == f"python examples/papers/goldwaser.py --figure {name} --seed 0 --quick"
+    )
+    assert (quick / "out" / f"goldwaser-{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (quick / "out" / f"goldwaser-{name}.svg").read_text()
+    page = (quick / "out" / "context-parameter-equivalence.md").read_text()
+    assert found["measured"] in page and found["command"] in page and found["claim"] in page
+
+
+@pytest.mark.parametrize("name", ["held", "5"])
+def test_the_same_command_runs_on_another_model(quick: Path, name: str) -> None:
+    found = json.loads((quick / "other" / f"goldwaser-{name}.json").read_text())
+    check(name, found)
+    assert "--model" in found["command"] and found["model"].endswith("shapes-2-0")
+    assert "answers_right" not in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_results_are_of_full_size_and_say_what_they_show(name: str) -> None:
+    found = json.loads((RESULTS / f"goldwaser-{name}.json").read_text())
+    check(name, found)
+    assert found["sizes"] == json.loads(json.dumps(goldwaser.asdict(experiments.FULL)))
+    assert found["command"] == f"python examples/papers/goldwaser.py --figure {name} --seed 0"
+    page = (RESULTS / "context-parameter-equivalence.md").read_text()
+    assert found["measured"] in page and found["command"] in page
+    assert (RESULTS / f"goldwaser-{name}.png").exists() and (
+        RESULTS / f"goldwaser-{name}.svg"
+    ).exists()
+
+
+def test_committed_answers_need_the_image() -> None:
+    found = json.loads((RESULTS / "goldwaser-5.json").read_text())
+    for shares in found["answers_right"].values():
+        assert shares["with_image"] >= 0.75
+        assert max(shares["with_another_image"], shares["without_image"]) <= shares["chance"] + 0.1
+    assert all(group["replay_right"] >= 0.75 for group in found["groups"])
+
+
+def test_committed_numbers_show_what_moves_bf16() -> None:
+    groups = json.loads((RESULTS / "goldwaser-held.json").read_text())["groups"]
+    shares = {
+        (group["update"], group["held"]): group["token_match"]
+        for group in groups
+        if group["dtype"] == "bfloat16"
+    }
+    assert shares["direct", MERGED] < 0.9 < shares["stable", MERGED] and shares["exact", LAZY] == 1

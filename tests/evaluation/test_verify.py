@@ -1,0 +1,268 @@
+"""The papers' protocol, on the embedded model (the proof at full size) and on random models (its
+parts).
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import build
+from support.small import checkpointing
+from torch import Tensor
+
+from icl_patch import embedded, metrics, ops, verify
+from icl_patch.evaluation.embedded.train import build_tokenizer
+from icl_patch.evaluation.verify import MARS_PROMPT, VerifyReport, encode_contexts
+from icl_patch.generation.loop import History
+from icl_patch.patcher import ContextPatcher
+
+PROMPTS, NEW_TOKENS = 20, 25
+RANDOM_VOCABULARY = 259  # the byte tokenizer's
+
+
+def held_out_contexts(count: int) -> list[str]:
+    per_kind = -(-count // len(embedded.KINDS))
+    prompts = [
+        prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, per_kind)
+    ]
+    return [prompt.context + prompt.question for prompt in prompts][:count]
+
+
+def proof(update: str, dtype: torch.dtype) -> VerifyReport:
+    report = verify(
+        context=held_out_contexts(PROMPTS), max_new_tokens=NEW_TOKENS, update=update, dtype=dtype
+    )
+    assert len(report.steps) == PROMPTS * NEW_TOKENS == 500
+    return report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_exact_on_the_embedded_model(dtype: torch.dtype) -> None:
+    report = proof("exact", dtype)
+    epsilon = torch.finfo(dtype).eps
+    assert report.bit_identical == report.token_match == report.blocks_bit_identical == 1.0
+    assert report.misses == 0
+    # bit identity alone would hold with no reader patched
+    assert report.reader_error_max <= 4 * epsilon
+    assert report.correction_max <= 8 * epsilon
+    assert report.passed
+
+
+@pytest.mark.parametrize("update", ["direct", "stable"])
+def test_fp32_on_the_embedded_model(update: str) -> None:
+    report = proof(update, torch.float32)
+    numbers = report.to_dict()
+    assert report.token_match == 1.0
+    assert numbers["linf_max"] <= max(10 * report.noise_floor["linf_max"], 1e-4)
+    assert report.passed
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("keep_last", [0, 3])
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_partial_contexts(update: str, keep_last: int, family: str) -> None:
+    model = build(family, 0, vocab_size=RANDOM_VOCABULARY)
+    report = verify(
+        model,
+        build_tokenizer(),
+        context=["some context that matters", "and a longer one of another length"],
+        max_new_tokens=5,
+        update=update,
+        keep_last=keep_last,
+    )
+    assert report.passed
+    assert report.keep_last == keep_last
+    assert report.passes == (
+        2 if update == "exact" or (update, family) == ("direct", "gemma3") else 1
+    )
+    assert (report.bit_identical == 1.0) == (update == "exact")
+
+
+def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the readers' part of the patch the check must fail, and by far."""
+
+    def unpatched(
+        z_pair: Tensor, weight: Tensor, bias: Tensor | None, *, direction: ops.Direction
+    ) -> tuple[Tensor, Tensor, ops.Direction]:
+        y_pair = torch.nn.functional.linear(z_pair, weight, bias)
+        return y_pair, torch.zeros(len(y_pair) // 2, y_pair.shape[1]), direction
+
+    monkeypatch.setattr(ops, "record_linear", unpatched)
+    # attaching would notice
+    monkeypatch.setattr("icl_patch.recording.self_check.Probe.check", lambda *_: None)
+    model = build("gemma3", 0, vocab_size=RANDOM_VOCABULARY)
+    report = verify(
+        model,
+        build_tokenizer(),
+        context="some context that matters",
+        max_new_tokens=20,
+        update="stable",
+    )
+    assert not report.passed
+    assert report.to_dict()["linf_max"] > 100 * report.limit
+    assert report.reader_error_max > 0.01
+
+
+def test_the_default_is_the_first_held_out_prompt() -> None:
+    report = verify(max_new_tokens=3)
+    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
+    model, tokenizer = embedded.load()
+    ids, _ = encode_contexts(tokenizer, [prompt.context + prompt.question])
+    with torch.no_grad():
+        first = int(model(ids).logits[0, -1].argmax())
+    assert report.model == "embedded"
+    assert report.steps[0].token_id == first
+    assert MARS_PROMPT.startswith("Write a single-sentence weather forecast for Mars")
+
+
+def test_report_is_plain_json_with_the_documented_fields() -> None:
+    numbers = verify(max_new_tokens=4, update="stable", dtype=torch.bfloat16).to_dict()
+    assert json.loads(json.dumps(numbers)) == numbers
+    documented = {
+        "model",
+        "family",
+        "update",
+        "dtype",
+        "device",
+        "tokens",
+        "passes",
+        "token_match",
+        "bit_identical",
+        "linf_max",
+    }
+    documented |= {
+        "linf_median",
+        "tvd_max",
+        "tvd_median",
+        "noise_floor",
+        "reader_error_max",
+        "experts_identical",
+        "correction_max",
+        "steps",
+    }
+    assert documented <= numbers.keys()
+    assert numbers["tokens"] == len(numbers["steps"]) == 4
+    assert set(numbers["steps"][0]) == {"token_id", "match", "bit_identical", "linf", "tvd"}
+    assert set(numbers["noise_floor"]) == {"linf_max", "tvd_max"}
+
+
+def test_a_model_passed_in_is_not_changed() -> None:
+    model = build("llama", 1, vocab_size=RANDOM_VOCABULARY)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    verify(model, build_tokenizer(), context="abc", max_new_tokens=2, dtype=torch.bfloat16)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(
+        after[name].dtype == value.dtype and torch.equal(after[name], value)
+        for name, value in before.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens ≥ 1"),
+        ({"keep_last": -1}, "keep_last ≥ 0"),
+        ({"context": "ab", "keep_last": 5}, "more than 6 tokens"),
+        ({"context": []}, "at least one token"),
+        (
+            {"context": {"attention_mask": torch.ones(1, 3)}},
+            "expected input_ids in the context, got attention_mask",
+        ),
+        ({"context": {"input_ids": torch.tensor([[1, 10**6, 2]])}}, "expected ids from 0 to"),
+        (
+            {"context": "ab", "max_new_tokens": 100_000},
+            r"as many as the model has positions for, got \d+ and 99999 new ones",
+        ),
+        ({"update": "best"}, "expected update"),
+        ({"chat": True}, "chat template"),
+    ],
+)
+def test_bad_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verify(**arguments)
+
+
+def test_weights_that_are_missing(tmp_path: Path) -> None:
+    """The library makes them up and goes on."""
+    model, tokenizer = embedded.load()
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {name: x for name, x in load_file(file).items() if "layers.1.mlp.up_proj" not in name}
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(
+        OSError,
+        match=(
+            r"expected all weights in .*, 1 are missing, as model\.layers\.1\.mlp\.up_proj\.weight"
+        ),
+    ):
+        verify(tmp_path)
+    save_file(
+        weights | {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 3)}, file, {"format": "pt"}
+    )
+    with pytest.raises(OSError, match="expected whole weights in"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("update", "dtype"),
+    [("exact", torch.float32), ("stable", torch.float32), ("exact", torch.bfloat16)],
+)
+def test_nothing_is_proven_of_a_model_that_contradicts_itself(
+    update: str, dtype: torch.dtype
+) -> None:
+    report = verify(max_new_tokens=2, update=update, dtype=dtype)
+    assert report.passed
+    for floor in (2.6, math.nan) if dtype == torch.bfloat16 else (0.02, 2.6, math.nan):
+        assert not dataclasses.replace(
+            report, noise_floor=report.noise_floor | {"linf_max": floor}
+        ).passed
+    model = build("llama", 0, dtype, vocab_size=RANDOM_VOCABULARY)
+    checkpointing(model)
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        verify(model.train(), build_tokenizer(), context="abc", max_new_tokens=2, update=update)
+
+
+def test_a_model_object_needs_its_tokenizer() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        verify(build("llama"))
+
+
+def test_history_steps_along_forced_tokens() -> None:
+    """The patch of every step is what a fresh computation from the whole history gives."""
+    model = build("gemma3", 2)
+    ids = torch.tensor([[5, 6, 7, 8], [0, 9, 10, 11]])
+    mask = torch.tensor([[True] * 4, [False, True, True, True]])
+    with ContextPatcher(model, "stable") as patcher:
+        history = History(patcher, ids, mask)
+        history.step()
+        history.append(torch.tensor([12, 13]))
+        stepped = history.step().patch
+        fresh = patcher.compute(ids, torch.tensor([[12], [13]]), context_mask=mask)
+    assert torch.equal(stepped.position_ids, fresh.position_ids)
+    assert metrics.linf(stepped.logits, fresh.logits).max() < 1e-5
+
+
+def test_metrics_on_known_numbers() -> None:
+    reference = torch.tensor([[0.0, 0.0, 4.0]])
+    assert metrics.linf(torch.tensor([[0.0, 1.0, 4.0]]), reference).item() == 0.25
+    assert metrics.linf(torch.tensor([[0.0, math.nan, 4.0]]), reference).item() == math.inf
+    assert metrics.linf(torch.zeros(1, 3), torch.zeros(1, 3)).item() == 0
+    infinite = torch.tensor([[1.0, 2.0, math.inf]])
+    assert (
+        metrics.linf(reference, infinite).item()
+        == metrics.linf(infinite, reference).item()
+        == math.inf
+    )
+    assert metrics.linf(infinite, infinite).item() == 0
+    # of the largest that is finite
+    assert metrics.linf(torch.tensor([[1.0, 5.0, math.inf]]), infinite).item() == 1.5
+    two = torch.tensor([[math.log(3.0), 0.0]])
+    assert metrics.total_variation(two, torch.zeros(1, 2)).item() == pytest.approx(0.25)
+    assert metrics.same_argmax(two, reference[:, :2] + torch.tensor([[1.0, 0.0]])).all()
+    assert not metrics.bit_identical(two, torch.zeros(1, 2)).any()

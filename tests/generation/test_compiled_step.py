@@ -1,0 +1,338 @@
+"""A decode step that is traced once and compiled: the eager step's numbers, for every token and
+context that come after.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.models import ragged, tokens
+from support.small import IDS, small, works
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from icl_patch import ContextPatcher, ControllabilityError, UnsupportedModelError, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation import compiled_step, graph_partition
+from icl_patch.generation.loop import GenerationStep
+
+
+@pytest.fixture(autouse=True)
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The graphs that were traced; compiled with the compiler's front half alone, as its back half
+    takes ten seconds a graph.
+    """
+    found: list[Any] = []
+
+    def compiled(module: Any, blocks: Any) -> Any:
+        found.append(module)
+        return graph_partition.Regions(module, blocks)
+
+    monkeypatch.setattr(compiled_step, "Regions", compiled)
+    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    yield found
+    torch.compiler.reset()
+
+
+def steps_of(patcher: ContextPatcher, ids: Any = IDS, **arguments: Any) -> list[GenerationStep]:
+    return list(
+        patcher.generate(
+            ids, **{"max_new_tokens": 5, "eos_token_id": None, "fast": None} | arguments
+        )
+    )
+
+
+def same(steps: list[GenerationStep], others: list[GenerationStep]) -> None:
+    assert len(steps) == len(others)
+    for step, other in zip(steps, others, strict=True):
+        assert torch.equal(step.token_ids, other.token_ids)
+        assert metrics.linf(step.logits, other.logits).max() <= 1e-5
+
+
+@pytest.mark.parametrize("fast", [False, None], ids=["two streams", "as fast as can be"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "cohere2", "gemma3n", "qwen3_moe", "gpt_oss"])
+def test_a_compiled_step_is_the_eager_one(
+    family: str, fast: bool | None, traces: list[Any]
+) -> None:
+    """Ragged rows, windows that have moved on, scales, parallel blocks, a shared cache; the patch
+    of every step replays.
+    """
+    model = tiny_models.build(family)
+    ids = tokens(0, 3, 9) % model.config.vocab_size
+    arguments: dict = {"context_mask": ragged(3, 9, side="left"), "fast": fast, "check_every": 1}
+    with ContextPatcher(model, "stable") as patcher:
+        eager = steps_of(patcher, ids, **arguments)
+        made = steps_of(patcher, ids, compiled=True, **arguments)
+        same(made, eager)
+        assert {step.way for step in made} == {step.way for step in eager}
+        assert max(float(step.check.linf.max()) for step in made if step.check) <= 1e-4
+        assert len(traces) == 1
+    assert not patcher.fixed
+
+
+def test_with_the_whole_compiler() -> None:
+    with pytest.MonkeyPatch.context() as patch, ContextPatcher(small("llama"), "stable") as patcher:
+        eager = steps_of(patcher)
+        patch.setattr(graph_partition, "BACKEND", "inductor")
+        same(steps_of(patcher, compiled=True, check_every=1), eager)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_compiler_sees_all_but_the_products(family: str, traces: list[Any]) -> None:
+    """And the inversion: what it does not see, it cannot fuse."""
+    with ContextPatcher(small(family), "stable") as patcher:
+        steps_of(patcher, compiled=True)
+        blocks = len(patcher.blocks)
+    ours = Counter(
+        str(node.target).split(".")[1]
+        for node in traces[0].graph.nodes
+        if str(node.target).startswith("icl_patch")
+    )
+    assert set(ours) <= {"patched_linear", "record_linear", "stable_scale"}
+    assert ours["record_linear"] == 2 * blocks
+    assert ours["stable_scale"] == blocks * (family == "gemma3")
+
+
+def test_more_rows_than_are_streamed() -> None:
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        ids = tokens(4, 20, 4)
+        same(steps_of(patcher, ids, compiled=True, check_every=5), steps_of(patcher, ids))
+
+
+def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
+    """Other lengths and other weights in the same places find it made; other rows, and the third
+    shape of all, do not.
+    """
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        for length in (5, 9, 1):
+            ids = tokens(length, 2, length)
+            same(steps_of(patcher, ids, compiled=True), steps_of(patcher, ids))
+        assert len(traces) == 1
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+            model.lm_head.weight.neg_()
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        assert len(traces) == 1
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        assert len(traces) == 2
+        for rows in (1, 3, 1):
+            ids = tokens(rows, rows, 6)
+            same(steps_of(patcher, ids, compiled=True), steps_of(patcher, ids))
+        assert len(traces) == 4
+        assert len(patcher.fixed) == 2
+
+
+def test_another_setting_beneath_a_patched_module_makes_another_step(traces: list[Any]) -> None:
+    """Of a router, and a hook on the matrix of a reader, which are no modules of the attached
+    model.
+    """
+    model = tiny_models.build("qwen3_moe")
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    with ContextPatcher(model, "stable") as patcher:
+        before = steps_of(patcher, compiled=True)
+        for gate in gates:
+            gate.norm_topk_prob = not gate.norm_topk_prob
+        after = steps_of(patcher, compiled=True)
+        same(after, steps_of(patcher))
+        assert metrics.linf(after[0].logits, before[0].logits).max() > 1e-3
+        assert len(traces) == 2
+        patcher.blocks[2].readers["mlp.up_proj"].base_layer.register_forward_hook(
+            lambda _module, _args, out: 1.5 * out
+        )
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+    assert len(traces) == 3
+
+
+def test_another_hook_makes_another_step(traces: list[Any]) -> None:
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        expected = steps_of(patcher)
+        handle = model.model.layers[0].register_forward_hook(lambda _module, _args, out: out + 1)
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        handle.remove()
+        for _ in range(2):
+            same(steps_of(patcher, compiled=True), expected)
+    assert len(traces) == 2
+
+
+def test_another_model_makes_another_step(traces: list[Any]) -> None:
+    """Whatever of it was changed: a forward put in another's place, where an object of Python may
+    have the same id, a setting, a hook.
+    """
+    model = small("llama")
+    block = model.model.layers[0]
+    with ContextPatcher(model, "stable") as patcher:
+        for factor in (1.0, 0.5, 2.0):
+            block.forward = lambda *args, factor=factor, **kwargs: (
+                factor * type(block).forward(block, *args, **kwargs)
+            )
+            same(steps_of(patcher, compiled=True), steps_of(patcher))
+            del block.forward
+        block.self_attn.scaling *= 3
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        hook = register_module_forward_hook(
+            lambda module, _args, out: 2 * out if module is model.model.norm else out
+        )
+        try:
+            same(steps_of(patcher, compiled=True), steps_of(patcher))
+        finally:
+            hook.remove()
+    assert len(traces) == 5
+
+
+@pytest.mark.parametrize(
+    "look", [lambda x: x.tolist()[3], lambda x: x.numpy()[3], lambda x: x[3].item()]
+)
+def test_a_step_that_looks_at_its_numbers(look: Callable[[Tensor], float]) -> None:
+    """What it found while it was traced would be there for good."""
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        hook = model.model.norm.register_forward_hook(
+            lambda _module, _args, out: out * (1.5 if look(out[0, -1]) > 0 else 0.5)
+        )
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"compiled=True does not cover LlamaForCausalLM: .*(look|get value)",
+        ):
+            steps_of(patcher, compiled=True)
+        hook.remove()
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+
+
+def test_a_copy_of_a_step() -> None:
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        for compiled in (False, True):
+            step = steps_of(patcher, compiled=compiled)[1]
+            assert torch.equal(copy.deepcopy(step).logits, step.logits)
+
+
+def test_the_room_of_a_step() -> None:
+    sizes = [compiled_step.bucketed_capacity(length) for length in range(1, 5000)]
+    assert all(
+        length <= size <= max(length + 31, 1.25 * length) for length, size in enumerate(sizes, 1)
+    )
+    assert len(set(sizes)) == 25
+
+
+def test_generations_beside_each_other_do_not_mix(traces: list[Any]) -> None:
+    others = tokens(5, 2, 7)
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        arguments: dict = {"max_new_tokens": 5, "eos_token_id": None}
+        pairs = list(
+            zip(
+                patcher.generate(IDS, compiled=True, **arguments),
+                patcher.generate(others, compiled=True, **arguments),
+                strict=True,
+            )
+        )
+        same([pair[0] for pair in pairs], steps_of(patcher, fast=False))
+        same([pair[1] for pair in pairs], steps_of(patcher, others, fast=False))
+        assert len(traces) == 2
+        half = patcher.generate(IDS, compiled=True, **arguments)
+        next(half)
+        del half
+        works(patcher)
+        same(steps_of(patcher, fast=False, compiled=True), steps_of(patcher, fast=False))
+
+
+def test_patches_outlive_their_steps() -> None:
+    """Asked for when all is over, and after another generation on the same buffers; a row that has
+    ended has none.
+    """
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        ends = int(steps_of(patcher)[1].token_ids[0])
+        steps = steps_of(
+            patcher,
+            compiled=True,
+            eos_token_id=ends,
+            pad_token_id=0,
+            logits="context",
+            max_new_tokens=4,
+        )
+        steps_of(patcher, tokens(8, 2, 6), compiled=True, logits="context")
+        live = [step.live.tolist() for step in steps]
+        assert not live[-1][0]
+        for step in steps:
+            patch = step.patch
+            logits = patcher.forward(patch.kept_ids, patch)[:, -1]
+            assert patch.logits is not None
+            assert metrics.linf(logits, patch.logits[:, -1])[step.live].max() <= 1e-5
+            for name, factor in patch.layers[0].items():
+                assert bool((factor[~step.live] == 0).all()), name
+
+
+def test_what_no_patch_can_do_is_said_and_undone(traces: list[Any]) -> None:
+    model = small("llama")
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.data.mul_(2)
+    zeros = IDS.clone()
+    zeros[1, -1] = 0
+    with ContextPatcher(model, "stable") as patcher:
+        model.model.embed_tokens.weight.data[0] = 0
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        with pytest.raises(
+            ControllabilityError,
+            match=r"model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0",
+        ):
+            steps_of(patcher, zeros, compiled=True)
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        assert len(traces) == 1
+
+
+def test_in_inference_mode() -> None:
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        with torch.inference_mode():
+            same(steps_of(patcher, compiled=True), steps_of(patcher))
+        same(steps_of(patcher, compiled=True), steps_of(patcher))
+
+
+def test_as_a_decoding_method(traces: list[Any]) -> None:
+    model = small("gemma3")
+    arguments: dict = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(IDS, **arguments)
+    with ContextPatcher(model, "stable") as patcher:
+        for _ in range(2):
+            assert torch.equal(
+                model.generate(
+                    IDS, custom_generate=patcher.decoding_method(compiled=True), **arguments
+                ),
+                expected,
+            )
+    assert len(traces) == 1
+
+
+def test_what_cannot_be_compiled() -> None:
+    expected = "expected an update of one pass with compiled=True, 'exact' takes two passes"
+    with (
+        ContextPatcher(small("llama"), "exact") as patcher,
+        pytest.raises(ValueError, match=expected),
+    ):
+        patcher.generate(IDS, compiled=True, max_new_tokens=2)
+    model = tiny_models.build("xglm")
+    ids = IDS % model.config.vocab_size
+    with ContextPatcher(model, "stable") as patcher:
+        before = steps_of(patcher, ids)
+        with pytest.raises(
+            UnsupportedModelError, match="compiled=True does not cover XGLMForCausalLM"
+        ):
+            steps_of(patcher, ids, compiled=True)
+        same(steps_of(patcher, ids), before)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = "do not cover Llama4ForCausalLM: the host looks how many experts are chosen"
+        with (
+            ContextPatcher(tiny_models.build("llama4", 0, dtype), "stable") as patcher,
+            pytest.raises(UnsupportedModelError, match=expected),
+        ):
+            patcher.generate(tokens(0, 1, 5), compiled=True)
+    with torch.inference_mode():
+        model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        steps_of(patcher)
+        with pytest.raises(UnsupportedModelError, match="weights made outside of inference mode"):
+            steps_of(patcher, compiled=True)

@@ -1,0 +1,309 @@
+"""Norms and gated products through our ops: what of a model is one, what is not, and that a step
+with them is the step without.
+"""
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.models import ragged, tokens
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from icl_patch import ContextPatcher, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation import compiled_step
+from icl_patch.generation.decode_step import DecodeMode, decode_one_token, prefill
+from icl_patch.generation.fused_modules import FusedModules
+
+LAYERS = 4
+# Of a block: norms, norms that tell the recorder, gated products; and the model's last norm.
+EXPECTED = {
+    "llama": (1, 1, 1, 1),
+    "qwen3": (3, 1, 1, 1),
+    "gemma3": (4, 1, 1, 1),
+    "phi3": (1, 1, 1, 1),
+    "olmo2": (3, 0, 1, 1),
+    "gpt2": (0, 0, 0, 0),
+    "cohere2": (0, 0, 1, 0),
+    "mixtral": (1, 1, 0, 1),
+}
+
+
+def kinds(patcher: ContextPatcher) -> Counter:
+    return Counter(
+        type(found).__name__ for found in FusedModules(patcher.model, patcher.blocks)._found
+    )
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_what_is_found(family: str) -> None:
+    with ContextPatcher(tiny_models.build(family), "stable") as patcher:
+        norms, receives_norm_input, gated, last = EXPECTED[family]
+        assert kinds(patcher) == Counter(
+            {
+                "_Norm": LAYERS * norms + last,
+                "_NormBefore": LAYERS * receives_norm_input,
+                "_Gated": LAYERS * gated,
+            }
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
+def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype) -> None:
+    with (
+        torch.no_grad(),
+        ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher,
+    ):
+        for found in FusedModules(patcher.model, patcher.blocks)._found:
+            width = 32 if not hasattr(found.module, "weight") else found.module.weight.shape[0]
+            x = (3 * torch.randn(2, 5, width, generator=torch.Generator().manual_seed(3))).to(dtype)
+            made, expected = found(x), found.module(x)
+            assert made.dtype == expected.dtype
+            assert metrics.linf(made, expected).max() <= (1e-5 if dtype == torch.float32 else 2**-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "olmo2", "cohere2"])
+@pytest.mark.parametrize("fast", [False, None], ids=["two streams", "as fast as can be"])
+def test_a_step_is_the_same_without(
+    family: str, fast: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny_models.build(family), tokens(0, 3, 9) % tiny_models.VOCABULARY
+    arguments: dict = {
+        "context_mask": ragged(3, 9, side="left"),
+        "max_new_tokens": 3,
+        "eos_token_id": None,
+        "fast": fast,
+    }
+    ran: list[str] = []
+    call = FusedModules.forwards
+
+    def watched(self: FusedModules) -> list[tuple[nn.Module, Any]]:
+        return [
+            (module, lambda *x, f=f: (ran.append(type(f).__name__), f(*x))[1])
+            for module, f in call(self)
+        ]
+
+    with ContextPatcher(model, "stable") as patcher:
+        next(patcher.generate(ids, **arguments))  # the trial of what is fast
+        monkeypatch.setattr(FusedModules, "forwards", watched)
+        fused = list(patcher.generate(ids, **arguments))
+        found = kinds(patcher)
+        patches = [step.patch for step in fused]
+        assert Counter(ran) == Counter({kind: 3 * count for kind, count in found.items()})
+        monkeypatch.setattr(FusedModules, "forwards", lambda self: [])
+        monkeypatch.setattr(FusedModules, "told", lambda self: set())
+        plain = list(patcher.generate(ids, **arguments))
+        for step, other, patch in zip(fused, plain, patches, strict=True):
+            assert metrics.linf(step.logits, other.logits).max() <= 1e-5
+            assert (
+                metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits).max()
+                <= 1e-5
+            )
+            for layer, factors in zip(patch.layers, other.patch.layers, strict=True):
+                assert layer.keys() == factors.keys()
+                assert all(
+                    metrics.linf(layer[name], factors[name]).max() <= 1e-3
+                    for name in layer
+                    if name.endswith((".u", ".v"))
+                )
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **kwargs or {})
+        views = function.is_view or function.name().startswith(
+            ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
+        )
+        self.count += not views
+        return made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_step_takes_fewer_operators_than_the_models_own(family: str) -> None:
+    """Although it computes and applies every layer's patch on the way."""
+    model, ids = tiny_models.build(family), tokens(0, 1, 9) % tiny_models.VOCABULARY
+    cache = DynamicCache(config=model.config)
+    run: Any = model
+    with torch.no_grad():
+        run(ids[:, :-1], past_key_values=cache)
+        with _Counted() as own:
+            run(ids[:, -1:], past_key_values=cache)
+    with ContextPatcher(model, "stable") as patcher:
+        state = prefill(
+            patcher, ids, torch.ones_like(ids, dtype=torch.bool), 10, DecodeMode.SHARED_CACHE
+        )
+        with _Counted() as ours:
+            decode_one_token(state, ids[:, -1])
+    assert 0 < ours.count < own.count
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_without_a_context_nothing_changes(
+    family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both streams have the same bits where they see the same: from the smallest delta a stable
+    update makes one of finite size.
+    """
+    monkeypatch.setattr(compiled_step, "Regions", lambda module, blocks: module)
+    ids = tokens(0, 2, 1) % tiny_models.VOCABULARY
+    for dtype, fast in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float64), (False, True)
+    ):
+        with ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher:
+            step = next(patcher.generate(ids, max_new_tokens=1, fast=fast, compiled=compiled))
+            for layer in step.patch.layers:
+                assert all(
+                    (factor == 0).all() for name, factor in layer.items() if name.endswith(".u")
+                )
+                scales = [name for name in layer if name.endswith(".new_scale")]
+                assert all(
+                    (layer[name] == layer[name.replace("new_scale", "scale")]).all()
+                    for name in scales
+                )
+
+
+class _Doubled(nn.Module):
+    """An RMSNorm of twice its scale."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight.clone()), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def test_look_alikes_are_left_alone() -> None:
+    model: Any = tiny_models.build("llama")
+    model.model.norm = _Doubled(model.model.norm.weight)
+    model.model.layers[0].mlp.act_fn = nn.GELU()  # not by tanh
+    model.model.layers[1].mlp.forward = model.model.layers[1].mlp.forward
+    handle = model.model.layers[2].input_layernorm.register_forward_hook(lambda *_: None)
+    with ContextPatcher(model, "stable") as patcher:
+        assert kinds(patcher) == Counter(
+            {"_Norm": LAYERS - 1, "_NormBefore": LAYERS, "_Gated": LAYERS - 2}
+        )
+        fused_modules = FusedModules(patcher.model, patcher.blocks)
+        late = model.model.layers[3].post_attention_layernorm.register_forward_hook(lambda *_: None)
+        assert len(fused_modules.receives_norm_input()) == LAYERS - 1
+        assert len(fused_modules.forwards()) == len(fused_modules._found) - 1
+        late.remove()
+    handle.remove()
+
+
+class _Clamped(LlamaMLP):
+    """The product of what is clamped to numbers that those of size 1 do not reach."""
+
+    gate, up = 10.0, 10.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(
+            self.act_fn(self.gate_proj(x)).clamp(max=self.gate)
+            * self.up_proj(x).clamp(-self.up, self.up)
+        )
+
+
+class _ClampedHigh(_Clamped):
+    """Nor those of size 30."""
+
+    gate = up = 130.0
+
+
+class _ClampedGate(_Clamped):
+    """Its product overflows in fp16 where they are of size 1000."""
+
+    up = torch.inf
+
+
+class _ClampedNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states.clamp(-50, 50))
+
+
+class _LargeEps(LlamaRMSNorm):
+    """Where eps matters another norm, and in half precision nowhere else."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        return self.weight * (
+            x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+        ).to(hidden_states.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_another_function_of_large_and_of_small_numbers_is_left_alone(
+    dtype: torch.dtype,
+) -> None:
+    model: Any = tiny_models.build("llama", dtype=dtype)
+    layers = model.model.layers
+    for layer, kind in zip(layers, (_Clamped, _ClampedHigh, _ClampedGate), strict=False):
+        layer.mlp.__class__ = kind
+    layers[1].input_layernorm.__class__ = _ClampedNorm
+    layers[3].input_layernorm.__class__ = _LargeEps
+    layers[2].mlp.up_proj.weight.data.mul_(30)
+    # in fp16 its product overflows even where numbers are of size 30
+    layers[3].mlp.up_proj.weight.data.mul_(100)
+    with ContextPatcher(model, "stable") as patcher:
+        assert kinds(patcher) == Counter(
+            {"_Norm": LAYERS - 1, "_NormBefore": LAYERS, "_Gated": LAYERS - 3}
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
+def test_what_is_found_in_half_precision(family: str, dtype: torch.dtype) -> None:
+    """Where the largest numbers overflow."""
+    with ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher:
+        norms, receives_norm_input, gated, last = EXPECTED[family]
+        assert kinds(patcher) == Counter(
+            {
+                "_Norm": LAYERS * norms + last,
+                "_NormBefore": LAYERS * receives_norm_input,
+                "_Gated": LAYERS * gated,
+            }
+        )
+
+
+def test_a_child_that_is_replaced_later() -> None:
+    model = tiny_models.build("llama")
+    ids, settings = (
+        tokens(0, 2, 6) % tiny_models.VOCABULARY,
+        {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None},
+    )
+    with ContextPatcher(model, "stable") as patcher:
+        list(patcher.generate(ids, **settings))
+        for layer in model.model.layers:
+            layer.mlp.act_fn = torch.nn.ReLU()
+        expected = model.generate(
+            ids, output_logits=True, return_dict_in_generate=True, **settings
+        ).logits
+        for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
+            assert metrics.linf(step.logits, logits).max() <= 1e-4
+
+
+def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
+    model: Any = tiny_models.build("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = _Clamped
+        layer.post_attention_layernorm.weight.data.mul_(8)
+    ids = tokens(0, 2, 6) % tiny_models.VOCABULARY
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(
+        ids, output_logits=True, return_dict_in_generate=True, **settings
+    ).logits
+    with ContextPatcher(model, "stable") as patcher:
+        for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
+            assert metrics.linf(step.logits, logits).max() <= 1e-4

@@ -1,0 +1,162 @@
+"""Generation with freshly patched weights at every token."""
+
+import pytest
+import torch
+from support.models import build, case, ragged, tokens
+from support.small import IDS, families, small, updates, works
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig
+
+from icl_patch import ContextPatcher, metrics
+
+
+def plain_generation(
+    model: nn.Module, ids: Tensor, mask: Tensor, steps: int, *, split: bool
+) -> tuple[Tensor, Tensor]:
+    """``model.generate``'s tokens (B, steps) and logits (B, steps, V); with ``split`` over a cache
+    that holds all tokens but the last.
+    """
+    settings = GenerationConfig(
+        max_new_tokens=steps,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+    )
+    cache = DynamicCache(config=model.config)
+    if split:
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, :-1]
+        with torch.no_grad():
+            model(
+                ids[:, :-1],
+                attention_mask=mask[:, :-1].long(),
+                position_ids=positions,
+                past_key_values=cache,
+            )
+    model.generation_config.eos_token_id = None
+    found = model.generate(
+        ids, attention_mask=mask.long(), generation_config=settings, past_key_values=cache
+    )
+    return found.sequences[:, ids.shape[1] :], torch.stack(found.logits, 1)
+
+
+@families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) -> None:
+    """Not only the tokens of ``model.generate`` but the bits of its logits, where the context is
+    cached in the same split.
+    """
+    model, ids, mask = build(family, 1, dtype), tokens(7, 3, 12), ragged(3, 12, side="left")
+    expected_ids, expected = plain_generation(model, ids, mask, 12, split=True)
+    at_once, _ = plain_generation(model, ids, mask, 12, split=False)
+    with ContextPatcher(model, "exact") as patcher:
+        steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=12))
+    assert torch.equal(torch.stack([step.token_ids for step in steps], 1), expected_ids)
+    assert torch.equal(torch.stack([step.logits for step in steps], 1), expected.to(dtype))
+    assert torch.equal(expected_ids, at_once)
+    # three rows with something of their own to say
+    assert len({tuple(row) for row in expected_ids.tolist()}) == 3
+
+
+@families
+@updates
+def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
+    model, ids, mask = small(family), tokens(8, 3, 9), ragged(3, 9, side="left")
+    current = ids[:, -1]
+    with ContextPatcher(model, update) as patcher:
+        steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=5))
+        assert len(steps) == 5
+        for number, step in enumerate(steps):
+            assert step.token_ids.shape == (3,)
+            assert step.token_ids.dtype == torch.int64
+            assert step.logits.shape == (3, model.config.vocab_size)
+            assert torch.equal(step.token_ids, step.logits.argmax(-1))
+            assert torch.equal(step.patch.kept_ids, current.unsqueeze(1))
+            assert torch.equal(step.patch.position_ids.squeeze(1), mask.sum(1) - 1 + number)
+            assert step.patch.prefix_ids.shape == (3, 0)
+            assert all(layer["readers.v"].shape[:2] == (3, 1) for layer in step.patch.layers)
+            logits = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
+            if step.patch.passes == 2:  # recorded in the replay's shapes
+                assert torch.equal(logits, step.logits)
+            assert metrics.linf(logits, step.logits).max() <= 1e-4
+            current = step.token_ids
+
+
+@families
+@updates
+def test_a_context_of_one_token(family: str, update: str) -> None:
+    """At the first step there is nothing to absorb and the readers stay as they are; after it there
+    is.
+    """
+    model, ids = small(family), tokens(9, 2, 1)
+    with torch.no_grad():
+        bare = model(ids).logits[:, -1]
+    with ContextPatcher(model, update) as patcher:
+        first, second = patcher.generate(ids, max_new_tokens=2)
+        with torch.no_grad():
+            followed = model(torch.cat([ids, first.token_ids.unsqueeze(1)], 1)).logits[:, -1]
+    assert metrics.linf(first.logits, bare).max() <= 1e-5
+    assert all(
+        first.patch.norms()[reader].max() <= 1e-5 for reader in ("mlp.gate_proj", "mlp.up_proj")
+    )
+    assert metrics.linf(second.logits, followed).max() <= 1e-4
+    assert min(float(norm.max()) for norm in second.patch.norms().values()) > 1e-2
+
+
+def test_no_steps_and_a_default_mask(llama_patcher: ContextPatcher) -> None:
+    assert list(llama_patcher.generate(IDS, max_new_tokens=0)) == []
+    masked = llama_patcher.generate(IDS, context_mask=torch.ones_like(IDS), max_new_tokens=2)
+    for step, other in zip(llama_patcher.generate(IDS, max_new_tokens=2), masked, strict=True):
+        assert torch.equal(step.logits, other.logits)
+
+
+@families
+@updates
+def test_two_generations_do_not_mix(family: str, update: str) -> None:
+    """Step by step in turn, with replays and a computation in between, they are what each is
+    alone.
+    """
+    first, second = tokens(10, 2, 6), tokens(11, 3, 9)
+    with ContextPatcher(small(family), update) as patcher:
+        alone = [list(patcher.generate(ids, max_new_tokens=4)) for ids in (first, second)]
+        generations = [patcher.generate(ids, max_new_tokens=4) for ids in (first, second)]
+        for number in range(4):
+            for steps, generation in zip(alone, generations, strict=True):
+                step = next(generation)
+                patcher.forward(step.patch.kept_ids, step.patch)
+                works(patcher, case("single"))
+                assert torch.equal(step.logits, steps[number].logits)
+                for layer, expected in zip(
+                    step.patch.layers, steps[number].patch.layers, strict=True
+                ):
+                    assert all(torch.equal(layer[name], expected[name]) for name in expected)
+
+
+@families
+@pytest.mark.parametrize(
+    ("update", "fast"), [("direct", False), ("stable", False), ("stable", True)]
+)
+def test_generation_under_autocast(family: str, update: str, fast: bool) -> None:
+    """In the dtype that autocast says, also for a patcher that has generated without it: the
+    model's own logits up to its rounding.
+    """
+    model, ids = small(family), tokens(7, 2, 8)
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
+    settings["fast"] = fast
+    plain = model.generate(ids, **arguments).logits
+    for before in (False, True):
+        with ContextPatcher(model, update) as patcher:
+            if before:
+                list(patcher.generate(ids, **settings))
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = model.generate(ids, **arguments).logits
+                steps = list(patcher.generate(ids, **settings))
+                with pytest.raises(ValueError, match="no autocast with compiled=True"):
+                    next(patcher.generate(ids, compiled=True, **settings))
+            again = list(patcher.generate(ids, **settings))
+        for step, logits, after, exact in zip(steps, expected, again, plain, strict=True):
+            assert metrics.linf(step.logits.float(), logits).max() <= 0.05
+            assert metrics.linf(after.logits, exact).max() <= 1e-4
+            assert metrics.linf(step.logits.float(), after.logits).max() > 1e-3  # it was bf16

@@ -1,0 +1,637 @@
+"""The loop around the decode step: transformers' choice and end of tokens, streaming, checks,
+interruption, caches.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from support.models import build, ragged, tokens
+from support.small import IDS, KEPT, Snapshot, plain_logits, small, works
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.generation.streamers import BaseStreamer
+
+from icl_patch import ContextPatcher, ControllabilityError, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation.decode_step import DecodeMode, StepInputs, decode_one_token, prefill
+from icl_patch.generation.loop import GenerationStep
+from icl_patch.models import kv_cache
+
+MASK = ragged(3, 9, side="left")
+
+
+def stream(steps: list[GenerationStep]) -> Tensor:
+    return torch.stack([step.token_ids for step in steps], 1)
+
+
+def stock(model: nn.Module, ids: Tensor, mask: Tensor, **arguments: Any) -> Tensor:
+    """What ``model.generate`` gives to the same arguments."""
+    return model.generate(ids, attention_mask=mask.long(), **arguments)[:, ids.shape[1] :]
+
+
+CASES = [
+    ("gemma3", "stable", None),
+    ("gemma3", "direct", False),
+    ("llama", "direct", None),
+    ("llama", "stable", False),
+    ("llama", "exact", False),
+]
+
+
+@pytest.mark.parametrize(("family", "update", "fast"), CASES)
+def test_rows_end_like_those_of_the_model(family: str, update: str, fast: bool | None) -> None:
+    """One row after another says an end; it is padded from there, the others say what they said."""
+    model, ids = small(family), tokens(8, 3, 9)
+    free = stock(
+        model, ids, MASK, max_new_tokens=9, do_sample=False, eos_token_id=96, pad_token_id=0
+    )
+    ends = sorted({int(free[0, 2]), int(free[1, 5]), int(free[2, 7])})
+    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    expected = stock(model, ids, MASK, **arguments)
+    with ContextPatcher(model, update) as patcher:
+        steps = list(patcher.generate(ids, context_mask=MASK, fast=fast, **arguments))
+    assert torch.equal(stream(steps), expected)
+    said = [row.tolist() for row in expected]
+    assert len({next((i for i, token in enumerate(row) if token in ends), 9) for row in said}) > 1
+    for before, step in pairwise(steps):
+        assert torch.equal(step.live, ~before.ended)
+        assert (step.token_ids[before.ended] == 0).all()
+    assert steps[-1].ended.all()
+
+
+@pytest.mark.parametrize("processors", ["sampling", "penalty", "own"])
+def test_choice_is_transformers_own(processors: str) -> None:
+    """Temperature, top-k, penalties and a processor of the user's: the same random numbers give the
+    same tokens.
+    """
+
+    class Never(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores.index_fill(1, input_ids[0, -1:], -torch.inf)
+
+    arguments: dict = {
+        "sampling": {"do_sample": True, "temperature": 1.7, "top_k": 20, "top_p": 0.9},
+        "penalty": {
+            "do_sample": False,
+            "repetition_penalty": 3.0,
+            "no_repeat_ngram_size": 2,
+            "min_new_tokens": 4,
+            "eos_token_id": 5,
+        },
+        "own": {"do_sample": False, "logits_processor": LogitsProcessorList([Never()])},
+    }[processors] | {"max_new_tokens": 8, "pad_token_id": 0}
+    model, ids = small("gemma3"), tokens(4, 3, 9)
+    model.generation_config.eos_token_id = None
+    torch.manual_seed(7)
+    expected = stock(model, ids, MASK, **arguments)
+    with ContextPatcher(model, "stable") as patcher:
+        for fast in (False, True):
+            torch.manual_seed(7)
+            assert torch.equal(
+                stream(list(patcher.generate(ids, context_mask=MASK, fast=fast, **arguments))),
+                expected,
+            )
+
+
+def test_the_models_own_configuration_holds() -> None:
+    model = small("llama")
+    model.generation_config = GenerationConfig(
+        max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    with ContextPatcher(model, "stable") as patcher:
+        assert len(list(patcher.generate(IDS))) == 3
+        assert len(list(patcher.generate(IDS, max_new_tokens=5))) == 5
+        other = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
+        assert len(list(patcher.generate(IDS, generation_config=other))) == 2
+        assert (
+            len(
+                list(
+                    patcher.generate(
+                        IDS,
+                        stopping_criteria=StoppingCriteriaList(
+                            [MaxLengthCriteria(IDS.shape[1] + 1)]
+                        ),
+                    )
+                )
+            )
+            == 1
+        )
+
+
+def test_a_stopping_criterion_sees_tokens_and_ends_rows() -> None:
+    seen: list[Tensor] = []
+
+    class Third(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            seen.append(input_ids.clone())
+            return torch.tensor([input_ids.shape[1] >= IDS.shape[1] + 3, False])
+
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        arguments = {
+            "stopping_criteria": StoppingCriteriaList([Third()]),
+            "eos_token_id": 96,
+            "pad_token_id": 0,
+            "do_sample": False,
+        }
+        steps = list(patcher.generate(IDS, max_new_tokens=5, **arguments))
+    assert torch.equal(seen[-1], torch.cat([IDS, stream(steps)], 1))
+    assert [step.ended.tolist() for step in steps] == [[False, False]] * 2 + [[True, False]] * 2 + [
+        [True, True]
+    ]
+
+
+class Collector(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[Tensor] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.got.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamers_get_what_transformers_gives_them() -> None:
+    model, theirs, ours, dropped = small("llama"), Collector(), Collector(), Collector()
+    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    model.generate(IDS, attention_mask=torch.ones_like(IDS), streamer=theirs, **arguments)
+    with ContextPatcher(model, "exact") as patcher:
+        for number, _ in enumerate(patcher.generate(IDS, streamer=ours, **arguments)):
+            assert len(ours.got) == number + 2  # the prompt, then every token as it is chosen
+        steps = patcher.generate(IDS, streamer=dropped, **arguments)
+        next(steps)
+        steps.close()
+    assert all(torch.equal(one, other) for one, other in zip(ours.got, theirs.got, strict=True))
+    assert ours.ended == dropped.ended == 1
+
+
+def test_streamers_are_ended_whatever_happens() -> None:
+    """No token wanted, an error before the first, nobody who asks for one: who waits for the text
+    is told.
+    """
+    collectors = [Collector() for _ in range(4)]
+    with ContextPatcher(small("llama", max_position_embeddings=12), "stable") as patcher:
+        assert list(patcher.generate(IDS, max_new_tokens=0, streamer=collectors[0])) == []
+        with pytest.raises(ValueError, match="expected at most 12 tokens"):
+            patcher.generate(IDS, max_new_tokens=20, streamer=collectors[1])
+        with pytest.raises(ValueError, match="expected a CUDA device"):
+            patcher.generate(IDS, max_new_tokens=3, graph=True, streamer=collectors[2])
+        steps = patcher.generate(IDS, max_new_tokens=3, streamer=collectors[3])
+        del steps
+    assert [len(collector.got) for collector in collectors] == [1] * 4
+    assert [collector.ended for collector in collectors] == [1] * 4
+
+
+class _Scores(StoppingCriteria):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_kwargs: Any) -> Tensor:
+        self.seen.append(scores if scores is None else [x.clone() for x in scores])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{}, {"output_scores": True, "return_dict_in_generate": True}],
+    ids=["without", "with"],
+)
+def test_criteria_see_the_scores_that_were_asked_for(wanted: dict) -> None:
+    model, theirs, ours = small("llama"), _Scores(), _Scores()
+    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None} | wanted
+    model.generate(IDS, stopping_criteria=StoppingCriteriaList([theirs]), **arguments)
+    with ContextPatcher(model, "exact") as patcher:
+        list(patcher.generate(IDS, stopping_criteria=StoppingCriteriaList([ours]), **arguments))
+    assert len(ours.seen) == len(theirs.seen) == 4
+    for one, other in zip(ours.seen, theirs.seen, strict=True):
+        if not wanted:
+            assert one is other is None
+        else:
+            assert len(one) == len(other)
+            assert all(metrics.linf(x, y).max() <= 1e-5 for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "update"), [("gemma3", "exact"), ("gemma3", "stable"), ("llama", "direct")]
+)
+def test_every_choice_of_logits(family: str, update: str) -> None:
+    """The context stream's are the model's own, the replay's those of the patch; in fp32 all choose
+    alike.
+    """
+    model, ids = small(family, 1), tokens(2, 3, 9)
+    arguments: dict = {"context_mask": MASK, "max_new_tokens": 4, "eos_token_id": None}
+    with ContextPatcher(model, update) as patcher:
+        by = {
+            name: list(patcher.generate(ids, logits=name, **arguments))
+            for name in ("reduced", "context", "replay")
+        }
+        for reduced, context, replay in zip(*by.values(), strict=True):
+            assert torch.equal(reduced.token_ids, context.token_ids)
+            assert torch.equal(reduced.token_ids, replay.token_ids)
+            assert torch.equal(
+                patcher.forward(replay.patch.kept_ids, replay.patch)[:, -1], replay.logits
+            )
+            assert torch.equal(context.patch.logits[:, -1], context.logits)
+            assert metrics.linf(context.logits, reduced.logits).max() <= 1e-4
+        current = torch.cat([ids, stream(by["context"])], 1)
+        mask = torch.cat([MASK, torch.ones(3, 4, dtype=torch.bool)], 1)
+    with torch.no_grad():
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        plain = model(current, attention_mask=mask.long(), position_ids=positions).logits
+    for number, step in enumerate(by["context"]):
+        assert metrics.linf(step.logits, plain[:, 8 + number]).max() <= 1e-4
+
+
+def test_checks_replay_every_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("gemma3")
+    with ContextPatcher(model, "stable") as patcher:
+        steps = list(patcher.generate(IDS, max_new_tokens=7, check_every=3, eos_token_id=None))
+        assert [step.check is not None for step in steps] == [
+            False,
+            False,
+            True,
+            False,
+            False,
+            True,
+            False,
+        ]
+        checks = [step.check for step in steps if step.check is not None]
+        assert all(check.same_argmax.all() and check.linf.max() <= 1e-4 for check in checks)
+        # a replay that is not of this patch shows
+        replay = patcher.replay
+        monkeypatch.setattr(patcher, "replay", lambda patch: (replay(patch)[0].flip(-1), []))
+        worse = list(patcher.generate(IDS, max_new_tokens=3, check_every=3, eos_token_id=None))[
+            -1
+        ].check
+        assert worse.linf.min() > 1e-2
+        assert not worse.same_argmax.any()
+        for arguments, message in (
+            ({"check_every": -1}, "check_every ≥ 0"),
+            ({"logits": "both"}, "expected logits reduced, context, replay"),
+            ({"graph": True}, "expected a CUDA device with graph=True, got cpu"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                patcher.generate(IDS, **arguments)
+
+
+@pytest.mark.parametrize(("family", "update"), [("gemma3", "stable"), ("llama", "exact")])
+def test_interruptions_leave_the_model_usable(family: str, update: str) -> None:
+    """A step that is cut short in the middle of a block, by an error or from the keyboard."""
+    model = small(family)
+    before = Snapshot(model)
+    with ContextPatcher(model, update) as patcher:
+        for error in (KeyboardInterrupt, ZeroDivisionError):
+            for fast in (False, None):
+                steps = patcher.generate(IDS, fast=fast, max_new_tokens=5, eos_token_id=None)
+                next(steps)
+                hook = model.model.layers[1].mlp.act_fn.register_forward_hook(raising(error))
+                with pytest.raises(error):
+                    next(steps)
+                hook.remove()
+                assert torch.equal(plain_logits(model), before.logits)
+                works(patcher)
+    before.check(model)
+
+
+def raising(error: type[BaseException]) -> Any:
+    def hook(*_: Any) -> None:
+        raise error
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("family", "update", "fast"),
+    [("gemma3", "stable", True), ("gemma3", "stable", False), ("llama", "exact", False)],
+)
+def test_static_caches_and_chunks_change_nothing(
+    family: str, update: str, fast: bool | None
+) -> None:
+    """Windows shorter than the context, contexts in pieces; the steps are those of a dynamic cache
+    that was filled at once.
+    """
+    model, ids, mask = small(family, 3), tokens(6, 3, 15), ragged(3, 15, side="left")
+    arguments: dict = {
+        "context_mask": mask,
+        "max_new_tokens": 4,
+        "eos_token_id": None,
+        "fast": fast,
+    }
+    with ContextPatcher(model, update) as patcher:
+        expected = list(patcher.generate(ids, **arguments))
+        for others in (
+            {"cache_implementation": "static"},
+            {"prefill_chunk": 4},
+            {"prefill_chunk": 99},
+        ):
+            steps = list(patcher.generate(ids, **arguments, **others, check_every=2))
+            assert torch.equal(stream(steps), stream(expected))
+            for step, other in zip(steps, expected, strict=True):
+                assert metrics.linf(step.logits, other.logits).max() <= 1e-4
+                assert step.check is None or step.check.linf.max() <= 1e-4
+        with pytest.raises(ValueError, match="prefill_chunk ≥ 1"):
+            patcher.generate(ids, prefill_chunk=0)
+
+
+def test_a_static_cache_of_the_users() -> None:
+    model = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        steps = list(
+            patcher.generate(IDS, max_new_tokens=4, past_key_values=cache, eos_token_id=None)
+        )
+        assert torch.equal(
+            stream(steps), stream(list(patcher.generate(IDS, max_new_tokens=4, eos_token_id=None)))
+        )
+        assert cache.get_seq_length() == IDS.shape[1] + 3
+        with pytest.raises(ValueError, match="expected an empty cache"):
+            patcher.generate(IDS, max_new_tokens=4, past_key_values=cache)
+
+
+def test_more_tokens_than_the_model_has_positions_for() -> None:
+    model = small("llama", max_position_embeddings=12)
+    ids, mask = tokens(0, 2, 14), ragged(2, 14, side="left")
+    mask[0, :4] = False  # padding takes no position: rows of 10 and 12 tokens
+    with ContextPatcher(model, "stable") as patcher:
+        assert len(list(patcher.generate(ids[:, 4:], max_new_tokens=2, eos_token_id=None))) == 2
+        # what there is room for
+        assert len(list(patcher.generate(ids[:1], context_mask=mask[:1], eos_token_id=None))) == 2
+        with pytest.raises(
+            ValueError,
+            match=r"at most 12 tokens, as many as the model has positions for, got 10 and 3 new",
+        ):
+            patcher.generate(ids[:, 4:], max_new_tokens=3)
+        with pytest.raises(ValueError, match=r"at most 12 tokens.* got 14 and 1 new"):
+            patcher.generate(ids)
+
+
+def test_beams_have_no_history_of_their_own() -> None:
+    with (
+        ContextPatcher(small("llama"), "stable") as patcher,
+        pytest.raises(ValueError, match="num_beams = 1, got 3"),
+    ):
+        patcher.generate(IDS, num_beams=3, max_new_tokens=2)
+
+
+def test_a_step_on_a_static_cache_waits_for_nothing_and_moves_no_buffer() -> None:
+    """What a CUDA graph needs: no number is read from a tensor during the pass, and all that lives
+    on stays where it is.
+    """
+    for way in (DecodeMode.SHARED_CACHE, DecodeMode.TWO_STREAM):
+        model, ids = small("llama"), tokens(0, 3, 9)
+        with ContextPatcher(model, "stable") as patcher, torch.no_grad():
+            cache = StaticCache(config=model.config, max_cache_len=14)
+            state = prefill(patcher, ids, MASK, 14, way, cache=cache)
+
+            step: Any = state.step
+
+            def places(step_inputs: StepInputs = step.step_inputs) -> list[int]:
+                held = [
+                    step_inputs.current,
+                    step_inputs.positions,
+                    step_inputs.mask,
+                    step_inputs.slot,
+                ]
+                layers: list[Any] = step_inputs.cache.layers
+                held += [
+                    x
+                    for layer in layers
+                    for x in (layer.keys, layer.values, layer.cumulative_length)
+                ]
+                return [x.data_ptr() for x in held]
+
+            before = places()
+            for column in (8, 7, 6):
+                decode_one_token(state, ids[:, column])
+            assert places() == before
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                made = step(ids[:, 5], False)
+                assert made.logits.shape == (3, model.config.vocab_size)
+                with pytest.raises(DataDependentOutputException):  # this would notice
+                    bool(made.maybe_infeasible)
+
+
+def test_an_ended_row_is_nobodys_error() -> None:
+    """Its padding embeds as zeros, of which no matrix can be made to give anything; a live row's
+    zeros are an error, and named.
+    """
+    model = small("llama")
+    first = int(
+        stock(model, IDS, torch.ones_like(IDS), max_new_tokens=1, do_sample=False, pad_token_id=0)[
+            0, 0
+        ]
+    )
+    second = int(
+        stock(model, IDS, torch.ones_like(IDS), max_new_tokens=1, do_sample=False, pad_token_id=0)[
+            1, 0
+        ]
+    )
+    assert first != second
+    # without context a token's zeros stay zeros; with context attention moves them
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.data.mul_(2)
+    arguments: dict = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with ContextPatcher(model, "stable") as patcher:
+        model.model.embed_tokens.weight.data[0] = 0
+        says = [int(token) for token in next(patcher.generate(IDS, **arguments)).token_ids]
+        steps = list(patcher.generate(IDS, eos_token_id=says[0], **arguments))
+        assert steps[0].ended.tolist() == [True, says[1] == says[0]]
+        assert all(step.logits[1].isfinite().all() for step in steps)
+        assert all(
+            (u[0] == 0).all()
+            for step in steps[1:]
+            for name, u in step.patch.layers[0].items()
+            if name.endswith(".u")
+        )
+        zeros = IDS.clone()
+        zeros[1, -1] = 0
+        with pytest.raises(
+            ControllabilityError,
+            match=r"model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0",
+        ):
+            list(patcher.generate(zeros, **arguments))
+
+
+def test_a_patch_is_assembled_when_asked_for() -> None:
+    """Later steps, replays and detaching do not change it; other weights are noticed."""
+    model = small("gemma3")
+    with ContextPatcher(model, "stable") as patcher:
+        kept = list(patcher.generate(IDS, max_new_tokens=3, eos_token_id=None))
+        fresh = patcher.compute(
+            torch.cat([IDS, stream(kept)[:, :1]], 1), kept[1].token_ids.unsqueeze(1)
+        )
+        bare = list(patcher.generate(IDS, max_new_tokens=3, patches=False, eos_token_id=None))
+    assert torch.equal(stream(bare), stream(kept))
+    with pytest.raises(ValueError, match="expected patches=True"):
+        _ = bare[0].patch
+    patch = kept[2].patch
+    assert patch is kept[2].patch
+    assert patch.info == fresh.info
+    assert torch.equal(patch.position_ids, fresh.position_ids)
+    assert torch.equal(patch.kept_slots, fresh.kept_slots)
+    for layer, other in zip(patch.layers, fresh.layers, strict=True):
+        assert layer.keys() == other.keys()
+        assert all(metrics.linf(layer[name], other[name]).max() <= 1e-3 for name in layer)
+    with ContextPatcher(model, "stable") as patcher:
+        assert (
+            metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], kept[2].logits).max()
+            <= 1e-4
+        )
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1)
+    with pytest.raises(ValueError, match="they have changed since"):
+        _ = kept[1].patch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fast", [False, True], ids=["two streams", "fast"])
+def test_half_precision(dtype: torch.dtype, fast: bool) -> None:
+    """The reduced stream is within the dtype's rounding of the context's, as far as two batchings
+    of the model are.
+    """
+    model, ids = build("llama", 1, dtype), tokens(7, 3, 9)
+    with ContextPatcher(model, "stable") as patcher:
+        steps = list(
+            patcher.generate(
+                ids,
+                context_mask=MASK,
+                max_new_tokens=5,
+                fast=fast,
+                check_every=1,
+                logits="context",
+                eos_token_id=None,
+            )
+        )
+    limit = 0.15 if dtype == torch.bfloat16 else 0.02
+    for step in steps:
+        assert step.logits.dtype == dtype
+        assert step.check.linf.max() <= limit
+
+
+def test_what_goes_on_by_single_tokens_takes_no_chunks() -> None:
+    model = tiny_models.build("mamba")
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.raises(
+            ValueError,
+            match=(
+                "expected no chunks of a recurrent model, which goes on by one token a call, got"
+                " chunks of 4"
+            ),
+        ):
+            patcher.generate(IDS % tiny_models.VOCABULARY, prefill_chunk=4)
+        works(
+            patcher,
+            {
+                "context_ids": IDS % tiny_models.VOCABULARY,
+                "kept_ids": KEPT % tiny_models.VOCABULARY,
+            },
+        )
+
+
+def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
+    ids, mask = tokens(6, 3, 9), MASK
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        arguments: dict = {"context_mask": mask, "max_new_tokens": 3, "eos_token_id": None}
+        expected = stream(list(patcher.generate(ids, **arguments)))
+        for same in (positions, positions.expand(3, 3, 9)):
+            assert torch.equal(
+                stream(list(patcher.generate(ids, position_ids=same, **arguments))), expected
+            )
+        for others in (positions + 4, positions[:, 1:], torch.stack([positions, positions * 2])):
+            with pytest.raises(
+                ValueError,
+                match=r"expected no position_ids, or those that count the tokens from 0, got",
+            ):
+                patcher.generate(ids, position_ids=others, **arguments)
+        with pytest.raises(ValueError, match="expected a static cache or none, got a DynamicCache"):
+            patcher.generate(ids, past_key_values=DynamicCache(), **arguments)
+        # else transformers fails for want of a device before we are asked
+        if torch.version.cuda is None or torch.cuda.is_available():
+            with pytest.raises(
+                ValueError, match="expected a dynamic or a static cache, got offloaded"
+            ):
+                patcher.generate(ids, cache_implementation="offloaded", **arguments)
+        with pytest.raises(ValueError, match="expected no assistant_model"):
+            patcher.generate(IDS, assistant_model=patcher.model)
+        with pytest.raises(TypeError, match="expected context_mask, got attention_mask"):
+            patcher.generate(ids, attention_mask=mask.long())
+        works(patcher)
+
+
+@pytest.mark.parametrize(
+    ("update", "fast"), [("stable", False), ("stable", True), ("exact", False)]
+)
+def test_inside_and_outside_of_inference_mode(update: str, fast: bool) -> None:
+    arguments: dict = {"max_new_tokens": 4, "fast": fast, "eos_token_id": None}
+    with ContextPatcher(small("llama"), update) as patcher:
+        with torch.inference_mode():
+            first = patcher.generate(IDS, **arguments)
+            begun = [next(first)]
+        steps = begun + list(first)
+        second = patcher.generate(IDS, **arguments)
+        expected = [next(second)]
+        with torch.inference_mode():
+            expected += list(second)
+    assert torch.equal(stream(steps), stream(expected))
+    for step, other in zip(steps, expected, strict=True):
+        assert torch.equal(step.logits, other.logits)
+
+
+def test_room_is_made_as_it_is_needed() -> None:
+    """For a reply that may be long, and is not."""
+    dynamic = DynamicLayer()
+    dynamic.update(*torch.randn(2, 1, 2, 5, 4).unbind())
+    reserved, places = kv_cache.ReservedLayer(dynamic, 100_000), set()
+    for _ in range(2000):
+        new = torch.randn(2, 1, 2, 1, 4).unbind()
+        made, expected = reserved.update(*new), dynamic.update(*new)
+        assert made[0].untyped_storage().nbytes() <= 1.25 * expected[0].nbytes + 256 * 2 * 4 * 4
+        places.add(made[0].data_ptr())
+    assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
+    assert len(places) <= 8
+
+
+def test_a_reserved_layer_is_a_dynamic_one_that_does_not_move() -> None:
+    """Through appending, cropping, choosing rows, and past its room."""
+    dynamic = DynamicLayer()
+    dynamic.update(*torch.randn(2, 3, 2, 5, 4).unbind())
+    reserved = kv_cache.ReservedLayer(dynamic, 9)
+    place = reserved.keys.data_ptr()
+    for tokens_, change in (
+        (1, None),
+        (2, lambda layer: layer.crop(-2)),
+        (1, None),
+        (1, None),
+        (4, lambda layer: layer.crop(-1)),
+    ):
+        new = torch.randn(2, 3, 2, tokens_, 4).unbind()
+        before = reserved.keys.shape[-2]
+        made, expected = reserved.update(*new), dynamic.update(*new)
+        assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
+        assert (reserved.keys.data_ptr() == place) == (before + tokens_ <= 9)
+        for layer in (reserved, dynamic):
+            if change is not None:
+                change(layer)
+    for layer in (reserved, dynamic):
+        layer.batch_select_indices(torch.tensor([2, 0]))
+    new = torch.randn(2, 2, 2, 1, 4).unbind()
+    assert all(
+        torch.equal(x, y) for x, y in zip(reserved.update(*new), dynamic.update(*new), strict=True)
+    )
+    assert reserved.get_seq_length() == dynamic.get_seq_length() == 12

@@ -1,0 +1,279 @@
+"""A traced graph cut into regions: it gives and writes what it did whole, and alike regions share a
+graph.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import tokens
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from icl_patch import ContextPatcher
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation import compiled_step, graph_partition
+from icl_patch.generation.graph_partition import Regions
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+
+
+class Stack(nn.Module):
+    """Blocks of two products with what real ones have between them: a mask for all, a cache, a
+    counter, outputs in parts.
+    """
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 2 * width), nn.Linear(width, 5), nn.LayerNorm((3, 5)))
+            for width in widths
+        )
+        self.register_buffer("x", torch.randn(3, 5))
+        self.register_buffer("mask", torch.ones(3, 1, dtype=torch.bool))
+        self.register_buffer("slot", torch.zeros(1, dtype=torch.long))
+        self.counters = [torch.zeros((), dtype=torch.long) for _ in widths]
+        self.caches = [torch.zeros(4, 5) for _ in widths]
+
+    def forward(self) -> list[Tensor]:
+        self.slot.add_(1)
+        self.mask.index_fill_(0, self.slot % 3, False)
+        x, seen = self.x, []
+        for block, counter, cache in zip(self.blocks, self.counters, self.caches, strict=True):
+            away = torch.where(~self.mask, -1.0, 0.0)
+            cache.index_copy_(0, (counter % 4).view(1), x[:1])
+            counter.add_(1)
+            gate, up = block[0](x + away).chunk(2, -1)
+            x = x + block[1](gate.sigmoid() * up) + cache.mean(0)
+            x = block[2](x)
+            seen += [gate, cache[0]]
+        return [x, self.slot + 0, self.x, *seen]
+
+    def state(self) -> list[Tensor]:
+        return [self.x, self.mask, self.slot, *self.counters, *self.caches]
+
+
+def test_regions_are_the_whole_graph() -> None:
+    """Run after run: outputs, and what is written in place."""
+    torch.manual_seed(0)
+    model = Stack([4, 4, 6, 4, 4])
+    before = [x.clone() for x in model.state()]
+    with torch.no_grad():
+        traced = Regions(graph_of(lambda: model()), model.blocks)
+        for x, old in zip(model.state(), before, strict=True):
+            x.copy_(old)
+        expected = []
+        for _ in range(6):
+            expected.append([x.clone() for x in (*model(), *model.state())])
+        for x, old in zip(model.state(), before, strict=True):
+            x.copy_(old)
+        for outputs in expected:
+            found = [*traced(), *model.state()]
+            assert all(torch.equal(x, y) for x, y in zip(found, outputs, strict=True))
+    # the first with what is for all, the last with what ends, the wider one, and one for the two
+    # that are left
+    assert traced.kinds == 4
+
+
+def test_regions_that_share_what_they_write() -> None:
+    """A compiler takes it for granted which of its inputs are one: of regions alike but for that,
+    each has its own graph.
+    """
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(6))
+    start, written = torch.randn(2, 4), [torch.zeros(3, 4) for _ in blocks]
+    read = [
+        tensor.view(3, 4) if number in (3, 4) else torch.zeros(3, 4)
+        for number, tensor in enumerate(written)
+    ]
+
+    def run() -> list[Tensor]:
+        x = start
+        for block, here, there in zip(blocks, written, read, strict=True):
+            here.add_(x.mean() + 1)
+            x = block(x + there.sum(0))
+        return [x]
+
+    def three(function: Callable[[], list[Tensor]]) -> list[Tensor]:
+        for tensor in written:
+            tensor.zero_()
+        return [function()[0].clone() for _ in range(3)]
+
+    with torch.no_grad():
+        graph_partition = Regions(graph_of(run), blocks)
+        assert all(
+            torch.equal(x, y) for x, y in zip(three(graph_partition), three(run), strict=True)
+        )
+    assert graph_partition.kinds == 3  # one for four alike, and two for themselves
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_what_a_block_picks_of_what_all_have(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each picks its own of one tensor they are alike all the same."""
+    made: list[Regions] = []
+
+    def seen(*args: Any) -> Regions:
+        made.append(Regions(*args))
+        return made[-1]
+
+    monkeypatch.setattr(compiled_step, "Regions", seen)
+    layers = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    if family == "gemma3n":
+        layers |= {
+            "intermediate_size": [48] * 8,
+            "activation_sparsity_pattern": [0.0] * 8,
+            "num_kv_shared_layers": 0,
+        }
+    with ContextPatcher(tiny_models.build(family, **layers), "stable") as patcher:
+        list(patcher.generate(tokens(0, 1, 6), max_new_tokens=1, compiled=True))
+    assert made[0].kinds <= 5
+
+
+def graph_of(function: Callable[[], list[Tensor]]) -> fx.GraphModule:
+    with torch.no_grad():
+        return make_fx(function)()
+
+
+def calls(module: fx.GraphModule, name: str) -> int:
+    return sum(str(node.target) == f"aten.{name}" for node in module.graph.nodes)
+
+
+def test_what_is_computed_twice_is_computed_once() -> None:
+    a, b = torch.randn(3), torch.randn(3)
+    module = graph_of(lambda: [(a * 2 + b).sin(), (a * 2 + b).cos(), (a * 2).view(1, 3)])
+    whole = module()
+    graph_partition.tidy(module)
+    assert calls(module, "mul.Tensor") == calls(module, "add.Tensor") == 1
+    assert all(torch.equal(x, y) for x, y in zip(module(), whole, strict=True))
+
+
+def _written_behind_a_view(a: Tensor) -> list[Tensor]:
+    view = a.view(1, 3)
+    first = view * 2
+    a.add_(1)
+    return [first, view * 2]
+
+
+def _written_through_a_view(a: Tensor) -> list[Tensor]:
+    view = a[1:]
+    first = a * 2
+    view.mul_(3)
+    return [first, a * 2]
+
+
+def _written_through_one_of_many(a: Tensor) -> list[Tensor]:
+    parts = a.split(1)
+    first = a * 2
+    parts[1].mul_(3)
+    return [first, a * 2]
+
+
+def _results_written(a: Tensor) -> list[Tensor]:
+    first, second = a * 2, a * 2
+    first.add_(1)
+    return [first, second]
+
+
+def _drawn(a: Tensor) -> list[Tensor]:
+    return [torch.rand_like(a), torch.rand_like(a)]
+
+
+def _counted_and_read(a: Tensor) -> list[Tensor]:
+    view = a[:1]
+    a.add_(1)
+    return [view * 2]
+
+
+def _counted_twice(a: Tensor) -> list[Tensor]:
+    a.add_(1)
+    a.add_(1)
+    return []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _written_behind_a_view,
+        _written_through_a_view,
+        _written_through_one_of_many,
+        _results_written,
+        _drawn,
+        _counted_and_read,
+        _counted_twice,
+    ],
+)
+def test_what_is_not_alike_is_left_as_it_is(function: Callable[[Tensor], list[Tensor]]) -> None:
+    a = torch.tensor([1.0, 2.0, 3.0])
+    module = graph_of(lambda: function(a))
+    graph_partition.tidy(module)
+    a.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    torch.manual_seed(1)
+    found = [x.clone() for x in (*module(), a)]
+    a.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    torch.manual_seed(1)
+    assert all(torch.equal(x, y) for x, y in zip(found, [*function(a), a], strict=True))
+
+
+def test_counters_count_together() -> None:
+    counters = [torch.zeros((), dtype=torch.long) for _ in range(3)] + [
+        torch.zeros(2, dtype=torch.int32)
+    ]
+    read = torch.zeros(())
+
+    def count() -> list[Tensor]:
+        shown = []
+        for counter in counters:
+            shown.append(counter + 5)
+            counter.add_(1)
+        read.add_(1)
+        return [*shown, read + 0]
+
+    module = graph_of(count)
+    graph_partition.tidy(module)
+    assert calls(module, "_foreach_add_.Scalar") == 2
+    assert calls(module, "add_.Tensor") == 1
+    shown = module()
+    assert [x.flatten()[0].item() for x in shown] == [6, 6, 6, 6, 2]
+    assert [x.flatten()[0].item() for x in (*counters, read)] == [2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("llama", 3), ("gemma3", 4), ("gpt2", 3), ("mixtral", 3)]
+)
+def test_alike_blocks_share_a_graph(
+    family: str, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the last have more in them; Gemma 3 has blocks of two kinds, one after one and
+    after another.
+    """
+    found: list[Regions] = []
+
+    def compiled(module: Any, blocks: Any) -> Regions:
+        found.append(Regions(module, blocks))
+        return found[-1]
+
+    monkeypatch.setattr(compiled_step, "Regions", compiled)
+    layers = 7
+    changes = {
+        "gemma3": {
+            "layer_types": (
+                ["sliding_attention", "sliding_attention", "full_attention"] * 2
+                + ["sliding_attention"]
+            )
+        }
+    }
+    model = tiny_models.build(family, num_hidden_layers=layers, **changes.get(family, {}))
+    ids = tokens(0, 2, 9) % model.config.vocab_size
+    with ContextPatcher(model, "stable") as patcher:
+        steps = list(patcher.generate(ids, max_new_tokens=3, compiled=True, eos_token_id=None))
+        others = list(patcher.generate(ids, max_new_tokens=3, eos_token_id=None))
+    assert all(
+        torch.equal(step.token_ids, other.token_ids)
+        for step, other in zip(steps, others, strict=True)
+    )
+    assert [len(x._regions) for x in found] == [layers]
+    assert found[0].kinds == kinds

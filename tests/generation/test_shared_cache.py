@@ -1,0 +1,303 @@
+"""Both streams over one cache: which models, what is refused, what it costs, and that a wrong
+stream would be noticed.
+"""
+
+import copy
+import gc
+import re
+
+import pytest
+import torch
+from support.models import build, ragged, tokens
+from support.small import IDS, Snapshot, small, works
+
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation.decode_step import (
+    DecodeMode,
+    decode_one_token,
+    prefill,
+    shared_cache_streams,
+)
+from icl_patch.generation.shared_cache import SharedCacheStreams
+
+COVERED = (
+    "gemma3",
+    "glm4",
+    "olmo3",
+    "mistral",
+    "qwen3",
+    "phi3",
+    "granite",
+    "gpt2",
+    "gpt_neox-sequential",
+    "opt-post-norm",
+    "llama-bias",
+)
+COVERED += ("mixtral", "qwen3_moe", "deepseek_v3", "llama4")
+REFUSED = {
+    "cohere": "its MLP stands beside the attention",
+    "gemma4": "it goes on from its sum",
+    "gemma2": "needs attention 'sdpa', Gemma2ForCausalLM has 'eager'",
+    "falcon-rw": "calls no attention of transformers' interface",
+    "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
+}
+
+
+@pytest.mark.parametrize("family", COVERED)
+def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
+    """Against the replay without context, against the stacked streams, and the context stream
+    against the untouched model.
+    """
+    model, ids, mask = tiny_models.build(family, 1), tokens(3, 3, 11), ragged(3, 11, side="left")
+    with torch.no_grad():
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        untouched = model(ids, attention_mask=mask.long(), position_ids=positions).logits[:, -1]
+    before = Snapshot(model)
+    with ContextPatcher(model, "stable") as patcher:
+        arguments: dict = {
+            "context_mask": mask,
+            "max_new_tokens": 4,
+            "check_every": 1,
+            "logits": "context",
+            "eos_token_id": None,
+        }
+        fast = list(patcher.generate(ids, fast=True, **arguments))
+        two = list(patcher.generate(ids, **arguments))
+        works(patcher)
+    before.check(model)
+    assert {step.way for step in fast} == {"fast"}
+    assert metrics.linf(fast[0].logits, untouched).max() <= 1e-5
+    for step, other in zip(fast, two, strict=True):
+        assert torch.equal(step.token_ids, other.token_ids)
+        assert step.check.linf.max() <= 1e-4
+        assert metrics.linf(step.logits, other.logits).max() <= 1e-4
+        assert step.patch.layers[0].keys() == other.patch.layers[0].keys()
+        for name, size in step.patch.norms().items():
+            assert (size - other.patch.norms()[name]).abs().max() <= 1e-3 * size.max(), name
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
+    model = tiny_models.build(family, 1)
+    before = Snapshot(model)
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.raises(UnsupportedModelError, match=f"fast=True.*{re.escape(REFUSED[family])}"):
+            patcher.generate(IDS, fast=True, max_new_tokens=2)
+        assert next(patcher.generate(IDS, fast=None, max_new_tokens=2)).way == "two streams"
+        works(patcher)
+    before.check(model)
+
+
+def test_updates_of_two_passes_are_refused() -> None:
+    for family, update in (("llama", "exact"), ("gemma3", "direct")):
+        with ContextPatcher(small(family), update) as patcher:
+            with pytest.raises(
+                ValueError, match=f"one pass with fast=True, '{update}' takes two passes"
+            ):
+                patcher.generate(IDS, fast=True, max_new_tokens=2)
+            assert next(patcher.generate(IDS, fast=None, max_new_tokens=2)).way == "two passes"
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("fault", ["sees the context", "sees nothing", "one stream twice"])
+def test_the_trial_notices_a_wrong_stream(
+    fault: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reduced logits are the context's whatever the reduced rows see: the writers absorb it.
+    The replay tells.
+    """
+
+    def wrong(
+        self: SharedCacheStreams,
+        made: torch.Tensor,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        _given: dict,
+    ) -> None:
+        groups = query.shape[1] // value.shape[1]
+        self._reduced = {
+            "sees the context": lambda: (
+                value.mean(2, keepdim=True).repeat_interleave(groups, 1).reshape(made.shape)
+            ),
+            "sees nothing": lambda: torch.zeros_like(made),
+            "one stream twice": lambda: made.clone(),
+        }[fault]()
+
+    monkeypatch.setattr(SharedCacheStreams, "_alone", wrong)
+    model = tiny_models.build(family)
+    before = Snapshot(model)
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
+            shared_cache_streams(patcher)
+        assert patcher.folded is None
+    before.check(model)
+
+
+def test_a_fault_that_begins_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two of the trial's six replays: those of the longest context."""
+    alone = SharedCacheStreams._alone
+
+    def wrong(
+        self: SharedCacheStreams,
+        made: torch.Tensor,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        given: dict,
+    ) -> None:
+        alone(self, made, query, value, given)
+        if value.shape[2] >= 9:
+            self._reduced = 3 * self._reduced
+
+    monkeypatch.setattr(SharedCacheStreams, "_alone", wrong)
+    for family in ("llama", "mixtral"):
+        expected = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
+        with ContextPatcher(tiny_models.build(family), "stable") as patcher, expected:
+            shared_cache_streams(patcher)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp.experts", "mlp.gate"])
+def test_a_hook_that_is_put_there_later(name: str) -> None:
+    """It is tried again: what a hook does to both streams, the writers cannot know of."""
+    model = tiny_models.build("mixtral")
+    with ContextPatcher(model, "stable") as patcher:
+        arguments: dict = {
+            "max_new_tokens": 2,
+            "fast": None,
+            "check_every": 1,
+            "eos_token_id": None,
+        }
+        assert {step.way for step in patcher.generate(IDS, **arguments)} == {"fast"}
+        module = model.model.layers[1].get_submodule(name)
+        scaled = (
+            (lambda out: (out[0], 1.5 * out[1], out[2]))
+            if name == "mlp.gate"
+            else (lambda out: 1.5 * out)
+        )
+        hook = module.register_forward_hook(lambda _module, _args, out: scaled(out))
+        assert (
+            max(float(step.check.linf.max()) for step in patcher.generate(IDS, **arguments)) <= 1e-4
+        )
+        hook.remove()
+        assert {step.way for step in patcher.generate(IDS, **arguments)} == {"fast"}
+
+
+def test_a_forward_that_is_put_there_later() -> None:
+    """Is run, and is there afterwards."""
+    model = small("llama")
+    block = model.model.layers[0]
+    with ContextPatcher(model, "stable") as patcher:
+        before = [
+            step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)
+        ]
+        given = block.forward = lambda *args, **kwargs: (
+            2 * type(block).forward(block, *args, **kwargs)
+        )
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"fast=True does not cover model.layers.0: its forward has been replaced",
+        ):
+            patcher.generate(IDS, max_new_tokens=2, fast=True)
+        steps = list(patcher.generate(IDS, max_new_tokens=2, eos_token_id=None))
+        assert {step.way for step in steps} == {"two streams"}
+        assert block.forward is given
+        assert metrics.linf(steps[0].logits, before[0]).max() > 0.01
+        with torch.no_grad():
+            assert metrics.linf(steps[0].logits, model(IDS).logits[:, -1]).max() <= 1e-5
+        del block.forward
+        again = [step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)]
+    assert all(torch.equal(x, y) for x, y in zip(before, again, strict=True))
+
+
+def test_something_between_attention_and_its_projection_is_refused() -> None:
+    model = small("llama")
+    attention = model.model.layers[2].self_attn
+    hook = attention.o_proj.register_forward_pre_hook(
+        lambda _module, args: (2 * args[0],), prepend=True
+    )
+    with (
+        ContextPatcher(model, "stable") as patcher,
+        pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"),
+    ):
+        shared_cache_streams(patcher)
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("way", "rows"),
+    [(DecodeMode.SHARED_CACHE, 1), (DecodeMode.TWO_STREAM, 2), (DecodeMode.TWO_PASS, 1)],
+)
+def test_its_cache_has_one_row_a_sequence(way: DecodeMode, rows: int) -> None:
+    with ContextPatcher(
+        small("llama"), "exact" if way is DecodeMode.TWO_PASS else "stable"
+    ) as patcher:
+        ids = tokens(0, 3, 7)
+        state = prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
+        decode_one_token(state, ids[:, -1])
+        assert {layer.keys.shape[0] for layer in state.cache.layers} == {3 * rows}
+
+
+def test_a_copy_folds_its_own_model() -> None:
+    """A deep copy of a patcher has a model of its own, and nothing of what was made for the
+    other's.
+    """
+    model, ids = small("llama"), tokens(0, 2, 7)
+    arguments: dict = {"max_new_tokens": 3, "fast": True, "eos_token_id": None}
+    with ContextPatcher(model, "stable") as patcher:
+        before = list(patcher.generate(ids, **arguments))
+        patcher.fixed["a step"] = object()  # one that is traced has the other's buffers
+        copied = copy.deepcopy(patcher)
+        assert copied.model is not model
+        assert patcher.fixed
+        assert not copied.fixed
+        patcher.fixed.clear()
+        with torch.no_grad():
+            for layer in copied.model.model.layers:
+                layer.mlp.down_proj.weight.mul_(1.5)
+        others = list(copied.generate(ids, **arguments))
+        copied.detach()
+        after = list(patcher.generate(ids, **arguments))
+    with ContextPatcher(copied.model, "stable") as fresh:
+        expected = list(fresh.generate(ids, **arguments))
+    for first, again, other, wanted in zip(before, after, others, expected, strict=True):
+        assert torch.equal(first.logits, again.logits)
+        assert torch.equal(other.logits, wanted.logits)
+        assert metrics.linf(other.logits, first.logits).max() > 1e-3
+
+
+def held() -> int:
+    """Bytes of all tensors that anything holds."""
+    gc.collect()
+    # other tests' fake tensors hold nothing
+    found = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values()
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
+    """Between steps, with the last step's factors alive: at most 1 % of the model, and a cache of B
+    rows.
+    """
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 2,
+        "vocab_size": 4000,
+    }
+    model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    with ContextPatcher(model, "stable") as patcher:
+        shared_cache_streams(patcher)
+        before = held()
+        state = prefill(
+            patcher, ids, torch.ones_like(ids, dtype=torch.bool), 43, DecodeMode.SHARED_CACHE
+        )
+        for column in (-1, -2, -3):
+            decoded = decode_one_token(state, ids[:, column])
+        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.cache.layers)
+        # rows, tokens, k and v, heads, their width, layers, bytes
+        assert cache == batch * 42 * 2 * 2 * 256 * 2 * 4
+        beyond = held() - before - cache - decoded.logits.untyped_storage().nbytes()
+    assert beyond <= 0.01 * parameters, (beyond, parameters)

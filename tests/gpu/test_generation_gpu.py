@@ -1,0 +1,56 @@
+"""Generation on a CUDA device: devices do not mix, and the captured step is the eager one."""
+
+import pytest
+import torch
+from support.models import build, ragged, tokens
+
+from icl_patch import ContextPatcher, metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("fast", [False, True], ids=["two streams", "fast"])
+def test_a_captured_step_is_the_eager_one(fast: bool, compiled: bool, dtype: torch.dtype) -> None:
+    """Captured once, for the next context too; a compiled one rounds elsewhere."""
+    model = build("llama", 1, dtype).cuda()
+    near = 1e-4 if dtype == torch.float32 else 0.15
+    with ContextPatcher(model, "stable") as patcher:
+        for seed in (7, 8):
+            ids, mask = tokens(seed, 3, 9).cuda(), ragged(3, 9, side="left").cuda()
+            arguments: dict = {
+                "context_mask": mask,
+                "max_new_tokens": 8,
+                "fast": fast,
+                "eos_token_id": None,
+            }
+            eager = list(patcher.generate(ids, cache_implementation="static", **arguments))
+            captured: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for step in patcher.generate(ids, graph=True, compiled=compiled, **arguments):
+                assert (
+                    metrics.linf(
+                        patcher.forward(step.patch.kept_ids, step.patch)[:, -1], step.logits
+                    ).max()
+                    <= near
+                )
+                captured.append((step.token_ids.clone(), step.logits.clone()))
+            for (token_ids, logits), expected in zip(captured, eager, strict=True):
+                if dtype == torch.float32:  # a token of bf16 may differ, and all that follow
+                    assert torch.equal(token_ids, expected.token_ids)
+                    assert metrics.linf(logits, expected.logits).max() <= near
+        assert len(patcher.fixed) == 1
+        step = list(patcher.generate(ids, graph=True, compiled=compiled, **arguments))[5]
+        with pytest.raises(ValueError, match="before the next step"):
+            _ = step.patch
+
+
+def test_the_exact_step_has_the_models_bits() -> None:
+    model, ids = build("gemma3", 1, torch.bfloat16).cuda(), tokens(7, 3, 9).cuda()
+    with ContextPatcher(model, "exact") as patcher:
+        for step in patcher.generate(ids, max_new_tokens=8, eos_token_id=None, check_every=1):
+            assert step.check is not None
+            assert step.check.linf.max() == 0

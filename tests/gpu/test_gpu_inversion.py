@@ -1,0 +1,310 @@
+"""The RMSNorm inversion on a CUDA device: like the CPU's, and a row's bits depend on the row alone
+there too.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+import pytest
+import torch
+from support.inversion import Invert, check_rows, mixed_rows, same_rows
+from support.numeric import FLOATS, every_dtype, normal, same_bits, seeded
+from support.rows import ROWS, rows_of
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.ops import InversionStatus as Status
+from icl_patch.ops import native, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not native.cuda_architectures, reason=native.describe()),
+]
+
+# On both sides of every place where the driver changes what it keeps where.
+SIZES = [1, 31, 256, 257, 2048, 2049, 4096, 4097, 5376, 8193, 10500, 16384, 65536]
+every_size = pytest.mark.parametrize("n", SIZES)
+every_method = pytest.mark.parametrize("method", ["newton", "bisection"])
+
+
+def on_cpu(result: ops.RMSNormInverse | ops.StableScale) -> ops.RMSNormInverse | ops.StableScale:
+    return type(result)(*(getattr(result, field.name).cpu() for field in fields(result)))
+
+
+def some_rows(n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Of every family, on the device."""
+    m, g = mixed_rows(n, 3 if n < 5000 else 1, dtype)
+    return m.cuda(), g.cuda()
+
+
+def fp32_ulps(x: Tensor, y: Tensor) -> Tensor:
+    """The distance of fp32 numbers of one sign in their own spacing, which two zeros of different
+    sign do not have.
+    """
+    spacing = (
+        torch.finfo(torch.float32).eps
+        * 2.0
+        ** torch.frexp(torch.maximum(x.abs(), y.abs())).exponent.sub(1).clamp(min=-126).double()
+    )
+    return (x.double() - y.double()).abs() / spacing
+
+
+@every_method
+@every_size
+@pytest.mark.parametrize("family", [family for family in ROWS if family != "single"])
+def test_cpu_and_cuda_agree(family: str, n: int, method: str) -> None:
+    """The sums' trees differ: beside the hard case, where the pole holds √ulp of the norm, a
+    coordinate may move by that of the row.
+    """
+    count = 22 if n < 5000 else 4
+    m, g = rows_of(family, count, n, torch.float32, seed=n)
+    rms = torch.ones(count)
+    for eps in (0.0, 1e-6, 1.0):
+        cpu = ops.invert_rmsnorm(g, m, rms, eps, method=method)
+        cuda = on_cpu(ops.invert_rmsnorm(g.cuda(), m.cuda(), rms.cuda(), eps, method=method))
+        assert torch.equal(cuda.status, cpu.status)
+        check_rows(m, g, rms, eps, cuda, most=32 if method == "newton" else 64)
+        near = (
+            1e-7 * cpu.hidden.norm(dim=1, keepdim=True)
+            if family == "near_hard"
+            else torch.zeros(count, 1)
+        )
+        apart = (cuda.hidden - cpu.hidden).abs() > near
+        assert (fp32_ulps(cuda.hidden, cpu.hidden)[apart] <= 2).all()
+
+
+@every_dtype
+@every_size
+def test_every_dtype(n: int, dtype: torch.dtype) -> None:
+    m, g = some_rows(n, dtype)
+    rms = (torch.rand(len(m), generator=seeded(0)) + 0.5).to(dtype).cuda()
+    h = normal(seeded(1), *m.shape, dtype=dtype).cuda()
+    for scale in (m, m[0]):
+        inverse = ops.invert_rmsnorm(g, scale, rms, 0.1, h)
+        expected = ops.invert_rmsnorm(g.cpu(), scale.cpu(), rms.cpu(), 0.1, h.cpu())
+        check_rows(scale.cpu(), g.cpu(), rms.cpu(), 0.1, on_cpu(inverse))
+        stable, expected_stable = (
+            ops.stable_scale(g, scale, h, 0.1),
+            ops.stable_scale(g.cpu(), scale.cpu(), h.cpu(), 0.1),
+        )
+        for x, y in ((inverse, expected), (stable, expected_stable)):
+            assert torch.equal(x.status.cpu(), y.status)
+            assert [getattr(x, f.name).dtype for f in fields(x)] == [
+                getattr(y, f.name).dtype for f in fields(y)
+            ]
+        size = (expected_stable.u.abs() + h.cpu().abs().to(expected_stable.u.dtype)).norm(
+            dim=1, keepdim=True
+        )
+        assert ((stable.u.cpu() - expected_stable.u).abs() <= 1e-7 * size).all()
+
+
+@pytest.mark.parametrize("n", [48, 4097, 16384])
+def test_the_update_is_like_plain_torch(n: int) -> None:
+    delta, scale, h = (normal(seeded(i), 14, n) for i in range(3))
+    scale[:, ::5] = 0
+    delta[3], h[5] = 0, 0
+    stable, expected = (
+        ops.stable_scale(delta.cuda(), scale.cuda(), h.cuda(), 1e-6),
+        reference.stable_scale(delta, scale, h, 1e-6),
+    )
+    assert torch.equal(stable.status.cpu(), expected.status)
+    torch.testing.assert_close(stable.u.cpu(), expected.u, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(stable.new_scale.cpu(), expected.new_scale, rtol=1e-10, atol=1e-10)
+
+
+@every_method
+@every_size
+def test_a_row_does_not_see_its_batch(n: int, method: str) -> None:
+    m, g = some_rows(n)
+    rms = torch.rand(len(m), generator=seeded(0)).cuda() + 0.5
+    inverse, stable = (
+        ops.invert_rmsnorm(g, m, rms, 1e-6, g, method),
+        ops.stable_scale(g, m, m, 1e-6, method),
+    )
+    for rows in (torch.arange(len(m)).flip(0), torch.arange(5), torch.tensor([3])):
+        place = rows.cuda()
+        assert same_rows(
+            ops.invert_rmsnorm(g[place], m[place], rms[place], 1e-6, g[place], method),
+            inverse,
+            place,
+        )
+        assert same_rows(
+            ops.stable_scale(g[place], m[place], m[place], 1e-6, method), stable, place
+        )
+
+
+@pytest.mark.parametrize("n", [31, 4097, 16384])
+def test_repeats_are_equal(n: int) -> None:
+    m, g = some_rows(n)
+    rms = torch.ones(len(m)).cuda()
+    first = ops.invert_rmsnorm(g, m, rms, 1e-6), ops.stable_scale(g, m, m)
+    for _ in range(1000 if n < 100 else 50):
+        assert same_rows(ops.invert_rmsnorm(g, m, rms, 1e-6), first[0])
+        assert same_rows(ops.stable_scale(g, m, m), first[1])
+
+
+@pytest.mark.parametrize("n", [31, 2049, 5376, 16384])
+def test_a_poisoned_row_leaves_the_others_alone(n: int) -> None:
+    m, g = (x.repeat(1024 // len(x) + 1, 1)[:1024] for x in some_rows(n))
+    rms = torch.ones(1024).cuda()
+    clean = ops.invert_rmsnorm(g, m, rms, 1e-6)
+    g[517, n // 2], m[518, 0], rms[519] = torch.nan, torch.inf, 0
+    result = ops.invert_rmsnorm(g, m, rms, 1e-6)
+    assert result.status[517:520].tolist() == [
+        Status.NONFINITE,
+        Status.NONFINITE,
+        Status.BAD_RADIUS,
+    ]
+    assert result.hidden[517:519].isnan().all() and not result.hidden[519].any()
+    others = torch.ones(1024, dtype=torch.bool).index_fill_(0, torch.arange(517, 520), False)
+    for field in fields(clean):
+        x, y = (getattr(each, field.name).cpu()[others] for each in (result, clean))
+        assert torch.equal(x, y)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.mT.contiguous().mT if x.dim() == 2 else x,
+    "gaps": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "offset": lambda x: torch.cat([x[..., :1], x], -1)[..., 1:],
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", [31, 4097, 16384])
+def test_strides_do_not_show(n: int, layout: str, dtype: torch.dtype) -> None:
+    lay = LAYOUTS[layout]
+    m, g = some_rows(n, dtype)
+    h, rms = normal(seeded(3), *m.shape, dtype=dtype).cuda(), torch.ones(len(m), dtype=dtype).cuda()
+    for scale in (m, m[1]):
+        laid = (lay(g), lay(scale), lay(rms), 0.1, lay(h))
+        assert same_rows(ops.invert_rmsnorm(*laid), ops.invert_rmsnorm(g, scale, rms, 0.1, h))
+        assert same_rows(
+            ops.stable_scale(lay(g), lay(scale), lay(h), 0.1), ops.stable_scale(g, scale, h, 0.1)
+        )
+    expanded = ops.invert_rmsnorm(g[1].expand(5, n), m[1].expand(5, n), rms[:1].expand(5))
+    assert same_rows(expanded, ops.invert_rmsnorm(g[1].repeat(5, 1), m[1], rms[:1].repeat(5)))
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New tensors hold NaN, and the largest integer, until they are written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_every_size_is_computed_whole() -> None:
+    for n in (*range(1, 70), *SIZES, 511, 513, 1023, 1025, 10501, 14001, 65535):
+        m, g = (
+            torch.cat(part).cuda()
+            for part in zip(
+                *(rows_of(family, 2, n) for family in ("gaussian", "sparse", "zeros")), strict=True
+            )
+        )
+        g[1], rms = 0, torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]).cuda()
+        inverse, stable = ops.invert_rmsnorm(g, m, rms, 1e-6), ops.stable_scale(g, m, m + 1, 1e-6)
+        for result in (inverse, stable):
+            assert all(getattr(result, f.name).isfinite().all() for f in fields(result))
+            assert (result.status <= Status.BAD_RADIUS).all() and (result.evaluations <= 32).all()
+
+
+def test_of_nothing() -> None:
+    empty = torch.ones(0, 7, device="cuda")
+    result = ops.invert_rmsnorm(empty, torch.ones(7, device="cuda"), empty[:, 0])
+    assert result.hidden.shape == (0, 7) and result.status.shape == (0,)
+    assert ops.stable_scale(empty, empty, empty).u.shape == (0, 7)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("n", [31, 4097, 16384])
+def test_on_a_stream_of_its_own(n: int) -> None:
+    """What the stream has still to write is seen, and what it reads next is finished."""
+    m, g = some_rows(n)
+    rms = torch.ones(len(m)).cuda()
+    expected = ops.invert_rmsnorm(2 * g, m, rms)
+    busy = torch.ones(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    stream, late = torch.cuda.Stream(), torch.zeros_like(g)
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            busy = busy @ busy / 4096
+        late.copy_(2 * g)
+        result = ops.invert_rmsnorm(late, m, rms)
+        copied = result.hidden.clone()
+    stream.synchronize()
+    assert same_rows(result, expected)
+    assert same_bits(copied, expected.hidden)
+
+
+@every_method
+@pytest.mark.parametrize("n", [31, 4097, 16384])
+def test_in_a_cuda_graph(n: int, method: str) -> None:
+    """Captured once and replayed on other numbers in the same places: no host looks at a number on
+    the way.
+    """
+
+    def both(g: Tensor, m: Tensor, rms: Tensor) -> tuple[ops.RMSNormInverse, ops.StableScale]:
+        return ops.invert_rmsnorm(g, m, rms, 1e-6, g, method), ops.stable_scale(
+            g, m, m, 1e-6, method
+        )
+
+    m, g = some_rows(n)
+    inputs = [g, m, torch.ones(len(m)).cuda()]
+    places = [x.clone() for x in inputs]
+    warm_up = torch.cuda.Stream()
+    with torch.cuda.stream(warm_up):
+        both(*places)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = both(*places)
+    for order in (torch.arange(len(m)), torch.arange(len(m)).flip(0)):
+        for place, x in zip(places, inputs, strict=True):
+            place.copy_(x[order.cuda()])
+        graph.replay()
+        torch.cuda.synchronize()
+        for result, expected in zip(results, both(*(x[order.cuda()] for x in inputs)), strict=True):
+            assert same_rows(result, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_on_the_second_device() -> None:
+    m, g = some_rows(257)
+    expected = ops.invert_rmsnorm(g, m, torch.ones(len(m)).cuda())
+    second = torch.device("cuda", 1)
+    result = ops.invert_rmsnorm(g.to(second), m.to(second), torch.ones(len(m), device=second))
+    assert result.hidden.device == second and torch.cuda.current_device() == 0
+    assert same_rows(on_cpu(result), on_cpu(expected))
+    with pytest.raises(ValueError, match="expected scale on cuda:1, got cuda:0"):
+        ops.invert_rmsnorm(g.to(second), m, torch.ones(len(m), device=second))
+
+
+@pytest.mark.parametrize("changed", ["scale", "rms", "fallback"])
+def test_arguments_on_two_devices_are_refused(changed: str) -> None:
+    arguments = {
+        "target": torch.ones(3, 5),
+        "scale": torch.ones(5),
+        "rms": torch.ones(3),
+        "fallback": torch.ones(3, 5),
+    }
+    arguments = {name: x if name == changed else x.cuda() for name, x in arguments.items()}
+    with pytest.raises(
+        ValueError,
+        match=f"expected {changed} on cuda:0, got cpu|expected {changed} on cuda, got cpu",
+    ):
+        ops.invert_rmsnorm(**arguments)
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_compiled_gives_the_same_bits(kind: str) -> None:
+    m, g = some_rows(257, FLOATS[kind])
+    rms = torch.ones(len(m), dtype=g.dtype).cuda()
+    torch._dynamo.reset()
+    function: Invert = lambda g, m, rms: ops.invert_rmsnorm(g, m, rms, 1e-6)  # noqa: E731
+    assert same_rows(
+        torch.compile(function, fullgraph=True, backend="aot_eager")(g, m, rms), function(g, m, rms)
+    )

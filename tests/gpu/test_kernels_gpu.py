@@ -1,0 +1,202 @@
+"""The Triton kernels on a CUDA device: all that is checked in the interpreter, and what only a
+device can show.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from support.kernel_cases import check_linear, linear_case
+from support.kernel_checks import *  # noqa: F403
+from support.numeric import UNIT, normal, same_bits, seeded
+from torch import Tensor
+
+from icl_patch import kernels
+from icl_patch.kernels import INTERPRETED
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set"),
+]
+
+# (N, K) of the readers and writers of Gemma-3 1B, 4B, 12B and 27B, Llama-3 8B and Qwen3 0.6B
+HEADLINE = [
+    (6912, 1152),
+    (1152, 6912),
+    (10240, 2560),
+    (15360, 3840),
+    (21504, 5376),
+    (5376, 21504),
+    (14336, 4096),
+    (3072, 1024),
+]
+headline = pytest.mark.parametrize(("n", "k"), HEADLINE)
+
+
+def needs_memory(gigabytes: float) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < gigabytes * 1e9:
+        pytest.skip(f"needs {gigabytes} GB of device memory, {free / 1e9:.1f} are free")
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank"), [(1, 1), (2, 1), (8, 1), (8, 4), (16, 16), (32, 1), (64, 4)]
+)
+@headline
+def test_headline_shapes(n: int, k: int, rows: int, rank: int) -> None:
+    case = linear_case("row-rank", (rows, n, k), rank, torch.bfloat16, seed=rows)
+    # Entries of the size a model has, so that the patch and the plain output are comparable.
+    case = replace(case, v=case.v / k, row_v=case.row_v / k)
+    case = replace(case, row_v=case.v.double())
+    check_linear(
+        case, kernels.patched_linear(**case.arguments, out_dtype=torch.float32), torch.float32
+    )
+    check_linear(case, kernels.patched_linear(**case.arguments), torch.bfloat16)
+
+
+@headline
+def test_no_row_sees_its_batch_at_headline_shapes(n: int, k: int) -> None:
+    case = linear_case("row", (16, n, k), 1, torch.bfloat16)
+    assert rows_keep_their_bits(case, None, list(range(1, 16)))  # noqa: F405
+    large = linear_case("row", (96, n, k), 1, torch.bfloat16)
+    assert rows_keep_their_bits(large, "tile", [1, 17, 64])  # noqa: F405
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 32])
+@headline
+def test_replay_has_the_bits_of_the_recording_at_headline_shapes(n: int, k: int, rows: int) -> None:
+    generator = seeded(rows)
+    pair, weight = (
+        normal(generator, *size, dtype=torch.bfloat16).cuda() for size in ((2 * rows, k), (n, k))
+    )
+    recorded = kernels.record_linear(pair, weight)
+    assert same_bits(
+        kernels.patched_linear(pair[rows:], weight, recorded.u, recorded.direction.v), recorded.y
+    )
+    assert same_bits(kernels.patched_linear(pair[:rows], weight), recorded.y_ctx)
+    exact = (pair[:rows].double() - pair[rows:].double()) @ weight.double().T
+    assert (
+        (recorded.u - exact).abs()
+        <= 64 * UNIT[torch.float32] * (pair.double().abs() @ weight.double().abs().T).amax()
+    ).all()
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The call as a graph, after a run that compiles its kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+@pytest.mark.parametrize("layout", ["row", "row-rank", "shared", "pool"])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_a_captured_graph_follows_its_factors(layout: str, rows: int) -> None:
+    case = linear_case(layout, (rows, 640, 512), 8, torch.bfloat16)
+    out: list[Tensor] = []
+    graph = captured(lambda: out.append(kernels.patched_linear(**case.arguments)))
+    for seed in (1, 2):
+        other = linear_case(layout, (rows, 640, 512), 8, torch.bfloat16, seed=seed)
+        for name in ("z", "u", "v", "bias", "index"):
+            if getattr(case, name) is not None:
+                getattr(case, name).copy_(getattr(other, name))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = kernels.patched_linear(**case.arguments)
+        assert same_bits(out[-1], expected)
+        check_linear(replace(other, weight=case.weight), expected, torch.bfloat16)
+
+
+def test_a_captured_step_records() -> None:
+    hidden, weight, norm = (
+        normal(seeded(s), *size, dtype=torch.bfloat16).cuda()
+        for s, size in ((0, (4, 512)), (1, (640, 512)), (2, (512,)))
+    )
+    out: list[kernels.Recorded] = []
+
+    def step() -> None:
+        normed = kernels.norm_pair(hidden, norm, 1e-6)
+        out.append(kernels.record_linear(normed.z_pair, weight, direction=normed.direction))
+
+    graph = captured(step)
+    hidden.copy_(normal(seeded(3), 4, 512, dtype=torch.bfloat16))
+    graph.replay()
+    torch.cuda.synchronize()
+    seen = out[-1]
+    step()
+    assert same_bits(seen.y_pair, out[-1].y_pair)
+    assert same_bits(seen.u, out[-1].u)
+    assert not same_bits(seen.u, out[0].u)
+
+
+def test_two_streams_do_not_disturb_each_other() -> None:
+    cases = [
+        linear_case("row-rank", (4, 4096, 2048), 8, torch.bfloat16, seed=seed) for seed in range(2)
+    ]
+    expected = [kernels.patched_linear(**case.arguments) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    found: list[list[Tensor]] = [[], []]
+    for _ in range(50):
+        for stream, case, mine in zip(streams, cases, found, strict=True):
+            with torch.cuda.stream(stream):
+                mine.append(kernels.patched_linear(**case.arguments))
+    torch.cuda.synchronize()
+    assert all(
+        same_bits(out, right) for mine, right in zip(found, expected, strict=True) for out in mine
+    )
+
+
+# More than 2**31 elements
+
+
+def test_a_weight_of_more_than_two_to_the_31_elements() -> None:
+    needs_memory(12)
+    n, k = 262208, 8256
+    weight = torch.randn(n, k, dtype=torch.bfloat16, device="cuda")
+    z = torch.randn(2, k, dtype=torch.bfloat16, device="cuda")
+    u, v = torch.randn(2, n, device="cuda"), torch.randn(2, k, device="cuda") / k
+    for last, w in ((weight[-100:], weight), (weight.view(k, n).T[-100:], weight.view(k, n).T)):
+        out = kernels.patched_linear(z, w, u, v, out_dtype=torch.float32)[:, -100:]
+        expected = (
+            z.double() @ last.double().T
+            + (z.double() * v.double()).sum(-1, keepdim=True) * u[:, -100:].double()
+        )
+        assert ((out - expected).abs() <= 1e-5 * k).all()
+        assert ((out - expected).abs().amax() <= 1e-4 * expected.abs().amax()).all()
+
+
+@pytest.mark.parametrize("rows", [40000])
+def test_rows_and_outputs_of_more_than_two_to_the_31_elements(rows: int) -> None:
+    needs_memory(48)
+    n, k = 65600, 64
+    z, weight = (torch.randn(size, k, dtype=torch.bfloat16, device="cuda") for size in (rows, n))
+    u, v = (
+        torch.randn(rows, n, dtype=torch.bfloat16, device="cuda"),
+        torch.randn(rows, k, device="cuda"),
+    )
+    out = kernels.patched_linear(z, weight, u, v)[-70:, -100:]
+    coeff = (z[-70:].double() * v[-70:].double()).sum(-1, keepdim=True)
+    expected = z[-70:].double() @ weight[-100:].double().T + coeff * u[-70:, -100:].double()
+    assert ((out - expected).abs() <= 1.01 * UNIT[torch.bfloat16] * expected.abs() + 1e-3).all()
+
+
+def test_a_gated_product_of_more_than_two_to_the_31_elements() -> None:
+    needs_memory(20)
+    gate = torch.randn(100100, 21504, dtype=torch.bfloat16, device="cuda")
+    out = kernels.gated_product(gate, gate, "silu")
+    last = gate[-1].double()
+    assert (
+        (out[-1] - last.square() * torch.sigmoid(last)).abs()
+        <= 3 * UNIT[torch.bfloat16] * last.square() + 1e-6
+    ).all()

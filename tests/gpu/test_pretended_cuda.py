@@ -1,0 +1,57 @@
+"""The tests of a CUDA device where there is none, on one that is pretended: all but the kernels,
+the compiler and the clock.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parents[1] / "support"
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+OTHERS = ["pretend_cuda_checks.py", "test_gpu.py", "test_bench_generation.py", "test_bench.py"]
+CHOSEN = (
+    "pretend_cuda_checks or bfloat16 and prefix and gemma3 or matches and gemma3 or between or"
+    " every_way or a_graph_takes"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen", "least"),
+    [(["test_generation_gpu.py"], "float32 and fast or bits", 3), (OTHERS, CHOSEN, 10)],
+    ids=["generation", "others"],
+)
+def test_on_a_pretended_device(files: list[str], chosen: str, least: int) -> None:
+    places = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-p",
+        "pretend_cuda",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "-k",
+        chosen,
+    ]
+    done = subprocess.run(
+        [*command, *(str(HERE / name) for name in files)],
+        env=os.environ | {"ICL_PATCH_OPS": "torch", "PYTHONPATH": places},
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    passed = re.search(r"^(\d+) passed(, \d+ deselected)?(, \d+ warnings?)? in", done.stdout, re.M)
+    assert done.returncode == 0 and passed is not None and int(passed[1]) >= least, (
+        done.stdout + done.stderr
+    )

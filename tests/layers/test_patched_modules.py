@@ -1,0 +1,709 @@
+"""Patched modules by themselves: a drop-in while off, ``W + u vᵀ`` or ``m'`` while patched, and
+never a stored output.
+"""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import build, case
+from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch import ContextPatch, ContextPatcher, PatchedLinear, PatchedRMSNorm, metrics
+
+K, N = 12, 7
+FLOATS = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+EPSILON = {
+    torch.float64: 2.0**-52,
+    torch.float32: 2.0**-23,
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-10,
+}
+SMALL = {
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama": {"num_hidden_layers": 2},
+}
+
+
+class Int8Linear(nn.Module):
+    """Weights of one byte with a scale per row; nothing of it is an ``nn.Linear``, its state is
+    buffers only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.randint(-127, 128, (N, K), dtype=torch.int8))
+        self.register_buffer("row_scale", torch.rand(N, 1) / 64)
+
+    @property
+    def weight_matrix(self) -> Tensor:
+        return self.packed * self.row_scale
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z @ self.weight_matrix.to(z.dtype).T
+
+
+def conv1d() -> Conv1D:
+    layer = Conv1D(N, K)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+BASES = {
+    "linear": lambda: nn.Linear(K, N),
+    "without bias": lambda: nn.Linear(K, N, bias=False),
+    "conv1d": conv1d,
+    "int8": Int8Linear,
+}
+
+
+def matrix(base: nn.Module) -> tuple[Tensor, Tensor | float]:
+    """W (N, K) and the bias of one of the bases, in fp64."""
+    if isinstance(base, Int8Linear):
+        return base.weight_matrix.double(), 0.0
+    weight = base.weight.detach().double()
+    bias = 0.0 if base.bias is None else base.bias.detach().double()
+    return (weight.T if isinstance(base, Conv1D) else weight), bias
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("shape", [(5, K), (2, 3, K), (1, K), (K,)])
+def test_off_is_the_base_module(name: str, shape: tuple[int, ...]) -> None:
+    base, z = BASES[name](), torch.randn(shape)
+    layer = PatchedLinear(base)
+    assert torch.equal(layer(z), base(z))
+    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K))
+    assert not torch.equal(layer(z), base(z))
+    layer.clear_patch()
+    assert torch.equal(layer(z), base(z))
+    assert layer.u is None
+    assert layer.v is None
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("shape", [(5, K), (2, 4, K), (K,)])
+def test_a_shared_patch_of_any_rank(name: str, rank: int, shape: tuple[int, ...]) -> None:
+    base, z = BASES[name](), torch.randn(shape)
+    u, v = torch.randn(1, rank, N), torch.randn(1, rank, K)
+    layer = PatchedLinear(base)
+    layer.set_patch(u, v)
+    weight, bias = matrix(base)
+    expected = z.double() @ (weight + u[0].double().T @ v[0].double()).T + bias
+    got = layer(z)
+    assert got.shape == expected.shape
+    assert got.dtype == z.dtype
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("rows", [(5,), (2, 4), (1,)])
+def test_a_patch_per_row(name: str, rows: tuple[int, ...]) -> None:
+    base, z = BASES[name](), torch.randn(*rows, K)
+    u, v = torch.randn(*rows, N), torch.randn(*rows, K)
+    layer = PatchedLinear(base)
+    layer.set_patch(u, v)
+    weight, bias = matrix(base)
+    weights = weight + u.double().unsqueeze(-1) * v.double().unsqueeze(-2)
+    expected = (weights @ z.double().unsqueeze(-1)).squeeze(-1) + bias
+    torch.testing.assert_close(layer(z).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K)])
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    assert layer(torch.randn(shape)).shape == (*shape[:-1], N)
+
+
+def test_a_shared_patch_does_not_depend_on_how_many_rows_come() -> None:
+    """Two tokens of one row and a shared patch of rank 2 have the shapes of one patch a token, and
+    must not be taken for it.
+    """
+    layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(1, 2, K)
+    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K), shared=True)
+    torch.testing.assert_close(layer(z)[0], torch.cat([layer(z[0, :1]), layer(z[0, 1:])]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+def test_the_output_is_rounded_once_to_the_wanted_dtype(dtype: torch.dtype) -> None:
+    base, z = nn.Linear(K, N).to(dtype), torch.randn(5, K).to(dtype)
+    u, v = torch.randn(5, N, dtype=torch.float64), torch.randn(5, K, dtype=torch.float64)
+    layer = PatchedLinear(base)
+    wide = F.linear(z, base.weight, base.bias).double() + (z.double() * v).sum(1, keepdim=True) * u
+    layer.set_patch(u, v, out_dtype=torch.float64)
+    torch.testing.assert_close(layer(z), wide, rtol=1e-14, atol=1e-14)
+    layer.set_patch(u, v)
+    assert layer(z).dtype == dtype
+    assert metrics.linf(layer(z), wide).max() <= EPSILON[dtype]
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_state_and_parameters_are_the_bases_own(name: str) -> None:
+    base = BASES[name]()
+    layer = PatchedLinear(base)
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    assert list(layer.state_dict()) == list(base.state_dict())
+    for kind in ("named_parameters", "named_buffers"):
+        mine, theirs = dict(getattr(layer, kind)()), dict(getattr(base, kind)())
+        assert mine.keys() == theirs.keys()
+        assert all(mine[key] is theirs[key] for key in mine)
+    fresh = BASES[name]()
+    layer.load_state_dict(fresh.state_dict())
+    assert all(
+        torch.equal(value, fresh.state_dict()[key]) for key, value in base.state_dict().items()
+    )
+
+
+class Packed(Int8Linear):
+    """Saves, loads and moves what is neither parameter nor buffer, as quantised linears do."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.absmax, self.notes = torch.rand(3), "fresh"
+
+    def get_extra_state(self) -> str:
+        return self.notes
+
+    def set_extra_state(self, state: str) -> None:
+        self.notes = state
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "packed.absmax"] = self.absmax
+
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, metadata: dict, *args: Any
+    ) -> None:
+        assert metadata["version"] == 3
+        self.absmax = state_dict.pop(prefix + "packed.absmax")
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.absmax = fn(self.absmax)
+        return self
+
+
+def test_what_a_base_keeps_elsewhere_goes_with_it() -> None:
+    base, other = Packed(), Packed()
+    other.notes = "other"
+    layer = nn.Sequential(PatchedLinear(base))
+    saved = nn.Sequential(other).state_dict()
+    assert (
+        layer.state_dict().keys()
+        == saved.keys()
+        == {f"0.{name}" for name in ("packed", "row_scale", "packed.absmax", "_extra_state")}
+    )
+    layer.load_state_dict(saved)
+    assert base.notes == "other"
+    assert torch.equal(base.absmax, other.absmax)
+    assert torch.equal(base.packed, other.packed)
+    layer.to(torch.float64)
+    assert base.absmax.dtype == base.row_scale.dtype == torch.float64
+
+
+def test_a_parameter_that_is_replaced_is_replaced_for_both() -> None:
+    """Fine-tuning and off-loading put new parameters into modules; after detaching the base must
+    have them.
+    """
+    base = nn.Linear(K, N)
+    layer = PatchedLinear(base)
+    layer.weight = nn.Parameter(torch.ones(N, K))
+    assert base.weight is layer.weight
+    base.bias = nn.Parameter(torch.zeros(N))
+    assert layer.bias is base.bias
+    assert torch.equal(layer(torch.ones(1, K)), torch.full((1, N), float(K)))
+
+
+def test_to_moves_the_base_too() -> None:
+    base = nn.Linear(K, N)
+    layer = PatchedLinear(base).to(torch.float64)
+    z = torch.randn(3, K, dtype=torch.float64)
+    assert layer.weight.dtype == base.weight.dtype == torch.float64
+    assert torch.equal(layer(z), F.linear(z, base.weight, base.bias))
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    assert layer(z).dtype == torch.float64
+
+
+def test_train_and_eval_reach_the_base() -> None:
+    base = nn.Linear(K, N)
+    layer = PatchedLinear(base)
+    layer.eval()
+    assert not base.training
+    layer.train()
+    assert base.training
+
+
+def test_a_deep_copy_is_on_its_own() -> None:
+    layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(3, K)
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    before = layer(z)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(z), before)
+    with torch.no_grad():
+        twin.weight.zero_()
+    twin.clear_patch()
+    assert torch.equal(twin(z), twin.base_layer.bias.expand(3, N))
+    assert torch.equal(layer(z), before)
+
+
+def test_factors_follow_to_another_device_and_keep_their_dtype() -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K, dtype=torch.float64))
+    layer.to(torch.bfloat16)
+    assert (layer.weight.dtype, layer.u.dtype, layer.v.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+    layer.to("meta")
+    assert layer.weight.device == layer.u.device == layer.v.device == torch.device("meta")
+    norm = patched_norm("llama")
+    norm.set_patch(torch.rand(2, K))
+    norm.to("meta")
+    assert norm(torch.empty(2, K, device="meta")).shape == (2, K)
+
+
+def test_factors_are_updated_where_they_lie() -> None:
+    layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(3, K)
+    with pytest.raises(ValueError, match="expected a patch to update"):
+        layer.update_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K))
+    places, before = (layer.u.data_ptr(), layer.v.data_ptr()), layer(z)
+    u, v = torch.randn(1, 2, N), torch.randn(1, 2, K)
+    layer.update_patch(u, v)
+    assert (layer.u.data_ptr(), layer.v.data_ptr()) == places
+    assert not torch.equal(layer(z), before)
+    other = PatchedLinear(layer.base_layer)
+    other.set_patch(u, v)
+    assert torch.equal(layer(z), other(z))
+    with pytest.raises(
+        ValueError,
+        match=r"expected u \(1, 2, 7\) and v \(1, 2, 12\), as they were set, got \(1, 1, 7\)",
+    ):
+        layer.update_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+    assert torch.equal(layer.u, u)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["linear", "conv1d"])
+def test_merged_weights_do_what_the_patch_does(kind: type, dtype: torch.dtype) -> None:
+    base = (nn.Linear(K, N) if kind is nn.Linear else Conv1D(N, K)).to(dtype)
+    layer, z = PatchedLinear(base), torch.randn(5, K).to(dtype)
+    u, v = torch.randn(1, 3, N), torch.randn(1, 3, K)
+    layer.set_patch(u, v)
+    merged = layer.merge()
+    change = u[0].double().T @ v[0].double()
+    expected = base.weight.double() + (change.T if kind is Conv1D else change)
+    assert type(merged) is kind
+    assert torch.equal(merged.weight, expected.to(dtype))
+    assert torch.equal(merged.bias, base.bias)
+    assert metrics.linf(merged(z), layer(z)).max() <= 8 * EPSILON[dtype]
+    assert not torch.equal(merged.weight, base.weight)
+    layer.set_bias_change(torch.randn(N))
+    assert metrics.linf(layer.merge()(z), layer(z)).max() <= 8 * EPSILON[dtype]
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_one_sequence_with_a_patch_a_token(name: str) -> None:
+    """(1, T, N) is a patch of rank T that all tokens share, or one of rank 1 for each: whoever sets
+    it says which, or is told.
+    """
+    base, z = BASES[name](), torch.randn(1, 3, K)
+    layer, plain = PatchedLinear(base), base(z).double()
+    u, v = torch.randn(1, 3, N), torch.randn(1, 3, K)
+    each = plain + (z.double() * v.double()).sum(-1, keepdim=True) * u.double()
+    of_all = plain + z.double() @ v[0].double().T @ u[0].double()
+    layer.set_patch(u, v, shared=False)
+    torch.testing.assert_close(layer(z).double(), each, rtol=1e-5, atol=1e-5)
+    layer.set_patch(u, v, shared=True)
+    torch.testing.assert_close(layer(z).double(), of_all, rtol=1e-5, atol=1e-5)
+    layer.set_patch(u, v)
+    with pytest.warns(
+        UserWarning, match=r"u \(1, 3, 7\) of an input \(1, 3, 12\) is taken for one of rank 3"
+    ):
+        torch.testing.assert_close(layer(z).double(), of_all, rtol=1e-5, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(z[:, :1]), layer(z.repeat(2, 1, 1)), layer(z[0])
+    with pytest.raises(
+        ValueError, match=r"share as u \(1, R, N\) and v \(1, R, K\), got \(3, 7\), \(3, 12\)"
+    ):
+        layer.set_patch(u[0], v[0], shared=True)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_factors_in_another_order_than_the_input(name: str) -> None:
+    """(T, B, ·) has as many elements as (B, T, ·), and is not it."""
+    layer, z = PatchedLinear(BASES[name]()), torch.randn(2, 3, K)
+    layer.set_patch(torch.randn(3, 2, N), torch.randn(3, 2, K))
+    with pytest.raises(
+        ValueError,
+        match=r"expected factors \(1, R, ·\), \(2, 3, '·'\) or flat \(6, ·\), got \(3, 2, 7\)",
+    ):
+        layer(z)
+    for shape in ((3, 2, N), (N, 6), (1,)):
+        layer.set_bias_change(torch.randn(shape))
+        with pytest.raises(
+            ValueError, match=r"expected bias_change \(2, 3, 7\), flat or \(7,\), got"
+        ):
+            layer(z)
+    norm = patched_norm("llama")
+    norm.set_patch(torch.rand(3, 2, K))
+    with pytest.raises(ValueError, match=r"of x \(2, 3, 12\), got \(3, 2, 12\)"):
+        norm(z)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_the_form_of_a_norm_is_found(kind: type) -> None:
+    base, x = kind(K), torch.randn(2, 3, K)
+    with torch.no_grad():
+        base.weight.normal_()
+    norm = PatchedRMSNorm(base)
+    norm.set_patch(norm.scale)
+    assert torch.equal(norm(x), base(x))
+    with pytest.raises(TypeError, match="got LayerNorm, which does something else"):
+        PatchedRMSNorm(nn.LayerNorm(K))
+
+
+def test_without_numbers() -> None:
+    layer = PatchedLinear(nn.Linear(K, N)).to("meta")
+    layer.set_patch(torch.empty(1, 1, N, device="meta"), torch.empty(1, 1, K, device="meta"))
+    assert layer(torch.empty(3, K, device="meta")).shape == (3, N)
+
+
+def test_an_update_that_reads_what_it_writes() -> None:
+    layer = PatchedLinear(nn.Linear(K, K))
+    u, v = torch.randn(1, 2, K), torch.randn(1, 2, K)
+    layer.set_patch(u.clone(), v.clone())
+    layer.update_patch(layer.v, layer.u)
+    assert torch.equal(layer.u, v)
+    assert torch.equal(layer.v, u)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_the_input_under_its_own_name(patched: bool) -> None:
+    linear, conv, norm = (
+        PatchedLinear(nn.Linear(K, N)),
+        PatchedLinear(Conv1D(N, K)),
+        patched_norm("llama"),
+    )
+    z = torch.randn(2, 3, K)
+    if patched:
+        for layer in (linear, conv):
+            layer.set_patch(torch.randn(1, 1, N), torch.randn(1, 1, K))
+        norm.set_patch(torch.rand(K))
+        with pytest.raises(TypeError, match="expected one input in a patched Linear, got 2"):
+            linear(z, scale=2.0)
+    assert torch.equal(linear(input=z), linear(z))
+    assert torch.equal(conv(x=z), conv(z))
+    assert torch.equal(norm(hidden_states=z), norm(z))
+
+
+def test_what_cannot_be_merged() -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    layer.set_patch(torch.randn(1, 3, N), torch.randn(1, 3, K), shared=False)
+    with pytest.raises(ValueError, match="that all rows share"):
+        layer.merge()
+    layer.set_patch(torch.randn(3, N), torch.randn(3, K))
+    with pytest.raises(ValueError, match="that all rows share"):
+        layer.merge()
+    without_bias = PatchedLinear(nn.Linear(K, N, bias=False))
+    without_bias.set_bias_change(torch.randn(N))
+    with pytest.raises(ValueError, match="expected a bias"):
+        without_bias.merge()
+    hooked = nn.Linear(K, N)
+    hooked.register_forward_hook(lambda _module, _args, out: 2 * out)
+    with pytest.raises(TypeError, match="got one with hooks or another forward"):
+        PatchedLinear(hooked).merge()
+    with pytest.raises(TypeError, match="got Wider"):
+        PatchedLinear(type("Wider", (nn.Linear,), {})(K, N)).merge()
+
+
+@pytest.mark.parametrize("kind", ["off", "shared", "row", "bias"])
+@pytest.mark.parametrize("name", ["linear", "conv1d"])
+def test_compiles_without_a_graph_break(name: str, kind: str) -> None:
+    base = nn.Linear(K, N) if name == "linear" else Conv1D(N, K)
+    layer, z = PatchedLinear(base), torch.randn(3, K)
+    if kind == "bias":
+        layer.set_bias_change(torch.randn(N))
+    elif kind != "off":
+        rows = (1, 2) if kind == "shared" else (3,)
+        layer.set_patch(torch.randn(*rows, N), torch.randn(*rows, K))
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(compiled(z), layer(z), rtol=0, atol=1e-6)
+    with torch.no_grad():
+        if kind == "row":
+            layer.update_patch(2 * layer.u, layer.v)
+            assert torch.equal(compiled(z), layer(z))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_hooks_on_the_base_still_run(patched: bool) -> None:
+    base, z = nn.Linear(K, N), torch.randn(3, K, requires_grad=True)
+    plain = base(z)
+    seen = []
+    base.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    base.register_forward_hook(lambda _module, _args, out: 2 * out)
+    base.register_full_backward_hook(lambda _module, _given, made: seen.append(made[0]))
+    layer = PatchedLinear(base)
+    if patched:
+        layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
+    out = layer(z)
+    assert torch.equal(out, 2 * plain)
+    assert len(seen) == 1
+    out.sum().backward()
+    assert torch.equal(seen[1], torch.ones(3, N))
+
+
+def test_a_forward_that_the_base_was_given_still_runs() -> None:
+    """Off-loading libraries replace ``forward`` on the instance."""
+    base, z = nn.Linear(K, N), torch.randn(3, K)
+    plain = base(z)
+    base.forward = lambda z: 2 * F.linear(z, base.weight, base.bias)
+    layer = PatchedLinear(base)
+    assert torch.equal(layer(z), 2 * plain)
+    layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
+    assert torch.equal(layer(z), 2 * plain)
+
+
+def test_a_drop_in_has_the_linears_attributes() -> None:
+    base = nn.Linear(K, N)
+    layer = PatchedLinear(base)
+    assert layer.weight is base.weight
+    assert layer.bias is base.bias
+    assert (layer.in_features, layer.out_features) == (K, N)
+
+
+def test_factors_carry_gradients() -> None:
+    base, z = nn.Linear(K, N), torch.randn(3, K)
+    u, v = torch.randn(1, 2, N, requires_grad=True), torch.randn(1, 2, K, requires_grad=True)
+    layer = PatchedLinear(base)
+    layer.set_patch(u, v)
+    layer(z).sum().backward()
+    torch.testing.assert_close(
+        u.grad, (z.sum(0) @ v.detach()[0].T).unsqueeze(-1).expand(2, N).unsqueeze(0)
+    )
+    assert v.grad is not None
+
+
+# -- the norm
+
+NORMS = {
+    "gemma3": (Gemma3RMSNorm, {"scale_offset": 1.0, "cast_first": False}),
+    "llama": (LlamaRMSNorm, {}),
+}
+
+
+def patched_norm(name: str, dtype: torch.dtype = torch.float32) -> PatchedRMSNorm:
+    kind, options = NORMS[name]
+    base = kind(K, eps=1e-3)
+    nn.init.normal_(base.weight, 0, 0.7)
+    return PatchedRMSNorm(base.to(dtype), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_the_same_scale_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """It shows where each class rounds: with the other rounding the bits differ."""
+    layer, x = patched_norm(name, dtype), (3 * torch.randn(50, 4, K)).to(dtype)
+    stock = layer.base_layer(x)
+    assert torch.equal(layer(x), stock)
+    layer.set_patch(layer.scale)
+    assert torch.equal(layer(x), stock)
+    layer.set_patch(layer.scale.expand(50, 4, K))
+    assert torch.equal(layer(x), stock)
+    if dtype != torch.float32:
+        layer.cast_first = not layer.cast_first
+        assert not torch.equal(layer(x), stock)
+    layer.clear_patch()
+    assert layer.new_scale is None
+    assert torch.equal(layer(x), stock)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_scale_per_row_and_a_shared_one(name: str) -> None:
+    layer, x = patched_norm(name), torch.randn(5, K)
+    normalized = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    for new_scale in (torch.randn(K), torch.randn(5, K)):
+        layer.set_patch(new_scale)
+        assert layer(x).dtype == torch.float32
+        torch.testing.assert_close(
+            layer(x).double(), normalized * new_scale.double(), rtol=1e-5, atol=1e-6
+        )
+    layer.set_patch(torch.randn(5, K, dtype=torch.float64))
+    assert layer(x).dtype == torch.float64
+    assert list(layer.state_dict()) == ["weight"]
+
+
+def test_a_low_precision_scale_is_applied_in_fp32() -> None:
+    layer, x = patched_norm("gemma3", torch.bfloat16), (3 * torch.randn(50, K)).bfloat16()
+    new_scale = torch.randn(K).bfloat16()
+    layer.set_patch(new_scale.float())
+    expected = layer(x)
+    layer.set_patch(new_scale)
+    assert torch.equal(layer(x), expected)
+
+
+# -- on another input than the one the factors were computed for
+
+
+def computed(family: str, update: str, dtype: torch.dtype) -> tuple[nn.Module, ContextPatch]:
+    model = build(family, 0, dtype, **SMALL[family])
+    with ContextPatcher(model, update) as patcher:
+        return model, patcher.compute(**case("span"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_another_input_gets_what_the_materialised_weights_give(
+    update: str, family: str, dtype: torch.dtype
+) -> None:
+    """Nothing but weights is stored: an output that had been stored would show here."""
+    model, patch = computed(family, update, dtype)
+    row, token = 1, 2
+    for name, change in patch.weight_changes(row, token):
+        path = name.removesuffix(".weight")
+        base = model.get_submodule(path)
+        layer_index, module = int(path.split(".")[2]), path.split(".", 3)[3]
+        factors = patch.layers[layer_index]
+        x = torch.randn(6, change.shape[-1])
+        if change.dim() == 1:
+            x = x.to(dtype)
+            form = patch.blocks[layer_index].spec
+            layer: nn.Module = PatchedRMSNorm(
+                base, scale_offset=form.scale_offset, cast_first=form.cast_first
+            )
+            layer.set_patch(factors[f"{module}.new_scale"][row, token])
+            changed = copy.deepcopy(base).double()
+            changed.weight.data += change.double()
+            expected, plain = changed(x.double()), base(x)
+        else:
+            layer = PatchedLinear(base)
+            v = factors.get(f"{module}.v", factors["readers.v"])[row, token]
+            # random inputs alone have too little of v in them for its part to be seen in bf16
+            x = (x + 6 * v / v.norm()).to(dtype)
+            layer.set_patch(factors[f"{module}.u"][row, token].view(1, 1, -1), v.view(1, 1, -1))
+            expected, plain = x.double() @ (base.weight.double() + change.double()).T, base(x)
+        limit = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-6}[dtype]
+        assert metrics.linf(layer(x), expected).max() <= limit, name
+        # without the change it is another output
+        assert metrics.linf(plain, expected).median() > 4 * limit, name
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("u", "v", "message"),
+    [
+        ((N,), (K,), r"expected u \(\.\.\., N\) and v \(\.\.\., K\).*\(7,\), \(12,\)"),
+        ((1, 2, N), (1, 3, K), r"same leading dimensions, got \(1, 2, 7\), \(1, 3, 12\)"),
+        ((1, 1, N + 1), (1, 1, K), r"expected u .*7\).*\(1, 1, 8\)"),
+        ((1, 1, N), (1, 1, K - 1), r"expected v .*12\).*\(1, 1, 11\)"),
+        ((4, N), (4, K), r"expected u \(5, 7\).*\(4, 7\)"),
+    ],
+)
+@pytest.mark.parametrize("name", BASES)
+def test_factors_that_do_not_fit(
+    name: str, u: tuple[int, ...], v: tuple[int, ...], message: str
+) -> None:
+    layer = PatchedLinear(BASES[name]())
+    with pytest.raises(ValueError, match=message):
+        layer.set_patch(torch.zeros(u), torch.zeros(v))
+        layer(torch.zeros(5, K))
+
+
+def test_factors_of_another_dtype() -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    with pytest.raises(
+        TypeError, match=r"expected u in fp64, fp32, bf16 or fp16, got torch\.int64"
+    ):
+        layer.set_patch(torch.zeros(1, 1, N, dtype=torch.int64), torch.zeros(1, 1, K))
+        layer(torch.zeros(5, K))
+
+
+def test_a_scale_that_does_not_fit() -> None:
+    layer = patched_norm("llama")
+    with pytest.raises(ValueError, match=r"expected new_scale \(\.\.\., 12\), got \(13,\)"):
+        layer.set_patch(torch.ones(K + 1))
+    for rows in ((4, 1), (3,)):
+        layer.set_patch(torch.ones(*rows, K))
+        with pytest.raises(
+            ValueError,
+            match=r"expected new_scale \(n,\) or one for each row of x \(2, 3, 12\), got",
+        ):
+            layer(torch.ones(2, 3, K))
+
+
+def test_a_scale_of_integers_is_refused() -> None:
+    layer = patched_norm("llama")
+    with pytest.raises(TypeError, match="new_scale"):
+        layer.set_patch(torch.ones(K, dtype=torch.int64))
+
+
+def test_only_the_right_modules_can_be_wrapped() -> None:
+    with pytest.raises(TypeError, match="not patched yet, got PatchedLinear"):
+        PatchedLinear(PatchedLinear(nn.Linear(K, N)))
+    with pytest.raises(TypeError, match="RMSNorm with a weight and an eps, got Linear"):
+        PatchedRMSNorm(nn.Linear(K, N))
+    with pytest.raises(TypeError, match="got Identity"):
+        PatchedRMSNorm(nn.Identity())
+
+
+def test_repr_names_the_base_and_the_mode() -> None:
+    layer = PatchedLinear(nn.Linear(K, N))
+    assert (
+        repr(layer) == "PatchedLinear(Linear(in_features=12, out_features=7, bias=True), mode=off)"
+    )
+    layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
+    assert "mode=replay" in repr(layer)
+
+
+# -- the bias
+
+
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("shape", [(5, K), (2, 3, K), (1, K)])
+def test_a_change_of_the_bias(name: str, shape: tuple[int, ...]) -> None:
+    base, z = BASES[name](), torch.randn(shape)
+    layer, plain = PatchedLinear(base), base(z)
+    weight, bias = matrix(base)
+    for change in (torch.randn(N), torch.randn(*shape[:-1], N)):
+        layer.set_bias_change(change)
+        torch.testing.assert_close(
+            layer(z).double(), z.double() @ weight.T + bias + change.double(), rtol=1e-5, atol=1e-5
+        )
+        assert layer(z).dtype == plain.dtype
+    flat = torch.randn(len(z.flatten(0, -2)), N)
+    layer.set_bias_change(flat.double(), out_dtype=torch.float64)
+    assert torch.equal(layer(z), plain.double() + flat.double().reshape(*shape[:-1], N))
+    layer.clear_patch()
+    assert layer.bias_change is None
+    assert torch.equal(layer(z), plain)
+    layer.set_patch(torch.zeros(1, 1, N), torch.zeros(1, 1, K))
+    layer.set_bias_change(torch.zeros(N))
+    assert layer.u is None

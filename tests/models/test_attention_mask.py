@@ -1,0 +1,136 @@
+"""The condition on a model's masks: in force in one pass of one thread, and gone without a
+trace.
+"""
+
+import threading
+
+import pytest
+import torch
+from support.models import build, tokens
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as TABLE
+from transformers.models.bloom import modeling_bloom
+
+from icl_patch.evaluation import tiny_models
+from icl_patch.models.attention_mask import Visibility, restricted_attention
+from icl_patch.recording.residual_sum import ResidualSum
+
+
+def state() -> tuple:
+    return (
+        dict(TABLE._local_mapping),
+        TABLE["sdpa"],
+        TABLE["eager"],
+        modeling_bloom.build_alibi_tensor,
+    )
+
+
+def nothing_hidden(rows: int, width: int) -> Visibility:
+    return Visibility(torch.ones(rows, width, dtype=torch.bool))
+
+
+def test_nothing_is_left_behind() -> None:
+    before, model = state(), tiny_models.build("bloom")
+    with restricted_attention(model, nothing_hidden(2, 3)):
+        assert state() != before
+    assert state() == before
+    with pytest.raises(ZeroDivisionError), restricted_attention(model, nothing_hidden(2, 3)):
+        _ = 1 / 0
+    assert state() == before
+
+
+def test_two_at_once_in_any_order() -> None:
+    """As two threads would: the first to come is the first to go."""
+    before, model = state(), build("llama", 0, num_hidden_layers=1)
+    first, second = (restricted_attention(model, nothing_hidden(2, 3)) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    second.__exit__(None, None, None)
+    assert state() != before
+    first.__exit__(None, None, None)
+    assert state() == before
+
+
+@torch.no_grad()
+def test_another_thread_sees_nothing_of_it() -> None:
+    model, ids = build("llama", 0, num_hidden_layers=2), tokens(0, 2, 6)
+    expected, found = model(ids).logits, []
+    hidden = torch.ones(2, 6, dtype=torch.bool)
+    hidden[:, 1:4] = False
+    with restricted_attention(model, Visibility(hidden)):
+        assert not torch.equal(model(ids).logits, expected)
+        thread = threading.Thread(target=lambda: found.append(model(ids).logits))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], expected)
+
+
+@torch.no_grad()
+def test_hidden_tokens_are_as_if_they_were_not_there() -> None:
+    """Against the model on the other tokens alone, at their positions."""
+    for family in ("llama", "gemma2", "bloom", "falcon-rw", "gptj"):
+        model, ids = tiny_models.build(family), tokens(0, 2, 7)
+        visible = torch.ones(2, 7, dtype=torch.bool)
+        visible[:, :3] = False
+        with restricted_attention(model, Visibility(visible)):
+            logits = model(ids).logits[:, 3:]
+        alone = Visibility(
+            torch.ones(2, 4, dtype=torch.bool), slots := torch.arange(3, 7).expand(2, -1), slots
+        )
+        given = {} if family == "bloom" else {"position_ids": slots}
+        with restricted_attention(model, alone):
+            others = model(
+                ids[:, 3:], attention_mask=torch.ones(2, 4, dtype=torch.long), **given
+            ).logits
+        assert (others - logits).abs().max() <= 1e-5 * logits.abs().max(), family
+
+
+def test_alibi_of_given_positions() -> None:
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    positions = torch.tensor([[0, 0, 7, 9], [1, 4, 5, 8]])
+    whole = modeling_bloom.build_alibi_tensor(
+        torch.ones(2, 10, dtype=torch.long), 4, torch.float32
+    ).reshape(2, 4, 10)
+    with restricted_attention(tiny_models.build("bloom"), Visibility(mask.bool(), None, positions)):
+        made = modeling_bloom.build_alibi_tensor(mask, 4, torch.float32).reshape(2, 4, 4)
+    for row in range(2):
+        assert torch.equal(made[row], whole[row][:, positions[row]])
+
+
+# -- sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_an_open_sum_hands_over_its_first_sum(dtype: torch.dtype) -> None:
+    residual, written, seen = torch.randn(2, 3, 4).bfloat16(), torch.randn(2, 3, 4, dtype=dtype), []
+    total = residual + ResidualSum.of(written, seen.append)
+    assert type(total) is torch.Tensor
+    assert torch.equal(total, residual + written)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], total)
+    swapped = ResidualSum.of(written, seen.append) + residual
+    assert torch.equal(swapped, total)
+    assert len(seen) == 2
+
+
+def test_what_on_sum_returns_takes_the_sums_place() -> None:
+    order = []
+
+    def note(name: str) -> None:
+        order.append(name)
+
+    written = ResidualSum.of(torch.ones(3), lambda total: note("second") or total * 2)
+    written = ResidualSum.of(written, lambda total: note("first") or total + 1, first=True)
+    written = ResidualSum.of(written, lambda _total: note("third"))
+    assert torch.equal(torch.ones(3) + written, torch.full((3,), 6.0))
+    assert order == ["first", "second", "third"]
+
+
+def test_anything_else_makes_a_plain_tensor() -> None:
+    written = ResidualSum.of(torch.ones(2, 2), lambda _total: pytest.fail("no sum was made"))
+    for made in (
+        written.abs(),
+        written.reshape(4),
+        written.double(),
+        torch.matmul(written, written),
+    ):
+        assert type(made) is torch.Tensor

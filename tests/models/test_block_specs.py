@@ -1,0 +1,607 @@
+"""How forms are recognised, what is refused and why, and what else is covered: images, quantised
+weights, generation.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from support.models import build, case, ragged, tokens
+from support.small import works
+from test_families import EXPERTS, Stock
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation.loop import History
+from icl_patch.models.block_spec import Writer
+from icl_patch.models.detect import blocks_of
+from icl_patch.models.trace import trace
+from icl_patch.recording.sequences import assemble
+
+# -- what is read from a model
+
+
+def form_of(family: str, layer: int = 0, **changes: Any) -> Any:
+    return blocks_of(tiny_models.build(family, 0, **changes))[layer].spec
+
+
+def test_every_entry_of_the_zoo_has_the_writer_it_names() -> None:
+    for family, entry in tiny_models.ZOO.items():
+        writers = {block.spec.writer.value for block in blocks_of(tiny_models.build(family))}
+        assert entry.writer in writers, family
+
+
+def test_one_walk_reads_the_known_forms() -> None:
+    gpt2, granite, opt = form_of("gpt2"), form_of("granite"), form_of("opt-post-norm")
+    assert (gpt2.readers, gpt2.down, gpt2.transposed) == (
+        ("mlp.c_fc",),
+        "mlp.c_proj",
+        ("mlp.c_fc", "mlp.c_proj"),
+    )
+    assert granite.branch == 0.22
+    assert (opt.residual, opt.ends_at) == (("input of fc1",), "final_layer_norm")
+    phi, olmo = form_of("phi"), form_of("olmo2")
+    assert phi.parallel
+    assert not phi.reads
+    assert olmo.residual == ("input of mlp.gate_proj",)
+    qwen, sparse = form_of("qwen2_moe", 1), form_of("qwen2_moe", 0)
+    assert (qwen.writer, sparse.writer) == (Writer.WEIGHT, Writer.EXPERTS)
+    assert "mlp.shared_expert_gate" in sparse.readers
+    assert sparse.routers == ("mlp.gate",)
+    assert form_of("gemma3n").inner
+    assert form_of("mamba").mixer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_are_read_bit_for_bit(dtype: str) -> None:
+    """Where each class rounds shows in bf16; whether its scale is w or 1 + w shows always."""
+    read = {
+        name: form_of(name, dtype=getattr(torch, dtype))
+        for name in ("gemma2", "glm4", "olmo2", "gemma4")
+    }
+    assert {name: spec.scale_offset for name, spec in read.items()} == {
+        "gemma2": 1.0,
+        "glm4": 0.0,
+        "olmo2": 0.0,
+        "gemma4": 0.0,
+    }
+    if dtype == "bfloat16":
+        assert {name: spec.cast_first for name, spec in read.items()} == {
+            "gemma2": False,
+            "glm4": True,
+            "olmo2": False,
+            "gemma4": False,
+        }
+
+
+def test_a_factor_that_the_mlp_applies_itself() -> None:
+    spec = form_of("falcon_h1", mlp_multipliers=[1.5, 0.7])
+    assert spec.residual_multiplier == 0.7
+    with ContextPatcher(
+        tiny_models.build("falcon_h1", 0, mlp_multipliers=[1.5, 0.7]), "direct"
+    ) as patcher:
+        works(patcher)
+
+
+def test_tracing_leaves_nothing() -> None:
+    model = tiny_models.build("recurrent_gemma")
+    hooks = [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    ]
+    states = [vars(module).get("recurrent_states") for module in model.modules()]
+    layers = dict(model.model.layers.named_children())
+    assert trace(model, layers, tokens(0, 2, 3)).keys() == layers.keys()
+    assert hooks == [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    ]
+    assert states == [vars(module).get("recurrent_states") for module in model.modules()]
+
+
+# -- what is refused
+
+REASONS = {
+    "deepseek_v4": r"model\.layers\.0 \(DeepseekV4DecoderLayer\): it carries 2 residual streams",
+    "rwkv": r"rwkv\.blocks\.0 \(RwkvBlock\): no module in it takes an attention mask or a cache",
+    "mpt": "MptForCausalLM has positions that the kept tokens alone cannot be given",
+    "openai-gpt": r"transformer\.h\.0 does not run once a pass",
+}
+
+
+@pytest.mark.parametrize("family", tiny_models.REFUSED)
+def test_refused_by_name_and_reason(family: str) -> None:
+    model = tiny_models.build(family)
+    modules = dict(model.named_modules())
+    with pytest.raises(UnsupportedModelError, match=REASONS[family]):
+        ContextPatcher(model)
+    assert dict(model.named_modules()) == modules
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@torch.no_grad()
+def test_no_writer_can_absorb_what_hyper_connections_carry() -> None:
+    """With every reader right, the streams still differ by ``(combᵀ p) ⊗ Δa``, and the MLP can only
+    add ``q ⊗ w``.
+
+    p and q are the proportions in which attention and MLP are written into the streams. p depends
+    on the block's input alone, and q and comb are given their values with the context. What is left
+    over for the best w is measured here.
+    """
+    model = tiny_models.build("deepseek_v4")
+    layer, seen = model.model.layers[0], {}
+    layer.attn_hc.register_forward_hook(
+        lambda _module, args, out: seen.update(streams=args[0], p=out[0], mix=out[1])
+    )
+    layer.self_attn.register_forward_hook(lambda _module, _args, out: seen.update(attended=out[0]))
+    context, kept = tokens(0, 1, 9), tokens(1, 1, 1)
+    model(torch.cat([context, kept], 1))
+    x, p, mix, with_context = (seen[name][:, -1:] for name in ("streams", "p", "mix", "attended"))
+    model(kept)
+    # the first block's input: the same with the context and without
+    torch.testing.assert_close(seen["streams"], x)
+    delta = with_context - seen["attended"]
+    inside = p.unsqueeze(-1) * with_context.unsqueeze(-2) + mix.transpose(-1, -2) @ x
+    q, comb, _ = layer.ffn_hc(inside)
+    carried = comb.transpose(-1, -2) @ p.unsqueeze(-1)
+    q = q.unsqueeze(-1)
+    left = carried - q * (q * carried).sum() / (q * q).sum()  # for the best w, a multiple of delta
+    assert delta.norm() > 0.1
+    assert left.norm() / carried.norm() > 0.01
+
+
+class Broken(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("not today")
+
+
+def test_a_model_that_fails_is_refused_with_its_own_words() -> None:
+    model = build("llama", 0, num_hidden_layers=1)
+    model.__class__ = Broken
+    with pytest.raises(
+        UnsupportedModelError, match="Broken fails on the tokens that attaching tries: not today"
+    ):
+        ContextPatcher(model)
+
+
+def test_a_window_that_only_the_cache_keeps_is_refused() -> None:
+    model = build("llama", 0, num_hidden_layers=2)
+    model.config.sliding_window = 6
+    model.config.layer_types = ["sliding_attention"] * 2
+    with pytest.raises(
+        UnsupportedModelError, match="keeps its window by dropping tokens from its cache"
+    ):
+        ContextPatcher(model)
+
+
+# -- images
+
+IMAGES = {"gemma3-vision": 4, "llava": 16}
+
+
+def with_image(
+    family: str, dtype: torch.dtype
+) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
+    count, model = IMAGES[family], tiny_models.build(family, 0, dtype)
+    context, kept = tokens(0, 2, count + 6) % 90 + 1, tokens(1, 2, 4) % 90 + 1
+    context[:, 2 : 2 + count] = tiny_models.IMAGE_TOKEN
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    types = (
+        {"token_type_ids": (context == tiny_models.IMAGE_TOKEN).long()}
+        if family == "gemma3-vision"
+        else {}
+    )
+    return model, context, kept, {"pixel_values": pixels, **types}
+
+
+@torch.no_grad()
+def image_logits(
+    model: nn.Module, context: Tensor, kept: Tensor, inputs: dict[str, Tensor]
+) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    model(input_ids=context, past_key_values=cache, use_cache=True, **inputs)
+    positions = torch.arange(context.shape[1], context.shape[1] + kept.shape[1]).expand(
+        len(kept), -1
+    )
+    return model(
+        input_ids=kept, past_key_values=cache, use_cache=True, position_ids=positions
+    ).logits
+
+
+@pytest.mark.parametrize("family", IMAGES)
+@pytest.mark.parametrize(
+    ("update", "dtype"),
+    [("direct", torch.float32), ("stable", torch.float32), ("exact", torch.bfloat16)],
+)
+def test_an_image_in_the_context_and_text_in_the_replay(
+    family: str, update: str, dtype: torch.dtype
+) -> None:
+    model, context, kept, inputs = with_image(family, dtype)
+    reference = image_logits(model, context, kept, inputs)
+    other = image_logits(model, context, kept, inputs | {"pixel_values": -inputs["pixel_values"]})
+    assert metrics.linf(other, reference).max() > 0.1  # it matters what is in the image
+    with ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(context, kept, **inputs)
+        error = metrics.linf(patcher.forward(kept, patch), reference).max()
+    assert error <= (0 if update == "exact" else 1e-4)
+
+
+def test_an_image_in_the_prefix_is_refused() -> None:
+    """A replay runs the prefix alone: without the image it is another one."""
+    model, context, kept, inputs = with_image("gemma3-vision", torch.float32)
+    types = {"token_type_ids": F.pad(inputs["token_type_ids"], (0, 4))}
+    with ContextPatcher(model, "stable") as patcher:
+        whole = torch.cat([context, kept], 1)
+        for arguments in (
+            {"context_ids": kept, "prefix_ids": context},
+            {"context_ids": whole, "absorbed": [(9, 12)]},
+        ):
+            with pytest.raises(
+                ValueError, match="expected no prefix beside pixel_values, token_type_ids"
+            ):
+                patcher.compute(kept_ids=kept, **arguments, **inputs | types)
+        text = {"context_ids": kept, "prefix_ids": kept, "kept_ids": kept}
+        works(patcher, text | {"pixel_values": None})
+        nothing = {
+            "prefix_ids": kept,
+            "prefix_mask": torch.zeros_like(kept),
+            "token_type_ids": types["token_type_ids"].roll(4, 1),
+        }
+        works(patcher, {"context_ids": context, "kept_ids": kept, **inputs, **nothing})
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
+def test_images_whose_tokens_have_three_positions_are_refused(kind: str) -> None:
+    vision = {
+        "hidden_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "depth": 2,
+    }
+    own = {
+        "Qwen2VL": {"embed_dim": 16, "mlp_ratio": 2, "in_channels": 3},
+        "Qwen2_5_VL": {"hidden_size": 16, "out_hidden_size": 32},
+    }[kind]
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**tiny_models._COMMON, "rope_parameters": rope},
+        vision_config=vision | own,
+        image_token_id=96,
+        video_token_id=93,
+        vision_start_token_id=94,
+        vision_end_token_id=95,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    tiny_models.randomise(model)
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    text, kept = tokens(0, 2, 9) % 90 + 1, tokens(1, 2, 2) % 90 + 1
+    image = torch.tensor([[5, 94, 96, 96, 96, 96, 95, 6]])
+    inputs = {
+        "pixel_values": torch.randn(16, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (image == 96).int(),
+    }
+    expected = model.generate(
+        text, output_logits=True, return_dict_in_generate=True, **settings
+    ).logits
+    with ContextPatcher(model, "stable") as patcher:
+        works(
+            patcher,
+            {"context_ids": text, "kept_ids": kept, "mm_token_type_ids": torch.zeros_like(text)},
+        )
+        for step, logits in zip(patcher.generate(text, **settings), expected, strict=True):
+            assert metrics.linf(step.logits, logits).max() <= 1e-4
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"positions of three numbers.* got pixel_values, image_grid_thw",
+        ):
+            patcher.compute(image, kept[:1], **inputs)
+        with pytest.raises(ValueError, match="position"):
+            patcher.generate(image, **settings, **inputs)
+
+
+# -- quantised weights
+
+
+class Int8Linear(nn.Module):
+    """Weights of one byte with a scale per row, in buffers alone: nothing of it is an
+    ``nn.Linear``, and it has no weight.
+    """
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        scale = base.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("packed", (base.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("row_scale", scale)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z @ (self.packed * self.row_scale).to(z.dtype).T
+
+
+def quantise(model: nn.Module, kind: str) -> None:
+    if kind == "packed":
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear) and child is not model.lm_head:
+                    setattr(module, name, Int8Linear(child))
+        return
+    sys.path.append(str(Path(__file__).parents[2] / "build" / "torchao"))  # where make test puts it
+    torchao = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    config = (
+        torchao.Int8WeightOnlyConfig()
+        if kind == "int8"
+        else torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)
+    )
+    torchao.quantize_(model.model, config)
+
+
+@pytest.mark.parametrize("kind", ["packed", "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_quantised_readers_and_writers(
+    family: str, kind: str, dtype: torch.dtype, tmp_path: Any
+) -> None:
+    """The patch lies on top, in fp32 (exact: fp64); the base is left as it is."""
+    model = tiny_models.build(
+        family, 0, dtype, hidden_size=64, intermediate_size=128, tie_word_embeddings=False
+    )
+    quantise(model, kind)
+    arguments = case("prefix")
+    reference = Stock(model).logits(arguments)
+    for update in ("direct", "stable", "exact"):
+        with ContextPatcher(model, update) as patcher:
+            patch = patcher.compute(**arguments)
+            patch.save(tmp_path / "patch.safetensors")
+            loaded = ContextPatch.load(tmp_path / "patch.safetensors", model)
+            logits = patcher.forward(patch.kept_ids, loaded)
+        error = metrics.linf(logits, reference)[patch.kept_mask].max()
+        if update == "exact":
+            assert error == 0
+        elif dtype == torch.float32:
+            assert error <= 1e-4
+
+
+# -- adapters
+
+
+class Adapter(nn.Module):
+    """A matrix of low rank beside a matrix, as one module with the weight of the base."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.reads, self.writes = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.writes(self.reads(x))
+
+
+@pytest.mark.parametrize("update", ["direct", "exact"])
+def test_an_adapter_is_one_linear_map_with_its_base(update: str) -> None:
+    model = build("llama", 0, num_hidden_layers=3)
+    for layer in model.model.layers:
+        layer.mlp.gate_proj, layer.mlp.down_proj = (
+            Adapter(layer.mlp.gate_proj),
+            Adapter(layer.mlp.down_proj),
+        )
+    with ContextPatcher(model, update) as patcher:
+        assert patcher.blocks[0].spec.readers == ("mlp.gate_proj", "mlp.up_proj")
+        assert patcher.blocks[0].spec.down == "mlp.down_proj"
+        works(patcher)
+
+
+# -- generation
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_neox",
+        "bloom",
+        "mixtral",
+        "opt-post-norm",
+        "gemma3n",
+        "mamba",
+        "qwen3_next",
+        "recurrent_gemma",
+    ],
+)
+def test_generation_says_what_the_model_says(family: str) -> None:
+    model, ids, mask = (
+        tiny_models.build(family, 1, torch.bfloat16),
+        tokens(7, 3, 9),
+        ragged(3, 9, side="left"),
+    )
+    stock, said = Stock(model), []
+    for _ in range(5):
+        arguments = {
+            "context_ids": ids[:, :-1],
+            "kept_ids": ids[:, -1:],
+            "context_mask": mask[:, :-1],
+        }
+        if stock.recurrent:
+            arguments["context_ids"] = ids[:, :8]
+            arguments["kept_ids"] = ids[:, 8:]
+            arguments["context_mask"] = mask[:, :8]
+        said.append(stock.logits(arguments)[:, -1].argmax(-1))
+        ids, mask = (
+            torch.cat([ids, said[-1].unsqueeze(1)], 1),
+            torch.cat([mask, torch.ones_like(mask[:, :1])], 1),
+        )
+    with ContextPatcher(model) as patcher:
+        steps = list(
+            patcher.generate(
+                tokens(7, 3, 9),
+                context_mask=ragged(3, 9, side="left"),
+                max_new_tokens=5,
+                eos_token_id=None,
+            )
+        )
+    assert [step.token_ids.tolist() for step in steps] == [token_ids.tolist() for token_ids in said]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba", "falcon_h1", "mamba"])
+@pytest.mark.parametrize("update", ["stable", "exact"])
+def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -> None:
+    """Recurrent classes leave padding out in calls of several tokens only: a row that begins later
+    has no state before it does.
+    """
+    model, ids, mask = (
+        tiny_models.build(family),
+        torch.tensor([[5, 6], [33, 7]]),
+        torch.tensor([[True, True], [False, True]]),
+    )
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, attention_mask=mask.long(), **arguments).logits
+    with ContextPatcher(model, update) as patcher:
+        for step, logits in zip(
+            patcher.generate(ids, context_mask=mask, **settings), expected, strict=True
+        ):
+            assert metrics.linf(step.logits, logits).max() <= 1e-4
+        context, kept = tokens(0, 2, 3), tokens(1, 2, 2)
+        both = patcher.compute(context, kept, prefix_ids=ids[:, :1], prefix_mask=mask[:, :1])
+        alone = patcher.compute(context[1:], kept[1:])
+    for layer, single in zip(both.layers, alone.layers, strict=True):
+        for name, factor in single.items():
+            assert metrics.linf(layer[name][1:].float(), factor.float()).max() <= 1e-3, name
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gemma4-moe", "bloom", "falcon-rw"])
+@pytest.mark.parametrize("update", ["stable", "exact"])
+def test_static_caches_of_layers_that_share_keys_and_of_alibi(family: str, update: str) -> None:
+    """Padded rows; a context of one token, for which no layer has keys yet; and places that are
+    never used.
+    """
+    model, ids, mask = tiny_models.build(family), tokens(4, 2, 5), ragged(2, 5, side="left")
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
+    with ContextPatcher(model, update) as patcher:
+        for part in (slice(0, 5), slice(4, 5)):
+            expected = model.generate(
+                ids[:, part], attention_mask=mask[:, part].long(), **arguments
+            ).logits
+            bucketed_capacity = StaticCache(config=model.config, max_cache_len=12)
+            for static in (
+                {"cache_implementation": "static"},
+                {"past_key_values": bucketed_capacity},
+            ):
+                steps = patcher.generate(
+                    ids[:, part], context_mask=mask[:, part], **settings, **static
+                )
+                for step, logits in zip(steps, expected, strict=True):
+                    assert metrics.linf(step.logits, logits).max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "qwen3_next"])
+def test_two_generations_on_a_recurrent_model_do_not_mix(family: str) -> None:
+    """Their states belong to their caches, also where a class keeps its state in its modules."""
+    with ContextPatcher(tiny_models.build(family, 2)) as patcher:
+        alone = [History(patcher, tokens(seed, 2, 6), None) for seed in (0, 1)]
+        expected = [[step_of(history) for _ in range(3)] for history in alone]
+        mixed = [History(patcher, tokens(seed, 2, 6), None) for seed in (0, 1)]
+        got = [[step_of(history) for history in mixed] for _ in range(3)]
+    for which in (0, 1):
+        assert all(torch.equal(expected[which][step], got[step][which]) for step in range(3))
+
+
+def step_of(history: History) -> Tensor:
+    computation = history.step()
+    history.append(computation.reduced_logits[:, -1].argmax(-1))
+    return computation.reduced_logits
+
+
+# -- factors
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt2",
+        "opt-post-norm",
+        "mixtral",
+        "gpt_oss",
+        "qwen2_moe",
+        "deepseek_v3",
+        "mamba",
+        "cohere2_moe",
+    ],
+)
+def test_changes_are_those_of_the_parameters(family: str) -> None:
+    """Names and shapes are the model's, and ``norms`` are the sizes of what is materialised."""
+    model, arguments = tiny_models.build(family, 0), case("span")
+    parameters = dict(model.named_parameters())
+    with ContextPatcher(model, "direct") as patcher:
+        patch = patcher.compute(**arguments)
+    norms, squares = patch.norms(), {}
+    for name, change in patch.weight_changes(1, 2):
+        plain, _, expert = name.partition("[")
+        wanted = parameters[plain][int(expert[:-1])] if expert else parameters[plain]
+        assert change.shape == wanted.shape, name
+        squares[plain] = squares.get(plain, 0) + change.double().square().sum()
+    for plain, square in squares.items():
+        index = int(plain.split(".layers.")[-1].split(".h.")[-1].split(".")[0])
+        block = patch.blocks[index]
+        module = plain.removeprefix(f"{block.path}.").removesuffix(".weight").removesuffix(".bias")
+        torch.testing.assert_close(
+            norms[module][index, 1, 2].double(), square.sqrt(), rtol=1e-5, atol=1e-8
+        )
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_hold_factors_of_the_active_ones_only(family: str) -> None:
+    model, arguments = tiny_models.build(family, 0), case("span")
+    with ContextPatcher(model, "direct") as patcher:
+        patch = patcher.compute(**arguments)
+    found = [
+        (name, factor)
+        for layer in patch.layers
+        for name, factor in layer.items()
+        if name.endswith("gate_up_proj.u")
+    ]
+    sizes = {factor.shape[2] for _, factor in found}
+    top = [
+        getattr(model.config.get_text_config(), name, None)
+        for name in ("num_experts_per_tok", "top_k_experts")
+    ]
+    assert sizes <= {k for k in top if k}
+
+
+def test_conv1d_is_transposed() -> None:
+    model = tiny_models.build("gpt2")
+    assert isinstance(model.transformer.h[0].mlp.c_fc, Conv1D)
+
+
+# -- positions
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", "mistral", "llama4", "bloom", "falcon-rw", "gpt2", "opt"]
+)
+def test_windows_chunks_and_alibi_count_positions(family: str) -> None:
+    """The two-stream pass has every slot, the replay lacks the absorbed ones: they agree, so
+    windows, chunks and alibi do.
+    """
+    model = tiny_models.build(family, 5)
+    with ContextPatcher(model, "direct") as patcher:
+        for name in ("prefix", "spans"):
+            computed = patcher.compute_sequences(assemble(**case(name, 5)))
+            logits = patcher.forward(computed.patch.kept_ids, computed.patch)
+            mask = computed.patch.kept_mask
+            assert metrics.linf(logits, computed.reduced_logits)[mask].max() <= 1e-4

@@ -1,0 +1,737 @@
+"""What a patcher refuses, and that everything still works afterwards."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from support.models import build, case, ragged, randomised, tokens
+from support.small import (
+    IDS,
+    KEPT,
+    Snapshot,
+    checkpointing,
+    families,
+    plain_logits,
+    small,
+    updates,
+    works,
+)
+from torch import Tensor, nn
+from transformers import DynamicCache, Gemma3ForConditionalGeneration
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+from icl_patch import (
+    ContextPatch,
+    ContextPatcher,
+    ControllabilityError,
+    FingerprintMismatch,
+    PatchedLinear,
+    PatchFormatError,
+    UnsupportedModelError,
+    metrics,
+    ops,
+)
+from icl_patch.evaluation import tiny_models
+from icl_patch.models.block_spec import Block, BlockSpec, Writer
+from icl_patch.models.detect import blocks_of
+from icl_patch.models.forward import check_inputs
+from icl_patch.patch.fingerprints import patched_tensors, weight_state
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="got Linear of type None"):
+        ContextPatcher(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("pad_token_id", [None, 0])
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_a_llama_without_a_language_model_head_is_refused(
+    kind: str, pad_token_id: int | None
+) -> None:
+    config = small("llama", pad_token_id=pad_token_id).config
+    with pytest.raises(UnsupportedModelError, match=kind):
+        ContextPatcher(getattr(transformers, kind)(config).eval())
+
+
+def test_attention_without_a_mask_is_refused() -> None:
+    model = small("llama")
+    for implementation in ("flash_attention_2", "flex_attention", "paged|sdpa"):
+        model.config._attn_implementation = implementation
+        with pytest.raises(
+            UnsupportedModelError,
+            match="'sdpa' or 'eager'.*LlamaForCausalLM has '" + implementation.replace("|", r"\|"),
+        ):
+            ContextPatcher(model)
+    assert not any(isinstance(module, PatchedLinear) for module in model.modules())
+
+
+def test_an_unknown_update_and_training_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected update direct, stable, exact, got 'best'"):
+        ContextPatcher(small("llama"), "best")
+    with pytest.raises(ValueError, match="dropout"):
+        ContextPatcher(small("llama", attention_dropout=0.1).train())
+    # without dropout training changes nothing
+    with ContextPatcher(small("llama").train()) as patcher:
+        works(patcher)
+
+
+def begun(patcher: ContextPatcher) -> Callable[[], Any]:
+    steps = patcher.generate(IDS, max_new_tokens=3, eos_token_id=None)
+    next(steps)
+    return lambda: next(steps)
+
+
+@pytest.mark.parametrize("reason", ["dropout", "gradient checkpointing"])
+def test_training_that_changes_what_is_computed_is_refused(reason: str) -> None:
+    """When attaching, and when it begins later, in the model or in one block; once it is over
+    everything works.
+    """
+    model = small("llama", attention_dropout=0.1 if reason == "dropout" else 0.0)
+    if reason == "gradient checkpointing":
+        checkpointing(model)
+    with pytest.raises(ValueError, match=f"training with {reason}"):
+        ContextPatcher(model.train())
+    with ContextPatcher(model.eval(), "stable") as patcher:
+        patch = patcher.compute(IDS, KEPT)
+        calls = (
+            begun(patcher),
+            begun(patcher),
+            lambda: patcher.compute(IDS, KEPT),
+            lambda: patcher.forward(KEPT, patch),
+            lambda: patcher.generate(IDS),
+            lambda: patcher.dynamics(IDS, KEPT),
+        )
+        for call, part in zip(calls, itertools.cycle((model, model.model.layers[1])), strict=False):
+            part.train()
+            with pytest.raises(ValueError, match=f"training with {reason}"):
+                call()
+            model.eval()
+        works(patcher)
+
+
+class Halved(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) / 2
+
+
+class Parallel(LlamaDecoderLayer):
+    """Not what its class is, but a form that is known."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class HalfParallel(LlamaDecoderLayer):
+    """The MLP reads half of what attention gives: neither sequential nor parallel."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        return (
+            hidden_states
+            + attended
+            + self.mlp(self.post_attention_layernorm(hidden_states + attended / 2))
+        )
+
+
+class SelfMade(LlamaDecoderLayer):
+    """Its own attention, which no mask reaches."""
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: DynamicCache, **_kwargs: Any
+    ) -> Tensor:
+        z = self.input_layernorm(hidden_states)
+        keys, values = past_key_values.update(
+            z.unsqueeze(1), z.unsqueeze(1), self.self_attn.layer_idx
+        )
+        hidden_states = hidden_states + F.scaled_dot_product_attention(
+            z.unsqueeze(1), keys, values
+        ).squeeze(1)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class LooksTwice(LlamaDecoderLayer):
+    """What it makes of its sum has the attention's output in it once more, which the sum's right
+    change cannot give it.
+    """
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return self.last_norm(hidden_states) + attended / 2
+
+
+class OwnProduct(LlamaMLP):
+    """The output matrix is used, the module is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight)
+
+
+class OwnReader(LlamaMLP):
+    """The same for a reader."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(F.linear(x, self.gate_proj.weight)) * self.up_proj(x))
+
+
+class ThirdReader(LlamaMLP):
+    """Something else reads the MLP's input: patching two readers cannot make ``h`` what it is with
+    the context.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(
+            self.act_fn(self.gate_proj(x)) * self.up_proj(x) * (1 + x.mean(-1, keepdim=True))
+        )
+
+
+def disguised(kind: type[nn.Module]) -> nn.Module:
+    model = small("llama")
+    for layer in model.model.layers:
+        (layer.mlp if issubclass(kind, LlamaMLP) else layer).__class__ = kind
+    return model
+
+
+@updates
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Halved,
+        HalfParallel,
+        SelfMade,
+        OwnProduct,
+        OwnReader,
+        ThirdReader,
+    ],
+)
+def test_a_block_that_does_something_else_is_refused(kind: type[nn.Module], update: str) -> None:
+    model = disguised(kind)
+    before = Snapshot(model)
+    with pytest.raises(UnsupportedModelError):
+        ContextPatcher(model, update)
+    before.check(model)
+
+
+def test_a_block_that_hands_on_more_than_its_sum() -> None:
+    """Its exact patch needs no correction: only a replay shows it."""
+    model = disguised(LooksTwice)
+    for layer in model.model.layers:
+        layer.last_norm = nn.LayerNorm(model.config.hidden_size)
+    with pytest.raises(
+        UnsupportedModelError,
+        match="LlamaForCausalLM has blocks that hand on more of their context than their sum",
+    ):
+        ContextPatcher(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
+    """Also where they do less than bf16's rounding may in other models."""
+    config = transformers.BartConfig(
+        vocab_size=97,
+        d_model=32,
+        encoder_layers=3,
+        decoder_layers=3,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+    )
+    model = randomised(transformers.BartForCausalLM, config).to(dtype)
+    with torch.no_grad():
+        model.model.decoder.embed_positions.weight.mul_(0.1)
+    with pytest.raises(
+        UnsupportedModelError,
+        match="BartForCausalLM has positions that the kept tokens alone cannot be given",
+    ):
+        ContextPatcher(model)
+
+
+def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
+    model = small("llama")
+    model.config.layer_types = ["minimax_m3_sparse"] * 2
+    with pytest.raises(
+        UnsupportedModelError, match="LlamaForCausalLM finds blocks of its cache by positions"
+    ):
+        ContextPatcher(model)
+
+
+@updates
+def test_a_class_nobody_listed_works_if_its_form_is_known(update: str) -> None:
+    model = disguised(Parallel)
+    with ContextPatcher(model, update) as patcher:
+        assert patcher.blocks[0].spec.residual == ("input of ", "output of self_attn")
+        works(patcher)
+
+
+def test_an_mlp_that_two_blocks_share_is_refused() -> None:
+    model = small("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1"):
+        ContextPatcher(model)
+
+
+HOLE = torch.tensor([[True, False, True, True, True], [True] * 5])
+BAD_ARGUMENTS = {
+    "no rows": (
+        {"context_ids": IDS[:0], "kept_ids": KEPT[:0]},
+        r"at least one row and one token in context_ids, got \(0, 5\)",
+    ),
+    "no context": (
+        {"context_ids": IDS[:, :0]},
+        r"at least one row and one token in context_ids, got \(2, 0\)",
+    ),
+    "no kept tokens": (
+        {"kept_ids": KEPT[:, :0]},
+        r"at least one kept token, got kept_ids \(2, 0\)",
+    ),
+    "one dimension": ({"context_ids": IDS[0]}, r"context_ids \(B, T\) of integers, got \(5,\)"),
+    "floats": (
+        {"kept_ids": KEPT.float()},
+        r"kept_ids \(B, T\) of integers, got \(2, 3\) torch\.float32",
+    ),
+    "another batch": ({"kept_ids": KEPT[:1]}, "kept_ids with 2 rows, got 1"),
+    "another batch of prefixes": (
+        {"prefix_ids": IDS.repeat(2, 1)},
+        "prefix_ids with 2 rows, got 4",
+    ),
+    "a short mask": ({"context_mask": HOLE[:, 1:]}, r"context_mask \(2, 5\), got \(2, 4\)"),
+    "a mask of numbers": ({"context_mask": 2 * HOLE.long()}, "context_mask of True and False"),
+    "a hole": ({"context_mask": HOLE}, "context_mask with padding on the left only"),
+    "right-padded context": (
+        {"context_mask": ragged(2, 5, side="right")},
+        "context_mask with padding on the left only",
+    ),
+    "left-padded kept tokens": (
+        {"kept_mask": ragged(2, 3, side="left")},
+        "kept_mask with padding on the right only",
+    ),
+    "an empty row": (
+        {"kept_mask": torch.tensor([[True] * 3, [False] * 3])},
+        "every row of kept_ids, row 1 has none",
+    ),
+    "an empty row of context": (
+        {"context_mask": torch.tensor([[False] * 5, [True] * 5])},
+        "every row of context_ids, row 0 has none",
+    ),
+    "a mask alone": ({"prefix_mask": HOLE}, "prefix_mask alone"),
+    "no span": ({"absorbed": []}, "at least one absorbed span"),
+    "a span too long": (
+        {"absorbed": [(3, 6)]},
+        r"within 5 columns, not empty and apart, got \[\(3, 6\)\]",
+    ),
+    "a span from -1": ({"absorbed": [(-1, 2)]}, "within 5 columns"),
+    "an empty span": ({"absorbed": [(2, 2)]}, "not empty"),
+    "a span backwards": ({"absorbed": [(3, 1)]}, "not empty"),
+    "overlapping spans": ({"absorbed": [(0, 3), (2, 4)]}, "apart"),
+    "a span of padding": (
+        {"context_mask": ragged(2, 5, side="left"), "absorbed": [(0, 2), (3, 4)]},
+        "row 1 has only padding there",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_ARGUMENTS)
+def test_bad_arguments_of_compute(fault: str, llama_patcher: ContextPatcher) -> None:
+    arguments, message = BAD_ARGUMENTS[fault]
+    with pytest.raises(ValueError, match=message):
+        llama_patcher.compute(**{"context_ids": IDS, "kept_ids": KEPT} | arguments)
+
+
+def test_bad_arguments_of_generate(llama_patcher: ContextPatcher) -> None:
+    """When it is called, not at the first step."""
+    with pytest.raises(ValueError, match="padding on the left"):
+        llama_patcher.generate(IDS, context_mask=HOLE)
+    with pytest.raises(ValueError, match="at least one row and one token"):
+        llama_patcher.generate(IDS[:, :0])
+
+
+def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:
+    kept_mask = ragged(2, 3, side="right")
+    patch = llama_patcher.compute(IDS, KEPT, kept_mask=kept_mask)
+    other = KEPT.clone()
+    other[0, 1] += 1
+    for ids, options, message in (
+        (other, {}, r"kept tokens that the patch was computed for, \(2, 3\), got others"),
+        (KEPT[:, :2], {}, r"got others, \(2, 2\)"),
+        (KEPT[:1], {}, r"got others, \(1, 3\)"),
+        (
+            KEPT,
+            {"kept_mask": torch.ones(2, 3, dtype=torch.bool)},
+            "kept_mask that the patch was computed for",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llama_patcher.forward(ids, patch, **options)
+    other = KEPT.clone()
+    other[1, 1:] = 0  # padding may be anything
+    expected = llama_patcher.forward(KEPT, patch)
+    assert torch.equal(llama_patcher.forward(other, patch, kept_mask=kept_mask.long()), expected)
+
+
+def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
+    patch = llama_patcher.compute(IDS, KEPT)
+    for model in (small("llama", 7), small("llama", 0, torch.bfloat16), small("gemma3")):
+        with (
+            ContextPatcher(model) as other,
+            pytest.raises(FingerprintMismatch, match="got one of LlamaForCausalLM"),
+        ):
+            other.forward(KEPT, patch)
+    with pytest.raises(ValueError, match="a part of one"):
+        llama_patcher.forward(KEPT, dataclasses.replace(patch, layers=patch.layers[:2]))
+    part = patch.select(tokens=slice(1, 3))
+    with pytest.raises(ValueError, match="a part of one"):
+        llama_patcher.forward(part.kept_ids, part)
+    # computed on these weights, by another update: it is a change of weights like any other
+    with ContextPatcher(small("llama"), "direct") as direct:
+        assert metrics.linf(direct.forward(KEPT, patch), patch.logits).max() <= 1e-5
+
+
+def test_a_patch_of_another_tokenizer_is_not_applied() -> None:
+    from icl_patch.evaluation.embedded.train import build_tokenizer
+
+    model, other = small("llama"), build_tokenizer()
+    other.add_tokens(["<another>"])
+    with ContextPatcher(model, tokenizer=build_tokenizer()) as patcher:
+        patch = patcher.compute(IDS, KEPT)
+        patcher.forward(KEPT, patch)
+    with (
+        ContextPatcher(model, tokenizer=other) as patcher,
+        pytest.raises(FingerprintMismatch, match="tokenizer"),
+    ):
+        patcher.forward(KEPT, patch)
+
+
+def refused(patcher: ContextPatcher, arguments: dict, message: str) -> None:
+    """The error names layer, row, token and condition; the model is as it was, and the patcher can
+    go on.
+    """
+    before = plain_logits(patcher.model)
+    with pytest.raises(ControllabilityError, match=message):
+        patcher.compute(**arguments)
+    assert torch.equal(plain_logits(patcher.model), before)
+    for module in patcher.model.modules():
+        assert "mode=off" in repr(module) or "mode=" not in module.extra_repr()
+
+
+@families
+@updates
+def test_z_is_zero(family: str, update: str) -> None:
+    """A token with an embedding of 0, alone: its residual stream is 0 without the context and is
+    not with it.
+    """
+    model = small(family)
+    model.get_input_embeddings().weight.data[5] = 0
+    kept = KEPT.clone()
+    kept[1, 0] = 5
+    with ContextPatcher(model, update) as patcher:
+        message = r"^model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0$"
+        refused(patcher, {"context_ids": IDS, "kept_ids": kept}, message)
+        works(patcher)
+        # now it attends to something
+        works(patcher, {"context_ids": IDS[:, :3], "kept_ids": kept, "prefix_ids": tokens(4, 2, 2)})
+
+
+@updates
+def test_the_token_is_named_by_its_place_among_the_kept_ones(update: str) -> None:
+    model = small("llama")
+    model.get_input_embeddings().weight.data[5] = 0
+    kept = KEPT.clone()
+    kept[1, 0] = 5
+    with ContextPatcher(model, update) as patcher:
+        refused(
+            patcher,
+            {"context_ids": IDS, "kept_ids": kept, "absorbed": [(0, 3), (3, 5)]},
+            "row 1, kept token 0",
+        )
+
+
+@updates
+def test_h_is_zero_for_some_tokens(update: str) -> None:
+    """A gate of ReLU that one direction of z closes: the first kept token in which it is closed is
+    named.
+    """
+    model = small("llama", hidden_act="relu")
+    ids = torch.cat([IDS, KEPT], 1)
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        mlp = model.model.layers[1].mlp
+        mlp.gate_proj.weight.copy_(
+            torch.randn(1, 48, generator=torch.Generator().manual_seed(4)).expand(72, 48)
+        )
+        handle = mlp.gate_proj.register_forward_hook(
+            lambda _module, _args, out: seen.append(out[:, 5:, 0])
+        )
+        model(ids)
+        handle.remove()
+    row, token = (seen[0] < 0).nonzero()[0].tolist()
+    assert (row, token) > (0, 0)
+    with ContextPatcher(model, update) as patcher:
+        message = (
+            rf"^model\.layers\.1, row {row}, kept token {token}: the input h of mlp\.down_proj"
+            r" is 0$"
+        )
+        refused(patcher, {"context_ids": IDS, "kept_ids": KEPT}, message)
+
+
+@updates
+def test_h_is_zero_everywhere(update: str) -> None:
+    """In Gemma the direct update does not touch the output matrix; there it is the norm's input
+    that is 0.
+    """
+    model = small("gemma3")
+    model.model.layers[2].mlp.gate_proj.weight.data.zero_()
+    with ContextPatcher(model, update) as patcher:
+        condition = (
+            "post_feedforward_layernorm is 0 where delta is not"
+            if update == "direct"
+            else r"h of mlp\.down_proj is 0"
+        )
+        refused(
+            patcher,
+            case("span"),
+            rf"^model\.layers\.2, row 0, kept token 0: the input (of )?{condition}$",
+        )
+
+
+@updates
+def test_a_dead_row_of_the_output_matrix(update: str) -> None:
+    """Its norm is 0: no scale can reach through it, which is all a direct update has; the others
+    use the matrix.
+    """
+    model = small("gemma3")
+    model.model.layers[1].mlp.down_proj.weight.data[11] = 0
+    with ContextPatcher(model, update) as patcher:
+        if update == "direct":
+            message = (
+                r"^model\.layers\.1, row 0, kept token 0: the input of post_feedforward_layernorm"
+                r" is 0 where delta is not$"
+            )
+            refused(patcher, case("span"), message)
+        else:
+            works(patcher, case("span"))
+
+
+@families
+@updates
+def test_nothing_is_refused_where_nothing_has_to_change(family: str, update: str) -> None:
+    """z = 0 and h = 0 do not matter in a block whose attention the context does not change."""
+    model = small(family)
+    layer = model.model.layers[0]
+    layer.mlp.gate_proj.weight.data.zero_()
+    layer.self_attn.o_proj.weight.data.zero_()
+    with ContextPatcher(model, update) as patcher:
+        works(patcher, case("span"))
+
+
+@families
+@updates
+def test_nan_stays_in_its_row(family: str, update: str, tmp_path: Any) -> None:
+    model = small(family, tie_word_embeddings=False)
+    inputs = case("prefix")
+    inputs |= {name: ids.clamp(max=95) for name, ids in inputs.items() if name.endswith("ids")}
+    poisoned = inputs | {"context_ids": inputs["context_ids"].clone()}
+    poisoned["context_ids"][1, -2] = 96
+    with ContextPatcher(model, update) as patcher:
+        model.get_input_embeddings().weight.data[96] = torch.nan
+        clean, patch = patcher.compute(**inputs), patcher.compute(**poisoned)
+        expected, logits = (patcher.forward(inputs["kept_ids"], which) for which in (clean, patch))
+    others = [0, 2]
+    assert patch.logits[1][patch.kept_mask[1]].isnan().all()
+    assert logits[1][patch.kept_mask[1]].isnan().all()
+    assert torch.equal(patch.logits[others], clean.logits[others])
+    assert torch.equal(logits[others], expected[others])
+    for layer, reference in zip(patch.layers, clean.layers, strict=True):
+        for name, factor in layer.items():
+            rows = slice(None) if name.endswith(".scale") else others
+            assert torch.equal(factor[rows], reference[name][rows])
+    if family == "gemma3" and update != "direct":
+        mask = patch.kept_mask[1]
+        assert (patch.report.status[:, 1][:, mask] == ops.InversionStatus.NONFINITE).all()
+        assert torch.equal(patch.report.status[:, others], clean.report.status[:, others])
+    with pytest.raises(PatchFormatError, match="finite"):
+        patch.save(tmp_path / "p.safetensors")
+
+
+def test_a_model_with_a_nan_can_be_attached_to() -> None:
+    """With tied embeddings every token has a NaN logit; the bits with swapped modules are the same
+    all the same.
+    """
+    model = build("llama-tied", 0, num_hidden_layers=2)
+    model.get_input_embeddings().weight.data[96] = torch.nan
+    ContextPatcher(model).detach()
+
+
+def test_ids_beyond_the_vocabulary(llama_patcher: ContextPatcher) -> None:
+    with pytest.raises(ValueError, match=r"expected ids from 0 to 96, got \d+ to 97"):
+        llama_patcher.compute(torch.full_like(IDS, 97), KEPT)
+    with pytest.raises(ValueError, match=r"expected ids from 0 to 96, got -1 to"):
+        llama_patcher.generate(torch.where(IDS[0, 0] == IDS, -1, IDS))
+    with pytest.raises(TypeError, match="expected context_ids as a tensor, got list"):
+        llama_patcher.compute([[1, 2]], KEPT)
+
+
+@pytest.mark.parametrize("absorbed", [(1, 3), [1, 3], [(0, 1, 2)], [slice(0, 2)]])
+def test_spans_that_are_none(absorbed: Any, llama_patcher: ContextPatcher) -> None:
+    with pytest.raises(TypeError, match=r"expected absorbed as a list of \(start, stop\), got"):
+        llama_patcher.compute(IDS, KEPT, absorbed=absorbed)
+
+
+def test_a_tokenizer_that_is_none() -> None:
+    with pytest.raises(TypeError, match="expected a tokenizer with a vocabulary, got object"):
+        ContextPatcher(small("llama"), tokenizer=object())
+
+
+def test_lists_are_no_tensors(llama_patcher: ContextPatcher) -> None:
+    ids, mask, patch = IDS.tolist(), torch.ones_like(IDS).tolist(), llama_patcher.compute(IDS, KEPT)
+    for call, name in (
+        (lambda: llama_patcher.compute(IDS, KEPT.tolist()), "kept_ids"),
+        (lambda: llama_patcher.compute(IDS, KEPT, prefix_ids=ids), "prefix_ids"),
+        (lambda: llama_patcher.compute(IDS, KEPT, context_mask=mask), "context_mask"),
+        (lambda: llama_patcher.forward(KEPT.tolist(), patch), "kept_ids"),
+        (lambda: llama_patcher.forward(KEPT, patch, kept_mask=[[True] * 3] * 2), "kept_mask"),
+        (lambda: llama_patcher.generate(IDS, context_mask=mask), "context_mask"),
+    ):
+        with pytest.raises(TypeError, match=f"expected {name} as a tensor, got list"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "name", ["prefix_id", "pixel_values", "position_ids", "labels", "inputs_embeds", "kwargs"]
+)
+def test_inputs_that_the_model_does_not_have(name: str, llama_patcher: ContextPatcher) -> None:
+    """Its class would take most of them, and not look at them."""
+    with pytest.raises(
+        TypeError, match=rf"further inputs of LlamaForCausalLM but its own \(none\), got {name}"
+    ):
+        llama_patcher.compute(IDS, KEPT, **{name: IDS})
+    with ContextPatcher(tiny_models.build("gemma3-vision"), "stable") as patcher:
+        message = rf"its own \(.*pixel_values, token_type_ids\), got {name}"
+        if name == "pixel_values":
+            name, message = "pixel_value", message.removesuffix("s")
+        with pytest.raises(TypeError, match=message):
+            patcher.compute(IDS, KEPT, **{name: IDS, "token_type_ids": torch.zeros_like(IDS)})
+
+
+class Passing(Gemma3ForConditionalGeneration):
+    """Names no further input itself, but hands on what it is given."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> Any:
+        return super().forward(
+            input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **others
+        )
+
+
+def test_inputs_that_only_the_base_model_has() -> None:
+    model = tiny_models.build("gemma3-vision")
+    model.__class__ = Passing
+    check_inputs(model, ["pixel_values", "token_type_ids"])
+    with pytest.raises(TypeError, match=r"\(.*pixel_values.*\), got others, self"):
+        check_inputs(model, ["pixel_values", "others", "self"])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_more_tokens_than_the_model_has_positions_for(family: str) -> None:
+    """Padding has none."""
+    model = tiny_models.build(family)
+    context, mask = torch.ones(2, 127, dtype=torch.int64), torch.ones(2, 127, dtype=torch.bool)
+    mask[:, :2] = False
+    with ContextPatcher(model, "stable") as patcher:
+        works(patcher, {"context_ids": context, "kept_ids": KEPT, "context_mask": mask})
+        for call in (patcher.compute, patcher.dynamics):
+            with pytest.raises(
+                ValueError,
+                match=(
+                    "expected at most 128 tokens, as many as the model has positions for, got 130"
+                ),
+            ):
+                call(context, KEPT)
+
+
+@pytest.mark.parametrize("through", ["the parameter", ".data", "inference mode"])
+def test_weights_that_change_while_attached(through: str, tmp_path: Path) -> None:
+    """An older patch is refused, and a new one is saved under the new weights' hash."""
+    with torch.inference_mode(through == "inference mode"):
+        model = small("llama")
+    with ContextPatcher(model) as patcher:
+        old = patcher.compute(IDS, KEPT)
+        patcher.forward(KEPT, old)
+        weight = model.get_submodule("model.layers.0.mlp.down_proj").weight
+        with torch.inference_mode(through == "inference mode"), torch.no_grad():
+            (weight.data if through == ".data" else weight).mul_(1.5)
+        with pytest.raises(FingerprintMismatch):
+            patcher.forward(KEPT, old)
+        patcher.compute(IDS, KEPT).save(tmp_path / "new.safetensors")
+        ContextPatch.load(tmp_path / "new.safetensors", model)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.post_attention_layernorm",
+        "model.embed_tokens",
+    ],
+)
+def test_other_weights_that_change(part: str) -> None:
+    """A patch does not change them, and does not give the same effect with others."""
+    model = small("llama")
+    with ContextPatcher(model) as patcher:
+        old = patcher.compute(IDS, KEPT)
+        with torch.no_grad():
+            model.get_submodule(part).weight.add_(1e-3)
+        with pytest.raises(FingerprintMismatch):
+            patcher.forward(KEPT, old)
+        works(patcher)
+    with pytest.raises(FingerprintMismatch):
+        old.check_model(small("llama", 1))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])
+def test_every_row_and_column_that_is_written_past_the_version_counter_is_seen(family: str) -> None:
+    """Matrices wider than high and higher than wide, of widths of powers of two or not; vectors;
+    and every expert.
+    """
+    model = tiny_models.build(family)
+    if family == "llama":  # one that does not lie row after row
+        up = model.get_submodule("model.layers.0.mlp.up_proj")
+        up.weight = nn.Parameter(up.weight.detach().T.contiguous().T)
+    blocks = blocks_of(model)[:1]
+    state = weight_state(model, blocks)
+    assert weight_state(model, blocks) == state
+    for _, tensor in patched_tensors(model, blocks):
+        for part in (*tensor.data.unbind(), *(tensor.data.unbind(1) if tensor.dim() == 2 else ())):
+            before = part.clone()
+            part.add_(1)
+            assert weight_state(model, blocks) != state
+            part.copy_(before)
+    assert weight_state(model, blocks) == state
+
+
+def test_the_state_of_weights_of_any_shape_and_dtype() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    block = Block("", BlockSpec(Writer.WEIGHT, ("",), down=""))
+    for number, shape in enumerate(
+        [(), (0, 5), (1, 5), (5, 1), (2**15, 3), (3, 2**15), (4, 2**15, 2)]
+    ):
+        for dtype in (torch.float64, torch.bfloat16, torch.uint8, torch.float8_e4m3fn):
+            model.register_buffer(f"{number}_{str(dtype)[6:]}", torch.ones(shape).to(dtype))
+    state = weight_state(model, [block])
+    assert weight_state(model, [block]) == state
+    for name, buffer in model.named_buffers():
+        if buffer.numel():
+            buffer.data.zero_()
+            assert weight_state(model, [block]) != state, name
+            buffer.data.copy_(torch.ones(()))

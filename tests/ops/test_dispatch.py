@@ -1,0 +1,92 @@
+"""Which implementation runs the products, and that whole models are patched the same in each."""
+
+import logging
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from icl_patch import ops
+from icl_patch.ops import dispatch
+
+TESTS = Path(__file__).parents[1]
+
+
+def run_checks(backend: str) -> subprocess.CompletedProcess:
+    """In a process of its own: what runs the products is said before the package is imported."""
+    environment = os.environ | {
+        "ICL_PATCH_OPS": backend,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), *sys.path]))
+    command = [sys.executable, "-P", "-W", "ignore", str(TESTS / "backend_checks.py"), backend]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_whole_models(backend: str) -> None:
+    if backend == "triton" and find_spec("triton") is None:
+        pytest.skip("needs triton")
+    done = run_checks(backend)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("exact 0.0") == 3
+
+
+def test_another_word_is_refused() -> None:
+    done = run_checks("cuda")
+    assert done.returncode != 0
+    assert "expected ICL_PATCH_OPS=auto, torch or triton, got 'cuda'" in done.stderr
+
+
+def test_without_triton_plain_torch_runs_and_the_reason_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(dispatch, "wanted", "triton")
+    monkeypatch.setattr(dispatch, "import_module", missing)
+    dispatch._kernels.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            z, weight, u, v = (
+                torch.randn(3, 5),
+                torch.randn(7, 5),
+                torch.randn(3, 7),
+                torch.randn(3, 5),
+            )
+            out = [ops.patched_linear(z, weight, u, v) for _ in range(2)]
+    finally:
+        dispatch._kernels.cache_clear()
+    change = weight + u.unsqueeze(2) * v.unsqueeze(1)
+    torch.testing.assert_close(out[1], (change @ z.unsqueeze(2)).squeeze(2))
+    assert [record.getMessage() for record in caplog.records] == [
+        "icl_patch runs on plain torch: its kernels need triton, No module named"
+        " 'icl_patch.kernels'"
+    ]
+
+
+def test_regimes_of_the_cpu() -> None:
+    """The same row alone and among others of its regime; and the regimes are told apart by rows and
+    dtype.
+    """
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        z, weight = torch.randn(20, 33, dtype=dtype), torch.randn(50, 33, dtype=dtype)
+        most = max(rows for rows in range(1, 21) if ops.regime_of(z, rows) == "stream")
+        assert most in ((16,) if dtype is torch.float32 else (4, 16, 20))
+        together = ops.patched_linear(z[:most], weight)
+        assert all(
+            torch.equal(ops.patched_linear(z[i : i + 1], weight)[0], row)
+            for i, row in enumerate(together)
+        )
+        forced = ops.patched_linear(z, weight, regime="stream")
+        assert torch.equal(forced[:most], together)
+        if most < 20:
+            assert torch.equal(ops.patched_linear(z, weight), torch.nn.functional.linear(z, weight))
+    with pytest.raises(ValueError, match="expected regime 'stream' or 'tile', got 'row'"):
+        ops.patched_linear(z, weight, regime="row")

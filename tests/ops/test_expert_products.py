@@ -1,0 +1,220 @@
+"""``expert_linear`` behind ``ops.py``, as it is served here; ``test_backends.py`` runs the checks
+on the other implementations.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import expert_products
+from support.inversion import needs_native
+from support.numeric import FLOATING, FLOATS, check_refused, every_dtype, poisoned_memory, same_bits
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.ops import reference
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+@needs_native
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("grad", [True, False])
+@every_dtype
+def test_products(dtype: torch.dtype, grad: bool) -> None:
+    """With gradients on, the arguments are checked first; without, they are tried."""
+    with torch.set_grad_enabled(grad):
+        expert_products.check_products(ops.expert_linear, dtype, bits=dtype != torch.float64)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@every_dtype
+def test_the_reference(dtype: torch.dtype, gather: bool) -> None:
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        expert: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return reference.expert_linear(x, weight, expert, bias, out_dtype or dtype, gather)
+
+    expert_products.check_products(run, dtype, bits=False)
+
+
+@pytest.mark.parametrize("mistake", ["expert", "bias", "slot", "rounding"])
+def test_the_check_can_fail(mistake: str) -> None:
+    of = expert_products.case((3, 2, 5, 33, 70), torch.bfloat16, True, True)
+    changes: dict = {
+        "expert": {"expert": of.expert.flip(1)},
+        "bias": {"bias": None},
+        "slot": {"x": of.x.flip(1)},
+        "rounding": {},
+    }[mistake]
+    arguments = {name: getattr(of, name) for name in ("x", "weight", "expert", "bias")} | changes
+    out = ops.expert_linear(
+        **arguments, out_dtype=torch.bfloat16 if mistake == "rounding" else torch.float32
+    )
+    with pytest.raises(AssertionError):
+        expert_products.check_formula(of, out.float(), torch.float32)
+
+
+@needs_native
+def test_threads_do_not_change_a_bit() -> None:
+    of = expert_products.case((9, 4, 6, 515, 1000), torch.bfloat16, False, True)
+    before, alone = torch.get_num_threads(), ops.expert_linear(*of[:4])
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(ops.expert_linear(*of[:4]), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+def test_a_slot_has_the_bits_of_the_plain_map() -> None:
+    of = expert_products.case((5, 2, 3, 33, 257), torch.bfloat16, True, True)
+    out = ops.expert_linear(*of[:4])
+    for (row, slot), number in zip(
+        torch.cartesian_prod(torch.arange(5), torch.arange(2)).tolist(),
+        of.expert.flatten(),
+        strict=True,
+    ):
+        alone = ops.patched_linear(
+            of.x[row, slot : slot + 1], of.weight[number], bias=of.bias[number], regime="stream"
+        )
+        assert same_bits(out[row, slot], alone[0])
+
+
+def test_gradients() -> None:
+    of = expert_products.case((3, 2, 4, 5, 7), torch.float64, True, True)
+    leaves = [part.requires_grad_() for part in (of.x, of.weight, of.bias)]
+    assert torch.autograd.gradcheck(
+        lambda x, weight, bias: ops.expert_linear(x, weight, of.expert, bias), leaves
+    )
+    narrow = [part.detach().float().requires_grad_() for part in leaves]
+    ops.expert_linear(narrow[0], narrow[1], of.expert, narrow[2]).square().sum().backward()
+    ops.expert_linear(of.x, of.weight, of.expert, of.bias).square().sum().backward()
+    for own, exact in zip(narrow, leaves, strict=True):
+        torch.testing.assert_close(own.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_mapped_over_what_is_chosen() -> None:
+    of = expert_products.case((3, 2, 4, 5, 7), torch.float32, False, True)
+    stack = torch.stack([of.expert, of.expert.flip(0)])
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            found = torch.func.vmap(
+                lambda expert: ops.expert_linear(of.x, of.weight, expert, of.bias)
+            )(stack)
+            expected = torch.stack(
+                [ops.expert_linear(of.x, of.weight, expert, of.bias) for expert in stack]
+            )
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_nobody_can_look_at_is_not_another_experts() -> None:
+    """Where the experts are traced, one that there is not gives 0 or an error."""
+    of = expert_products.case((3, 2, 4, 5, 7), torch.float32, False, True)
+    for wrong in (-1, 4):
+        out = reference.expert_linear(
+            of.x, of.weight, of.expert.clone().fill_(wrong), of.bias, torch.float32, gather=True
+        )
+        assert not out.any()
+
+
+@needs_native
+@pytest.mark.parametrize("name", [name for name in FLOATS if name != "fp64"])
+def test_registration(name: str) -> None:
+    of = expert_products.case((3, 2, 4, 5, 7), FLOATS[name], True, True)
+    torch.library.opcheck(
+        torch.ops.icl_patch.expert_linear, (of.x, of.weight, of.expert, of.bias, torch.float32)
+    )
+    torch.library.opcheck(
+        torch.ops.icl_patch.expert_linear, (of.x[:, 0], of.weight.mT.contiguous().mT, of.expert)
+    )
+
+
+def test_compiled_without_a_graph_break() -> None:
+    of = expert_products.case((3, 2, 4, 5, 7), torch.bfloat16, False, True)
+    compiled = torch.compile(ops.expert_linear, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(*of[:4]), ops.expert_linear(*of[:4]))
+    shape = ops.expert_linear(*(part.to("meta") for part in of[:4])).shape
+    assert shape == (3, 2, 5)
+
+
+X, W, E = torch.ones(3, 5), torch.ones(4, 7, 5), torch.zeros(3, 2, dtype=torch.int64)
+ERRORS = {
+    "expert of floats": (
+        (X, W, E.float()),
+        {},
+        ValueError,
+        "expected expert (M, k) of integers, got (3, 2) torch.float32",
+    ),
+    "a mask": (
+        (X, W, E.bool()),
+        {},
+        ValueError,
+        "expected expert (M, k) of integers, got (3, 2) torch.bool",
+    ),
+    "one expert a row": (
+        (X, W, E[:, 0]),
+        {},
+        ValueError,
+        "expected expert (M, k) of integers, got (3,) torch.int64",
+    ),
+    "rows": (
+        (X[:2], W, E),
+        {},
+        ValueError,
+        "expected x (3, K) or (3, 2, K) and weight (E, N, K), got (2, 5) and (4, 7, 5)",
+    ),
+    "one matrix": (
+        (X, W[0], E),
+        {},
+        ValueError,
+        "expected x (3, K) or (3, 2, K) and weight (E, N, K), got (3, 5) and (7, 5)",
+    ),
+    "integers": ((X.int(), W.int(), E), {}, TypeError, FLOATING.format("x", "int32")),
+    "dtypes": (
+        (X, W.half(), E),
+        {},
+        TypeError,
+        "expected weight in x's dtype torch.float32, got torch.float16",
+    ),
+    "bias": ((X, W, E, torch.ones(7)), {}, ValueError, "expected bias (4, 7), got (7,)"),
+    "bias's dtype": (
+        (X, W, E, torch.ones(4, 7).half()),
+        {},
+        TypeError,
+        "expected bias in x's dtype torch.float32, got torch.float16",
+    ),
+    "out_dtype": (
+        (X, W, E),
+        {"out_dtype": torch.int32},
+        TypeError,
+        "expected out_dtype fp64, fp32, bf16 or fp16, got torch.int32",
+    ),
+    "no such expert": ((X, W, E + 4), {}, ValueError, "expected expert from 0 to 3, got 4 to 4"),
+    "before the first": (
+        (X, W, E - 1),
+        {},
+        ValueError,
+        "expected expert from 0 to 3, got -1 to -1",
+    ),
+    "device": ((X, W.to("meta"), E), {}, ValueError, "expected weight on cpu, got meta"),
+    "expert's device": ((X, W, E.to("meta")), {}, ValueError, "expected expert on cpu, got meta"),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("mistake", ERRORS)
+def test_what_does_not_fit_is_refused(mistake: str, grad: bool) -> None:
+    arguments, options, error, message = ERRORS[mistake]
+    with torch.set_grad_enabled(grad):
+        ops.expert_linear(X, W, E)
+        check_refused(error, message, lambda: ops.expert_linear(*arguments, **options))

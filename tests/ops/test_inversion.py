@@ -1,0 +1,439 @@
+"""The RMSNorm inversion, native and in plain torch, against a reference that shares no code with
+either, and its properties.
+"""
+
+import itertools
+
+import pytest
+import torch
+from support.inversion import (
+    Invert,
+    check_against_the_oracle,
+    check_row,
+    check_rows,
+    every_implementation,
+    solve,
+    sweep,
+)
+from support.numeric import FLOATING, FLOATS, check_refused, every_dtype, normal, same_bits, seeded
+from support.rows import RADII, ROWS, rows_of, signs, some, uniform
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.ops import InversionStatus as Status
+from icl_patch.ops import reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("family", ROWS)
+@every_implementation
+def test_inversion_against_the_oracle(invert: Invert, family: str, dtype: torch.dtype) -> None:
+    count = 55 if family == "near_hard" else 5
+    check_against_the_oracle(
+        invert, family, count, 9, dtype, seed=0 if invert is ops.invert_rmsnorm else 1
+    )
+
+
+@every_implementation
+def test_the_families_contain_what_they_should(invert: Invert) -> None:
+    """The oracle test would prove little on rows that are all alike."""
+    seen: dict[str, set[Status]] = {}
+    for family in ROWS:
+        m, g = rows_of(family, 45, 9)
+        seen[family] = {Status(status) for status in invert(g, m, torch.ones(45)).status.tolist()}
+    for family in ("sparse", "near_hard", "zeros_of_both"):
+        assert seen[family] == {Status.EASY, Status.HARD}
+    assert {Status.HARD, Status.UNREACHABLE} <= seen["zeros"]
+    assert {Status.EASY, Status.HARD} <= seen["all_zero"]
+    assert seen["gaussian"] == seen["graded"] == seen["full_range"] == {Status.EASY}
+
+
+@every_implementation
+def test_a_search_that_starts_at_zero(invert: Invert) -> None:
+    """No bound of the bracket lies above 0, and the first step is beyond all bounds: the search may
+    not go to and fro between them.
+    """
+    m = torch.tensor([[0.0, 2.0**-24, 105.9375, 291.75, 65504.0]])
+    g = torch.tensor([[0.0, 2.0**-24, 146.75, 567.5, 65504.0]])
+    result = invert(g, m, torch.ones(1))
+    check_rows(m, g, torch.ones(1), 0.0, result)
+    assert result.status == Status.EASY
+
+
+@pytest.mark.parametrize("mistake", ["root", "hard", "radius", "scale", "pole"])
+def test_the_checks_can_refuse(mistake: str) -> None:
+    """Plausible wrong answers: a root next door, no hard case, the norm's eps forgotten, Δm off,
+    the wrong side of the pole.
+    """
+    m, g = rows_of("sparse" if mistake == "hard" else "gaussian", 9, 9, torch.float64)
+    eps, rms = 0.1, torch.ones(9, dtype=torch.float64)
+    right = reference.invert_rmsnorm(g, m, rms, eps)
+    row = int((right.status == (Status.HARD if mistake == "hard" else Status.EASY)).nonzero()[0])
+    hidden, shift, new_scale, status = (
+        x.clone() for x in (right.hidden, right.shift, right.new_scale, right.status)
+    )
+    if mistake == "root":
+        shift *= 1 + 1e-9
+    elif mistake == "hard":
+        status[:] = Status.EASY
+    elif mistake == "radius":
+        hidden = reference.invert_rmsnorm(g, m, rms, 0.0).hidden
+    elif mistake == "scale":
+        new_scale *= 1 + 1e-13
+    else:
+        hidden[row, m[row].abs().argmin()] *= -1
+        new_scale[row, m[row].abs().argmin()] *= -1
+    wrong = ops.RMSNormInverse(hidden, shift, new_scale, status, right.evaluations)
+    values = (m[row].tolist(), g[row].tolist(), 1.0, eps)
+    check_row(solve(*values), *values, right, row)
+    check_rows(m, g, rms, eps, right)
+    with pytest.raises(AssertionError):
+        check_row(solve(*values), *values, wrong, row)
+    with pytest.raises(AssertionError):
+        check_rows(m, g, rms, eps, wrong)
+
+
+def objective(y: Tensor, m: Tensor, g: Tensor) -> Tensor:
+    return (m * y - g).square().sum(-1)
+
+
+@pytest.mark.parametrize(
+    "family", ["gaussian", "sparse", "near_hard", "zeros", "all_zero", "ties", "plateaus"]
+)
+@every_implementation
+def test_no_feasible_point_is_better(invert: Invert, family: str) -> None:
+    """Small steps test for a minimum, large ones and flips of sign for the global one."""
+    count, n, eps = 40, 4, 0.01
+    rng = seeded(2)
+    m, g = rows_of(family, count, n, torch.float64)
+    rms = uniform(rng, 0.5, 2, count)
+    result = invert(g, m, rms, eps)
+    y = result.hidden / (rms.square() + eps).sqrt().unsqueeze(1)
+    radius = y.norm(dim=1, keepdim=True)
+    step = radius * 10 ** uniform(rng, -3, 1, 400, count, 1) * normal(rng, 400, count, n)
+    other = torch.where(some(rng, 0.5, 400, count, 1), y, signs(rng, 400, count, n) * y) + step
+    other *= radius / other.norm(dim=-1, keepdim=True)
+    found, best = objective(y, m, g), objective(other, m, g)
+    assert (best - found >= -1e-13 * (best + g.square().sum(-1))).all()
+
+
+@pytest.mark.parametrize("family", ROWS)
+@every_implementation
+def test_inversion_of_thousands_of_rows(invert: Invert, family: str) -> None:
+    """Few evaluations, the radius, the equations and no number that is not finite, on every row of
+    every family: 62,208 natively.
+    """
+    is_native = invert is ops.invert_rmsnorm
+    for _, m, g, rms, eps in sweep(
+        list(FLOATS.values()), [1, 2, 3, 7, 16, 33, 130, 257], [family], 36 if is_native else 6
+    ):
+        check_rows(m, g, rms, eps, invert(g, m, rms, eps))
+
+
+@every_implementation
+def test_bisection_of_thousands_of_rows(invert: Invert) -> None:
+    for family, m, g, rms, eps in sweep(
+        [torch.float32, torch.float64], [1, 2, 13, 100], list(ROWS), 10
+    ):
+        if family != "near_hard":  # the norm's error may be all that the pole holds
+            check_rows(m, g, rms, eps, invert(g, m, rms, eps, method="bisection"), most=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@every_implementation
+def test_methods_agree(invert: Invert, dtype: torch.dtype) -> None:
+    for family, (c, eps) in itertools.product(ROWS, RADII):
+        m, g = rows_of(family, 60, 12, dtype, seed=5)
+        rms = torch.full((60,), c, dtype=dtype)
+        newton, bisection = (
+            invert(g, m, rms, eps, method=method) for method in ("newton", "bisection")
+        )
+        assert torch.equal(newton.status, bisection.status)
+        difference = (newton.hidden.double() - bisection.hidden.double()).norm(
+            dim=1
+        ) / newton.hidden.double().norm(dim=1)
+        assert difference.max() <= (
+            1e-7 if family == "near_hard" else 2.0**-22 if dtype == torch.float32 else 1e-12
+        )
+        hard = newton.status == Status.HARD
+        assert not newton.shift[hard].any() and not bisection.shift[hard].any()
+        assert newton.evaluations[~hard].min() > 0 if (~hard).any() else True
+        assert not newton.evaluations[hard].any()
+        assert (bisection.evaluations[~hard] == 64).all()
+
+
+@every_implementation
+def test_fallback_gives_the_direction_of_the_missing_norm(invert: Invert) -> None:
+    m = torch.tensor([[0.5, -0.5, 2.0, 0.5]]).double()
+    g = torch.tensor([[0.0, 0.0, 1.0, 0.0]]).double()
+    fallback = torch.tensor([[3.0, -4.0, 100.0, 0.0]]).double()
+    result = invert(g, m, torch.ones(1), fallback=fallback)
+    # Off the pole y = g m / (m² - 0.25) = 2/3.75; the rest of the norm, 4, lies along (3, -4, ·,
+    # 0)/5.
+    rest = (4 - (2 / 3.75) ** 2) ** 0.5
+    torch.testing.assert_close(
+        result.hidden, torch.tensor([[0.6 * rest, -0.8 * rest, 2 / 3.75, 0.0]]).double()
+    )
+    assert result.status == Status.HARD
+    without = invert(g, m, torch.ones(1))
+    torch.testing.assert_close(without.hidden, torch.tensor([[rest, 0.0, 2 / 3.75, 0.0]]).double())
+    for useless in (
+        torch.zeros(1, 4),
+        torch.full((1, 4), torch.nan),
+        torch.tensor([[0.0, torch.inf, 0.0, 0.0]]),
+    ):
+        assert same_bits(
+            invert(g, m, torch.ones(1), fallback=useless.double()).hidden, without.hidden
+        )
+
+
+@every_implementation
+def test_fallback_may_not_leave_a_coordinate_unreachable(invert: Invert) -> None:
+    """Through m_k = 0 only y_k ≠ 0 reaches g_k, so a fallback that is 0 there is not followed."""
+    m = torch.tensor([[0.0, 0.0, 2.0]])
+    g = torch.tensor([[1.0, -2.0, 0.5]])
+    fallback = torch.tensor([[1.0, 0.0, 1.0]])
+    result = invert(g, m, torch.ones(1), fallback=fallback)
+    assert result.status == Status.HARD
+    torch.testing.assert_close((result.new_scale * result.hidden).float(), g)
+    followed = invert(g, m, torch.ones(1), fallback=torch.tensor([[1.0, 3.0, 1.0]]))
+    torch.testing.assert_close(followed.hidden[0, 1] / followed.hidden[0, 0], torch.tensor(3.0))
+    torch.testing.assert_close((followed.new_scale * followed.hidden).float(), g)
+
+
+def one_row(invert: Invert, m: list[float], g: list[float], c: float) -> Status:
+    result = invert(torch.tensor([g]).float(), torch.tensor(m).float(), torch.tensor([c]).float())
+    return Status(int(result.status))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@every_implementation
+def test_statuses(invert: Invert, bad: float) -> None:
+    assert one_row(invert, [1, 2], [1, 1], 1) is Status.EASY
+    assert one_row(invert, [1, 2], [0, 1], 1) is Status.HARD
+    assert one_row(invert, [0, 2], [1, 1], 1) is Status.HARD
+    assert one_row(invert, [0, 2], [1, 9], 1) is Status.UNREACHABLE
+    assert one_row(invert, [0, 2], [0, 9], 1) is Status.EASY
+    assert one_row(invert, [bad, 2], [1, 1], 1) is Status.NONFINITE
+    assert one_row(invert, [1, 2], [1, bad], 1) is Status.NONFINITE
+    assert one_row(invert, [1, 2], [1, bad], bad) is Status.NONFINITE
+    for c in (0.0, -1.0, bad):
+        assert one_row(invert, [1, 2], [1, 1], c) is Status.BAD_RADIUS
+
+
+def test_a_search_cut_short_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, g = rows_of("graded", 40, 12)
+    monkeypatch.setattr(reference, "MAX_EVALUATIONS", 2)
+    result = reference.invert_rmsnorm(g, m, torch.ones(40))
+    stopped = result.status == Status.NO_CONVERGENCE
+    assert 0 < stopped.sum() < 40
+    assert (result.evaluations[stopped] == 2).all()
+
+
+@every_implementation
+def test_zeros(invert: Invert) -> None:
+    """All of m zero, several of them, with g and without: what can be reached is, and what cannot
+    is said.
+    """
+    for n in (1, 2, 7, 8, 9, 40):
+        last = torch.zeros(n).index_fill_(0, torch.tensor([n - 1]), 1.0)
+        rows = {
+            "m = g = 0": (torch.zeros(n), torch.zeros(n), Status.HARD),
+            "m = 0": (torch.zeros(n), torch.arange(1.0, n + 1), Status.HARD),
+            "m = 0, g in one place": (torch.zeros(n), last, Status.HARD),
+            "g = 0": (torch.arange(1.0, n + 1), torch.zeros(n), Status.HARD),
+            "m = g = -0": (torch.zeros(n).neg(), torch.zeros(n).neg(), Status.HARD),
+            "m = -0": (torch.zeros(n).neg(), torch.arange(1.0, n + 1).neg(), Status.HARD),
+        }
+        if n > 2:
+            ends = torch.cat([torch.zeros(2), torch.ones(n - 2)])
+            rows |= {
+                "m = 0 twice, g small": (ends, torch.full((n,), 1e-3), Status.HARD),
+                "m = 0 twice, g large": (ends, torch.full((n,), 1e3), Status.UNREACHABLE),
+                "m = 0 twice, g = 0 there": (ends, 1e3 * ends, Status.EASY),
+                "m = 0 twice, g = 0 there, small": (ends, 1e-3 * ends, Status.HARD),
+            }
+        m, g = (torch.stack([row[i] for row in rows.values()]) for i in (0, 1))
+        for (c, eps), fallback in itertools.product(
+            [(1.0, 0.0), (0.5, 0.75)], (None, torch.ones_like(g), torch.zeros_like(g))
+        ):
+            result = invert(g, m, torch.full((len(g),), c), eps, fallback)
+            assert dict(zip(rows, map(Status, result.status.tolist()), strict=True)) == {
+                name: row[2] for name, row in rows.items()
+            }
+            check_rows(m, g, torch.full((len(g),), c), eps, result)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 1.0])
+@every_implementation
+def test_radii_of_all_sizes(invert: Invert, eps: float) -> None:
+    """From eps far larger than rms² to rms² far beyond fp32's range; where C² or r² is no number of
+    fp64, the status says so.
+    """
+    m, g = rows_of("gaussian", 61, 21, torch.float64)
+    c = 10.0 ** torch.arange(-150, 155, 5).double()
+    result = invert(g, m, c, eps)
+    good = result.status <= Status.UNREACHABLE
+    assert good[10:-10].all()
+    assert (result.status[~good] >= Status.BAD_RADIUS).all()
+    check_rows(
+        m[good],
+        g[good],
+        c[good],
+        eps,
+        ops.RMSNormInverse(*(getattr(result, name)[good] for name in PARTS)),
+    )
+    zero = invert(g[:2], m[:2], torch.tensor([0.0, -0.0]), eps)
+    assert (zero.status == Status.BAD_RADIUS).all() and not zero.hidden.any()
+
+
+PARTS = ("hidden", "shift", "new_scale", "status", "evaluations")
+
+
+@every_implementation
+def test_signs_of_zero_do_not_matter(invert: Invert) -> None:
+    m, g = rows_of("zeros_of_both", 60, 13)
+    g[::2] = torch.where(g[::2] == 0, 1.0, g[::2])
+    plain = invert(g.abs() * g.sign(), m.abs() * m.sign(), torch.ones(60))
+    negative = invert(torch.where(g == 0, -0.0, g), torch.where(m == 0, -0.0, m), torch.ones(60))
+    for name in PARTS:
+        # equal, not in bits: -0 may stay
+        assert torch.equal(getattr(plain, name), getattr(negative, name))
+
+
+@every_implementation
+def test_shifts_beyond_fp32(invert: Invert) -> None:
+    """p is up to 10⁷⁶, and so is the shift: nothing of that may pass through fp32."""
+    m, g = rows_of("huge", 60, 13)
+    result = invert(g, m, torch.full((60,), 1e-3), 1.0)
+    assert (result.shift > 1e70).all()
+    check_rows(m, g, torch.full((60,), 1e-3), 1.0, result)
+    m, g = rows_of("denormal", 60, 13)
+    small = invert(g * 2.0**-9, m, torch.ones(60))
+    assert ((small.shift < 1e-45) & (small.shift > 0))[small.status == Status.EASY].all()
+    check_rows(m, g * 2.0**-9, torch.ones(60), 0.0, small)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
+@every_implementation
+def test_low_precision_inputs_are_taken_at_their_value(invert: Invert, dtype: torch.dtype) -> None:
+    m, g = rows_of("gaussian", 9, 48, dtype)
+    rms = (torch.rand(9, generator=seeded(0)) + 0.5).to(dtype)
+    result = invert(g, m, rms, 1e-6, fallback=g)
+    wide = invert(g.double(), m.double(), rms.double(), 1e-6, fallback=g.double())
+    assert result.hidden.dtype == torch.float32
+    assert wide.hidden.dtype == result.shift.dtype == result.new_scale.dtype == torch.float64
+    assert (result.status.dtype, result.evaluations.dtype) == (torch.int8, torch.int32)
+    assert torch.equal(result.hidden, wide.hidden.float())
+    assert torch.equal(result.shift, wide.shift) and torch.equal(result.new_scale, wide.new_scale)
+
+
+@every_implementation
+def test_the_ends_of_fp64(invert: Invert) -> None:
+    """The largest numbers, and the smallest denormal ones: hard rows, of which the pole takes all
+    that is missing.
+    """
+    m = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
+    for g in ([1.7e308, 1.0, 2.0], [8e307, 1e307, 2e307], [5e-324, 1e-320, 0.0]):
+        target = torch.tensor([g], dtype=torch.float64)
+        result = invert(target, m, torch.ones(1, dtype=torch.float64))
+        assert result.status.tolist() == [Status.HARD]
+        assert result.shift.tolist() == [0.0]
+        assert abs(float(result.hidden.square().mean()) - 1) <= 1e-15
+        normed = result.hidden / result.hidden.square().mean().sqrt()
+        reached = result.new_scale * normed
+        assert ((reached - target).abs() <= 1e-15 * target.abs() + 5e-324).all()
+
+
+@pytest.mark.parametrize("power", [-400, -60, 60, 400])
+@every_implementation
+def test_wide_fp64_rows_are_inverted_like_scaled_ones(invert: Invert, power: int) -> None:
+    """``g → βg, m → βm`` leaves y alone: m² and β²s fit fp64, and p² and (p/s)³ may not be let
+    overflow on the way.
+    """
+    beta = 2.0**power
+    for family in ("gaussian", "sparse", "zeros", "ties", "graded"):
+        m, g = rows_of(family, 20, 9, torch.float64)
+        plain = invert(g, m, torch.ones(20).double(), 0.1)
+        scaled = invert(beta * g, beta * m, torch.ones(20).double(), 0.1)
+        assert torch.equal(scaled.status, plain.status)
+        torch.testing.assert_close(scaled.hidden, plain.hidden, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(scaled.new_scale / beta, plain.new_scale, rtol=1e-12, atol=0)
+        torch.testing.assert_close(scaled.shift / beta / beta, plain.shift, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "g", "m", "c"),
+    [
+        (torch.float64, [1e160, 2e160], [1.0, 3.0], 1.0),
+        (torch.float64, [1.0, 2.0], [1e155, 3e155], 1.0),
+        (torch.float64, [1e300, 1e-300], [1e-300, 1e300], 1.0),
+        (torch.float32, [0.0, 200.0], [1.0, 3.0], 3e38),
+    ],
+    ids=["large-g", "large-m", "wide", "large-rms"],
+)
+@every_implementation
+def test_overflow_is_not_silent(
+    invert: Invert, dtype: torch.dtype, g: list[float], m: list[float], c: float
+) -> None:
+    """A row whose answer is no number may have a status that says so, but not one that says all is
+    well.
+    """
+    result = invert(
+        torch.tensor([g], dtype=dtype), torch.tensor(m, dtype=dtype), torch.tensor([c], dtype=dtype)
+    )
+    finite = all(x.isfinite().all() for x in (result.hidden, result.shift, result.new_scale))
+    assert finite or result.status >= Status.NONFINITE
+
+
+@pytest.mark.parametrize("method", ["newton", "bisection"])
+@every_dtype
+@every_implementation
+def test_inversion_of_nothing(invert: Invert, dtype: torch.dtype, method: str) -> None:
+    for scale in (torch.ones(7, dtype=dtype), torch.ones(0, 7, dtype=dtype)):
+        target = torch.ones(0, 7, dtype=dtype)
+        result = invert(target, scale, torch.ones(0, dtype=dtype), 1e-6, target, method)
+        assert result.hidden.shape == result.new_scale.shape == (0, 7)
+        assert result.shift.shape == result.status.shape == result.evaluations.shape == (0,)
+        assert result.hidden.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"target": torch.ones(5)}, ValueError, "expected target with 2 dimensions, got (5,)"),
+        ({"target": torch.ones(3, 0)}, ValueError, "expected target (B, n) with n ≥ 1, got n = 0"),
+        (
+            {"target": torch.ones(3, 5, dtype=torch.int32)},
+            TypeError,
+            FLOATING.format("target", "int32"),
+        ),
+        ({"scale": torch.ones(4)}, ValueError, "expected scale (5,) or (3, 5), got (4,)"),
+        ({"scale": torch.ones(1, 5)}, ValueError, "expected scale (5,) or (3, 5), got (1, 5)"),
+        ({"scale": torch.ones(5, dtype=torch.int64)}, TypeError, FLOATING.format("scale", "int64")),
+        ({"scale": torch.ones(5, device="meta")}, ValueError, "expected scale on cpu, got meta"),
+        ({"rms": torch.ones(3, 1)}, ValueError, "expected rms (3,), got (3, 1)"),
+        ({"rms": torch.tensor(1.0)}, ValueError, "expected rms (3,), got ()"),
+        ({"rms": torch.ones(3, dtype=torch.bool)}, TypeError, FLOATING.format("rms", "bool")),
+        ({"fallback": torch.ones(5)}, ValueError, "expected fallback (3, 5), got (5,)"),
+        (
+            {"fallback": torch.ones(3, 5, dtype=torch.int64)},
+            TypeError,
+            FLOATING.format("fallback", "int64"),
+        ),
+        ({"eps": -1e-6}, ValueError, "expected a finite eps ≥ 0, got -1e-06"),
+        ({"eps": float("nan")}, ValueError, "expected a finite eps ≥ 0, got nan"),
+        ({"eps": float("inf")}, ValueError, "expected a finite eps ≥ 0, got inf"),
+        (
+            {"method": "regula falsi"},
+            ValueError,
+            "expected method 'newton' or 'bisection', got 'regula falsi'",
+        ),
+    ],
+)
+def test_invert_rmsnorm_refuses(changes: dict, error: type, message: str) -> None:
+    good = {"target": torch.ones(3, 5), "scale": torch.ones(5), "rms": torch.ones(3)}
+    ops.invert_rmsnorm(**good)
+    check_refused(error, message, lambda: ops.invert_rmsnorm(**good | changes))

@@ -1,0 +1,343 @@
+"""The native ops as torch ops: built, the same on every instruction set, traced, compiled, and
+replaced where they are missing.
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.inversion import mixed_rows, needs_native, same_rows
+from support.numeric import same_bits
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from icl_patch import ops
+from icl_patch.ops import native, reference
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_library_is_built_where_it_can_be() -> None:
+    """Everything below skips without it, so something has to fail."""
+    setup = REPOSITORY / "setup.py"
+    if not setup.exists() or sys.platform != "linux" or os.environ.get("ICL_PATCH_NATIVE") == "off":
+        pytest.skip("not where the library is built, or ICL_PATCH_NATIVE=off")
+    script = "import setup, sys; sys.exit(0 if setup.find_compiler() else 3)"
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    if found.returncode == 3:
+        pytest.skip("no C++ compiler")
+    assert found.returncode == 0, found.stderr
+    assert native.serves("cpu"), native.describe()
+
+
+# Instruction sets
+
+DIGEST = """
+import hashlib, itertools, torch
+import test_native_linear
+from support.inversion import mixed_rows
+from support.numeric import FLOATS, normal, seeded
+from icl_patch import native, ops
+digest = hashlib.sha256()
+for dtype, n in itertools.product(FLOATS.values(), (1, 3, 8, 15, 31, 64, 257, 513, 2049)):
+    m, g = mixed_rows(n, 6, dtype)
+    g[0, -1], m[1, 0] = torch.nan, torch.inf
+    h = normal(seeded(n), *g.shape, dtype=dtype)
+    rms = torch.rand(len(g), generator=seeded(0)).to(dtype)
+    for scale, method in itertools.product((m, m[2]), ("newton", "bisection")):
+        inverses = [ops.invert_rmsnorm(g, scale, rms, eps, fallback, method) for eps, fallback in ((0.0, None), (0.1, h))]
+        for result in (*inverses, ops.stable_scale(g, scale, h, 1e-6, method), ops.stable_scale(g * (h > 1), scale, h, 1.0, method)):
+            for part in vars(result).values():
+                digest.update(part.numpy().tobytes())
+    if dtype == torch.float64:
+        continue
+    parts = [*torch.ops.icl_patch.norm_pair(g, m[3], 1e-5, 1.0, dtype == torch.float16), torch.ops.icl_patch.rms_norm(g, m, 0.0)]
+    parts += [torch.ops.icl_patch.gated_product(x, h, act) for x in (m, 1e3 * g, h / 9) for act in ("gelu_tanh", "silu")]
+    for part in (*parts, *torch.ops.icl_patch.read_direction(m)):
+        digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+test_native_linear.check_products()
+print(native.cpu_instructions, digest.hexdigest())
+"""
+
+
+def run_on(instructions: str, script: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "ICL_PATCH_CPU": instructions,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+    }
+    return subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def digests() -> dict[str, str]:
+    found = {}
+    for instructions in ("portable", "avx2", "avx512", "avx512_bf16"):
+        done = run_on(instructions, DIGEST)
+        if done.returncode == 0:
+            name, found[instructions] = done.stdout.split()
+            assert name == instructions
+        else:
+            assert "ValueError: expected ICL_PATCH_CPU=" in done.stderr, done.stderr
+    return found
+
+
+@needs_native
+def test_instruction_sets_agree_bit_for_bit(digests: dict[str, str]) -> None:
+    assert {"portable", native.cpu_instructions} <= set(digests)
+    if len(digests) == 1:
+        pytest.skip("this processor has one")
+    assert len(set(digests.values())) == 1, digests
+
+
+@needs_native
+def test_an_unknown_instruction_set_is_refused() -> None:
+    done = run_on("sse9", "import icl_patch")
+    assert done.returncode != 0
+    assert "expected ICL_PATCH_CPU=avx512_bf16, avx512, avx2 or portable" in done.stderr
+    assert "got 'sse9'" in done.stderr
+
+
+# As torch ops
+
+
+def calls() -> Iterator[tuple[Callable[..., tuple[Tensor, ...]], tuple]]:
+    """Of both ops: dtypes, strides, a shared scale and one per row, a fallback and none, no
+    rows.
+    """
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        m, g = mixed_rows(5, 1, dtype)
+        h, rms = m.flip(0), torch.ones(len(m), dtype=dtype)
+        invert, update = (
+            torch.ops.icl_patch.invert_rmsnorm.default,
+            torch.ops.icl_patch.stable_scale.default,
+        )
+        yield invert, (g, m, rms)
+        yield invert, (g, m[0], rms, 0.5, h, True)
+        yield (
+            invert,
+            (g.mT.contiguous().mT, m[:, :1].expand(m.shape), rms, 0.5, h[0].expand(m.shape)),
+        )
+        yield invert, (g[:0], m[0], rms[:0])
+        yield update, (g, m, h)
+        yield update, (g[1:], m[0].double(), h[:-1], 0.5, True)
+        yield update, (g[:0], m[:0], h[:0], 0.1)
+
+
+@needs_native
+@pytest.mark.parametrize("index", range(28))
+def test_opcheck(index: int) -> None:
+    op, arguments = list(calls())[index]
+    torch.library.opcheck(op, arguments)
+
+
+@needs_native
+def test_fakes_are_like_the_real_ones() -> None:
+    for op, arguments in calls():
+        real = op(*arguments)
+        on_meta = op(*(x.to("meta") if isinstance(x, Tensor) else x for x in arguments))
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
+        for result in (on_meta, fake):
+            described = [(x.shape, x.dtype, x.stride()) for x in result]
+            assert described == [(x.shape, x.dtype, x.stride()) for x in real]
+
+
+def test_the_face_on_meta_tensors() -> None:
+    """Shapes and dtypes without numbers."""
+    m, g = mixed_rows(5, 1)
+    rms = torch.ones(len(m))
+    for real, call in (
+        (
+            ops.invert_rmsnorm(g, m, rms),
+            lambda: ops.invert_rmsnorm(g.to("meta"), m.to("meta"), rms.to("meta")),
+        ),
+        (
+            ops.stable_scale(g, m, g),
+            lambda: ops.stable_scale(g.to("meta"), m.to("meta"), g.to("meta")),
+        ),
+    ):
+        result = call()
+        for field in fields(real):
+            a, b = getattr(real, field.name), getattr(result, field.name)
+            assert b.is_meta and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def inverted(g: Tensor, m: Tensor, rms: Tensor) -> ops.RMSNormInverse:
+    return ops.invert_rmsnorm(2 * g, m, rms, 1e-6, g)
+
+
+def updated(g: Tensor, m: Tensor, h: Tensor) -> ops.StableScale:
+    return ops.stable_scale(2 * g, m, h, 1e-6)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    # the last needs no compiler
+    [
+        (inverted, "eager"),
+        (inverted, "aot_eager"),
+        (updated, "aot_eager"),
+        (ops.stable_scale, "inductor"),
+    ],
+)
+def test_compiled_gives_the_same_bits(function: Callable, backend: str) -> None:
+    torch._dynamo.reset()
+    m, g = mixed_rows(24, 3)
+    third = torch.ones(len(m)) if function is inverted else m.flip(0)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    assert same_rows(compiled(g, m, third), function(g, m, third))
+    assert same_rows(compiled(g, m[1], third), function(g, m[1], third))
+
+
+@needs_native
+@pytest.mark.parametrize("per_row", [False, True], ids=["shared", "per-row"])
+@pytest.mark.parametrize("function", [inverted, updated])
+def test_a_new_batch_size_does_not_recompile(function: Callable, per_row: bool) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    m, g = mixed_rows(24, 3)
+    for rows in (7, 8, 2, 33, 48):
+        third = torch.ones(rows) if function is inverted else m[:rows].flip(0)
+        arguments = [g[:rows], m[:rows] if per_row else m[0], third]
+        for x in arguments if per_row else (arguments[0], arguments[2]):
+            torch._dynamo.mark_dynamic(x, 0)
+        assert same_rows(compiled(*arguments), function(*arguments))
+    assert counter.frame_count == 1
+
+
+@needs_native
+def test_exported() -> None:
+    class Inverse(torch.nn.Module):
+        def forward(self, g: Tensor, m: Tensor, rms: Tensor) -> tuple[Tensor, ...]:
+            return tuple(vars(inverted(g, m, rms)).values())
+
+    m, g = mixed_rows(24, 2)
+    arguments = (g, m[0], torch.ones(len(g)))
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(Inverse(), arguments, dynamic_shapes=({0: rows}, None, {0: rows}))
+    for count in (5, 20):
+        some = (g[:count], m[0], torch.ones(count))
+        assert all(
+            same_bits(x, y)
+            for x, y in zip(program.module()(*some), vars(inverted(*some)).values(), strict=True)
+        )
+
+
+# Where there is no library
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native, "_lacking", "it was hidden")
+    native._warn.cache_clear()
+    yield
+    native._warn.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_plain_torch_runs_and_says_so_once() -> None:
+    m, g = mixed_rows(24, 3)
+    rms = torch.ones(len(m))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        inverse, stable = (
+            ops.invert_rmsnorm(g, m, rms, 0.5, g, "bisection"),
+            ops.stable_scale(g, m, g, 0.5, "bisection"),
+        )
+        assert not native.serves("cpu") and not native.serves("cpu")
+        assert not native.serves("cuda")
+    messages = [str(warning.message) for warning in caught]
+    expected = "icl_patch runs on plain torch for {} tensors; the native library: it was hidden"
+    assert messages == [expected.format("cpu"), expected.format("cuda")]
+    assert Path(caught[0].filename) == Path(__file__)
+    assert same_rows(inverse, reference.invert_rmsnorm(g, m, rms, 0.5, g, "bisection"))
+    assert same_rows(stable, reference.stable_scale(g, m, g, 0.5, "bisection"))
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_the_description_says_why() -> None:
+    assert native.describe() == "no native library: it was hidden"
+
+
+def test_other_devices_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        native.serves("mps")
+        native.serves("meta")
+
+
+@needs_native
+def test_a_cpu_build_warns_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cuda_architectures", ())
+    native._warn.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert native.serves("cpu")
+        with pytest.warns(
+            UserWarning,
+            match="for cuda tensors; the native library: it was built where there was no nvcc",
+        ):
+            assert not native.serves("cuda")
+    finally:
+        native._warn.cache_clear()
+    assert "no CUDA" in native.describe()
+
+
+def test_importing_never_warns(tmp_path: Path) -> None:
+    """With the library, and from a copy of the package without it."""
+    package = tmp_path / "icl_patch"
+    done = subprocess.run(
+        ["cp", "-r", str(Path(native.__file__).parent), str(package)],
+        check=True,
+        capture_output=True,
+    )
+    (package / "_native.so").unlink(missing_ok=True)
+    show = (
+        "import icl_patch, icl_patch.ops; from icl_patch import native; print(icl_patch.__file__,"
+        " native.describe(), sep='|')"
+    )
+    for where in (Path(native.__file__).parent.parent, tmp_path):
+        script = (
+            f"import sys; sys.path.insert(0, {str(where)!r}); import torch, warnings;"
+            f" warnings.simplefilter('error'); {show}"
+        )
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", script],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "icl_patch" not in done.stderr  # other packages may print what they like
+        path, description = done.stdout.strip().split("|")
+        assert Path(path).parent.parent == where
+    assert description.startswith("no native library: it was not built")
+
+
+def test_results_are_what_the_face_says() -> None:
+    """A field added on one side only would be noticed here."""
+    for op, result in (("invert_rmsnorm", ops.RMSNormInverse), ("stable_scale", ops.StableScale)):
+        if native.cpu_instructions:
+            returned = getattr(torch.ops.icl_patch, op).default._schema.returns
+            assert [x.name for x in returned] == [field.name for field in fields(result)]
+        filled = result(*map(torch.tensor, range(5)))
+        assert replace(filled, shift=torch.tensor(9)).shift == 9

@@ -1,0 +1,325 @@
+"""A row's bits depend on the row alone: not on its neighbours, its place, its strides, the threads;
+and every size is computed whole.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support.inversion import (
+    Invert,
+    check_rows,
+    every_implementation,
+    mixed_rows,
+    needs_native,
+    same_rows,
+)
+from support.numeric import every_dtype, normal, poisoned_memory, same_bits, seeded
+from support.rows import rows_of
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.ops import InversionStatus as Status
+from icl_patch.ops import reference
+
+every_method = pytest.mark.parametrize("method", ["newton", "bisection"])
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+POISON: dict[str, tuple[str, float, Status]] = {
+    "g-nan": ("g", torch.nan, Status.NONFINITE),
+    "g-inf": ("g", torch.inf, Status.NONFINITE),
+    "m-nan": ("m", torch.nan, Status.NONFINITE),
+    "m-inf": ("m", -torch.inf, Status.NONFINITE),
+    "rms-zero": ("rms", 0.0, Status.BAD_RADIUS),
+    "rms-negative": ("rms", -1.0, Status.BAD_RADIUS),
+    "rms-nan": ("rms", torch.nan, Status.BAD_RADIUS),
+    "rms-inf": ("rms", torch.inf, Status.BAD_RADIUS),
+    "fallback-nan": ("fallback", torch.nan, Status.HARD),
+}
+
+
+@every_method
+@pytest.mark.parametrize("poison", POISON)
+@every_implementation
+def test_a_poisoned_row_leaves_the_others_alone(invert: Invert, poison: str, method: str) -> None:
+    """One of 1,024, in the middle of the batch."""
+    name, value, status = POISON[poison]
+    m, g = (x[:1024] for x in mixed_rows(33, 64))
+    arguments = {"m": m, "g": g, "rms": torch.rand(1024, generator=seeded(4)) + 0.5}
+    arguments["fallback"] = normal(seeded(3), 1024, 33, dtype=torch.float32)
+    row = 517
+    arguments["m"][row], arguments["g"][row] = (x[0] for x in rows_of("sparse", 1, 33))
+    arguments["g"][row] *= 1e-3  # no root: the fallback is looked at
+
+    def run(m: Tensor, g: Tensor, rms: Tensor, fallback: Tensor) -> ops.RMSNormInverse:
+        return invert(g, m, rms, 1e-6, fallback, method)
+
+    clean = run(**arguments)
+    assert clean.status[row] == Status.HARD
+    if name == "rms":
+        arguments["rms"][row] = value
+    else:
+        arguments[name][row, 5] = value
+        arguments[name][row, int(arguments["m"][row].abs().nan_to_num(9).argmin())] = value
+    result = run(**arguments)
+    assert result.status[row] == status
+    assert result.evaluations[row] == 0
+    others = torch.arange(1024) != row
+    for part in ("hidden", "shift", "new_scale", "status", "evaluations"):
+        assert same_bits(getattr(result, part)[others], getattr(clean, part)[others])
+    spoilt = {part: getattr(result, part)[row] for part in ("hidden", "shift", "new_scale")}
+    if status is Status.NONFINITE:
+        assert all(x.isnan().all() for x in spoilt.values())
+    elif status is Status.BAD_RADIUS:
+        assert not spoilt["hidden"].any() and spoilt["shift"] == 0
+        assert torch.equal(spoilt["new_scale"], arguments["m"][row].double())
+    else:
+        assert all(x.isfinite().all() for x in spoilt.values())
+
+
+@pytest.mark.parametrize("where", [0, 6, 7, 8, 63, 510, 511, 512, 1029], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@every_implementation
+def test_one_bad_number_is_found_wherever_it_is(invert: Invert, bad: float, where: int) -> None:
+    """In the last lane of a vector, in a tail, in a later chunk; in the pole, or where the other
+    factor is 0.
+    """
+    m, g = torch.ones(4, 1030), torch.zeros(4, 1030)
+    m[0, where] = g[1, where] = m[2, where] = bad
+    g[2] = 1
+    m[3] = 0
+    g[3, where] = bad
+    assert (invert(g, m, torch.ones(4)).status == Status.NONFINITE).all()
+
+
+@every_method
+@pytest.mark.parametrize("n", [1, 7, 48, 129, 1000])
+@every_implementation
+def test_a_row_does_not_see_its_batch(invert: Invert, n: int, method: str) -> None:
+    m, g = mixed_rows(n, 4)
+    batch = len(m)
+    rms, eps = torch.rand(batch, generator=seeded(0)) + 0.5, 1e-6
+    together = invert(g, m, rms, eps, method=method)
+    for rows in (
+        torch.arange(batch).flip(0),
+        torch.arange(13),
+        *torch.arange(0, batch, 5).split(1),
+    ):
+        assert same_rows(invert(g[rows], m[rows], rms[rows], eps, method=method), together, rows)
+    one_scale = invert(g[:5], m[3], rms[:5], eps, method=method)
+    assert same_rows(
+        one_scale, invert(g[:5], m[3].expand(5, n).clone(), rms[:5], eps, method=method)
+    )
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@needs_native
+@every_method
+@pytest.mark.parametrize(("n", "per_family"), [(1, 4000), (33, 200), (2050, 3)])
+def test_a_row_does_not_see_the_threads(
+    n: int, per_family: int, method: str, threads: Callable[[int], None]
+) -> None:
+    m, g = mixed_rows(n, per_family)
+    rms = torch.rand(len(m), generator=seeded(0)) + 0.5
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append(
+            (
+                ops.invert_rmsnorm(g, m, rms, 1e-6, g, method),
+                ops.stable_scale(g, m, g.flip(1), 1e-6, method),
+            )
+        )
+    for inverse, stable in results[1:]:
+        assert same_rows(inverse, results[0][0])
+        assert same_rows(stable, results[0][1])
+
+
+@needs_native
+def test_a_thousand_repeats_are_equal() -> None:
+    m, g = mixed_rows(21, 1)
+    rms = torch.ones(len(m))
+    first = ops.invert_rmsnorm(g, m, rms, 1e-6), ops.stable_scale(g, m, m)
+    for _ in range(1000):
+        assert same_rows(ops.invert_rmsnorm(g, m, rms, 1e-6), first[0])
+        assert same_rows(ops.stable_scale(g, m, m), first[1])
+
+
+def in_columns(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT if x.dim() == 2 else x
+
+
+def in_a_larger_one(x: Tensor) -> Tensor:
+    """At an odd offset, with gaps in both directions, between NaNs."""
+    around = x.new_full([2 * size + 3 for size in x.shape], torch.nan)
+    inside = around[tuple(slice(1, 1 + 2 * size, 2) for size in x.shape)]
+    inside.copy_(x)
+    return inside
+
+
+def in_a_row(x: Tensor) -> Tensor:
+    """Contiguous rows, but more apart than they are long, and not on a vector's boundary."""
+    around = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
+    around[..., 1:-2] = x
+    return around[..., 1:-2]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": in_columns,
+    "strided": in_a_larger_one,
+    "sliced": in_a_row,
+    "negated": lambda x: torch._neg_view(-x),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+@needs_native
+def test_strides_do_not_show(layout: str, dtype: torch.dtype) -> None:
+    """Of every argument, alone and all together, in both ops."""
+    lay = LAYOUTS[layout]
+    m, g = mixed_rows(37, 2, dtype)
+    h = normal(seeded(3), *m.shape, dtype=dtype)
+    rms = (torch.rand(len(m), generator=seeded(0)) + 0.5).to(dtype)
+    for scale in (m, m[1]):
+        plain = [g, scale, rms, h]
+        inverse = ops.invert_rmsnorm(g, scale, rms, 1e-3, h)
+        stable = ops.stable_scale(g, scale, h, 1e-3)
+        assert (inverse.status == Status.HARD).any()
+        for changed in [{0}, {1}, {2}, {3}, {0, 1, 2, 3}]:
+            a, b, c, d = (lay(x) if i in changed else x for i, x in enumerate(plain))
+            assert same_rows(ops.invert_rmsnorm(a, b, c, 1e-3, d), inverse)
+            assert same_rows(ops.stable_scale(a, b, d, 1e-3), stable)
+
+
+@needs_native
+def test_expanded_arguments() -> None:
+    """Stride 0 in either direction."""
+    m, g = rows_of("sparse", 3, 19)
+    for lay in (lambda x: x[1].expand(5, 19), lambda x: x[:, :1].expand(3, 19)):
+        target, scale, rms = lay(g), lay(m), torch.tensor(0.7)
+        batch = len(target)
+        for fallback in (None, lay(m)):
+            whole = fallback if fallback is None else fallback.contiguous()
+            expanded = ops.invert_rmsnorm(target, scale, rms.expand(batch), 0.1, fallback)
+            plain = ops.invert_rmsnorm(
+                target.contiguous(), scale.contiguous(), torch.full((batch,), 0.7), 0.1, whole
+            )
+            assert same_rows(expanded, plain)
+        assert same_rows(
+            ops.stable_scale(target, scale, scale),
+            ops.stable_scale(*(x.contiguous() for x in (target, scale, scale))),
+        )
+
+
+SIZES = [
+    *range(1, 41),
+    *(
+        63,
+        64,
+        65,
+        127,
+        129,
+        255,
+        257,
+        504,
+        511,
+        512,
+        513,
+        520,
+        1023,
+        1025,
+        2047,
+        2049,
+        4097,
+        5376,
+        8193,
+        10501,
+    ),
+]
+SIZES += [16385, 65535, 65536]
+
+
+@pytest.mark.usefixtures("poisoned")
+@needs_native
+@pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
+def test_every_size_is_computed_whole(double: bool) -> None:
+    """No element is left as it was found in memory, of any kind of row; the equations hold, and
+    plain torch agrees.
+    """
+    dtype = torch.float64 if double else torch.float32
+    for n in SIZES:
+        families = ("gaussian", "sparse", "zeros", "plateaus") if n < 5000 else ("sparse",)
+        m, g = (
+            torch.cat(part)
+            for part in zip(*(rows_of(family, 2, n, dtype, n) for family in families), strict=True)
+        )
+        rms = torch.ones(len(m), dtype=dtype)
+        result = ops.invert_rmsnorm(g, m, rms, 1e-6)
+        check_rows(m, g, rms, 1e-6, result)
+        expected = reference.invert_rmsnorm(g, m, rms, 1e-6)
+        assert torch.equal(result.status, expected.status)
+        torch.testing.assert_close(
+            result.hidden,
+            expected.hidden,
+            rtol=1e-9 if double else 2.0**-22,
+            atol=1e-9 if double else 1e-8,
+        )
+
+
+@pytest.mark.usefixtures("poisoned")
+@needs_native
+@pytest.mark.parametrize("n", [1, 3, 8, 12, 521])
+def test_rows_that_are_not_inverted_are_written_too(n: int) -> None:
+    m, g = torch.ones(4, n), torch.ones(4, n)
+    g[1, -1] = torch.nan
+    rms = torch.tensor([1.0, 1.0, 0.0, torch.nan])
+    result = ops.invert_rmsnorm(g, m, rms)
+    assert result.status.tolist() == [
+        Status.EASY,
+        Status.NONFINITE,
+        Status.BAD_RADIUS,
+        Status.BAD_RADIUS,
+    ]
+    assert result.evaluations[1:].tolist() == [0, 0, 0] and result.evaluations[0] <= 32
+    assert (
+        result.hidden[[0, 2, 3]].isfinite().all() and result.new_scale[[0, 2, 3]].isfinite().all()
+    )
+    for delta in (torch.zeros(4, n), torch.ones(4, n)):
+        stable = ops.stable_scale(delta, m, torch.ones(4, n))
+        assert all(x.isfinite().all() for x in (stable.u, stable.shift, stable.new_scale))
+        assert (stable.status == Status.EASY).all() and (stable.evaluations <= 32).all()
+
+
+@needs_native
+def test_the_tail_of_a_row_counts() -> None:
+    """What pads a row to whole vectors may not be taken for a coordinate, nor the last coordinate
+    for padding.
+    """
+    for n, sign in itertools.product((1, 2, 7, 8, 9, 15, 513, 519), (1, -1)):
+        m, g = torch.full((3, n), 2.0), torch.ones(3, n)
+        m[0, -1], m[1, 0] = 0.5 * sign, 0.5 * sign  # the pole: last, first, everywhere
+        g[2, -1] = 100
+        result = ops.invert_rmsnorm(g, m, torch.ones(3))
+        check_rows(m, g, torch.ones(3), 0.0, result)
+        if n > 1:
+            torch.testing.assert_close(
+                result.hidden[0].flip(0), result.hidden[1], rtol=1e-6, atol=0
+            )
+        hard = ops.invert_rmsnorm(torch.zeros(3, n), m, torch.ones(3))
+        check_rows(m, torch.zeros(3, n), torch.ones(3), 0.0, hard)
+        assert (hard.status == Status.HARD).all()
+        assert hard.hidden.nonzero().tolist() == [[0, n - 1], [1, 0], [2, 0]]

@@ -1,0 +1,573 @@
+"""The Triton kernels without a GPU: in Triton's interpreter, compiled ahead of time, and their
+configurations.
+"""
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.numeric import check_refused
+
+pytest.importorskip("triton")
+
+from icl_patch import kernels
+from icl_patch.kernels import Config, aot, config, launching, specialisations, tuning
+from icl_patch.kernels.config import DTYPES, REGIMES, Entry, config_for
+from icl_patch.kernels.direction import plan_direction
+from icl_patch.kernels.gated import plan_gated
+from icl_patch.kernels.linear import launch_linear, plan_linear
+from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
+
+CHECKS = Path(__file__).parents[1] / "support" / "kernel_checks.py"
+EVERYTHING = dict(
+    [
+        *specialisations.linear_launches(),
+        *specialisations.expert_launches(),
+        *specialisations.other_launches(),
+    ]
+)
+
+
+def test_in_the_interpreter() -> None:
+    """In a process of its own: triton is interpreted or not from its import on."""
+    command = [
+        sys.executable,
+        "-P",
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        str(CHECKS),
+    ]
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=CHECKS.parent.parent,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+# Compiled ahead of time; tools/kernel_resources.py compiles every configuration
+
+COMPILED = [
+    "default: stream bfloat16 N ≤ 16384, rank 1",
+    "default: stream bfloat16 N ≤ 4096, Conv1D",
+    "default: stream bfloat16 N ≤ 1728, recording",
+    "default: tile bfloat16, recording",
+    "default: stream float32, rank 4, 4 rows",
+    "coefficients K = 5376",
+    "direction K = 5376",
+    "add_low_rank N = 5376",
+    "norm_pair Gemma",
+    "rms_norm Llama",
+    "gated_product gelu_tanh",
+    "default: bfloat16 N ≤ 4096, experts",
+    "default: float32, experts",
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills(name: str, capability: int) -> None:
+    found = aot.resources(EVERYTHING[name], capability)
+    assert found.problem(capability) is None
+    assert 16 <= found.registers <= 255
+
+
+ODD = [(1, 1, 1), (3, 7, 0), (40, 1, 3), (5, 2**31 + 1, 2)]
+
+
+@pytest.mark.parametrize("sizes", ODD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Sizes and strides of 1 are constants to the compiler, and those beyond 32 bits have another
+    type; the interpreter knows neither.
+    """
+    rows, n, k = sizes
+    chosen = config_for("", dtype, 8, 8, kernels.regime_of(rows))
+
+    def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    z, w, bias = empty(rows, k, dtype=dtype), empty(n, k, dtype=dtype), empty(n, dtype=dtype)
+    u, v, index = empty(4, 2, n), empty(4, 2, k, dtype=dtype), empty(rows, dtype=torch.int32)
+    planned = [
+        plan_linear(z, w, u, v, bias, index, dtype, chosen),
+        plan_linear(
+            empty(2 * rows, k, dtype=dtype), w, None, None, None, None, dtype, chosen, record=True
+        ),
+    ]
+    for launch in planned:
+        assert aot.compile_ahead(launch, 90).asm["cubin"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 2**31 + 1])
+def test_odd_rows_compile(size: int) -> None:
+    x = torch.empty(2 * size, 1, device="meta")
+    planned = [
+        plan_norm_pair(x, x[0], 1e-6, 0.0, True),
+        plan_rms_norm(x, x[0], 1e-6, 0.0, True),
+        plan_direction(x),
+        plan_gated(x, x, "silu"),
+    ]
+    for launch in planned:
+        assert aot.compile_ahead(launch, 90).asm["cubin"]
+
+
+def test_a_spill_would_be_seen() -> None:
+    """A tile far too large for its warps."""
+    entry = Entry("stream", "float32", None, None, Config(False, 16, 32, 64, 1, 1))
+    found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 16), 90)
+    assert found.problem(90) == "spills registers"
+
+
+def test_too_much_shared_memory_would_be_seen() -> None:
+    entry = Entry("tile", "bfloat16", None, None, Config(True, 128, 128, 128, 8, 5))
+    found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 64), 90)
+    assert (
+        found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {227 * 1024}"
+    )
+
+
+@pytest.mark.parametrize("name", ["stream bfloat16 N ≤ 16384", "tile bfloat16", "stream float32"])
+def test_the_weight_is_read_in_large_pieces(name: str) -> None:
+    """16 bytes at a time, past the registers, in either layout."""
+    for variant in ("rank 1", "Conv1D"):
+        ptx = aot.compile_ahead(EVERYTHING[f"default: {name}, {variant}"], 90).asm["ptx"]
+        assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("shape", [" N ≤ 1728", " N ≤ 4096", " N ≤ 16384", ""])
+def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> None:
+    """A step that waited for z or v would hold up the next copy of the weight, and with few
+    programs the memory.
+    """
+    text = aot.compile_ahead(
+        EVERYTHING[f"default: stream bfloat16{shape}, rank 1"], capability
+    ).asm["ttgir"]
+    loop = re.search(r"scf\.for .*?scf\.yield", text, re.S)
+    assert loop is not None
+    # w and z, and for the coefficient z and v
+    assert loop[0].count("ttg.async_copy_global_to_local") == 4
+    assert "tt.load" not in loop[0]
+    assert "convert_layout" not in loop[0]
+
+
+def test_matrix_units_are_used() -> None:
+    ptx = aot.compile_ahead(EVERYTHING["default: stream bfloat16, rank 1"], 90).asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned" in ptx
+    ptx = aot.compile_ahead(EVERYTHING["default: stream bfloat16, rank 1"], 80).asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in ptx
+
+
+def test_no_atomics() -> None:
+    for name in COMPILED:
+        ptx = aot.compile_ahead(EVERYTHING[name], 90).asm["ptx"]
+        assert re.search(r"\b(atom|red)\.", ptx) is None
+
+
+# Configurations
+
+
+def test_every_shape_has_a_configuration() -> None:
+    for file in config.data_files():
+        for dtype in DTYPES:
+            for regime in REGIMES:
+                for n, k in ((1, 1), (640, 2048), (5376, 21504), (262144, 5376), (10**7, 10**6)):
+                    found = config_for(file, dtype, n, k, regime)
+                    assert found.block_m >= (1 if regime == "stream" else 16)
+
+
+def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None:
+    """And fits GPUs with less shared memory than those it is compiled for."""
+    for name, launch in EVERYTHING.items():
+        if name.startswith("default") and name.endswith(
+            (", rank 4, 4 rows", ", rank 1, 16 rows", ", recording")
+        ):
+            assert aot.compile_ahead(launch, 90).metadata.shared <= 99 * 1024
+    text = (Path(config.__file__).parent / "configs" / "default.json").read_text(encoding="utf-8")
+    assert "Not measured" in text
+
+
+def test_a_gpu_never_seen_gets_the_default() -> None:
+    assert config_for("NVIDIA Nothing 9000", torch.bfloat16, 100, 100, "stream") == config_for(
+        "", torch.bfloat16, 100, 100, "stream"
+    )
+    assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
+
+
+def test_a_data_file_comes_back() -> None:
+    entries = config.entries_for("")
+    assert config.parse(config.dump("NVIDIA H200", "measured", entries)) == entries
+
+
+def test_the_first_entry_that_serves() -> None:
+    small, large = (Config(True, 16, n, 64, 4, 2) for n in (16, 64))
+    entries = (
+        Entry("stream", "bfloat16", 100, 50, small),
+        Entry("stream", "bfloat16", None, None, large),
+    )
+    chosen = [
+        next(e.config for e in entries if e.serves("stream", "bfloat16", n, k))
+        for n, k in ((100, 50), (101, 50), (100, 51))
+    ]
+    assert chosen == [small, large, large]
+    assert not entries[1].serves("tile", "bfloat16", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_n": 48}, "expected block_n to be a power of two, got 48"),
+        (
+            {"block_m": 8},
+            "expected block_m and block_n of 16 or more for matrix units, got 8 and 64",
+        ),
+        ({"block_k": 32}, "expected block_k to be a multiple of 64, got 32"),
+        ({"num_stages": 9}, "expected num_stages from 1 to 8, got 9"),
+        ({"num_warps": 0}, "expected num_warps to be a power of two, got 0"),
+    ],
+)
+def test_bad_configurations_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Config(True, 16, 64, 64, 4, 2), **change)
+
+
+def test_bad_data_files_are_refused() -> None:
+    for entry in (
+        '{"regime": "stream"}',
+        '{"regime": "slow", "dtype": "bfloat16", "max_n": null, "max_k": null}',
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            config.parse(f'{{"entries": [{entry}]}}')
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_candidates(regime: str) -> None:
+    for dtype in DTYPES:
+        found = tuning.candidates(dtype, regime)
+        assert len(found) == len(set(found)) > 4
+
+
+def test_tune_takes_the_best_of_each_class() -> None:
+    """Fastest on average, relative to the best at each shape; what fails anywhere in its class is
+    out.
+    """
+    tried = tuning.candidates(torch.bfloat16, "stream")
+    small, large, broken = tried[3], tried[7], tried[0]
+
+    def measure(chosen: Config, n: int, k: int) -> float | None:
+        if chosen == broken:
+            return None if k == 64 else 0.001
+        times = {small: 1.0 if n <= 4096 else 9.0, large: 2.0 if n <= 4096 else 3.0}
+        return k * times.get(chosen, 5.0)
+
+    shapes = [(1000, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
+    entries = tuning.tune(torch.bfloat16, "stream", shapes, measure)
+    assert [(entry.max_n, entry.config) for entry in entries] == [
+        (4096, small),
+        (16384, large),
+        (None, large),
+    ]
+    assert config.parse(config.dump("x", "y", entries)) == entries
+    assert [e.max_n for e in tuning.tune(torch.bfloat16, "stream", shapes[3:], measure)] == [None]
+    with pytest.raises(
+        ValueError, match="expected a candidate that runs at a shape with N > 16384, found none"
+    ):
+        tuning.tune(torch.bfloat16, "stream", shapes[:1], measure)
+    with pytest.raises(ValueError, match="found none"):
+        tuning.tune(torch.bfloat16, "stream", shapes, lambda *_: None)
+
+
+# The second call of an op goes to its compiled kernel
+
+
+class Kernel:
+    """Stands for a kernel and notes how it is run; what it compiles may only be run on arguments
+    that the compiler takes for the same.
+    """
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        def run(
+            *arguments: object, num_warps: int, num_stages: int, enable_fp_fusion: bool
+        ) -> Compiled:
+            assert not enable_fp_fusion
+            self.seen.append("kernel")
+            return Compiled(self.seen, (*grid, 1, 1), arguments)
+
+        return run
+
+
+class Compiled:
+    def __init__(self, seen: list[str], grid: tuple, arguments: tuple) -> None:
+        self.seen, self.grid, self.known = seen, grid, [seen_by_the_compiler(x) for x in arguments]
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        assert grid == self.grid
+
+        def run(*arguments: object) -> None:
+            assert [seen_by_the_compiler(x) for x in arguments] == self.known
+            self.seen.append("compiled")
+
+        return run
+
+
+def seen_by_the_compiler(x: object) -> object:
+    return (
+        (x.dtype, x.device, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else (type(x), x)
+    )
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How the kernels are run, every one a stand-in."""
+    seen: list[str] = []
+    for module, names in {
+        "coefficients": ("_coefficient_kernel",),
+        "direction": ("_direction_kernel",),
+        "experts": ("_expert_kernel",),
+        "gated": ("_gated_kernel",),
+        "linear": ("_linear_kernel",),
+        "low_rank": ("_low_rank_kernel",),
+        "norms": ("_norm_pair_kernel", "_rms_norm_kernel"),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(sys.modules[f"icl_patch.kernels.{module}"], name, Kernel(seen))
+    monkeypatch.setattr(launching, "INTERPRETED", True)
+    monkeypatch.setattr(launching, "_calls", {})
+    return seen
+
+
+M, N, K, B16 = 4, 24, 40, torch.bfloat16
+OTHER_DTYPES = {"coeff": torch.float32, "expert": torch.int64}
+LINEAR = {"z": (M, K), "weight": (N, K), "u": (M, N), "v": (M, K), "bias": (N,)}
+
+# Each op: itself, its tensors' sizes, its options, other options, and how many kernels it runs.
+OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
+    "patched_linear": (
+        kernels.patched_linear,
+        LINEAR,
+        {},
+        [{"out_dtype": torch.float32}, {"regime": "tile"}],
+        1,
+    ),
+    "patched_linear plain": (
+        kernels.patched_linear,
+        {"z": (M, K), "weight": (N, K)},
+        {},
+        [{"out_dtype": torch.float16}],
+        1,
+    ),
+    "patched_linear, coefficients before": (
+        kernels.patched_linear,
+        LINEAR | {"u": (M, 32, N), "v": (M, 32, K)},
+        {},
+        [],
+        2,
+    ),
+    "launch_linear": (
+        launch_linear,
+        LINEAR,
+        {},
+        [{"config": Config(True, 16, 32, 64, 4, 2)}, {"config": Config(True, 16, 32, 64, 4, 3)}],
+        1,
+    ),
+    "coefficients": (kernels.coefficients, {"z": (M, K), "v": (M, 2, K)}, {}, [], 1),
+    "record_linear": (
+        lambda z_pair, weight, bias, coeff, **options: kernels.record_linear(
+            z_pair, weight, bias, direction=kernels.Direction(coeff, coeff, coeff), **options
+        ),
+        {"z_pair": (2 * M, K), "weight": (N, K), "bias": (N,), "coeff": (M, 1)},
+        {},
+        [{"regime": "tile"}],
+        1,
+    ),
+    "record_linear, its direction": (
+        kernels.record_linear,
+        {"z_pair": (2 * M, K), "weight": (N, K)},
+        {},
+        [],
+        2,
+    ),
+    "add_low_rank": (
+        kernels.add_low_rank,
+        {"y": (M, N), "z": (M, K), "u": (M, N), "v": (M, K)},
+        {},
+        [{"out_dtype": torch.float32}],
+        2,
+    ),
+    "read_direction": (kernels.read_direction, {"z": (M, K)}, {}, [], 1),
+    "norm_pair": (
+        kernels.norm_pair,
+        {"hidden": (2 * M, K), "weight": (K,)},
+        {"eps": 1e-6},
+        [{"eps": 1e-5}, {"scale_offset": 1.0}, {"cast_first": False}],
+        1,
+    ),
+    "rms_norm": (
+        kernels.rms_norm,
+        {"x": (M, K), "scale": (M, K)},
+        {"eps": 1e-6},
+        [{"eps": 1e-5}, {"scale_offset": 1.0}, {"cast_first": False}],
+        1,
+    ),
+    "gated_product": (
+        kernels.gated_product,
+        {"gate": (M, N), "up": (M, N)},
+        {"activation": "silu"},
+        [{"activation": "gelu_tanh"}],
+        1,
+    ),
+    "expert_linear": (
+        lambda x, weight, expert, bias, **options: kernels.expert_linear(
+            x, weight, expert, bias, **options
+        ),
+        {"x": (M, K), "weight": (3, N, K), "expert": (M, 2), "bias": (3, N)},
+        {},
+        [{"out_dtype": torch.float32}],
+        1,
+    ),
+}
+
+
+def tensors_of(
+    sizes: dict[str, tuple], dtype: torch.dtype = B16, rows: int = M
+) -> dict[str, torch.Tensor]:
+    rows_of = {M: rows, 2 * M: 2 * rows}
+    return {
+        name: torch.ones(
+            rows_of.get(size[0], size[0]), *size[1:], dtype=OTHER_DTYPES.get(name, dtype)
+        )
+        for name, size in sizes.items()
+    }
+
+
+def in_gaps(x: torch.Tensor) -> torch.Tensor:
+    """With other strides."""
+    return torch.ones(*x.shape, 2, dtype=x.dtype)[..., 0]
+
+
+def off_by_one(x: torch.Tensor) -> torch.Tensor:
+    """With the same strides, but not at a multiple of 16 bytes."""
+    flat = torch.ones(x.numel() + 16, dtype=x.dtype)
+    start = -(flat.data_ptr() // x.element_size()) % 16 + 1
+    return flat[start : start + x.numel()].view(x.shape)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_second_call_goes_to_the_compiled_kernel(name: str, runs: list[str]) -> None:
+    """Unless anything that a check, a plan or the compiler sees of its arguments is another."""
+    op, sizes, options, others, count = OPS[name]
+    base = tensors_of(sizes)
+    different = [(base, options | other) for other in others]
+    different += [
+        (tensors_of(sizes, torch.float16), options),
+        (tensors_of(sizes, rows=M - 1), options),
+    ]
+    for moved in (off_by_one, in_gaps):
+        different += [
+            (base | {key: moved(base[key])}, options)
+            for key in base
+            if key != "coeff" or moved is off_by_one
+        ]
+    for tensors, chosen in [(base, options), *different]:
+        op(**tensors, **chosen)
+        assert len(runs) == count
+        assert "kernel" in runs
+        runs.clear()
+    for tensors, chosen in [*different, (tensors_of(sizes), options)]:
+        op(**tensors, **chosen)
+        assert runs == ["compiled"] * count
+        runs.clear()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_is_wrong_is_refused_after_a_good_call(name: str, runs: list[str]) -> None:
+    op, sizes, options, *_ = OPS[name]
+    base = tensors_of(sizes)
+    op(**base, **options)
+    runs.clear()
+    if name == "coefficients":  # it checks nothing
+        return
+    for key, x in base.items():
+        for wrong in (x.double(), x.to("meta"), x[None]):
+            with pytest.raises((TypeError, ValueError), match="expected"):
+                op(**base | {key: wrong}, **options)
+    assert not runs
+
+
+def test_two_ops_on_the_same_tensors(runs: list[str]) -> None:
+    hidden, weight = torch.ones(4, 8), torch.ones(8)
+    assert kernels.norm_pair(hidden, weight, 1e-6).delta.shape == (2, 8)
+    assert kernels.rms_norm(hidden, weight, 1e-6).shape == (4, 8)
+    assert runs == ["kernel"] * 2
+
+
+def test_calls_are_forgotten_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, runs: list[str]
+) -> None:
+    monkeypatch.setattr(launching, "_MOST_CALLS", 3)
+    for rows in (1, 2, 3, 4, 1, 1):
+        x = torch.ones(rows, 8)
+        kernels.gated_product(x, x, "silu")
+        assert len(launching._calls) <= 3
+    assert runs == ["kernel"] * 5 + ["compiled"]
+
+
+def test_a_call_holds_no_tensor(runs: list[str]) -> None:
+    held = {}
+    for name, (op, sizes, options, *_) in OPS.items():
+        base = tensors_of(sizes)
+        held[name] = [weakref.ref(x) for x in base.values()]
+        op(**base, **options)
+        del base
+    gc.collect()
+    assert [name for name, refs in held.items() if any(ref() is not None for ref in refs)] == []
+
+
+def test_tensors_that_no_kernel_serves() -> None:
+    x = torch.ones(2, 3)
+    calls = (
+        lambda: kernels.patched_linear(x, x),
+        lambda: kernels.patched_linear(x, x.clone().requires_grad_()),
+        lambda: kernels.record_linear(x, x),
+        lambda: kernels.norm_pair(x, x[0], 1e-5),
+        lambda: kernels.rms_norm(x, x, 1e-5),
+        lambda: kernels.gated_product(x, x, "silu"),
+        lambda: kernels.read_direction(x),
+        lambda: kernels.expert_linear(x, x[None], x.long()),
+    )
+    for call in calls:
+        check_refused(ValueError, "expected tensors on cuda, got cpu", call)
+
+
+def test_regimes() -> None:
+    assert [kernels.regime_of(rows) for rows in (0, 1, 16, 17, 512)] == ["stream"] * 3 + [
+        "tile"
+    ] * 2

@@ -1,0 +1,274 @@
+"""The native patched linear: against fp64, and a row's bits against everything that must not change
+them.
+"""
+
+import itertools
+
+import pytest
+import torch
+from support import traced
+from support.numeric import UNIT, normal, same_bits, seeded
+from torch import Tensor
+
+from icl_patch.ops import native
+
+pytestmark = pytest.mark.skipif(not native.serves("cpu"), reason="needs the native library")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+both_layouts = pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
+SHAPES = [(1, 1), (3, 5), (4, 16), (7, 33), (64, 64), (129, 257), (513, 1023)]
+
+
+def patched_linear(*arguments: Tensor | torch.dtype | None) -> Tensor:
+    return torch.ops.icl_patch.patched_linear(*arguments)
+
+
+def inputs(
+    rows: int, n: int, k: int, dtype: torch.dtype, transposed: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    rng = seeded(seed)
+    z, bias = normal(rng, rows, k, dtype=dtype), normal(rng, n, dtype=dtype)
+    weight = normal(rng, k, n, dtype=dtype).T if transposed else normal(rng, n, k, dtype=dtype)
+    return z, weight, bias
+
+
+def factors(
+    kind: str, rows: int, n: int, k: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """u, v and index of a kind: none, one a row, three a row, shared, or a pool."""
+    rng = seeded(5)
+    sizes = {"row": (rows,), "ranks": (rows, 3), "shared": (1, 2), "pool": (4, 2)}
+    if kind == "none":
+        return None, None, None
+    u, v = (normal(rng, *sizes[kind], width, dtype=torch.float32) for width in (n, k))
+    return u, v, torch.arange(rows) % 5 - 1 if kind == "pool" else None
+
+
+def by_formula(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor,
+    index: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``z Wᵀ + Σ_r (z·v_r) u_r + b`` in fp64, and the sum of the absolute values of its terms."""
+
+    def total(
+        z: Tensor, weight: Tensor, u: Tensor | None, v: Tensor | None, bias: Tensor
+    ) -> Tensor:
+        y = z @ weight.T + bias
+        if u is None or v is None:
+            return y
+        u, v = (factor.unsqueeze(1) if factor.dim() == 2 else factor for factor in (u, v))
+        chosen = torch.arange(len(z)) * (len(u) > 1) if index is None else index
+        term = torch.einsum("mk,mrk,mrn->mn", z, v[chosen.clamp(min=0)], u[chosen.clamp(min=0)])
+        return y + torch.where((chosen < 0).unsqueeze(1), 0.0, term)
+
+    wide = [None if x is None else x.double() for x in (z, weight, u, v, bias)]
+    return total(*wide), total(*(None if x is None else x.abs() for x in wide))
+
+
+@both_layouts
+@every_dtype
+@pytest.mark.parametrize("kind", ["none", "row", "ranks", "shared", "pool"])
+def test_against_the_formula(kind: str, dtype: torch.dtype, transposed: bool) -> None:
+    """The fp32 sum is within a few roundings of its terms, and any other output is that sum rounded
+    once.
+    """
+    for rows, (n, k) in itertools.product((1, 2, 3, 5, 16, 35), SHAPES):
+        z, weight, bias = inputs(rows, n, k, dtype, transposed)
+        u, v, index = factors(kind, rows, n, k)
+        wide = patched_linear(z, weight, u, v, bias, index, torch.float32)
+        want, size = by_formula(z, weight, u, v, bias, index)
+        assert wide.dtype == torch.float32
+        assert ((wide.double() - want).abs() <= 16 * UNIT[torch.float32] * size).all()
+        for out_dtype in (None, torch.bfloat16, torch.float16):
+            out = patched_linear(z, weight, u, v, bias, index, out_dtype)
+            assert same_bits(out, wide.to(out_dtype or dtype))
+
+
+@both_layouts
+@every_dtype
+def test_a_row_does_not_see_the_others(dtype: torch.dtype, transposed: bool) -> None:
+    for n, k in SHAPES:
+        z, weight, bias = inputs(37, n, k, dtype, transposed)
+        u, v, _ = factors("ranks", 37, n, k)
+        together = patched_linear(z, weight, u, v, bias)
+        for rows in (slice(0, 1), slice(3, 5), slice(7, 10), slice(9, 16), slice(12, 36)):
+            assert same_bits(
+                patched_linear(z[rows], weight, u[rows], v[rows], bias), together[rows]
+            )
+
+
+@both_layouts
+@every_dtype
+def test_a_row_without_a_patch_has_the_bits_of_the_plain_map(
+    dtype: torch.dtype, transposed: bool
+) -> None:
+    for n, k in SHAPES:
+        z, weight, bias = inputs(11, n, k, dtype, transposed)
+        u, v, index = factors("pool", 11, n, k)
+        plain, patched = (
+            patched_linear(z, weight, None, None, bias),
+            patched_linear(z, weight, u, v, bias, index),
+        )
+        assert same_bits(patched[index < 0], plain[index < 0])
+        assert n == 1 or not torch.equal(patched[index >= 0], plain[index >= 0])
+        all_plain = patched_linear(z, weight, u, v, bias, torch.full((11,), -1))
+        assert same_bits(all_plain, plain)
+
+
+@both_layouts
+@every_dtype
+def test_recording_has_the_bits_of_the_replay(dtype: torch.dtype, transposed: bool) -> None:
+    for rows, (n, k) in itertools.product((1, 2, 3, 8, 19), SHAPES):
+        z_pair, weight, bias = inputs(2 * rows, n, k, dtype, transposed)
+        _, v, _ = factors("row", rows, n, k)
+        y, u = torch.ops.icl_patch.record_linear(z_pair, weight, v, bias)
+        z_ctx, z = z_pair[:rows], z_pair[rows:]
+        assert same_bits(y[:rows], patched_linear(z_ctx, weight, None, None, bias))
+        assert same_bits(y[rows:], patched_linear(z, weight, u, v, bias))
+        exact = (z_ctx.double() - z.double()) @ weight.double().T
+        size = (z_ctx.double().abs() + z.double().abs()) @ weight.double().abs().T
+        assert u.dtype == torch.float32
+        assert ((u.double() - exact).abs() <= 16 * UNIT[torch.float32] * size).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ["row", "ranks", "shared", "pool"])
+def test_the_low_rank_term_alone(kind: str, dtype: torch.dtype) -> None:
+    """On the plain map before its rounding it has the bits of the whole; and on any other output it
+    is right to the rounding.
+    """
+    for rows, (n, k) in itertools.product((1, 3, 18), SHAPES):
+        z, weight, bias = inputs(rows, n, k, dtype, False)
+        u, v, index = factors(kind, rows, n, k)
+        plain = patched_linear(z, weight, None, None, bias, None, torch.float32)
+        for out_dtype in (torch.float32, dtype):
+            out = torch.ops.icl_patch.add_low_rank(plain, z, u, v, index, out_dtype)
+            assert same_bits(out, patched_linear(z, weight, u, v, bias, index, out_dtype))
+        spread = torch.stack([plain.to(dtype), torch.full_like(plain, torch.nan, dtype=dtype)], -1)[
+            ..., 0
+        ]
+        out = torch.ops.icl_patch.add_low_rank(spread, z, u, v, index)
+        term, size = by_formula(z, torch.zeros_like(weight), u, v, torch.zeros_like(bias), index)
+        assert out.dtype == dtype
+        want = spread.double() + term
+        assert (
+            (out.double() - want).abs()
+            <= 1.01 * UNIT[dtype] * want.abs() + 16 * UNIT[torch.float32] * (size + spread.abs())
+        ).all()
+
+
+@every_dtype
+def test_strides_and_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
+    z, weight, bias = inputs(5, 515, 1000, dtype, False)
+    u, v, _ = factors("ranks", 5, 515, 1000)
+    plain = patched_linear(z, weight, u, v, bias)
+    padded = torch.full((515, 1007), torch.nan, dtype=dtype)
+    padded[:, 3:1003] = weight
+    spread = [torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0] for x in (z, u, v, bias)]
+    assert same_bits(
+        patched_linear(spread[0], padded[:, 3:1003], spread[1], spread[2], spread[3]), plain
+    )
+    transposed = u.transpose(0, 1).contiguous().transpose(0, 1)
+    assert same_bits(patched_linear(z, weight, transposed, v, bias), plain)
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(patched_linear(z, weight, u, v, bias), plain)
+    finally:
+        torch.set_num_threads(before)
+    assert all(same_bits(patched_linear(z, weight, u, v, bias), plain) for _ in range(100))
+
+
+def test_a_poisoned_row_stays_alone() -> None:
+    z, weight, bias = inputs(6, 67, 130, torch.float32, False)
+    u, v, _ = factors("row", 6, 67, 130)
+    clean = patched_linear(z, weight, u, v, bias)
+    z[2, 129] = torch.nan
+    dirty = patched_linear(z, weight, u, v, bias)
+    others = torch.arange(6) != 2
+    assert dirty[2].isnan().all() and same_bits(dirty[others], clean[others])
+
+
+def test_nothing_to_do() -> None:
+    z, weight, bias = inputs(0, 9, 17, torch.float32, False)
+    assert patched_linear(z, weight, None, None, bias).shape == (0, 9)
+    assert patched_linear(z.new_ones(3, 17), weight[:0]).shape == (3, 0)
+    none_to_sum = patched_linear(z.new_ones(3, 0), weight[:, :0], None, None, bias)
+    assert same_bits(none_to_sum, bias.expand(3, 9))
+
+
+POOLED = {"u": torch.ones(3, 1, 7), "v": torch.ones(3, 1, 5)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": torch.ones(7, 4)}, "expected z (M, K) and weight (N, K)"),
+        ({"weight": torch.ones(7, 5).double()}, "expected weight in fp32, bf16 or fp16"),
+        ({"weight": torch.ones(7, 5).bfloat16()}, "expected z and weight of one dtype"),
+        ({"u": torch.ones(3, 7).double()}, "expected u in fp32, bf16 or fp16"),
+        ({"v": torch.ones(3, 5).double()}, "expected v in fp32, bf16 or fp16"),
+        ({"u": torch.ones(3, 7, device="meta")}, "expected tensors on one device, got cpu, meta"),
+        ({"weight": torch.ones(14, 10)[::2, ::2]}, "contiguous rows"),
+        ({"u": torch.ones(2, 7)}, "expected u for 1 or 3 rows, got 2"),
+        ({"u": torch.ones(3, 2, 7)}, "expected u and v of the same rows and rank"),
+        ({"v": None}, "expected u and v together"),
+        ({"bias": torch.ones(6)}, "expected bias"),
+        ({"index": torch.tensor([0, 1, -1])}, "expected u and v (P, R, .) with index"),
+        (POOLED | {"index": torch.tensor([0, 3, -1])}, "expected index from -1 to 2, got 3"),
+        (POOLED | {"index": torch.tensor([0, 1])}, "expected index (3,)"),
+        ({"bias": torch.ones(7).bfloat16()}, "expected bias in z's dtype"),
+        ({"out_dtype": torch.float64}, "expected out_dtype in fp32, bf16 or fp16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
+    good = {
+        "z": torch.ones(3, 5),
+        "weight": torch.ones(7, 5),
+        "u": torch.ones(3, 7),
+        "v": torch.ones(3, 5),
+        "bias": torch.ones(7),
+    }
+    torch.ops.icl_patch.patched_linear(**good)
+    with pytest.raises(RuntimeError) as raised:
+        torch.ops.icl_patch.patched_linear(**good | changes)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["none", "row", "ranks", "shared", "pool"])
+def test_registration(kind: str) -> None:
+    z, weight, bias = inputs(3, 7, 9, torch.float32, False)
+    torch.library.opcheck(
+        torch.ops.icl_patch.patched_linear,
+        (z, weight, *factors(kind, 3, 7, 9)[:2], bias, factors(kind, 3, 7, 9)[2]),
+    )
+    if kind != "none":
+        u, v, index = factors(kind, 3, 7, 9)
+        torch.library.opcheck(torch.ops.icl_patch.add_low_rank, (torch.ones(3, 7), z, u, v, index))
+    if kind == "row":
+        torch.library.opcheck(torch.ops.icl_patch.read_direction, (z,))
+        torch.library.opcheck(
+            torch.ops.icl_patch.record_linear,
+            (torch.cat([z, z]), weight, factors(kind, 3, 7, 9)[1], bias),
+        )
+
+
+@pytest.mark.parametrize("name", traced.CALLS)
+def test_traced_on_real_tensors(name: str) -> None:
+    traced.check_traced(name)
+
+
+def check_products() -> None:
+    """What an instruction set computes, added up in its own width; :mod:`test_inversion_native`
+    calls it on each.
+    """
+    for transposed, dtype in itertools.product((False, True), DTYPES.values()):
+        test_against_the_formula("row", dtype, transposed)
+        test_a_row_does_not_see_the_others(dtype, transposed)
+        test_recording_has_the_bits_of_the_replay(dtype, transposed)

@@ -1,0 +1,642 @@
+"""The linear ops against the materialised matrix in fp64."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.derivatives import FUNCTIONS, check_derivatives, check_mapped
+from support.numeric import (
+    FLOATING,
+    FLOATS,
+    UNIT,
+    check_refused,
+    every_dtype,
+    normal,
+    same_bits,
+    seeded,
+)
+from torch import Tensor
+
+from icl_patch import ops
+
+
+@dataclass
+class Case:
+    """Arguments of ``patched_linear``, and the factors that each row should get as (M, R, ·) in
+    fp64.
+    """
+
+    z: Tensor
+    weight: Tensor
+    u: Tensor
+    v: Tensor
+    bias: Tensor | None
+    index: Tensor | None
+    row_u: Tensor
+    row_v: Tensor
+
+    @property
+    def arguments(self) -> dict:
+        return {name: getattr(self, name) for name in ("z", "weight", "u", "v", "bias", "index")}
+
+
+LAYOUTS = ("row", "row-rank", "shared", "pool")
+POOL = 5
+
+
+def linear_case(
+    layout: str,
+    sizes: tuple[int, int, int],
+    rank: int = 2,
+    dtype: torch.dtype = torch.float32,
+    factor_dtype: torch.dtype = torch.float32,
+    bias: bool = True,
+    seed: int = 0,
+) -> Case:
+    rows, n, k = sizes
+    generator = seeded(seed)
+    leading = {"row": (rows,), "row-rank": (rows, rank), "shared": (1, rank), "pool": (POOL, rank)}[
+        layout
+    ]
+    z, weight = normal(generator, rows, k, dtype=dtype), normal(generator, n, k, dtype=dtype)
+    u, v = (
+        normal(generator, *leading, n, dtype=factor_dtype),
+        normal(generator, *leading, k, dtype=factor_dtype),
+    )
+    added = normal(generator, n, dtype=dtype) if bias else None
+    if layout == "pool":
+        index = torch.randint(-1, POOL, (rows,), generator=generator)
+        index[1::3] = -1
+        row_u, row_v = (
+            torch.stack([f[i] if i >= 0 else 0 * f[0] for i in index]) if rows else f[:0]
+            for f in (u, v)
+        )
+        return Case(z, weight, u, v, added, index, row_u.double(), row_v.double())
+    row_u, row_v = (f.unsqueeze(1) if layout == "row" else f.expand(rows, -1, -1) for f in (u, v))
+    return Case(z, weight, u, v, added, None, row_u.double(), row_v.double())
+
+
+def accumulation_unit(*tensors: Tensor) -> float:
+    return (
+        UNIT[torch.float64]
+        if any(x.dtype == torch.float64 for x in tensors)
+        else UNIT[torch.float32]
+    )
+
+
+def plain_map(case: Case, out_dtype: torch.dtype | None = None) -> Tensor:
+    return ops.patched_linear(case.z, case.weight, bias=case.bias, out_dtype=out_dtype)
+
+
+def check_linear(case: Case, out: Tensor, out_dtype: torch.dtype) -> None:
+    """Against ``(W + Σ_r u_r v_rᵀ) z + b`` with a matrix for every row; the bounds are those of the
+    roundings the op is allowed.
+    """
+    z, weight = case.z.double(), case.weight.double()
+    bias = torch.zeros((), dtype=torch.float64) if case.bias is None else case.bias.double()
+    length = case.z.shape[1] + case.row_u.shape[1] + 2
+    change = torch.einsum("mrn,mrk->mnk", case.row_u, case.row_v)
+    expected = torch.einsum("mnk,mk->mn", weight + change, z) + bias
+    assert (out.dtype, out.shape) == (out_dtype, expected.shape)
+
+    unit = max(UNIT[out_dtype], accumulation_unit(case.z, case.u, case.v))
+    tiny = torch.finfo(out_dtype).smallest_normal * UNIT[out_dtype]
+    magnitude = torch.einsum(
+        "mr,mrn->mn", torch.einsum("mk,mrk->mr", z.abs(), case.row_v.abs()), case.row_u.abs()
+    )
+    plain_magnitude = z.abs() @ weight.abs().T + bias.abs()
+    # The last summand is the reference's own error, which only counts in fp64.
+    term_error = length * (
+        accumulation_unit(case.z, case.u, case.v) * magnitude
+        + 2.0**-53 * (magnitude + plain_magnitude)
+    )
+    plain_error = (
+        UNIT[case.z.dtype] * (z @ weight.T + bias).abs()
+        + length * accumulation_unit(case.z) * plain_magnitude
+    )
+    assert (
+        (out.double() - expected).abs()
+        <= 1.01 * (unit * expected.abs() + plain_error + term_error) + 2 * tiny
+    ).all()
+    # Tighter: on top of the plain output, which is not rounded yet, the change is accumulated in
+    # fp32 and the sum rounded once.
+    plain = plain_map(case, torch.promote_types(case.z.dtype, torch.float32)).double()
+    on_plain = plain + torch.einsum("mnk,mk->mn", change, z)
+    # rank after rank
+    term_error += case.row_u.shape[1] * accumulation_unit(case.z, case.u, case.v) * plain.abs()
+    assert (
+        (out.double() - on_plain).abs() <= 1.01 * (unit * on_plain.abs() + term_error) + tiny
+    ).all()
+
+
+SIZES = list(itertools.product((0, 1, 3, 17), (1, 63, 100), (1, 63, 100)))
+
+
+@pytest.mark.parametrize("own_factors", [False, True], ids=["fp32-factors", "own-factors"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_dtype
+def test_patched_linear(dtype: torch.dtype, layout: str, own_factors: bool) -> None:
+    for seed, sizes in enumerate(SIZES):
+        rank = 1 + seed % 4
+        case = linear_case(
+            layout, sizes, rank, dtype, dtype if own_factors else torch.float32, seed % 3 > 0, seed
+        )
+        check_linear(case, ops.patched_linear(**case.arguments), dtype)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_patched_linear_ranks(layout: str, rank: int) -> None:
+    case = linear_case(layout, (17, 63, 100), rank, seed=rank)
+    check_linear(case, ops.patched_linear(**case.arguments), torch.float32)
+
+
+@pytest.mark.parametrize("mistake", ["rank", "index", "coefficient", "rounding"])
+def test_the_check_can_fail(mistake: str) -> None:
+    """The bounds above are narrow enough for the errors a kernel would make."""
+    dtype = torch.bfloat16
+    case = linear_case("pool", (17, 63, 100), 2, dtype)
+    arguments = case.arguments
+    if mistake == "rank":
+        arguments |= {"u": case.u[:, :1], "v": case.v[:, :1]}
+    elif mistake == "index":
+        arguments["index"] = case.index.clamp(min=0)
+    elif mistake == "coefficient":
+        arguments["v"] = case.v.to(dtype)
+    out = ops.patched_linear(**arguments)
+    if mistake == "rounding":
+        plain = F.linear(case.z, case.weight, case.bias)
+        out = plain + torch.einsum(
+            "mrn,mr->mn", case.row_u, torch.einsum("mrk,mk->mr", case.row_v, case.z.double())
+        ).to(dtype)
+    with pytest.raises(AssertionError):
+        check_linear(case, out, dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_dtype
+def test_patched_linear_strides(dtype: torch.dtype, layout: str) -> None:
+    case = linear_case(layout, (7, 63, 100), 3, dtype)
+
+    def in_columns(x: Tensor) -> Tensor:
+        return x.mT.contiguous().mT
+
+    def in_gaps(x: Tensor) -> Tensor:
+        wide = torch.full([2 * size for size in x.shape], torch.nan, dtype=x.dtype)
+        view = wide[tuple(slice(None, None, 2) for _ in x.shape)]
+        return view.copy_(x)
+
+    for stride in (in_columns, in_gaps):
+        strided = replace(
+            case, **{name: stride(getattr(case, name)) for name in ("z", "weight", "u", "v")}
+        )
+        assert not strided.z.is_contiguous()
+        assert not strided.weight.is_contiguous()
+        check_linear(strided, ops.patched_linear(**strided.arguments), dtype)
+    repeated = replace(case, z=case.z[:1].expand(7, -1))
+    check_linear(repeated, ops.patched_linear(**repeated.arguments), dtype)
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_dtype
+def test_out_dtype(dtype: torch.dtype, layout: str, out_dtype: torch.dtype) -> None:
+    case = linear_case(layout, (5, 63, 100), 2, dtype)
+    out = ops.patched_linear(**case.arguments, out_dtype=out_dtype)
+    check_linear(case, out, out_dtype)
+    if case.index is not None:
+        assert same_bits(out[case.index < 0], plain_map(case, out_dtype)[case.index < 0])
+
+
+@pytest.mark.parametrize(
+    "factor_dtype", [torch.float32, torch.float64], ids=["fp32-factors", "fp64-factors"]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_dtype
+def test_patched_linear_is_add_low_rank_on_the_plain_map(
+    dtype: torch.dtype, layout: str, factor_dtype: torch.dtype
+) -> None:
+    """Bit for bit, before the plain map is rounded: what is recorded step by step is replayed in
+    one launch.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    for seed, sizes in enumerate(SIZES):
+        case = linear_case(
+            layout, sizes, 1 + seed % 4, dtype, factor_dtype, bias=seed % 2 > 0, seed=seed
+        )
+        for out_dtype in (dtype, torch.float64):
+            out = ops.patched_linear(**case.arguments, out_dtype=out_dtype)
+            plain = plain_map(case, wide)
+            assert same_bits(
+                out,
+                ops.add_low_rank(
+                    plain, case.z, case.u, case.v, index=case.index, out_dtype=out_dtype
+                ),
+            )
+            if out.numel() > 100:
+                assert not torch.equal(out, plain.to(out_dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [6, 17])
+def test_index_minus_one_gives_the_bits_of_the_plain_map(rows: int, dtype: torch.dtype) -> None:
+    """Not ``plain + 0``: a NaN or infinity in the pool, or a -0 in the output, would show."""
+    case = linear_case("pool", (rows, 63, 100), 2, dtype)
+    case.weight[:5], case.bias[:5] = 0, -0.0
+    case.z[1] = torch.nan
+    case.z[4, :2] = -0.0
+    plain = plain_map(case)
+    for value in (1.0, torch.nan, torch.inf):
+        u, v = torch.full_like(case.u, value), torch.full_like(case.v, value)
+        out = ops.patched_linear(case.z, case.weight, u, v, case.bias, index=case.index)
+        unpatched = case.index < 0
+        assert unpatched[[1, 4]].all()
+        assert not unpatched.all()
+        assert same_bits(out[unpatched], plain[unpatched])
+        assert not (out[~unpatched] == plain[~unpatched]).any()
+        all_plain = ops.patched_linear(
+            case.z, case.weight, u, v, case.bias, index=torch.full_like(case.index, -1)
+        )
+        assert same_bits(all_plain, plain)
+
+
+@pytest.mark.parametrize("integer", [torch.int64, torch.int32, torch.int16, torch.int8], ids=str)
+def test_index_of_any_integer_dtype(integer: torch.dtype) -> None:
+    case = linear_case("pool", (17, 63, 100))
+    out = ops.patched_linear(**case.arguments | {"index": case.index.to(integer)})
+    assert same_bits(out, ops.patched_linear(**case.arguments))
+
+
+def test_an_unsigned_index_is_no_mask() -> None:
+    case = linear_case("pool", (POOL, 7, 9))
+    index = torch.tensor([1, 4, 1, 2, 3])
+    out = ops.patched_linear(**case.arguments | {"index": index.to(torch.uint8)})
+    assert same_bits(out, ops.patched_linear(**case.arguments | {"index": index}))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(("u_rank", "v_rank"), [(0, 3), (3, 0), (2, 3)])
+def test_ranks_that_differ(u_rank: int, v_rank: int, grad: bool) -> None:
+    z, weight, y = torch.ones(4, 8), torch.ones(6, 8), torch.ones(4, 6)
+    u, v = torch.ones(4, u_rank, 6), torch.ones(4, v_rank, 8)
+    with torch.set_grad_enabled(grad):
+        for call in (
+            lambda: ops.patched_linear(z, weight, u, v),
+            lambda: ops.add_low_rank(y, z, u, v),
+        ):
+            with pytest.raises(ValueError, match="expected u and v with the same rows and rank"):
+                call()
+        none = ops.patched_linear(z, weight, u[:, :0], v[:, :0])
+        assert torch.equal(none, ops.patched_linear(z, weight))
+
+
+def test_an_output_of_integers_is_refused() -> None:
+    z, weight, u, v = torch.ones(4, 8), torch.ones(6, 8), torch.ones(4, 6), torch.ones(4, 8)
+    with torch.no_grad():
+        for factors in ((u, v), (None, None)):
+            with pytest.raises(TypeError, match=r"expected a floating out_dtype, got torch\.int32"):
+                ops.patched_linear(z, weight, *factors, out_dtype=torch.int32)
+        with pytest.raises(TypeError, match="expected a floating out_dtype"):
+            ops.add_low_rank(u, z, u, v, out_dtype=torch.int32)
+
+
+def test_an_index_without_numbers() -> None:
+    z, weight, u, v = (
+        torch.empty(shape, device="meta") for shape in ((4, 8), (6, 8), (2, 1, 6), (2, 1, 8))
+    )
+    assert ops.patched_linear(
+        z, weight, u, v, index=torch.empty(4, dtype=torch.int64, device="meta")
+    ).shape == (4, 6)
+
+
+def test_an_empty_pool_patches_no_row() -> None:
+    case = linear_case("pool", (3, 7, 9))
+    out = ops.patched_linear(
+        **case.arguments | {"u": case.u[:0], "v": case.v[:0], "index": torch.full((3,), -1)}
+    )
+    assert same_bits(out, plain_map(case))
+
+
+@pytest.mark.parametrize("layout", ["row", "row-rank", "pool"])
+@every_dtype
+def test_a_row_does_not_see_the_factors_of_others(dtype: torch.dtype, layout: str) -> None:
+    case = linear_case(layout, (17, 63, 100), 3, dtype)
+    out = ops.patched_linear(**case.arguments)
+    keep = 6 if case.index is None else int(case.index.max())
+    chosen = torch.arange(17) == 6 if case.index is None else case.index == keep
+    assert 0 < chosen.sum() < 17
+    for value in (0.0, 1e30, torch.nan):
+        u, v = torch.full_like(case.u, value), torch.full_like(case.v, value)
+        u[keep], v[keep] = case.u[keep], case.v[keep]
+        other = ops.patched_linear(**case.arguments | {"u": u, "v": v})
+        assert same_bits(other[chosen], out[chosen])
+        patched = ~chosen if case.index is None else ~chosen & (case.index >= 0)
+        assert (other[patched] != out[patched]).any(1).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(layout: str) -> None:
+    case = linear_case(layout, (4, 3, 5), 2, torch.float64, torch.float64)
+    inputs = [x.requires_grad_() for x in (case.z, case.weight, case.u, case.v, case.bias)]
+    assert torch.autograd.gradcheck(lambda *x: ops.patched_linear(*x, index=case.index), inputs)
+    if layout != "pool":
+        assert torch.autograd.gradcheck(
+            lambda z, w, u, v, b: ops.add_low_rank(F.linear(z, w, b), z, u, v), inputs
+        )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives(name: str) -> None:
+    check_derivatives(name)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_mapped(name: str) -> None:
+    check_mapped(name)
+
+
+def test_gradients_of_the_pool_go_to_the_rows_used() -> None:
+    case = linear_case("pool", (4, 3, 5), 2, torch.float64, torch.float64)
+    case.u.requires_grad_()
+    ops.patched_linear(
+        case.z, case.weight, case.u, case.v, index=torch.tensor([2, -1, 2, 4])
+    ).sum().backward()
+    assert (case.u.grad != 0).any((1, 2)).tolist() == [False, False, True, False, True]
+
+
+LINEAR_ERRORS: dict[str, tuple[dict, type, str]] = {
+    "z has one dimension": (
+        {"z": torch.ones(5)},
+        ValueError,
+        "expected z with 2 dimensions, got (5,)",
+    ),
+    "z has three": (
+        {"z": torch.ones(1, 3, 5)},
+        ValueError,
+        "expected z with 2 dimensions, got (1, 3, 5)",
+    ),
+    "z of integers": (
+        {"z": torch.ones(3, 5, dtype=torch.int64)},
+        TypeError,
+        FLOATING.format("z", "int64"),
+    ),
+    "weight has one dimension": (
+        {"weight": torch.ones(5)},
+        ValueError,
+        "expected weight with 2 dimensions, got (5,)",
+    ),
+    "weight too wide": (
+        {"weight": torch.ones(4, 6)},
+        ValueError,
+        "expected weight (N, 5), got (4, 6)",
+    ),
+    "weight dtype": (
+        {"weight": torch.ones(4, 5, dtype=torch.bfloat16)},
+        TypeError,
+        "expected weight in z's dtype torch.float32, got torch.bfloat16",
+    ),
+    "weight device": (
+        {"weight": torch.ones(4, 5, device="meta")},
+        ValueError,
+        "expected weight on cpu, got meta",
+    ),
+    "bias shape": ({"bias": torch.ones(5)}, ValueError, "expected bias (4,), got (5,)"),
+    "bias dtype": ({"bias": torch.ones(4, dtype=torch.float16)}, TypeError, "expected bias in"),
+    "bias device": (
+        {"bias": torch.ones(4, device="meta")},
+        ValueError,
+        "expected bias on cpu, got meta",
+    ),
+    "u rows": (
+        {"u": torch.ones(2, 4)},
+        ValueError,
+        "expected u (3, 4), (3, R, 4) or (1, R, 4), got (2, 4)",
+    ),
+    "u width": (
+        {"u": torch.ones(3, 5)},
+        ValueError,
+        "expected u (3, 4), (3, R, 4) or (1, R, 4), got (3, 5)",
+    ),
+    "v width": (
+        {"v": torch.ones(3, 4)},
+        ValueError,
+        "expected v (3, 5), (3, R, 5) or (1, R, 5), got (3, 4)",
+    ),
+    "shared without rank": (
+        {"u": torch.ones(1, 4)},
+        ValueError,
+        "expected u (3, 4), (3, R, 4) or (1, R, 4), got (1, 4)",
+    ),
+    "a vector": (
+        {"u": torch.ones(4)},
+        ValueError,
+        "expected u (3, 4), (3, R, 4) or (1, R, 4), got (4,)",
+    ),
+    "a pool without index": (
+        {"u": torch.ones(2, 1, 4)},
+        ValueError,
+        "expected u (3, 4), (3, R, 4) or (1, R, 4), got (2, 1, 4)",
+    ),
+    "ranks differ": (
+        {"u": torch.ones(3, 2, 4), "v": torch.ones(3, 1, 5)},
+        ValueError,
+        "expected u and v with the same rows and rank, got (3, 2, 4) and (3, 1, 5)",
+    ),
+    "layouts differ": (
+        {"u": torch.ones(1, 1, 4)},
+        ValueError,
+        "expected u and v with the same rows and rank, got (1, 1, 4) and (3, 5)",
+    ),
+    "u of integers": (
+        {"u": torch.ones(3, 4, dtype=torch.int32)},
+        TypeError,
+        FLOATING.format("u", "int32"),
+    ),
+    "v complex": (
+        {"v": torch.ones(3, 5, dtype=torch.complex64)},
+        TypeError,
+        FLOATING.format("v", "complex64"),
+    ),
+    "v device": ({"v": torch.ones(3, 5, device="meta")}, ValueError, "expected v on cpu, got meta"),
+}
+POOLED = {"u": torch.ones(2, 1, 4), "v": torch.ones(2, 1, 5)}
+LINEAR_ERRORS |= {
+    "pool without rank": (
+        {"index": torch.zeros(3, dtype=torch.int64)},
+        ValueError,
+        "expected u (P, R, 4), got (3, 4)",
+    ),
+    "index shape": (
+        POOLED | {"index": torch.zeros(2, dtype=torch.int64)},
+        ValueError,
+        "expected index (3,) of integers, got (2,) torch.int64",
+    ),
+    "index of floats": (
+        POOLED | {"index": torch.zeros(3)},
+        ValueError,
+        "expected index (3,) of integers, got (3,) torch.float32",
+    ),
+    "index of bools": (
+        POOLED | {"index": torch.zeros(3, dtype=torch.bool)},
+        ValueError,
+        "expected index (3,) of integers, got (3,) torch.bool",
+    ),
+    "index too large": (
+        POOLED | {"index": torch.tensor([0, 2, -1])},
+        ValueError,
+        "expected index from -1 to 1, got -1 to 2",
+    ),
+    "index too small": (
+        POOLED | {"index": torch.tensor([0, 1, -2])},
+        ValueError,
+        "expected index from -1 to 1, got -2 to 1",
+    ),
+    "index device": (
+        POOLED | {"index": torch.zeros(3, dtype=torch.int64, device="meta")},
+        ValueError,
+        "expected index on cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", LINEAR_ERRORS)
+def test_patched_linear_refuses(mistake: str) -> None:
+    good = {
+        "z": torch.ones(3, 5),
+        "weight": torch.ones(4, 5),
+        "u": torch.ones(3, 4),
+        "v": torch.ones(3, 5),
+        "bias": torch.ones(4),
+    }
+    ops.patched_linear(**good)
+    changes, error, message = LINEAR_ERRORS[mistake]
+    check_refused(error, message, lambda: ops.patched_linear(**good | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"y": torch.ones(4)}, ValueError, "expected y with 2 dimensions, got (4,)"),
+        ({"y": torch.ones(3, 4, dtype=torch.int64)}, TypeError, FLOATING.format("y", "int64")),
+        (
+            {"y": torch.ones(2, 4)},
+            ValueError,
+            "expected y and z with the same number of rows, got (2, 4) and (3, 5)",
+        ),
+        (
+            {"y": torch.ones(3, 5)},
+            ValueError,
+            "expected u (3, 5), (3, R, 5) or (1, R, 5), got (3, 4)",
+        ),
+        ({"y": torch.ones(3, 4, device="meta")}, ValueError, "meta"),
+        ({"z": torch.ones(5)}, ValueError, "expected z with 2 dimensions, got (5,)"),
+        (
+            {"v": torch.ones(3, 4)},
+            ValueError,
+            "expected v (3, 5), (3, R, 5) or (1, R, 5), got (3, 4)",
+        ),
+    ],
+)
+def test_add_low_rank_refuses(changes: dict, error: type, message: str) -> None:
+    good = {
+        "y": torch.ones(3, 4),
+        "z": torch.ones(3, 5),
+        "u": torch.ones(3, 4),
+        "v": torch.ones(3, 5),
+    }
+    ops.add_low_rank(**good)
+    check_refused(error, message, lambda: ops.add_low_rank(**good | changes))
+
+
+# read_direction, rms_normalize
+
+
+@pytest.mark.parametrize("for_inductor", [False, True])
+@every_dtype
+def test_read_direction(dtype: torch.dtype, for_inductor: bool) -> None:
+    z = normal(seeded(0), 2, 5, 63, dtype=dtype)
+    z[1, 2] = 0
+    v, inverse, coeff = ops.read_direction(z, for_inductor=for_inductor)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert v.dtype == inverse.dtype == wide
+    exact = z.double().square().sum(-1)
+    assert ((inverse.double() * exact - 1)[exact > 0].abs() <= 64 * UNIT[wide]).all()
+    product = (v.double() * z.double()).sum(-1)
+    assert product[1, 2] == inverse[1, 2] == 0
+    assert not v[1, 2].any()
+    assert (
+        coeff is None or ((coeff.reshape(2, 5).double() - product).abs() <= 64 * UNIT[wide]).all()
+    )
+    assert coeff is not None or not for_inductor
+    product[1, 2] = 1
+    assert ((product - 1).abs() <= 64 * UNIT[wide]).all()
+    expected = z.double() / exact.clamp(min=1e-300).unsqueeze(-1)
+    assert ((v.double() - expected).abs() <= 64 * UNIT[wide] * expected.abs()).all()
+    fine = ops.read_direction(z, torch.float64, for_inductor=for_inductor).v
+    assert fine.dtype == torch.float64
+    assert ((fine - expected).abs() <= 64 * UNIT[torch.float64] * expected.abs()).all()
+
+
+@pytest.mark.parametrize("for_inductor", [False, True])
+@pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-22, 1e-18, 1e17, 1e20, 1e38])
+def test_read_direction_is_right_or_says_so(size: float, for_inductor: bool) -> None:
+    """Where v leaves fp32, ``1/‖z‖²`` must be 0, which callers look at; a direction that is a
+    little off would pass unseen.
+    """
+    z = normal(seeded(1), 4, 63, dtype=torch.float32).clamp(-3, 3) * size
+    v, inverse, _ = ops.read_direction(z, for_inductor=for_inductor)
+    product = (v.double() * z.double()).sum(-1)
+    refused = (inverse == 0) & ~v.any(-1)
+    assert (refused == (inverse == 0)).all()
+    assert (refused | ((product - 1).abs() <= 64 * UNIT[torch.float32])).all()
+
+
+def test_read_direction_refuses() -> None:
+    check_refused(
+        TypeError,
+        "expected z in fp64, fp32, bf16 or fp16, got torch.int64",
+        lambda: ops.read_direction(torch.ones(2, 3).long()),
+    )
+    check_refused(
+        TypeError,
+        "expected dtype torch.float32 or torch.float64",
+        lambda: ops.read_direction(torch.ones(2, 3), torch.float16),
+    )
+    check_refused(
+        ValueError,
+        "expected z (..., K), got a tensor without dimensions",
+        lambda: ops.read_direction(torch.ones(())),
+    )
+    v, inverse, _ = ops.read_direction(torch.ones(2, 0, 0))
+    assert (v.shape, inverse.shape) == ((2, 0, 0), (2, 0))
+
+
+def test_rms_normalize_refuses() -> None:
+    check_refused(
+        ValueError,
+        "expected a finite eps ≥ 0, got -5",
+        lambda: ops.rms_normalize(torch.ones(2, 3), -5),
+    )
+    check_refused(
+        TypeError, "expected x in fp64", lambda: ops.rms_normalize(torch.ones(2, 3).long(), 1e-6)
+    )
+
+
+@every_dtype
+def test_rms_normalize(dtype: torch.dtype) -> None:
+    x = normal(seeded(0), 2, 3, 63, dtype=dtype)
+    x[0, 1] *= 1e-3
+    x[1, 1] = 0
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for eps in (1e-6, 1e-2, 0.5):
+        out = ops.rms_normalize(x, eps)
+        expected = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+        assert (out.dtype, out.shape) == (wide, x.shape)
+        assert ((out.double() - expected).abs() <= 16 * UNIT[wide] * expected.abs()).all()
+        assert not out[1, 1].any()
+    x[1, 1] = 1
+    rms = ops.rms_normalize(x, 0.0).double().square().mean(-1).sqrt()
+    assert ((rms - 1).abs() <= 16 * UNIT[wide]).all()

@@ -1,0 +1,233 @@
+"""The norms and the gated product behind ``ops.py``, as they are served here; ``test_backends.py``
+runs the checks on the others.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import row_ops
+from support.inversion import needs_native
+from support.numeric import (
+    FLOATING,
+    FLOATS,
+    check_refused,
+    every_dtype,
+    normal,
+    poisoned_memory,
+    same_bits,
+    seeded,
+)
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from icl_patch import ops
+
+NARROW = {name: dtype for name, dtype in FLOATS.items() if name != "fp64"}
+every_narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+every_norm = pytest.mark.parametrize("form", row_ops.NORMS)
+every_activation = pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+@pytest.mark.usefixtures("poisoned")
+@every_norm
+@every_dtype
+def test_rms_norm(dtype: torch.dtype, spec: str) -> None:
+    row_ops.check_rms_norm(dtype, spec)
+
+
+@pytest.mark.usefixtures("poisoned")
+@every_norm
+@every_dtype
+def test_norm_pair(dtype: torch.dtype, spec: str) -> None:
+    row_ops.check_norm_pair(dtype, spec)
+
+
+@pytest.mark.usefixtures("poisoned")
+@every_activation
+@every_dtype
+def test_gated_product(dtype: torch.dtype, activation: str) -> None:
+    row_ops.check_gated_product(dtype, activation)
+
+
+@every_narrow
+def test_extremes(dtype: torch.dtype) -> None:
+    row_ops.check_extremes(dtype)
+
+
+def test_gradients() -> None:
+    row_ops.check_gradients()
+
+
+# What the native ops promise beyond that
+
+
+@needs_native
+@every_activation
+def test_the_activation_to_two_units_in_the_last_place(activation: str) -> None:
+    for size in (0.1, 1, 5, 30, 120, 1e4, 1e30):
+        gate = (
+            size * (2 * torch.rand(4, 1 << 15, generator=seeded(0), dtype=torch.float64) - 1)
+        ).float()
+        y = ops.gated_product(gate, torch.ones_like(gate), activation).double()
+        expected = row_ops.activation_by_formula(gate.double(), activation)
+        spacing = torch.exp2(torch.floor(torch.log2(expected.abs().clamp(min=2.0**-126))) - 23)
+        assert ((y - expected).abs() <= 2 * spacing).all()
+
+
+@needs_native
+@every_activation
+@every_narrow
+def test_the_product_rounds_where_the_modules_do(dtype: torch.dtype, activation: str) -> None:
+    gate, up = (2 * normal(seeded(0), 2, 5, 777)).to(dtype)
+    act = ops.gated_product(gate.float(), torch.ones_like(gate).float(), activation)
+    assert same_bits(ops.gated_product(gate, up, activation), act.to(dtype) * up)
+
+
+@needs_native
+@every_narrow
+def test_the_norm_rounds_where_the_modules_do(dtype: torch.dtype) -> None:
+    x, scale = (normal(seeded(s), 5, 777, dtype=dtype) for s in range(2))
+    normed = ops.rms_norm(x.float(), torch.ones(777), 1e-5)
+    assert same_bits(
+        ops.rms_norm(x, scale, 1e-5), (normed.to(dtype).float() * scale.float()).to(dtype)
+    )
+    last = ops.rms_norm(x, scale, 1e-5, scale_offset=1.0, cast_first=False)
+    assert same_bits(last, (normed * (scale.float() + 1)).to(dtype))
+    assert dtype == torch.float32 or not same_bits(
+        last, ops.rms_norm(x, scale, 1e-5, scale_offset=1.0)
+    )
+
+
+@needs_native
+def test_threads_do_not_change_a_bit() -> None:
+    x, up = (normal(seeded(s), 7, 6001, dtype=torch.bfloat16) for s in range(2))
+
+    def run() -> list[Tensor]:
+        z_pair, delta, direction = ops.norm_pair(x[:6], up[0], 1e-5)
+        gated = [ops.gated_product(x, up, activation) for activation in ("silu", "gelu_tanh")]
+        return [*gated, z_pair, delta, direction.v, ops.rms_norm(x, up, 1e-5)]
+
+    before, alone = torch.get_num_threads(), run()
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert all(same_bits(one, other) for one, other in zip(run(), alone, strict=True))
+    finally:
+        torch.set_num_threads(before)
+    for row in range(7):
+        assert same_bits(
+            ops.gated_product(x[row : row + 1], up[row : row + 1], "silu"), alone[0][row : row + 1]
+        )
+
+
+@needs_native
+@every_narrow
+def test_registration(dtype: torch.dtype) -> None:
+    x, up = (normal(seeded(s), 4, 9, dtype=dtype) for s in range(2))
+    torch.library.opcheck(torch.ops.icl_patch.rms_norm, (x, up, 1e-5, 1.0, False))
+    torch.library.opcheck(torch.ops.icl_patch.norm_pair, (x.T.contiguous().T, up[0], 1e-5))
+    torch.library.opcheck(torch.ops.icl_patch.gated_product, (x, up, "silu"))
+
+
+def test_compiled_without_a_graph_break() -> None:
+    def step(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        pair = ops.norm_pair(x, scale[0], 1e-5)
+        y = ops.gated_product(
+            pair.z_pair, ops.rms_norm(x, scale, 1e-5, scale_offset=1.0, cast_first=False), "silu"
+        )
+        return y, pair.delta, pair.direction.v, pair.direction.inverse_norm2
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    x, scale = (normal(seeded(s), 6, 33, dtype=torch.bfloat16) for s in range(2))
+    assert all(
+        same_bits(found, eager)
+        for found, eager in zip(compiled(x, scale), step(x, scale), strict=True)
+    )
+    assert counter.frame_count == 1
+
+
+def test_shapes_without_data() -> None:
+    x = torch.empty(4, 9, dtype=torch.bfloat16, device="meta")
+    pair = ops.norm_pair(x, x[0], 1e-5)
+    assert (pair.z_pair.shape, pair.delta.dtype, pair.direction.v.shape) == (
+        (4, 9),
+        torch.float32,
+        (2, 9),
+    )
+    assert ops.rms_norm(x, x[0], 1e-5).shape == ops.gated_product(x, x, "silu").shape == (4, 9)
+
+
+X = torch.ones(3, 5)
+ERRORS = {
+    "vector": (
+        lambda: ops.rms_norm(X[0], X[0], 1e-5),
+        ValueError,
+        "expected x with 2 dimensions, got (5,)",
+    ),
+    "no columns": (
+        lambda: ops.rms_norm(X[:, :0], X[0, :0], 1e-5),
+        ValueError,
+        "expected x (M, d) with d ≥ 1, got (3, 0)",
+    ),
+    "scale": (
+        lambda: ops.rms_norm(X, X[:2], 1e-5),
+        ValueError,
+        "expected scale (3, 5) or (5,), got (2, 5)",
+    ),
+    "integers": (lambda: ops.rms_norm(X.int(), X, 1e-5), TypeError, FLOATING.format("x", "int32")),
+    "integer scale": (
+        lambda: ops.rms_norm(X, X.int(), 1e-5),
+        TypeError,
+        FLOATING.format("scale", "int32"),
+    ),
+    "device": (
+        lambda: ops.rms_norm(X, X.to("meta"), 1e-5),
+        ValueError,
+        "expected scale on cpu, got meta",
+    ),
+    "eps": (lambda: ops.rms_norm(X, X, -1.0), ValueError, "expected a finite eps ≥ 0, got -1.0"),
+    "odd pair": (
+        lambda: ops.norm_pair(X, X[0], 1e-5),
+        ValueError,
+        "expected hidden (2M, d), got (3, 5)",
+    ),
+    "weight": (
+        lambda: ops.norm_pair(X[:2], X[:2], 1e-5),
+        ValueError,
+        "expected weight (5,), got (2, 5)",
+    ),
+    "activation": (
+        lambda: ops.gated_product(X, X, "relu"),
+        ValueError,
+        "expected activation 'gelu_tanh' or 'silu', got 'relu'",
+    ),
+    "gate": (
+        lambda: ops.gated_product(X, X[:2], "silu"),
+        ValueError,
+        "expected gate and up (M, N), got (3, 5) and (2, 5)",
+    ),
+    "up": (
+        lambda: ops.gated_product(X, X.half(), "silu"),
+        TypeError,
+        "expected up in gate's dtype torch.float32, got torch.float16",
+    ),
+    "integer gate": (
+        lambda: ops.gated_product(X.int(), X.int(), "silu"),
+        TypeError,
+        FLOATING.format("gate", "int32"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ERRORS)
+def test_what_does_not_fit_is_refused(mistake: str) -> None:
+    call, error, message = ERRORS[mistake]
+    check_refused(error, message, call)

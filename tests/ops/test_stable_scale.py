@@ -1,0 +1,329 @@
+"""The stable update in one op: against its plain torch form, against exact arithmetic, and what it
+promises of every row.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.inversion import (
+    DIGITS,
+    IMPLEMENTATIONS,
+    mixed_rows,
+    mp,
+    mpf,
+    needs_native,
+    same_rows,
+    solve,
+)
+from support.numeric import (
+    FLOATING,
+    FLOATS,
+    ULP,
+    UNIT,
+    check_refused,
+    every_dtype,
+    normal,
+    same_bits,
+    seeded,
+)
+from support.rows import ROWS, rows_of
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.ops import InversionStatus as Status
+from icl_patch.ops import reference
+
+Update = Callable[..., ops.StableScale]
+every_update = pytest.mark.parametrize(
+    "update",
+    [
+        pytest.param(ops.stable_scale, id="native", marks=IMPLEMENTATIONS[0].marks),
+        pytest.param(reference.stable_scale, id="torch"),
+    ],
+)
+every_method = pytest.mark.parametrize("method", ["newton", "bisection"])
+
+
+def rows(
+    count: int, n: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """delta of all sizes, a scale with zeros and nearly zeros in it, h with its own size; each row
+    another mixture.
+    """
+    rng = seeded(seed)
+    row = torch.arange(count).unsqueeze(1)
+    delta = normal(rng, count, n) * 10.0 ** (row % 7 - 4)
+    scale = 1 + 0.5 * normal(rng, count, n)
+    scale[(torch.rand(count, n, generator=rng) < 0.2) & (row % 3 == 0)] = 0
+    scale[(torch.rand(count, n, generator=rng) < 0.2) & (row % 3 == 1)] *= 1e-6
+    h = normal(rng, count, n) * 10.0 ** (row % 5 - 2)
+    return delta.to(dtype), scale.to(dtype), h.to(dtype)
+
+
+def check_update(
+    delta: Tensor, scale: Tensor, h: Tensor, eps: float, result: ops.StableScale
+) -> None:
+    """``m' ⊙ Norm(h + u) = delta + m ⊙ Norm(h)`` and ``RMS(h + u) = RMS(h)``, to the rounding of
+    u.
+    """
+    rounding = UNIT[result.u.dtype]
+    delta, scale, h, u = (x.double() for x in (delta, scale.expand(delta.shape), h, result.u))
+    after = h + u
+    mean, mean_after = (x.square().mean(1, keepdim=True) for x in (h, after))
+    rms = mean.sqrt().where(mean > 0, 1.0)
+    biggest = (h.abs() + u.abs()).amax(1, keepdim=True)
+    assert ((mean_after.sqrt() - rms).abs() <= 16 * rounding * (rms + biggest)).all()
+    norm, norm_after = (mean + eps).sqrt().where(mean + eps > 0, 1.0), (rms.square() + eps).sqrt()
+    g = delta + scale * (h / norm)
+    room = (
+        g.abs()
+        + delta.abs()
+        + (scale * h / norm).abs()
+        + result.new_scale.abs() * (after.abs() + u.abs() + h.abs()) / norm_after
+    )
+    assert ((result.new_scale * (after / norm_after) - g).abs() <= 16 * rounding * room).all()
+
+
+@every_method
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 0.5])
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 48, 257, 1152])
+@needs_native
+def test_native_is_like_plain_torch(n: int, eps: float, method: str) -> None:
+    delta, scale, h = rows(42, n, seed=n)
+    for m in (scale, scale[0]):
+        result, expected = (
+            update(delta, m, h, eps, method)
+            for update in (ops.stable_scale, reference.stable_scale)
+        )
+        assert torch.equal(result.status, expected.status)
+        size = (expected.u + h).abs().amax(1, keepdim=True)
+        assert ((result.u - expected.u).abs() <= 1e-12 * size).all()
+        scale_size = expected.new_scale.abs().amax(1, keepdim=True)
+        assert ((result.new_scale - expected.new_scale).abs() <= 1e-12 * scale_size).all()
+        torch.testing.assert_close(result.shift, expected.shift, rtol=1e-10, atol=0)
+        check_update(delta, m, h, eps, result)
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(FLOATS, repeat=3))[::3], ids="-".join)
+@needs_native
+def test_dtypes_are_taken_at_their_value(kinds: tuple[str, str, str]) -> None:
+    """Any mixture of them; all arithmetic is fp64, and u is rounded once."""
+    delta, scale, h = (x.to(FLOATS[kind]) for x, kind in zip(rows(14, 48), kinds, strict=True))
+    result, wide = (
+        ops.stable_scale(delta, scale, h, 1e-6),
+        ops.stable_scale(delta.double(), scale.double(), h.double(), 1e-6),
+    )
+    dtype = torch.float64 if "fp64" in kinds else torch.float32
+    assert (result.u.dtype, result.shift.dtype, result.new_scale.dtype) == (
+        dtype,
+        torch.float64,
+        torch.float64,
+    )
+    assert (result.status.dtype, result.evaluations.dtype) == (torch.int8, torch.int32)
+    # in single precision the op does not rescale for the last ulps of fp64
+    hidden = (wide.u.abs() + 2 * h.double().abs()).amax(1, keepdim=True)
+    assert (
+        (result.u.double() - wide.u).abs() <= UNIT[dtype] * wide.u.abs() + 16 * ULP * hidden
+    ).all()
+    assert same_bits(result.shift, wide.shift)
+    torch.testing.assert_close(result.new_scale, wide.new_scale, rtol=16 * ULP, atol=0)
+    expected = reference.stable_scale(delta, scale, h, 1e-6)
+    assert torch.equal(result.status, expected.status)
+    size = (expected.u.double().abs() + h.double().abs()).amax(1, keepdim=True)
+    assert ((result.u - expected.u).abs() <= 2 * UNIT[dtype] * size + 1e-12 * size).all()
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 0.5])
+@every_update
+def test_against_exact_arithmetic(update: Update, eps: float) -> None:
+    """g, the floor of the scale, the inversion, u and m', each in 120 digits."""
+    n = 9
+    delta, scale, h = rows(21, n)
+    result = update(delta, scale, h, eps)
+    for row in range(21):
+        with mp.workdps(DIGITS):
+            d, m, x = ([mpf(v) for v in t[row].tolist()] for t in (delta, scale, h))
+            rms = mp.sqrt(mp.fsum(v**2 for v in x) / n)
+            norm = mp.sqrt(rms**2 + mpf(eps))
+            g = [d_k + m_k * x_k / norm for d_k, m_k, x_k in zip(d, m, x, strict=True)]
+            rms_m, rms_g = (mp.sqrt(mp.fsum(v**2 for v in values) / n) for values in (m, g))
+            floored = [v if abs(v) > rms_m / 4096 else max(rms_m, rms_g) / 4 for v in m]
+            exact = solve(floored, g, rms, eps)
+            assert exact.status == result.status[row] and exact.status is Status.EASY
+            for k in range(n):
+                moved = 1e-13 * exact.condition + 1e-13
+                h_target = exact.y[k] * norm
+                assert abs(
+                    mpf(result.u[row, k].item()) - (h_target - x[k])
+                ) <= moved * rms * mp.sqrt(n)
+                new_scale = (exact.e[k] + exact.shift) / floored[k]
+                slack = 1e-13 * exact.shift * exact.condition + 1e-14 * floored[k] ** 2
+                assert abs(mpf(result.new_scale[row, k].item()) - new_scale) <= 1e-13 * abs(
+                    new_scale
+                ) + slack / abs(floored[k])
+
+
+@pytest.mark.parametrize("family", ROWS)
+@every_update
+def test_on_adversarial_rows(update: Update, family: str) -> None:
+    """The scale and delta of every family; nothing is out of reach, whatever the scale."""
+    for n, eps in itertools.product((1, 2, 9, 64), (0.0, 1e-6, 1.0)):
+        m, g = rows_of(family, 30, n)
+        h = normal(seeded(n), *g.shape, dtype=torch.float32)
+        result = update(g, m, h, eps)
+        assert (result.status <= Status.HARD).all()
+        assert all(x.isfinite().all() for x in (result.u, result.shift, result.new_scale))
+        assert (result.evaluations <= 32).all()
+        check_update(g, m, h, eps, result)
+
+
+@every_dtype
+@every_update
+def test_no_change_is_no_change(update: Update, dtype: torch.dtype) -> None:
+    """A row whose delta is 0 keeps its bits, whatever else is in it; its neighbours are updated."""
+    delta, scale, h = rows(12, 21, dtype)
+    delta[::2] = torch.tensor([0.0, -0.0, 0.0]).repeat(7).to(dtype)
+    scale[0], h[2], scale[4, 3] = 0, 0, torch.finfo(dtype).max
+    result = update(delta, scale, h, 1e-6)
+    plain = update(delta[1::2], scale[1::2], h[1::2], 1e-6)
+    assert same_rows(plain, result, torch.arange(1, 12, 2))
+    assert (
+        not result.u[::2].any()
+        and not result.shift[::2].any()
+        and not result.evaluations[::2].any()
+    )
+    assert same_bits(result.new_scale[::2], scale[::2].double())
+    assert (result.status[::2] == Status.EASY).all()
+
+
+@every_method
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@every_update
+def test_an_output_of_zero(update: Update, eps: float, method: str) -> None:
+    """h = 0 has no RMS to keep: h_target is of RMS 1, and gives delta."""
+    delta, scale, h = rows(14, 33)
+    h[::2] = 0
+    result = update(delta, scale, h, eps, method)
+    torch.testing.assert_close(
+        result.u[::2].square().mean(1), torch.ones(7).double(), rtol=1e-12, atol=0
+    )
+    produced = result.new_scale * result.u / (1 + eps) ** 0.5
+    torch.testing.assert_close(produced[::2], delta[::2], rtol=1e-12, atol=1e-15)
+    check_update(delta, scale, h, eps, result)
+
+
+@every_update
+def test_bad_rows_have_their_status_and_leave_the_others_alone(update: Update) -> None:
+    delta, scale, h = (torch.cat([x] * 74)[:1024].clone() for x in rows(14, 21, torch.float32))
+    plain = update(delta, scale, h, 1e-6)
+    bad = torch.tensor([100, 101, 102, 510, 511, 1023])
+    delta[100, 20], scale[101, 0], h[102, 7] = torch.nan, -torch.inf, torch.nan
+    delta[510, 8], h[511, 3], scale[1023, 20] = torch.inf, torch.inf, torch.nan
+    result = update(delta, scale, h, 1e-6)
+    assert (result.status[bad] >= Status.NONFINITE).all()
+    assert (result.status[[100, 101, 102, 510, 1023]] == Status.NONFINITE).all()
+    good = torch.ones(1024, dtype=torch.bool).index_fill_(0, bad, False)
+    for name in ("u", "shift", "new_scale", "status", "evaluations"):
+        assert same_bits(getattr(result, name)[good], getattr(plain, name)[good])
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("delta", torch.nan),
+        ("delta", torch.inf),
+        ("scale", torch.nan),
+        ("scale", torch.inf),
+        ("h", torch.nan),
+        ("h", torch.inf),
+    ],
+)
+def test_bad_rows_have_the_status_of_plain_torch(name: str, value: float) -> None:
+    """With delta = 0 in the row and without."""
+    delta, scale, h = rows(14, 21, torch.float32)
+    delta[7:] = 0
+    {"delta": delta, "scale": scale, "h": h}[name][:, 11] = value
+    result, expected = (
+        ops.stable_scale(delta, scale, h, 1e-6),
+        reference.stable_scale(delta, scale, h, 1e-6),
+    )
+    assert torch.equal(result.status, expected.status)
+    assert torch.equal(result.u.isfinite(), expected.u.isfinite())
+    assert torch.equal(result.new_scale.isnan(), expected.new_scale.isnan())
+    assert torch.equal(result.evaluations == 0, expected.evaluations == 0)
+
+
+@every_method
+@needs_native
+def test_is_the_inversion_with_the_target_formed_on_the_way(method: str) -> None:
+    """Given the target, the floored scale and the RMS that it computes itself, it takes the same
+    way through the inversion.
+    """
+    m, g = mixed_rows(24, 3, torch.float64)
+    h = normal(seeded(1), *g.shape)
+    mean = h.square().mean(1)
+    target = g + m * (h / (mean + 1e-3).sqrt().unsqueeze(1))
+    fused = ops.stable_scale(g, m, h, 1e-3, method)
+    inverse = ops.invert_rmsnorm(
+        target, reference.floor_scale(m, target), mean.sqrt(), 1e-3, h, method
+    )
+    changed = (g != 0).any(1)
+    assert torch.equal(fused.status[changed], inverse.status[changed])
+    size = inverse.hidden.abs().amax(1, keepdim=True)
+    # beside the hard case √ulp
+    assert ((fused.u + h - inverse.hidden).abs() <= 1e-7 * size)[changed].all()
+
+
+@every_method
+@every_update
+def test_of_nothing(update: Update, method: str) -> None:
+    for dtype, scale in itertools.product(FLOATS.values(), (torch.ones(7), torch.ones(0, 7))):
+        result = update(torch.ones(0, 7, dtype=dtype), scale, torch.ones(0, 7), 1e-6, method)
+        assert result.u.shape == result.new_scale.shape == (0, 7)
+        assert result.shift.shape == result.status.shape == result.evaluations.shape == (0,)
+        assert result.u.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"delta": torch.ones(5)}, ValueError, "expected delta with 2 dimensions, got (5,)"),
+        ({"delta": torch.ones(3, 0)}, ValueError, "expected delta (B, n) with n ≥ 1, got n = 0"),
+        (
+            {"delta": torch.ones(3, 5, dtype=torch.int32)},
+            TypeError,
+            FLOATING.format("delta", "int32"),
+        ),
+        ({"scale": torch.ones(4)}, ValueError, "expected scale (5,) or (3, 5), got (4,)"),
+        ({"scale": torch.ones(1, 5)}, ValueError, "expected scale (5,) or (3, 5), got (1, 5)"),
+        ({"scale": torch.ones(5, dtype=torch.int64)}, TypeError, FLOATING.format("scale", "int64")),
+        ({"scale": torch.ones(5, device="meta")}, ValueError, "expected scale on cpu, got meta"),
+        ({"hidden_down": torch.ones(5)}, ValueError, "expected hidden_down (3, 5), got (5,)"),
+        ({"hidden_down": torch.ones(3, 4)}, ValueError, "expected hidden_down (3, 5), got (3, 4)"),
+        (
+            {"hidden_down": torch.ones(3, 5, dtype=torch.bool)},
+            TypeError,
+            FLOATING.format("hidden_down", "bool"),
+        ),
+        (
+            {"hidden_down": torch.ones(3, 5, device="meta")},
+            ValueError,
+            "expected hidden_down on cpu, got meta",
+        ),
+        ({"eps": -1e-6}, ValueError, "expected a finite eps ≥ 0, got -1e-06"),
+        ({"eps": float("nan")}, ValueError, "expected a finite eps ≥ 0, got nan"),
+        ({"eps": float("inf")}, ValueError, "expected a finite eps ≥ 0, got inf"),
+        (
+            {"method": "regula falsi"},
+            ValueError,
+            "expected method 'newton' or 'bisection', got 'regula falsi'",
+        ),
+    ],
+)
+def test_stable_scale_refuses(changes: dict, error: type, message: str) -> None:
+    good = {"delta": torch.ones(3, 5), "scale": torch.ones(5), "hidden_down": torch.ones(3, 5)}
+    ops.stable_scale(**good)
+    check_refused(error, message, lambda: ops.stable_scale(**good | changes))

@@ -1,0 +1,165 @@
+"""What is installed is what runs: the wheel holds everything, under the right names."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import icl_patch
+from icl_patch.ops import native
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    # from a copy: building writes into the source folder
+    names = [
+        "icl_patch",
+        "triton_kernels",
+        "csrc",
+        "bench",
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+    ]
+    source.mkdir()
+    subprocess.run(
+        ["cp", "-r", *(str(REPOSITORY / name) for name in names), str(source)], check=True
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(folder),
+        str(source),
+    ]
+    for built in source.rglob("*.so"):
+        built.unlink()
+    subprocess.run(command, check=True, env=os.environ | {"ICL_PATCH_NATIVE": "cpu"})
+    [built] = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    needed = {
+        "icl_patch/py.typed",
+        "icl_patch/cli.py",
+        "icl_patch/families/recognise.py",
+        "icl_patch/kernels/__init__.py",
+    }
+    needed |= {
+        "icl_patch/bench/inversion.py",
+        *(["icl_patch/_native.so"] if native.cpu_instructions else []),
+    }
+    needed |= {
+        f"icl_patch/embedded/model/{name}"
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
+    assert needed <= names
+    assert not [name for name in names if name.startswith(("triton_kernels", "tests", "build"))]
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    script = (
+        "import icl_patch, icl_patch.kernels; from icl_patch import embedded, native;"
+        " print(icl_patch.__file__); embedded.load()"
+    )
+    script += "; print(native.describe())"
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(str(site))
+
+
+def test_kernels_are_not_importable_under_the_name_of_another_package() -> None:
+    script = "import triton_kernels"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "icl_patch.kernels" in done.stderr
+
+
+def test_one_version_everywhere(wheel: Path) -> None:
+    assert wheel.name.startswith(f"icl_patch-{icl_patch.__version__}-")
+    assert f"## [{icl_patch.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_the_readme_runs() -> None:
+    """Its Python blocks as they stand give what their comments say; nothing is left to be filled
+    in.
+    """
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert "@@" not in text
+    [first, second, layer] = re.findall(r"```python\n(.*?)```", text, re.S)
+    changed = layer.replace(
+        "layer.clear_patch()",
+        "print((layer(v) - layer.base_layer(v)).abs().max() > 1, end=' ')\nlayer.clear_patch()",
+    )
+    script = first + "print(tokenizer.decode(logits[0, -1].argmax()))\n" + second
+    script += changed + "print(torch.equal(layer(v), layer.base_layer(v)))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
+    )
+    one, all_four, alone = done.stdout.splitlines()
+    assert alone == "tensor(True) True"
+    assert one == "F" and "The next token is F" in first
+    assert all_four.startswith("FMRP dict_keys(['mlp.gate_proj'") and "# FMRP" in second
+
+
+def test_importing_touches_no_device() -> None:
+    script = (
+        "import torch; torch.cuda._lazy_init = torch.cuda.init = lambda: exit('a device was"
+        " touched'); import icl_patch.cli.main"
+    )
+    subprocess.run([sys.executable, "-P", "-c", script], check=True)
+
+
+def test_dependencies_are_the_ones_that_are_imported() -> None:
+    """Nothing that is imported comes only by way of another package."""
+    text = "\n".join(
+        file.read_text(encoding="utf-8") for file in (REPOSITORY / "icl_patch").rglob("*.py")
+    )
+    imported = (
+        set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
+        - {"icl_patch"}
+        - set(sys.stdlib_module_names)
+    )
+    declared = {
+        re.match(r"[\w-]+", requirement).group()
+        for requirement in importlib.metadata.requires("icl-patch") or []
+    }
+    # a hard requirement of transformers, used by the training script only
+    assert imported <= declared | {"tokenizers"}

@@ -1,0 +1,211 @@
+"""Every block form of the papers on the real classes of transformers, on small random models: a
+replay gives the context's logits.
+"""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from support.materialise import materialise, read_patch
+from support.models import case, tokens
+from test_equivalence import EPSILON
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from icl_patch import ContextPatcher, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.models.block_spec import Writer
+from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.recording.sequences import assemble
+
+FP32, BF16 = torch.float32, torch.bfloat16
+families = pytest.mark.parametrize("family", tiny_models.ZOO)
+EXPERTS = [
+    name
+    for name, entry in tiny_models.ZOO.items()
+    if "num_experts" in str(entry.settings) or "_experts" in str(entry.settings)
+]
+# all cases on one seed, the shortest and the longest on the others
+CASES = {0: ("single", "span", "prefix", "spans"), 1: ("single", "prefix"), 2: ("span",)}
+
+
+class Stock:
+    """The model with its context and without this package's help: called as its class says, the
+    context first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)  # some classes keep a state in their modules
+        self.recurrent = is_recurrent(model)
+        self.names = inspect.signature(type(model).forward).parameters
+
+    def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": True}
+        if "position_ids" in self.names:
+            inputs["position_ids"] = positions
+        if "cache_params" in self.names:
+            inputs |= {"cache_params": cache, "attention_mask": mask[:, -ids.shape[1] :].long()}
+        else:
+            inputs["past_key_values"] = cache
+        return self.model(**inputs).logits
+
+    @torch.no_grad()
+    def logits(self, arguments: dict) -> Tensor:
+        """Of the kept tokens; a recurrent model takes the tokens after its context one by one."""
+        sequences, cache = assemble(**arguments), DynamicCache(config=self.model.config)
+        width, total = sequences.head_ids.shape[1], sequences.mask.shape[1]
+        ids, positions = torch.cat([sequences.head_ids, sequences.tail_ids], 1), sequences.positions
+        ends = [width, *(range(width + 1, total + 1) if self.recurrent else [total])]
+        made = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            made.append(
+                self.call(
+                    ids[:, start:end], sequences.mask[:, :end], positions[:, start:end], cache
+                )
+            )
+        return torch.cat(made[1:], 1)[:, sequences.kept_columns]
+
+
+def twice(arguments: dict) -> dict:
+    return {
+        name: value.repeat(2, 1) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+@pytest.mark.parametrize("seed", CASES)
+@families
+def test_direct_and_stable_in_fp32(family: str, seed: int) -> None:
+    """Within max(10 x noise floor, 1e-4): single tokens and spans of seven, ragged rows, prefixes,
+    several absorbed spans.
+    """
+    model = tiny_models.build(family, seed)
+    inputs = {name: case(name, seed) for name in CASES[seed]}
+    references = {name: Stock(model).logits(arguments) for name, arguments in inputs.items()}
+    for update in ("direct", "stable"):
+        with ContextPatcher(model, update) as patcher:
+            if update == "stable" and not any(
+                block.spec.writer is Writer.SCALE for block in patcher.blocks
+            ):
+                continue  # the same as direct
+            for name, arguments in inputs.items():
+                patch = patcher.compute(**arguments)
+                logits = patcher.forward(patch.kept_ids, patch)
+                mask, reference = patch.kept_mask, references[name]
+                floor = metrics.linf(
+                    Stock(model).logits(twice(arguments))[: len(reference)], reference
+                ).max()
+                assert metrics.linf(logits, reference)[mask].max() <= max(10 * floor, 1e-4), (
+                    update,
+                    name,
+                )
+                assert metrics.same_argmax(logits, reference)[mask].all(), (update, name)
+                assert patch.report.reader_error.max() <= 8 * EPSILON[FP32]
+                assert not patch.report.experts_changed.any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seed"),
+    [(FP32, 0), *((BF16, seed) for seed in CASES)],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+@families
+def test_exact_is_bit_identical(family: str, dtype: torch.dtype, seed: int) -> None:
+    """Logits and every block's output; and the readers, the experts and the size of the correction
+    show that it is no accident.
+    """
+    model = tiny_models.build(family, seed, dtype)
+    with ContextPatcher(model, "exact") as patcher:
+        for name in CASES[seed]:
+            arguments = case(name, seed)
+            reference = Stock(model).logits(arguments)
+            computed = patcher.compute_sequences(assemble(**arguments))
+            patch = computed.patch
+            logits, all_activations = patcher.replay(patch)
+            mask = patch.kept_mask
+            assert torch.equal(patch.logits[mask], reference[mask]), name
+            assert torch.equal(logits[mask], reference[mask]), name
+            for activations, wanted in zip(all_activations, computed.all_activations, strict=True):
+                assert torch.equal(activations.output[mask], wanted.output[mask]), name
+                check_inside(activations, wanted, mask, dtype)
+            assert patch.report.misses.sum() == 0
+            assert patch.report.reader_error.max() <= 8 * EPSILON[dtype]
+            # a new scale of some hundreds magnifies the norm's rounding
+            assert patch.report.correction.max() <= 16 * EPSILON[dtype]
+            assert not patch.report.experts_changed.any()
+
+
+def check_inside(activations: object, wanted: object, mask: Tensor, dtype: torch.dtype) -> None:
+    """One block's readers give what they give with the context, and its router chooses the same
+    experts.
+    """
+    for name, y_ctx in wanted.readers.items():
+        if y_ctx.shape[-1] > 1:  # one number may be near 0, where nothing is large beside it
+            assert (
+                metrics.linf(activations.readers[name], y_ctx)[mask].max() <= 8 * EPSILON[dtype]
+            ), name
+    if wanted.experts is not None:
+        assert torch.equal(
+            activations.experts[1][mask].sort(-1).values, wanted.experts[1][mask].sort(-1).values
+        )
+
+
+@families
+def test_a_materialised_token_in_a_stock_model(family: str, tmp_path: object) -> None:
+    """``W + u vᵀ``, ``b + Δb`` and ``m'`` from the file, in a fresh model of the same weights: one
+    bare token has the context's logits.
+    """
+    model, context, kept = tiny_models.build(family, 3), tokens(0, 1, 9), tokens(1, 1, 1)
+    reference = Stock(model).logits({"context_ids": context, "kept_ids": kept})[:, -1]
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(context, kept)
+        patch.save(tmp_path / "patch.safetensors")
+    fresh = tiny_models.build(family, 3)
+    position = (
+        {"position_ids": patch.position_ids}
+        if "position_ids" in inspect.signature(type(fresh).forward).parameters
+        else {}
+    )
+    with torch.no_grad():
+        bare = fresh(kept, **position).logits[:, -1]
+        materialise(fresh, *read_patch(tmp_path / "patch.safetensors"))
+        patched = fresh(kept, **position).logits[:, -1]
+    assert metrics.linf(patched, reference).max() <= 1e-5
+    assert metrics.linf(bare, reference).max() > 0.02  # the context is not beside the point
+
+
+@families
+def test_detaching_is_exact(family: str) -> None:
+    model = tiny_models.build(family, 1)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    attributes = {name: list(vars(module)) for name, module in modules.items()}
+    state, ids = copy.deepcopy(model.state_dict()), tokens(5, 2, 6)
+    with torch.no_grad():
+        before = model(ids).logits
+        with ContextPatcher(model) as patcher:
+            patch = patcher.compute(tokens(6, 2, 5), tokens(7, 2, 2))
+            patcher.forward(patch.kept_ids, patch)
+        assert torch.equal(model(ids).logits, before)
+    after = dict(model.named_modules(remove_duplicate=False))
+    assert after.keys() == modules.keys()
+    assert all(after[name] is module for name, module in modules.items())
+    assert {name: list(vars(module)) for name, module in after.items()} == attributes
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in EXPERTS if "parallel" not in tiny_models.ZOO[name].note]
+)
+def test_an_unpatched_router_chooses_other_experts(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What identical choices are worth: without the routers' part of the patch many are others."""
+    model, arguments = tiny_models.build(family, 0), case("span", 0)
+    with ContextPatcher(model, "exact") as patcher:
+        assert not patcher.compute(**arguments).report.experts_changed.any()
+        monkeypatch.setattr(
+            "icl_patch.recording.updates.reader_update", lambda y_ctx, y: torch.zeros_like(y)
+        )
+        report = patcher.compute(**arguments).report
+    assert (report.experts_changed > 0).sum() > 3

@@ -1,0 +1,317 @@
+"""The main claim, on random models: a replay without the context gives what the model gives with
+it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from support.models import CASES, FAMILIES, build, case, randomised, tokens
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation.loop import History
+from icl_patch.models import kv_cache
+from icl_patch.models.detect import blocks_of
+from icl_patch.recording.sequences import assemble
+
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The spacing of the dtype's numbers at 1: errors of rounding are small multiples of it.
+EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def untouched_logits(model: torch.nn.Module, arguments: dict) -> Tensor:
+    """The model with its context: the context first, then the rest in one call; logits of the kept
+    tokens.
+    """
+    sequences = assemble(**arguments)
+    width = sequences.head_ids.shape[1]
+    cache = DynamicCache(config=model.config)
+    common = {"past_key_values": cache, "use_cache": True}
+    with torch.no_grad():
+        head, tail = sequences.positions[:, :width], sequences.positions[:, width:]
+        model(
+            input_ids=sequences.head_ids,
+            attention_mask=sequences.head_mask.long(),
+            position_ids=head,
+            **common,
+        )
+        logits = model(
+            input_ids=sequences.tail_ids,
+            attention_mask=sequences.mask.long(),
+            position_ids=tail,
+            **common,
+        ).logits
+    return logits[:, sequences.kept_columns]
+
+
+def noise_floor(model: torch.nn.Module, arguments: dict, reference: Tensor) -> float:
+    """The model against itself at twice the batch."""
+    twice = {
+        name: value.repeat(2, 1) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    return float(metrics.linf(untouched_logits(model, twice)[: len(reference)], reference).max())
+
+
+def replayed(patcher: ContextPatcher, patch: ContextPatch) -> Tensor:
+    return patcher.forward(patch.kept_ids, patch)
+
+
+@pytest.mark.parametrize("arguments", CASES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("update", ["direct", "stable"])
+def test_fp32_replay_matches(update: str, family: str, seed: int, arguments: str) -> None:
+    model, inputs = build(family, seed), case(arguments, seed)
+    reference = untouched_logits(model, inputs)
+    limit = max(10 * noise_floor(model, inputs, reference), 1e-4)
+    with ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(**inputs)
+        logits = replayed(patcher, patch)
+    mask = patch.kept_mask
+    assert metrics.linf(logits, reference)[mask].max() <= limit
+    assert metrics.linf(patch.logits, reference)[mask].max() <= limit
+    assert metrics.same_argmax(logits, reference)[mask].all()
+
+
+@pytest.mark.parametrize("arguments", CASES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_replay_is_bit_identical(
+    family: str, dtype: torch.dtype, attention: str, arguments: str
+) -> None:
+    for seed in (
+        range(2) if attention == "sdpa" and dtype in (torch.float32, torch.bfloat16) else (2,)
+    ):
+        model, inputs = build(family, seed, dtype, attention=attention), case(arguments, seed)
+        reference = untouched_logits(model, inputs)
+        with ContextPatcher(model, "exact") as patcher:
+            patch = patcher.compute(**inputs)
+            computed = patcher.compute_sequences(assemble(**inputs))
+            logits, all_activations = patcher.replay(patch)
+        mask = patch.kept_mask
+        assert torch.equal(patch.logits[mask], reference[mask])
+        assert torch.equal(logits[mask], reference[mask])
+        for activations, wanted in zip(all_activations, computed.all_activations, strict=True):
+            assert torch.equal(activations.output[mask], wanted.output[mask])
+        assert patch.report.misses.sum() == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_corrects_rounding_only(family: str, dtype: torch.dtype) -> None:
+    """Bit identity alone would not notice unpatched readers: the readers must be right and the
+    correction small.
+    """
+    model, inputs = build(family, 3, dtype), case("span", 3)
+    with ContextPatcher(model, "exact") as patcher:
+        computed = patcher.compute_sequences(assemble(**inputs))
+        patch = computed.patch
+        _, all_activations = patcher.replay(patch)
+    mask = patch.kept_mask
+    for activations, wanted in zip(all_activations, computed.all_activations, strict=True):
+        for name, y_ctx in wanted.readers.items():
+            assert metrics.linf(activations.readers[name], y_ctx)[mask].max() <= 4 * EPSILON[dtype]
+    assert patch.report.reader_error.max() <= 4 * EPSILON[dtype]
+    assert patch.report.correction.max() <= 8 * EPSILON[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatched_readers_are_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no reader patched the writer absorbs everything and the logits are still right; the
+    report must say so.
+    """
+    model, inputs = build(family, 3, torch.bfloat16), case("span", 3)
+    reference = untouched_logits(model, inputs)
+    with ContextPatcher(model, "exact") as patcher:
+        monkeypatch.setattr(
+            "icl_patch.recording.updates.reader_update",
+            lambda y_ctx, y: torch.zeros_like(y, dtype=torch.float32),
+        )
+        patch = patcher.compute(**inputs)
+        logits = replayed(patcher, patch)
+    mask = patch.kept_mask
+    assert torch.equal(logits[mask], reference[mask])
+    assert patch.report.reader_error.max() > 30 * EPSILON[torch.bfloat16]
+    assert patch.report.correction.max() > 30 * EPSILON[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        ("gemma3", {"readers": ("mlp.up_proj",)}),
+        ("llama", {"readers": ("mlp.gate_proj",)}),
+        ("gemma3", {"scale_offset": 0.0}),
+        ("llama", {"branch": 0.5}),
+    ],
+)
+def test_attaching_notices_a_wrong_form(
+    family: str, wrong: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family, 3, dtype)
+    blocks = [
+        dataclasses.replace(block, spec=dataclasses.replace(block.spec, **wrong))
+        for block in blocks_of(model)
+    ]
+    monkeypatch.setattr("icl_patch.patcher.blocks_of", lambda _model: blocks)
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d has inputs or parameters"):
+        ContextPatcher(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_reduced_stream_equals_replay(update: str, family: str) -> None:
+    model, inputs = build(family, 1), case("prefix", 1)
+    with ContextPatcher(model, update) as patcher:
+        computed = patcher.compute_sequences(assemble(**inputs))
+        logits = replayed(patcher, computed.patch)
+    mask = computed.patch.kept_mask
+    assert metrics.linf(computed.reduced_logits, logits)[mask].max() <= 1e-4
+    if patcher.closes:
+        assert torch.equal(computed.reduced_logits[mask], logits[mask])
+
+
+def _gpt_neo() -> nn.Module:
+    """With windows that count its cache, longer ones than attaching tries."""
+    kinds = {
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 12,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+    config = transformers.GPTNeoConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, max_position_embeddings=128, **kinds
+    )
+    config.bos_token_id, config.eos_token_id = 1, 2
+    return randomised(transformers.GPTNeoForCausalLM, config)
+
+
+def _llama4() -> nn.Module:
+    """With a temperature that rises with every 16 tokens in its cache (8192 in the released
+    models).
+    """
+    return tiny_models.build(
+        "llama4",
+        attn_temperature_tuning=True,
+        floor_scale=16,
+        attn_scale=0.5,
+        attention_chunk_size=64,
+    )
+
+
+@pytest.mark.parametrize("make", [_gpt_neo, _llama4])
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_attention_that_counts_its_cache(make: Callable[[], nn.Module], update: str) -> None:
+    """A replay's is shorter: what the kept tokens attend to is another computation there, unless
+    each is alone.
+    """
+    model = make()
+    prefix, context, kept = tokens(0, 2, 6) % 97, tokens(1, 2, 20) % 97, tokens(2, 2, 6) % 97
+    alone = assemble(context, kept[:, :1])
+    with ContextPatcher(model, update) as patcher:
+        for inputs in (assemble(context, kept, prefix_ids=prefix), assemble(context, kept), alone):
+            computed = patcher.compute_sequences(inputs)
+            with torch.no_grad():
+                expected = model(torch.cat([inputs.head_ids, inputs.tail_ids], 1)).logits[
+                    :, -inputs.tail_ids.shape[1] :
+                ]
+            assert computed.patch.logits is not None
+            assert metrics.linf(computed.patch.logits, expected).max() <= 1e-5
+            assert metrics.linf(replayed(patcher, computed.patch), expected).max() <= 1e-5
+        assert computed.patch.passes == (2 if update == "exact" else 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_context_matters(family: str) -> None:
+    """The claim would be empty if the kept tokens gave the same logits without any patch."""
+    model, inputs = build(family, 1), case("span", 1)
+    reference = untouched_logits(model, inputs)
+    with torch.no_grad():
+        alone = model(inputs["kept_ids"]).logits
+    assert metrics.linf(alone, reference)[inputs["kept_mask"]].median() > 0.1
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_has_no_access_to_the_context(
+    family: str, update: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every cache that computing made is kept alive here and overwritten with NaN before the
+    replay; the bits are the same.
+    """
+    made: list[DynamicCache] = []
+    new_cache = kv_cache.new_cache
+
+    def kept_alive(model: torch.nn.Module) -> DynamicCache:
+        made.append(new_cache(model))
+        return made[-1]
+
+    model, inputs = build(family, 4, dtype), case("span", 4)
+    with ContextPatcher(model, update) as patcher:
+        before = replayed(patcher, patcher.compute(**inputs))
+        monkeypatch.setattr(streams, "new_cache", kept_alive)
+        patch = patcher.compute(**inputs)
+        poison(made)
+        assert torch.equal(replayed(patcher, patch), before)
+
+
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_in_a_growing_history_has_no_access_to_it(family: str, update: str) -> None:
+    """The same where the cache lives on: in generation and in verify, between a step and its
+    replay.
+    """
+    ids = case("span", 4)["context_ids"]
+    with ContextPatcher(build(family, 4), update) as patcher:
+        whole, poisoned = History(patcher, ids, None), History(patcher, ids, None)
+        before = replayed(patcher, whole.step().patch)
+        patch = poisoned.step().patch
+        poison([poisoned._cache])
+        assert torch.equal(replayed(patcher, patch), before)
+
+
+def poison(caches: list[DynamicCache]) -> None:
+    layers = [layer for cache in caches for layer in cache.layers if layer.is_initialized]
+    assert layers
+    for layer in layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+
+
+def test_a_long_window_context_is_masked_by_position() -> None:
+    """The replay's cache lacks the context: a window counted in its slots would reach prefix tokens
+    too far away.
+    """
+    model = build("gemma3", 5, sliding_window=4)
+    inputs = case("prefix", 5)
+    reference = untouched_logits(model, inputs)
+    with ContextPatcher(model, "exact") as patcher:
+        patch = patcher.compute(**inputs)
+        logits = replayed(patcher, patch)
+        assert torch.equal(logits[patch.kept_mask], reference[patch.kept_mask])
+        slots = torch.arange(12).expand(3, -1)
+        by_slot = dataclasses.replace(patch, prefix_slots=slots[:, :5], kept_slots=slots[:, 5:])
+        wrong = patcher.forward(patch.kept_ids, by_slot)
+    assert not torch.equal(wrong[patch.kept_mask], reference[patch.kept_mask])
+
+
+def test_rows_do_not_see_each_other() -> None:
+    """A row's patch is the same whatever stands in the other rows."""
+    model, inputs = build("gemma3", 6), case("span", 6)
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(**inputs)
+        inputs["context_ids"] = inputs["context_ids"].clone()
+        inputs["context_ids"][0] = inputs["context_ids"][0].flip(0)
+        other = patcher.compute(**inputs)
+    for layer, changed in zip(patch.layers, other.layers, strict=True):
+        for name, factor in layer.items():
+            if factor.dim() > 1:
+                assert torch.equal(factor[1:], changed[name][1:])

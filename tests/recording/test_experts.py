@@ -1,0 +1,182 @@
+"""Mixtures of experts: the library's implementations, and what is built on the way."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import case, tokens
+from test_families import Stock
+from test_patcher import largest_of
+
+from icl_patch import ContextPatcher, metrics, ops
+from icl_patch.evaluation import tiny_models
+from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
+from icl_patch.layers.router import PatchedRouter
+
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+
+
+def mixture(
+    family: str, implementation: str, dtype: torch.dtype = torch.float32, **changes: Any
+) -> torch.nn.Module:
+    model = tiny_models.build(family, 0, dtype, **changes)
+    model.config._experts_implementation = implementation
+    return model
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe", "deepseek_v3"])
+def test_every_implementation_of_the_library(family: str, implementation: str) -> None:
+    arguments = case("prefix")
+    for dtype, update in ((torch.float32, "direct"), (torch.bfloat16, "exact")):
+        model = mixture(family, implementation, dtype)
+        reference = Stock(model).logits(arguments)
+        with ContextPatcher(model, update) as patcher:
+            patch = patcher.compute(**arguments)
+            error = metrics.linf(patcher.forward(patch.kept_ids, patch), reference)[
+                patch.kept_mask
+            ].max()
+        assert error <= (0 if update == "exact" else 1e-4)
+        assert not patch.report.experts_changed.any()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4"])
+def test_experts_under_autocast(family: str) -> None:
+    model, ids = tiny_models.build(family), tokens(0, 2, 8)
+    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.generate(
+            ids, **settings, output_logits=True, return_dict_in_generate=True
+        ).logits
+        for update, limit in (("stable", 0.05), ("exact", 0.0)):
+            with ContextPatcher(model, update) as patcher:
+                for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
+                    assert metrics.linf(step.logits.float(), logits).max() <= limit
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_no_matrix_of_an_experts_size_is_made(family: str, implementation: str) -> None:
+    """In a model whose experts' matrices have far more elements than the activations of a few
+    tokens.
+    """
+    wide = {"moe_intermediate_size": 256} if family == "qwen2_moe" else {}
+    model = mixture(family, implementation, hidden_size=64, intermediate_size=256, **wide)
+    smallest = min(parameter[0].numel() for parameter in model.parameters() if parameter.dim() == 3)
+    inputs = {"context_ids": tokens(0, 1, 4), "kept_ids": tokens(1, 1, 2)}
+    with torch.no_grad():
+        stock, _ = largest_of(lambda: model(torch.cat(list(inputs.values()), 1)))
+    with ContextPatcher(model, "direct") as patcher:
+        computing, patch = largest_of(lambda: patcher.compute(**inputs))
+        replaying, _ = largest_of(lambda: patcher.forward(patch.kept_ids, patch))
+    assert max(computing, replaying) <= max(2 * stock, smallest / 4)
+    assert max(computing, replaying) < smallest
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "granitemoe"])
+def test_a_replay_has_the_bits_of_its_step(family: str) -> None:
+    """In bf16 a router's ties are decided by rounding: a replay that rounds otherwise would choose
+    experts that have no factors.
+    """
+    for seed, rows in enumerate((1, 2, 66)):
+        with ContextPatcher(tiny_models.build(family, seed, torch.bfloat16), "stable") as patcher:
+            for step in patcher.generate(
+                tokens(seed, rows, 8), max_new_tokens=3, fast=None, eos_token_id=None
+            ):
+                assert step.way == "two streams"
+                assert torch.equal(patcher.replay(step.patch)[0][:, -1], step.logits)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gemma4-moe"])
+def test_a_step_reads_the_matrices_of_both_streams_at_once(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice a block, in one op, and the base module runs in none; with a hook on it, it does."""
+    model = tiny_models.build(family)
+    calls: list[tuple[int, ...]] = []
+    expert_linear = ops.expert_linear
+
+    def counted(
+        x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, *rest: Any, **options: Any
+    ) -> torch.Tensor:
+        calls.append(tuple(expert.shape))
+        return expert_linear(x, weight, expert, *rest, **options)
+
+    monkeypatch.setattr(ops, "expert_linear", counted)
+    with ContextPatcher(model, "stable") as patcher:
+        mixtures = [block.experts for block in patcher.blocks if block.experts is not None]
+        settings: dict = {"max_new_tokens": 1, "fast": False, "eos_token_id": None}
+        calls.clear()  # of the probe
+        (step,) = patcher.generate(tokens(0, 2, 8), **settings)
+        assert [rows for rows, _ in calls] == [6, 4] * len(mixtures)
+        calls.clear()
+        seen: list[Any] = []
+        hook = mixtures[0].base_layer.register_forward_hook(lambda *_: seen.append(1))
+        (other,) = patcher.generate(tokens(0, 2, 8), **settings)
+        hook.remove()
+    assert len(calls) == 2 * (len(mixtures) - 1)
+    assert seen
+    assert metrics.linf(other.logits, step.logits).max() <= 1e-5
+
+
+def test_a_setting_that_is_made_on_attached_experts_is_theirs() -> None:
+    model, ids = tiny_models.build("gpt_oss"), tokens(0, 1, 6)
+    with ContextPatcher(model) as patcher:
+        model.model.layers[0].mlp.experts.limit = 0.1
+        with torch.no_grad():
+            changed = model(ids).logits
+        assert "limit" not in vars(patcher.blocks[0].experts)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, changed)
+    assert model.model.layers[0].mlp.experts.limit == 0.1
+
+
+def test_which_modules_are_experts_and_routers() -> None:
+    mixtral, llama4 = (
+        tiny_models.build("mixtral").model.layers[0].mlp,
+        tiny_models.build("llama4").model.layers[0].feed_forward,
+    )
+    assert PatchedExperts.fits(mixtral.experts)
+    assert not PatchedScaledExperts.fits(mixtral.experts)
+    assert PatchedScaledExperts.fits(llama4.experts)
+    assert not PatchedExperts.fits(llama4.experts)
+    assert not PatchedExperts.fits(mixtral.gate)
+    assert not PatchedScaledExperts.fits(llama4.router)
+
+
+def test_a_router_that_is_off_is_the_router() -> None:
+    gate = tiny_models.build("mixtral").model.layers[0].mlp.gate
+    router, z = PatchedRouter(gate), torch.randn(5, 32)
+    for mine, stock in zip(router(z), gate(z), strict=True):
+        assert torch.equal(mine, stock)
+    router.set_patch(torch.randn(5, 8), torch.randn(5, 32))
+    logits, scores, index = router(z)
+    wanted = z @ gate.weight.T + router.u * (z * router.v).sum(-1, keepdim=True)
+    torch.testing.assert_close(logits, wanted)
+    assert torch.equal(index, wanted.topk(2).indices)
+    torch.testing.assert_close(scores, wanted.topk(2).values.softmax(-1))
+
+
+def test_an_expert_without_factors_is_left_as_it_is() -> None:
+    """Factors belong to experts, not to slots: in another order they are the same, and for other
+    experts there are none.
+    """
+    base = tiny_models.build("mixtral").model.layers[0].mlp.experts
+    experts, generator = PatchedExperts(base), torch.Generator().manual_seed(0)
+    z, weights = torch.randn(3, 32, generator=generator), torch.rand(3, 2, generator=generator)
+    index = torch.tensor([[0, 3], [5, 1], [2, 7]])
+    experts.read_u, experts.read_v = (
+        torch.randn(3, 2, 96, generator=generator),
+        torch.randn(3, 32, generator=generator),
+    )
+    experts.write_u, experts.write_v = (
+        torch.randn(3, 32, generator=generator),
+        torch.randn(3, 2, 48, generator=generator),
+    )
+    experts.index = index
+    experts.replay()
+    patched = experts(z, index, weights)
+    torch.testing.assert_close(experts(z, index.flip(1), weights.flip(1)), patched)
+    others = (index + 2) % 8
+    torch.testing.assert_close(experts(z, others, weights), base(z, others, weights))
+    assert (patched - base(z, index, weights)).abs().max() > 0.1

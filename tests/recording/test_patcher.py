@@ -1,0 +1,438 @@
+"""ContextPatcher as something that is attached to a model: what it leaves behind, what is absorbed,
+what is built.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import build, case, tokens
+from support.small import KEPT, Snapshot, families, plain_logits, small, updates, works
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GenerationConfig
+
+from icl_patch import ContextPatcher, PatchedLinear, metrics, ops
+from icl_patch.layers.patched_module import PatchedModule
+
+
+def use(patcher: ContextPatcher, stage: str) -> None:
+    """One of the things a patcher does, to its end."""
+    if stage == "generate":
+        for _step in patcher.generate(tokens(3, 2, 5), max_new_tokens=3):
+            pass
+        return
+    patch = patcher.compute(**case("spans"))
+    if stage == "forward":
+        patcher.forward(patch.kept_ids, patch)
+
+
+@families
+@updates
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_detach_leaves_the_model_as_it_was(family: str, update: str, attention: str) -> None:
+    model = small(family, attention=attention)
+    before = Snapshot(model)
+    patcher = ContextPatcher(model, update)
+    for stage in ("compute", "forward", "generate"):
+        use(patcher, stage)
+    assert sum(isinstance(module, PatchedLinear) for module in model.modules()) == 3 * 3
+    before.check_parameters(model)  # attached or not
+    patcher.detach()
+    before.check(model)
+    patcher.detach()
+    before.check(model)
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> Iterator[None]:
+    """The low-rank ops, which every patched layer calls, raise at the call after so many."""
+    calls = itertools.count()
+
+    def breaking(op: Callable) -> Callable:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) >= after:
+                raise error
+            return op(*args, **kwargs)
+
+        return called
+
+    with monkeypatch.context() as patched:
+        for name in ("add_low_rank", "patched_linear"):
+            patched.setattr(ops, name, breaking(getattr(ops, name)))
+        yield
+
+
+@families
+@updates
+@pytest.mark.parametrize("stage", ["compute", "forward", "generate"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
+def test_an_exception_in_the_middle_leaves_nothing(
+    family: str, update: str, stage: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(family)
+    before = Snapshot(model)
+    patcher = ContextPatcher(model, update)
+    patch = patcher.compute(**case("spans"))
+    # in the second of three blocks
+    with pytest.raises(type(error)), failing(monkeypatch, 3, error):
+        if stage == "forward":
+            patcher.forward(patch.kept_ids, patch)
+        else:
+            use(patcher, stage)
+    assert torch.equal(plain_logits(model), before.logits)  # every module is off again
+    works(patcher)
+    patcher.detach()
+    before.check(model)
+
+
+@families
+@updates
+def test_an_interrupted_generation_leaves_nothing(family: str, update: str) -> None:
+    model = small(family)
+    before = Snapshot(model)
+    patcher = ContextPatcher(model, update)
+    steps = patcher.generate(tokens(3, 2, 5))
+    next(steps)
+    # between two steps the model is nobody's
+    assert torch.equal(plain_logits(model), before.logits)
+    steps.close()
+    unfinished = patcher.generate(tokens(3, 2, 5))
+    next(unfinished)
+    patcher.detach()
+    before.check(model)
+    with pytest.raises(ValueError, match="detached"):
+        next(unfinished)
+    before.check(model)
+
+
+@families
+def test_a_with_block_detaches_whatever_happens(family: str) -> None:
+    model = small(family)
+    before = Snapshot(model)
+    with ContextPatcher(model) as patcher:
+        assert patcher.attached
+    assert not patcher.attached
+    before.check(model)
+    with pytest.raises(ZeroDivisionError), ContextPatcher(model):
+        _ = 1 / 0
+    before.check(model)
+
+
+@families
+@updates
+def test_attached_and_off_the_model_is_stock(family: str, update: str) -> None:
+    model, ids = small(family), tokens(5, 2, 6)
+    before = Snapshot(model)
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, generation_config=settings)
+    with ContextPatcher(model, update) as patcher:
+        for _ in range(2):
+            assert torch.equal(plain_logits(model), before.logits)
+            assert torch.equal(model.generate(ids, generation_config=settings), expected)
+            use(patcher, "forward")
+        model.load_state_dict(before.state)
+        model.train().eval()
+    before.check(model)
+
+
+def test_one_patcher_at_a_time() -> None:
+    model = small("llama")
+    before = Snapshot(model)
+    with ContextPatcher(model) as patcher:
+        with pytest.raises(
+            ValueError, match="without patched modules, LlamaForCausalLM has some: detach"
+        ):
+            ContextPatcher(model, "stable")
+        works(patcher)
+    before.check(model)
+    with ContextPatcher(model, "stable") as patcher:
+        works(patcher)
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("what", ["one matrix", "an MLP", "a matrix within another"])
+def test_detach_leaves_alone_what_was_replaced_meanwhile(what: str) -> None:
+    model = small("llama")
+    before = dict(model.named_modules())
+    patcher = ContextPatcher(model, "stable")
+    mlp = model.model.layers[1].mlp
+    if what == "an MLP":
+        mine: nn.Module = nn.Identity()
+        model.model.layers[1].mlp = mine
+        gone = {f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    else:
+        mine = mlp.down_proj = nn.Linear(72, 48) if what == "one matrix" else Doubled(mlp.down_proj)
+        gone = {"model.layers.1.mlp.down_proj"}
+    replaced = gone if what == "one matrix" else set()  # our module is nowhere
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patcher.detach()
+    assert {str(warning.message).split(" ")[0] for warning in caught} == replaced
+    assert all(
+        warning.filename == __file__ and "replaced while it was patched" in str(warning.message)
+        for warning in caught
+    )
+    after = dict(model.named_modules())
+    assert not any(
+        isinstance(module, PatchedModule) for module in [*after.values(), *mlp.modules()]
+    )
+    assert mine in after.values()
+    kept = (
+        before.keys()
+        - gone
+        - {name for name in before if what == "an MLP" and name.startswith("model.layers.1.mlp")}
+    )
+    assert all(after[name] is before[name] for name in kept)
+    assert [mlp.gate_proj, mlp.up_proj] == [
+        before[f"model.layers.1.mlp.{part}_proj"] for part in ("gate", "up")
+    ]
+    if isinstance(mine, Doubled):
+        assert mine.inner is before["model.layers.1.mlp.down_proj"]
+    patcher.detach()
+    assert not patcher.attached
+    if what == "one matrix":
+        with ContextPatcher(model, "stable") as patcher:
+            works(patcher)
+
+
+@pytest.mark.parametrize(
+    ("family", "update", "inside"), [("gemma3", "exact", False), ("llama", "stable", True)]
+)
+def test_a_model_made_in_inference_mode(family: str, update: str, inside: bool) -> None:
+    with torch.inference_mode():
+        model = small(family)
+    assert next(model.parameters()).is_inference()
+    inputs = case("prefix")
+    with ContextPatcher(small(family), update) as patcher:
+        expected = patcher.compute(**inputs)
+    with torch.inference_mode(inside), ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(**inputs)
+        works(patcher)
+        use(patcher, "generate")
+    assert patch.info == expected.info
+    assert torch.equal(patch.logits, expected.logits)
+    assert all(
+        torch.equal(mine[name], theirs[name])
+        for mine, theirs in zip(patch.layers, expected.layers, strict=True)
+        for name in mine
+    )
+
+
+def test_nothing_works_after_detach() -> None:
+    patcher = ContextPatcher(small("llama"))
+    patch = patcher.compute(**case("single"))
+    patcher.detach()
+    for call in (
+        lambda: patcher.compute(**case("single")),
+        lambda: patcher.forward(patch.kept_ids, patch),
+        lambda: next(patcher.generate(tokens(0, 1, 4))),
+    ):
+        with pytest.raises(ValueError, match="detached"):
+            call()
+
+
+@families
+@updates
+def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
+    """Before the first absorbed token everything is prefix; after it what is not absorbed is kept,
+    with a patch of its own.
+    """
+    context, kept, prefix = tokens(0, 2, 8), tokens(1, 2, 2), tokens(2, 2, 3)
+    context_mask = torch.tensor([[True] * 8, [False] * 2 + [True] * 6])
+    prefix_mask = torch.tensor([[False, True, True], [True] * 3])
+    kept_mask = torch.tensor([[True, False], [True, True]])
+    spans = [(6, 7), (3, 5)]  # in any order
+    with ContextPatcher(small(family), update) as patcher:
+        masks = {"context_mask": context_mask, "prefix_mask": prefix_mask, "kept_mask": kept_mask}
+        patch = patcher.compute(context, kept, prefix_ids=prefix, absorbed=spans, **masks)
+        works(
+            patcher,
+            {
+                "context_ids": context,
+                "kept_ids": kept,
+                "prefix_ids": prefix,
+                "absorbed": spans,
+                **masks,
+            },
+        )
+    columns = [5, 7]
+    assert torch.equal(patch.kept_ids, torch.cat([context[:, columns], kept], 1))
+    assert patch.kept_mask.tolist() == [[True, True, True, False], [True] * 4]
+    first = [*prefix[0, 1:].tolist(), *context[0, :3].tolist()]
+    second = [*prefix[1].tolist(), context[1, 2].item()]
+    assert patch.prefix_ids[0][patch.prefix_mask[0]].tolist() == first
+    assert patch.prefix_ids[1][patch.prefix_mask[1]].tolist() == second
+    # left-padded
+    assert torch.equal(patch.prefix_mask, torch.tensor([[True] * 5, [False] + [True] * 4]))
+    assert [
+        positions[mask].tolist()
+        for positions, mask in zip(patch.prefix_positions, patch.prefix_mask, strict=True)
+    ] == [
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3],
+    ]
+    # 5 tokens, 2 absorbed, then columns 5 and 7 around an absorbed one; the second row has one
+    # prefix token less
+    assert patch.position_ids[0][patch.kept_mask[0]].tolist() == [7, 9, 10]
+    assert patch.position_ids[1].tolist() == [6, 8, 9, 10]
+    for layer in patch.layers:
+        assert layer["readers.v"].shape[:2] == (2, 4)
+        assert not layer["mlp.gate_proj.u"][0, 3].any()  # padding has no patch
+
+
+@families
+@updates
+def test_neighbouring_spans_are_one_span(family: str, update: str) -> None:
+    """They are run in other calls, so the bits differ, and the mathematics does not."""
+    arguments = {"context_ids": tokens(0, 2, 8), "kept_ids": KEPT}
+    with ContextPatcher(small(family), update) as patcher:
+        one = patcher.compute(**arguments, absorbed=[(2, 7)])
+        three = patcher.compute(**arguments, absorbed=[(2, 4), (4, 5), (5, 7)])
+        assert torch.equal(one.kept_ids, three.kept_ids)
+        assert torch.equal(one.position_ids, three.position_ids)
+        first, second = (patcher.forward(patch.kept_ids, patch) for patch in (one, three))
+    assert metrics.linf(first, second).max() <= 1e-4
+
+
+class NewStorages(TorchDispatchMode):
+    """The largest storage, in elements, that an op made which was not one of its arguments'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.ops = 0
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = function(*args, **kwargs or {})
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        self.ops += 1
+        return out
+
+
+ROOMY = {
+    "gemma3": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+    },
+    "llama": {"num_hidden_layers": 2},
+}
+ROOMY_SMALLEST = 64 * 128
+
+
+def bucketed_capacity(family: str) -> nn.Module:
+    """Matrices with more than four times as many elements as the activations of a few tokens."""
+    model = build(family, 0, hidden_size=64, intermediate_size=128, **ROOMY[family])
+    patched = ("gate_proj", "up_proj", "down_proj")
+    assert (
+        min(
+            p.numel()
+            for name, p in model.named_parameters()
+            if any(part in name for part in patched)
+        )
+        == ROOMY_SMALLEST
+    )
+    return model
+
+
+def largest_of(call: Callable[[], Any]) -> tuple[int, Any]:
+    with NewStorages() as storages:
+        result = call()
+    assert storages.ops > 100  # it does see what happens
+    return storages.largest, result
+
+
+def materialised(rows: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """``(u vᵀ) z`` for every row, the way it must not be done."""
+    return torch.stack(
+        [
+            torch.outer(u_row, v_row.to(u.dtype)) @ z.to(u.dtype)
+            for z, u_row, v_row in zip(rows, u, v, strict=True)
+        ]
+    )
+
+
+@families
+@updates
+def test_no_matrix_of_a_weights_size_is_made(
+    family: str, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bucketed_capacity(family)
+    inputs = {"context_ids": tokens(0, 1, 4), "kept_ids": tokens(1, 1, 2)}
+    with torch.no_grad():
+        stock, _ = largest_of(lambda: model(torch.cat(list(inputs.values()), 1)))
+    assert stock < ROOMY_SMALLEST / 4
+    with ContextPatcher(model, update) as patcher:
+        computing, patch = largest_of(lambda: patcher.compute(**inputs))
+        replaying, logits = largest_of(lambda: patcher.forward(patch.kept_ids, patch))
+        generating, _ = largest_of(
+            lambda: list(patcher.generate(inputs["context_ids"], max_new_tokens=2))
+        )
+        assert max(computing, replaying, generating) < ROOMY_SMALLEST / 4
+
+        # the same with the change built row by row: the numbers are right and the test notices
+        def add_low_rank(
+            y: Tensor, z: Tensor, u: Tensor, v: Tensor, *, out_dtype: torch.dtype | None = None
+        ) -> Tensor:
+            return (y + materialised(z, u, v)).to(out_dtype or y.dtype)
+
+        def patched_linear(
+            z: Tensor,
+            weight: Tensor,
+            u: Any = None,
+            v: Any = None,
+            bias: Any = None,
+            **options: Any,
+        ) -> Tensor:
+            plain = F.linear(z, weight, bias)
+            return (
+                plain
+                if u is None
+                else add_low_rank(plain, z, u, v, out_dtype=options.get("out_dtype"))
+            )
+
+        def record_linear(
+            z_pair: Tensor, weight: Tensor, bias: Any = None, *, direction: ops.Direction
+        ) -> tuple:
+            plain_ctx, plain = F.linear(z_pair, weight, bias).chunk(2)
+            u = plain_ctx - plain
+            return (
+                torch.cat([plain_ctx, add_low_rank(plain, z_pair[len(u) :], u, direction.v)]),
+                u,
+                direction,
+            )
+
+        monkeypatch.setattr(ops, "add_low_rank", add_low_rank)
+        monkeypatch.setattr(ops, "patched_linear", patched_linear)
+        monkeypatch.setattr(ops, "record_linear", record_linear)
+        building, _ = largest_of(lambda: patcher.compute(**inputs))
+        applying, same = largest_of(lambda: patcher.forward(patch.kept_ids, patch))
+    assert metrics.linf(same, logits).max() <= 1e-4
+    assert min(building, applying) >= ROOMY_SMALLEST

@@ -1,0 +1,840 @@
+"""What the Triton kernels must do, on whatever device :mod:`kernel_cases` names.
+
+Not collected by itself: ``test_kernels.py`` runs it in Triton's interpreter,
+``test_kernels_gpu.py`` on a GPU.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import expert_products
+from support.kernel_cases import DEVICE, DTYPES, LAYOUTS, Case, check_linear, linear_case, rounding
+from support.numeric import (
+    UNIT,
+    by_columns,
+    check_refused,
+    in_gaps,
+    normal,
+    poisoned,
+    same_bits,
+    seeded,
+)
+from torch import Tensor
+
+from icl_patch import kernels
+from icl_patch.kernels import INTERPRETED, Config, config_for
+from icl_patch.kernels.linear import launch_linear
+from icl_patch.ops import reference
+
+# bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:
+# test_both_kernels_serve_every_dtype, test_one_rounding
+SOME = {name: dtype for name, dtype in DTYPES.items() if name != "fp16" or not INTERPRETED}
+every_float = pytest.mark.parametrize("dtype", SOME.values(), ids=SOME)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a kernel does not write stays NaN."""
+    empty = torch.empty
+
+    def filled(*size: object, **options: object) -> Tensor:
+        out = empty(*size, **options)
+        return (
+            out.fill_(torch.nan) if out.is_floating_point() and out.device.type == DEVICE else out
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", filled)
+        yield
+
+
+# patched_linear
+
+SIZES = [
+    (1, 70, 130),
+    (2, 1, 63),
+    (3, 65, 1),
+    (5, 33, 200),
+    (16, 40, 129),
+    (17, 31, 70),
+    (40, 66, 64),
+]
+RANKS = [1, 2, 3, 1, 4, 16, 1]
+
+
+@pytest.mark.parametrize("own_factors", [False, True], ids=["fp32-factors", "own-factors"])
+@every_layout
+@every_float
+def test_patched_linear(dtype: torch.dtype, layout: str, own_factors: bool) -> None:
+    for seed, (sizes, rank) in enumerate(zip(SIZES, RANKS, strict=True)):
+        # a third of the layouts for each size
+        if INTERPRETED and (seed + LAYOUTS.index(layout) + own_factors) % 3:
+            continue
+        case = linear_case(
+            layout, sizes, rank, dtype, dtype if own_factors else torch.float32, seed % 3 > 0, seed
+        )
+        check_linear(case, kernels.patched_linear(**case.arguments), dtype)
+
+
+@pytest.mark.parametrize(
+    ("rank", "rows"), [(1, 17), (2, 17), (3, 2), (3, 17), (16, 17), (64, 2), (64, 1)]
+)
+def test_ranks(rank: int, rows: int) -> None:
+    case = linear_case("row-rank", (rows, 12, 70), rank, torch.bfloat16, seed=rank)
+    check_linear(
+        case, kernels.patched_linear(**case.arguments, out_dtype=torch.float32), torch.float32
+    )
+
+
+@every_float
+def test_a_long_row(dtype: torch.dtype) -> None:
+    """Several segments of the coefficients, and a last one that is not full."""
+    case = linear_case("row", (2, 16, 4500), 1, dtype, seed=3)
+    check_linear(
+        case, kernels.patched_linear(**case.arguments, out_dtype=torch.float32), torch.float32
+    )
+
+
+@every_float
+def test_the_plain_map(dtype: torch.dtype) -> None:
+    for seed, (rows, n, k) in enumerate(SIZES[::3]):
+        case = linear_case("row", (rows, n, k), 1, dtype, bias=seed > 0, seed=seed)
+        no_patch = replace(case, u=None, v=None, row_u=0 * case.row_u)
+        check_linear(no_patch, kernels.patched_linear(**case.plain), dtype)
+
+
+@pytest.mark.parametrize("mistake", ["rank", "index", "coefficient", "column", "bias"])
+def test_the_check_can_fail(mistake: str) -> None:
+    """The bounds are narrow enough for the errors a kernel would make."""
+    case = linear_case("pool", (5, 33, 100), 2, torch.bfloat16)
+    arguments = case.arguments
+    if mistake == "rank":
+        arguments |= {"u": case.u[:, :1], "v": case.v[:, :1]}
+    elif mistake == "index":
+        arguments["index"] = case.index.clamp(min=0)
+    elif mistake == "coefficient":
+        arguments["v"] = case.v.to(torch.bfloat16)
+    elif mistake == "column":
+        arguments |= {"z": case.z[:, :-1], "weight": case.weight[:, :-1], "v": case.v[..., :-1]}
+    elif mistake == "bias":
+        arguments["bias"] = None
+    with pytest.raises(AssertionError):
+        check_linear(
+            case, kernels.patched_linear(**arguments, out_dtype=torch.float32), torch.float32
+        )
+
+
+@pytest.mark.parametrize("rows", [3, 18])
+@every_layout
+@every_float
+def test_strides(dtype: torch.dtype, layout: str, rows: int) -> None:
+    case = linear_case(layout, (rows, 35, 70), 2, dtype)
+    for stride in (poisoned, by_columns, in_gaps):
+        if INTERPRETED and rows > 16 and stride is not poisoned and layout != "pool":
+            continue
+        changed = {name: stride(getattr(case, name)) for name in ("z", "weight", "u", "v")}
+        strided = replace(
+            case, **changed, bias=(poisoned if stride is by_columns else stride)(case.bias)
+        )
+        assert not strided.weight.is_contiguous()
+        check_linear(strided, kernels.patched_linear(**strided.arguments), dtype)
+    repeated = replace(case, z=case.z[:1].expand(rows, -1))
+    check_linear(repeated, kernels.patched_linear(**repeated.arguments), dtype)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
+@every_float
+def test_one_rounding(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Of the fp32 sum with the patch in it."""
+    case = linear_case("row", (3, 33, 100), 1, dtype)
+    exact = kernels.patched_linear(**case.arguments, out_dtype=torch.float32)
+    check_linear(case, exact, torch.float32)
+    out = kernels.patched_linear(**case.arguments, out_dtype=out_dtype)
+    if INTERPRETED and out_dtype == torch.bfloat16:
+        assert ((out.float() - exact).abs() <= rounding(out_dtype) * exact.abs()).all()
+    else:
+        assert same_bits(out, exact.to(out_dtype))
+
+
+@pytest.mark.parametrize("sizes", [(0, 7, 9), (3, 0, 9), (3, 7, 0), (20, 7, 0)])
+@every_layout
+def test_nothing(layout: str, sizes: tuple[int, int, int]) -> None:
+    case = linear_case(layout, sizes, 2)
+    check_linear(case, kernels.patched_linear(**case.arguments), torch.float32)
+
+
+@pytest.mark.parametrize("rows", [6, 20])
+@every_float
+def test_index_minus_one_gives_the_bits_of_the_plain_map(dtype: torch.dtype, rows: int) -> None:
+    """Not ``plain + 0``: a NaN or infinity in the pool, or a -0 in the output, would show."""
+    case = linear_case("pool", (rows, 33, 70), 2, dtype)
+    case.weight[:5], case.bias[:5] = 0, -0.0
+    case.z[1] = torch.nan
+    case.z[4, :2] = -0.0
+    plain = kernels.patched_linear(**case.plain)
+    unpatched = case.index < 0
+    assert unpatched[[1, 4]].all()
+    assert not unpatched.all()
+    for value in (1.0, torch.nan, torch.inf):
+        factors = {"u": torch.full_like(case.u, value), "v": torch.full_like(case.v, value)}
+        out = kernels.patched_linear(**case.arguments | factors)
+        assert same_bits(out[unpatched], plain[unpatched])
+        assert not (out[~unpatched] == plain[~unpatched]).any()
+    for integer in (torch.int32, torch.int8, torch.int16):
+        assert same_bits(
+            kernels.patched_linear(**case.arguments | factors | {"index": case.index.to(integer)})[
+                unpatched
+            ],
+            plain[unpatched],
+        )
+    empty = kernels.patched_linear(
+        **case.plain, u=case.u[:0], v=case.v[:0], index=torch.full_like(case.index, -1)
+    )
+    assert same_bits(empty, plain)
+
+
+# One order of summation
+
+
+def rows_keep_their_bits(
+    case: Case, regime: str | None, counts: list[int], run: object = kernels.patched_linear
+) -> bool:
+    """Whether the rows of the whole batch come out the same alone, in smaller batches and in other
+    places.
+    """
+    whole = run(**case.arguments, regime=regime, out_dtype=torch.float32)
+    for count in counts:
+        for start in {0, len(case.z) - count}:
+            part = slice(start, start + count)
+            own = {name: getattr(case, name)[part] for name in ("z", "u", "v")}
+            out = run(
+                own["z"],
+                case.weight,
+                own["u"],
+                own["v"],
+                case.bias,
+                index=None,
+                regime=regime,
+                out_dtype=torch.float32,
+            )
+            if not same_bits(out, whole[part]):
+                return False
+    return True
+
+
+@every_float
+def test_a_row_does_not_see_its_batch(dtype: torch.dtype) -> None:
+    case = linear_case("row", (16, 24, 200), 1, dtype)
+    assert rows_keep_their_bits(case, None, list(range(1, 16)) if not INTERPRETED else [1, 3, 11])
+    # so that the coefficients are summed here in one launch, there in two
+    ranked = linear_case("row-rank", (16, 24, 200), 4, dtype)
+    assert rows_keep_their_bits(ranked, None, [1, 8])
+
+
+@pytest.mark.parametrize("regime", ["stream", "tile"])
+@every_float
+def test_a_regime_holds_for_any_number_of_rows(dtype: torch.dtype, regime: str) -> None:
+    case = linear_case("row", (40, 24, 100), 1, dtype)
+    assert rows_keep_their_bits(case, regime, [1, 17])
+    check_linear(case, kernels.patched_linear(**case.arguments, regime=regime), dtype)
+
+
+@every_float
+def test_the_batch_shows_where_the_order_follows_it(dtype: torch.dtype) -> None:
+    """The two tests above can fail: here the blocks of K depend on the number of rows."""
+
+    def careless(z: Tensor, *args: object, **options: object) -> Tensor:
+        config = config_for("", dtype, 24, 1000, "stream")
+        return launch_linear(
+            z,
+            *args,
+            **options,
+            config=replace(config, dot=False, block_n=16, block_k=64 if len(z) > 2 else 128),
+        )
+
+    case = linear_case("row", (4, 24, 1000), 1, dtype)
+    assert not rows_keep_their_bits(case, None, [1], careless)
+
+
+@every_float
+def test_the_same_bits_again(dtype: torch.dtype) -> None:
+    for rows in (2, 40):
+        case = linear_case("row", (rows, 33, 150), 1, dtype)
+        first = kernels.patched_linear(**case.arguments)
+        assert all(
+            same_bits(kernels.patched_linear(**case.arguments), first)
+            for _ in range(1 if INTERPRETED else 50)
+        )
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(1, 1), (3, 1), (3, 2)])
+@every_float
+def test_coefficients_have_the_same_bits_wherever_they_are_summed(
+    dtype: torch.dtype, rows: int, rank: int
+) -> None:
+    k = 2200 if INTERPRETED else 4300  # segments are of 2048
+    case = linear_case("row-rank", (rows, 20, k), rank, dtype)
+    coeff = kernels.coefficients(case.z, case.v)
+    for n in (20, 5000):  # steps of 256 and of 128 elements
+        config = config_for("", dtype, n, k, "stream")
+        inside, before = (
+            launch_linear(
+                **case.arguments, out_dtype=torch.float32, config=replace(config, fused=limit)
+            )
+            for limit in (4096, 0)
+        )
+        assert same_bits(inside, before)
+    exact = torch.einsum("mk,mrk->mr", case.z.double(), case.row_v)
+    assert (
+        (coeff - exact).abs()
+        <= 64
+        * UNIT[torch.float32]
+        * torch.einsum("mk,mrk->mr", case.z.double().abs(), case.row_v.abs())
+    ).all()
+    # Older interpreters round the product of a fused multiply-add.
+    orders = [
+        documented_order(case.z.unsqueeze(1), case.v, fused)
+        for fused in ((True, False) if INTERPRETED else (True,))
+    ]
+    assert any(same_bits(coeff, order) for order in orders)
+
+
+def documented_order(z: Tensor, v: Tensor, fused: bool) -> Tensor:
+    """Lanes of 64, segments of 32, neighbours first."""
+    products = z.double() * v.double() if fused else z.float() * v.float()
+    products = F.pad(products, (0, -z.shape[-1] % 2048)).unflatten(-1, (-1, 32, 64))
+    total = torch.zeros_like(products[..., 0, 0, :], dtype=torch.float32)
+    for segment in products.unbind(-3):
+        partial = torch.zeros_like(total)
+        for chunk in segment.unbind(-2):
+            partial = (partial + chunk).float()
+        total = total + partial
+    while total.shape[-1] > 1:
+        total = total[..., ::2] + total[..., 1::2]
+    return total.squeeze(-1)
+
+
+@pytest.mark.parametrize("dot", [False, True], ids=["fma", "dot"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_both_kernels_serve_every_dtype(dtype: torch.dtype, dot: bool) -> None:
+    case = linear_case("row", (3, 33, 200), 1, dtype)
+    config = Config(dot=dot, block_m=16, block_n=16, block_k=64, num_warps=4, num_stages=2)
+    check_linear(case, launch_linear(**case.arguments, config=config), dtype)
+
+
+@pytest.mark.parametrize("layout", ["row", "shared", "pool"])
+@every_float
+def test_the_low_rank_term_alone(dtype: torch.dtype, layout: str) -> None:
+    """On the plain map before its rounding it has the bits of the whole, whichever way the
+    coefficients are summed there.
+    """
+    for rows in (3, 18) if layout == "pool" else (3,):
+        # more than a block has, or not
+        n = 600 if not INTERPRETED or (rows == 3 and layout == "pool") else 70
+        case = linear_case(layout, (rows, n, 70), 2, dtype)
+        plain = kernels.patched_linear(**case.plain, out_dtype=torch.float32)
+        parts = {"u": in_gaps(case.u), "v": case.v, "index": case.index}
+        for out_dtype in {torch.float32, dtype}:
+            out = kernels.add_low_rank(in_gaps(plain), case.z, **parts, out_dtype=out_dtype)
+            assert same_bits(out, kernels.patched_linear(**case.arguments, out_dtype=out_dtype))
+    if layout == "pool":
+        nothing = kernels.add_low_rank(
+            plain,
+            case.z,
+            case.u[:0],
+            case.v[:0],
+            index=torch.full((len(plain),), -1, device=DEVICE),
+        )
+        assert same_bits(nothing, plain)
+    if layout == "shared":
+        assert kernels.add_low_rank(plain[:0], case.z[:0], case.u, case.v).shape == (0, n)
+
+
+# record_linear, read_direction
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 18])
+@every_float
+def test_record_linear(dtype: torch.dtype, rows: int) -> None:
+    generator = seeded(rows)
+    pair, weight, bias = (
+        normal(generator, *size, dtype=dtype).to(DEVICE)
+        for size in ((2 * rows, 130), (35, 130), (35,))
+    )
+    z_ctx, z = pair.chunk(2)
+    for weight_, bias_ in ((weight, None), (by_columns(weight), bias)):
+        recorded = kernels.record_linear(poisoned(pair), weight_, bias_)
+        u, v = recorded.u, recorded.direction.v
+        exact = (z_ctx.double() - z.double()) @ weight.double().T
+        assert (
+            (u - exact).abs()
+            <= 64 * UNIT[torch.float32] * (pair.double().abs() @ weight.double().abs().T).amax()
+        ).all()
+        target = F.linear(
+            z_ctx.double(), weight.double(), None if bias_ is None else bias_.double()
+        )
+        for y in (recorded.y, recorded.y_ctx):
+            tolerance = (
+                rounding(dtype) * target.abs() + 256 * UNIT[torch.float32] * target.abs().amax()
+            )
+            assert ((y.double() - target).abs() <= tolerance).all()
+        assert same_bits(kernels.patched_linear(z, weight_, u, v, bias_), recorded.y)
+        assert same_bits(kernels.patched_linear(z_ctx, weight_, bias=bias_), recorded.y_ctx)
+        assert not same_bits(kernels.patched_linear(z, weight_, bias=bias_), recorded.y)
+        again = kernels.record_linear(pair, weight_, bias_, direction=recorded.direction)
+        assert same_bits(again.y_pair, recorded.y_pair)
+        assert same_bits(again.u, u)
+
+
+def test_record_nothing() -> None:
+    recorded = kernels.record_linear(
+        torch.ones(0, 5, device=DEVICE), torch.ones(3, 5, device=DEVICE)
+    )
+    assert [x.shape for x in (recorded.y_pair, recorded.u, recorded.direction.v)] == [
+        (0, 3),
+        (0, 3),
+        (0, 5),
+    ]
+
+
+@every_float
+def test_read_direction(dtype: torch.dtype) -> None:
+    for k in (1, 63, 2500):
+        z = normal(seeded(k), 4, k, dtype=dtype).to(DEVICE)
+        z[2] = 0
+        z[3, k // 2] = torch.nan
+        v, inverse, coeff = kernels.read_direction(poisoned(z))
+        norm2 = z.double().square().sum(-1, keepdim=True)
+        expected = torch.where(norm2 == 0, 0.0, z.double() / norm2)
+        assert v.dtype == inverse.dtype == coeff.dtype == torch.float32
+        assert (v[3].any(), inverse[3].isnan(), coeff[3].isnan().all()) == (False, True, True)
+        assert ((v - expected)[:3].abs() <= 1.01 * UNIT[torch.float32] * expected[:3].abs()).all()
+        assert not v[2].any() and inverse[2] == coeff[2] == 0
+        assert ((inverse * norm2.squeeze(-1) - 1)[:2].abs() <= 2 * UNIT[torch.float32]).all()
+        assert ((coeff - 1)[:2].abs() <= 8 * UNIT[torch.float32]).all()
+        assert same_bits(coeff[:3], kernels.coefficients(z, v.unsqueeze(1))[:3])
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-20, 1e-18, 1e17, 1e20, 1e38])
+def test_read_direction_is_right_or_says_so(size: float) -> None:
+    z = (normal(seeded(1), 4, 63, dtype=torch.float32).clamp(-3, 3) * size).to(DEVICE)
+    v, inverse, coeff = kernels.read_direction(z)
+    refused = (inverse == 0) & ~v.any(-1) & (coeff == 0).squeeze(-1)
+    product = (v.double() * z.double()).sum(-1)
+    assert (refused | ((product - 1).abs() <= 64 * UNIT[torch.float32])).all()
+    assert refused.all() if size in (1e-44, 1e38) else not refused.any()
+    expected = reference.read_direction(z, torch.float32)
+    assert all(
+        ((x - y).abs() <= 2 * UNIT[torch.float32] * y.abs()).all() or same_bits(x, y)
+        for x, y in zip((v, inverse), expected, strict=True)
+    )
+
+
+# Norms and the gated product
+
+
+@pytest.mark.parametrize(
+    ("offset", "cast_first"), [(0.0, True), (1.0, False)], ids=["llama", "gemma"]
+)
+@every_float
+def test_norms(dtype: torch.dtype, offset: float, cast_first: bool) -> None:
+    for d in (1, 2100) if dtype == torch.float32 else (100,):
+        generator = seeded(d)
+        hidden, weight = (
+            normal(generator, *size, dtype=dtype).to(DEVICE) for size in ((6, d), (d,))
+        )
+        hidden[1] *= 1e-3
+        hidden[4] = 0
+        new_scale = normal(generator, 6, d, dtype=torch.float32).to(DEVICE)
+        options = {"scale_offset": offset, "cast_first": cast_first}
+        pair = kernels.norm_pair(poisoned(hidden), poisoned(weight), 1e-5, **options)
+        own = kernels.rms_norm(hidden, weight, 1e-5, **options)
+        scaled = kernels.rms_norm(poisoned(hidden), poisoned(new_scale), 1e-5, **options)
+        assert same_bits(pair.z_pair, own)
+        normed = hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        for out, scale in ((own, weight), (scaled, new_scale)):
+            expected = normed * (offset + scale.double())
+            unit = rounding(dtype) * (2.01 if cast_first else 1.01) + 32 * UNIT[torch.float32]
+            assert (
+                (out.double() - expected).abs()
+                <= unit * expected.abs() + 2 * torch.finfo(dtype).smallest_normal
+            ).all()
+            assert out.dtype == dtype
+        assert same_bits(pair.delta, hidden[:3].float() - hidden[3:].float())
+        direction = kernels.read_direction(pair.z_pair[3:])
+        # The one sum whose order may follow the layout is in fp64: it can show in the last bit of
+        # v, if at all.
+        assert all(
+            ((x - y).abs() <= 2 * UNIT[torch.float32] * x.abs()).all()
+            for x, y in zip(pair.direction, direction, strict=True)
+        )
+        assert same_bits(
+            pair.direction.coeff,
+            kernels.coefficients(pair.z_pair[3:], pair.direction.v.unsqueeze(1)),
+        )
+        assert not pair.direction.v[1].any()
+
+
+def test_the_norm_rounds_where_the_module_does() -> None:
+    """Llama's: the bits differ from those of one rounding at the end."""
+    x, scale = (normal(seeded(s), 8, 300, dtype=torch.float16).to(DEVICE) for s in (0, 1))
+    first, last = (
+        kernels.rms_norm(x, scale.float(), 1e-5, cast_first=cast_first)
+        for cast_first in (True, False)
+    )
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+    assert (first == (normed.half().float() * scale.float()).half()).float().mean() > 0.95
+    assert (last == (normed * scale.float()).half()).float().mean() > 0.95
+    assert 0.2 < (first == last).float().mean() < 0.9
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+@every_float
+def test_gated_product(dtype: torch.dtype, activation: str) -> None:
+    both = (4 * normal(seeded(0), 3, 2, 1100)).to(dtype).to(DEVICE)
+    both[0, 0, :9] = torch.tensor(
+        [0.0, -0.0, 1e-30, 60.0, -60.0, 200.0, -200.0, torch.nan, torch.inf]
+    )
+    gate, up = both.unbind(1)
+    out = kernels.gated_product(gate, up, activation)
+    act = (
+        F.silu(gate.double()) if activation == "silu" else F.gelu(gate.double(), approximate="tanh")
+    )
+    expected = act * up.double()
+    assert out.dtype == dtype
+    assert torch.equal(out.isnan(), expected.isnan())
+    finite = expected.isfinite()
+    # Where the activation is nearly 0, exp carries the rounding of its argument; 1 + tanh would
+    # lose as much by cancellation.
+    bound = (2.01 * rounding(dtype) + 8 * UNIT[torch.float32]) * expected.abs() + UNIT[
+        torch.float32
+    ] * (gate.double() * up.double()).abs()
+    tiny = torch.finfo(dtype).smallest_normal * (1 + up.double().abs())
+    assert ((out.double() - expected).abs() <= bound + tiny)[finite].all()
+    if dtype == torch.float16:  # two roundings, not one
+        wide = (
+            F.silu(gate.float())
+            if activation == "silu"
+            else F.gelu(gate.float(), approximate="tanh")
+        )
+        usual = gate > -2
+        assert (out == wide.half() * up)[usual].float().mean() > 0.97
+        assert (out == (wide * up.float()).half())[usual].float().mean() < 0.9
+
+
+def test_no_rows() -> None:
+    empty = torch.ones(0, 7, device=DEVICE)
+    assert kernels.gated_product(empty, empty, "silu").shape == (0, 7)
+    assert kernels.rms_norm(empty, empty, 1e-5).shape == (0, 7)
+    assert kernels.norm_pair(empty, torch.ones(7, device=DEVICE), 1e-5).delta.shape == (0, 7)
+
+
+# As operators
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(layout: str) -> None:
+    case = linear_case(layout, (4, 5, 70), 2)
+    names = ["z", "weight", "u", "v", "bias"]
+    leaves = {name: getattr(case, name).requires_grad_() for name in names}
+    grad = normal(seeded(1), 4, 5, dtype=torch.float32).to(DEVICE)
+    found = torch.autograd.grad(
+        kernels.patched_linear(**case.arguments), list(leaves.values()), grad
+    )
+    fine = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    u, v = fine["u"], fine["v"]
+    if layout == "row":
+        u, v = u.unsqueeze(1), v.unsqueeze(1)
+    if layout == "pool":
+        u, v = (f[case.index.clamp(min=0)] * (case.index >= 0)[:, None, None] for f in (u, v))
+    u, v = u.expand(4, -1, -1), v.expand(4, -1, -1)
+    y = F.linear(fine["z"], fine["weight"], fine["bias"])
+    y = y + torch.einsum("mr,mrn->mn", torch.einsum("mk,mrk->mr", fine["z"], v), u)
+    for name, own, exact in zip(
+        names, found, torch.autograd.grad(y, list(fine.values()), grad.double()), strict=True
+    ):
+        assert own.shape == exact.shape, name
+        assert ((own - exact).abs() <= 256 * UNIT[torch.float32] * exact.abs().amax()).all(), name
+
+
+def test_gradients_of_an_empty_pool() -> None:
+    case = linear_case("pool", (3, 7, 9))
+    u, v = (factor[:0].detach().requires_grad_() for factor in (case.u, case.v))
+    z, weight = (x.requires_grad_() for x in (case.z, case.weight))
+    kernels.patched_linear(
+        z, weight, u, v, index=torch.full((3,), -1, device=DEVICE)
+    ).sum().backward()
+    assert (u.grad.shape, v.grad.shape) == (u.shape, v.shape)
+    torch.testing.assert_close(z.grad, weight.detach().sum(0).expand(3, -1))
+
+
+def test_signs_that_are_still_to_be_changed() -> None:
+    """The imaginary part of a conjugate is a view of numbers with the other sign."""
+    case = linear_case("row", (3, 7, 9))
+    z = torch.complex(case.z, case.z).conj().imag
+    assert z.is_neg()
+    assert same_bits(
+        kernels.patched_linear(z, case.weight), kernels.patched_linear(-case.z, case.weight)
+    )
+
+
+def test_gradients_ask_only_for_what_is_wanted() -> None:
+    case = linear_case("pool", (4, 5, 70), 2)
+    case.u.fill_(torch.nan)
+    z = case.z.requires_grad_()
+    kernels.patched_linear(
+        z, case.weight, case.u, case.v, index=torch.full_like(case.index, -1)
+    ).sum().backward()
+    assert torch.allclose(z.grad, case.weight.sum(0).expand_as(z), atol=1e-4)
+    plain = linear_case("row", (4, 5, 70))
+    kernels.patched_linear(plain.z, plain.weight.requires_grad_()).sum().backward()
+    assert torch.allclose(plain.weight.grad, plain.z.sum(0).expand(5, -1), atol=1e-4)
+
+
+# expert_linear
+
+
+@every_float
+def test_expert_linear(dtype: torch.dtype) -> None:
+    sizes = expert_products.SMALL if INTERPRETED else expert_products.SIZES
+    expert_products.check_products(kernels.expert_linear, dtype, sizes, DEVICE, cut=INTERPRETED)
+
+
+def test_where_there_is_no_such_expert_the_output_is_0() -> None:
+    """Nothing is read from beyond the matrices, and the other slots are not touched."""
+    of = expert_products.case((3, 2, 4, 33, 70), torch.float32, False, True, DEVICE)
+    out = kernels.expert_linear(*of[:4])
+    for number in (-1, 4, 1 << 40):
+        wrong = of.expert.clone()
+        wrong[1, 0] = number
+        found = kernels.expert_linear(of.x, of.weight, wrong, of.bias)
+        assert not found[1, 0].any()
+        found[1, 0] = out[1, 0]
+        assert same_bits(found, out)
+
+
+def operator_calls() -> dict[str, tuple]:
+    case = linear_case("pool", (3, 5, 70), 2)
+    none = (None,) * 5
+    pair, wide = (
+        normal(seeded(2), 6, 70, dtype=torch.float32).to(DEVICE),
+        torch.ones(3, 1, device=DEVICE),
+    )
+    return {
+        "triton_patched_linear": (*case.arguments.values(), torch.float16, None),
+        "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "tile"),
+        "triton_record_linear": (pair, case.weight, case.bias, wide, None),
+        "triton_add_low_rank": (
+            torch.ones(3, 5, device=DEVICE),
+            case.z,
+            case.u,
+            case.v,
+            case.index,
+            torch.float16,
+        ),
+        "triton_read_direction": (pair,),
+        "triton_norm_pair": (pair, pair[0], 1e-5, 1.0, False),
+        "triton_rms_norm": (pair, pair, 1e-5, 0.0, True),
+        "triton_gated_product": (pair, pair, "silu"),
+        "triton_expert_linear": (
+            *expert_products.case((3, 2, 4, 5, 7), torch.float32, True, True, DEVICE)[:4],
+            torch.float16,
+        ),
+    }
+
+
+OPERATORS = (
+    "triton_patched_linear",
+    "triton_patched_linear plain",
+    "triton_record_linear",
+    "triton_add_low_rank",
+    "triton_read_direction",
+    "triton_norm_pair",
+    "triton_rms_norm",
+    "triton_gated_product",
+    "triton_expert_linear",
+)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    operator = getattr(torch.ops.icl_patch, name.split()[0]).default
+    checks = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )
+    torch.library.opcheck(operator, operator_calls()[name], test_utils=checks)
+
+
+def test_gradients_through_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    case = linear_case("row-rank", (3, 5, 70), 2)
+    leaves = [getattr(case, name).requires_grad_() for name in ("z", "weight", "u", "v", "bias")]
+    torch.library.opcheck(
+        torch.ops.icl_patch.triton_patched_linear.default, (*leaves, None, None, None)
+    )
+
+
+def test_compiled_without_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    case = linear_case("row", (2, 20, 70))
+    pair = normal(seeded(3), 4, 70, dtype=torch.float32).to(DEVICE)
+
+    def block(z: Tensor, pair: Tensor) -> tuple[Tensor, ...]:
+        normed = kernels.norm_pair(pair, pair[0], 1e-5)
+        recorded = kernels.record_linear(
+            normed.z_pair, case.weight, case.bias, direction=normed.direction
+        )
+        y = kernels.patched_linear(z, case.weight, case.u, case.v, case.bias)
+        y = kernels.add_low_rank(y, z, case.u, case.v)
+        return (
+            kernels.gated_product(recorded.y, y, "gelu_tanh"),
+            kernels.rms_norm(y, y, 1e-5),
+            recorded.u,
+        )
+
+    compiled = torch.compile(
+        block, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"
+    )
+    assert all(
+        same_bits(x, y) for x, y in zip(compiled(case.z, pair), block(case.z, pair), strict=True)
+    )
+
+
+# Mistakes
+
+LINEAR_ERRORS: dict[str, tuple[dict, type, str]] = {
+    "shapes": (
+        {"z": torch.ones(3, 6)},
+        ValueError,
+        "expected z (M, K) and weight (N, K), got (3, 6) and (4, 5)",
+    ),
+    "fp64": (
+        {"z": torch.ones(3, 5).double()},
+        TypeError,
+        "expected z in fp32, bf16 or fp16, got torch.float64",
+    ),
+    "weight's dtype": (
+        {"weight": torch.ones(4, 5).half()},
+        TypeError,
+        "expected weight in z's dtype torch.float32, got torch.float16",
+    ),
+    "bias": ({"bias": torch.ones(5)}, ValueError, "expected bias (4,), got (5,)"),
+    "one factor": ({"v": None}, ValueError, "expected both u and v or neither, got one of them"),
+    "u": (
+        {"u": torch.ones(2, 4)},
+        ValueError,
+        "expected u (3, 4), (3, R, 4) or (1, R, 4), got (2, 4)",
+    ),
+    "ranks": (
+        {"u": torch.ones(3, 2, 4), "v": torch.ones(3, 1, 5)},
+        ValueError,
+        "expected u and v with the same rows and rank, got (3, 2, 4) and (3, 1, 5)",
+    ),
+    "rank 65": (
+        {"u": torch.ones(3, 65, 4), "v": torch.ones(3, 65, 5)},
+        ValueError,
+        "expected a rank from 1 to 64, got 65",
+    ),
+    "pool": (
+        {"index": torch.zeros(3, dtype=torch.int64)},
+        ValueError,
+        "expected u (P, R, 4), got (3, 4)",
+    ),
+    "index alone": (
+        {"u": None, "v": None, "index": torch.zeros(3, dtype=torch.int64)},
+        ValueError,
+        "expected u and v with index, got none",
+    ),
+    "index": (
+        {"u": torch.ones(2, 1, 4), "v": torch.ones(2, 1, 5), "index": torch.zeros(3)},
+        ValueError,
+        "expected index (3,) of integers, got (3,)",
+    ),
+    "out_dtype": (
+        {"out_dtype": torch.int32},
+        TypeError,
+        "expected out_dtype fp32, bf16 or fp16, got torch.int32",
+    ),
+    "regime": ({"regime": "fast"}, ValueError, "expected regime 'stream' or 'tile', got 'fast'"),
+}
+
+
+@pytest.mark.parametrize("mistake", LINEAR_ERRORS)
+def test_patched_linear_refuses(mistake: str) -> None:
+    good = {
+        "z": torch.ones(3, 5),
+        "weight": torch.ones(4, 5),
+        "u": torch.ones(3, 4),
+        "v": torch.ones(3, 5),
+        "bias": torch.ones(4),
+    }
+    changes, error, message = LINEAR_ERRORS[mistake]
+    arguments = {
+        name: value.to(DEVICE) if isinstance(value, Tensor) else value
+        for name, value in (good | changes).items()
+    }
+    check_refused(error, message, lambda: kernels.patched_linear(**arguments))
+
+
+def test_the_others_refuse() -> None:
+    x = torch.ones(3, 5, device=DEVICE)
+    check_refused(
+        ValueError, "expected z_pair (2M, K), got (3, 5)", lambda: kernels.record_linear(x, x)
+    )
+    check_refused(
+        ValueError,
+        "expected hidden (2M, d) with d ≥ 1, got (3, 5)",
+        lambda: kernels.norm_pair(x, x[0], 1e-5),
+    )
+    check_refused(
+        ValueError,
+        "expected weight (5,), got (4,)",
+        lambda: kernels.norm_pair(x[:2], x[0, :4], 1e-5),
+    )
+    check_refused(
+        ValueError,
+        "expected scale (3, 5) or (5,), got (2, 5)",
+        lambda: kernels.rms_norm(x, x[:2], 1e-5),
+    )
+    check_refused(
+        ValueError,
+        "expected y (M, N) and z (M, K), got (3, 5) and (2, 5)",
+        lambda: kernels.add_low_rank(x, x[:2], x, x),
+    )
+    check_refused(
+        ValueError,
+        "expected gate and up (M, N), got (3, 5) and (2, 5)",
+        lambda: kernels.gated_product(x, x[:2], "silu"),
+    )
+    check_refused(
+        ValueError,
+        "expected activation 'gelu_tanh' or 'silu', got 'relu'",
+        lambda: kernels.gated_product(x, x, "relu"),
+    )
+    expert = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    check_refused(
+        ValueError,
+        "expected expert (M, k) of integers, got (3,)",
+        lambda: kernels.expert_linear(x, x[None], expert[:, 0]),
+    )
+    check_refused(
+        ValueError,
+        "expected x (M, K) or (M, k, K) and weight (E, N, K), got (2, 5) and (1, 3, 5)",
+        lambda: kernels.expert_linear(x[:2], x[None], expert),
+    )
+    check_refused(
+        ValueError,
+        "expected bias (1, 3), got (3,)",
+        lambda: kernels.expert_linear(x, x[None], expert, x[:, 0]),
+    )
+    check_refused(
+        ValueError, "expected z (M, K) with K ≥ 1, got (5,)", lambda: kernels.read_direction(x[0])
+    )

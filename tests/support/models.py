@@ -1,0 +1,156 @@
+"""Small random models for the tests: non-trivial norms, several window patterns, no pretrained
+weights anywhere.
+"""
+
+import torch
+from torch import nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from icl_patch.evaluation import tiny_models
+
+VOCABULARY = 97
+
+
+def gemma3(
+    seed: int = 0, dtype: torch.dtype = torch.float32, *, attention: str = "sdpa", **changes: object
+) -> Gemma3ForCausalLM:
+    """Eight layers, every other one with a window of 6; head_dim ≠ hidden/heads; scale weights far
+    from 0, some exactly -1.
+    """
+    settings: dict = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "attn_implementation": attention,
+    }
+    torch.manual_seed(seed)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**settings | changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 0, 0.5)
+            if "post_feedforward" in name:
+                parameter.data[torch.randperm(len(parameter))[:3]] = -1  # m = 1 + w = 0
+        else:
+            nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
+    return model.to(dtype).eval()
+
+
+def llama(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    *,
+    attention: str = "sdpa",
+    tied: bool = False,
+    bias: bool = False,
+    **changes: object,
+) -> LlamaForCausalLM:
+    """Eight layers, grouped heads, tied or untied embeddings, optional biases in the MLP."""
+    settings: dict = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "mlp_bias": bias,
+        "attn_implementation": attention,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**settings | changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 1, 0.5)
+        else:
+            nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
+    return model.to(dtype).eval()
+
+
+FAMILIES = {
+    "gemma3": gemma3,
+    "llama": llama,
+    "llama-tied": lambda *args, **kwargs: llama(*args, tied=True, bias=True, **kwargs),
+}
+
+
+def build(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object
+) -> PreTrainedModel:
+    """A random model of a family of :data:`FAMILIES`."""
+    return FAMILIES[name](seed, dtype, **changes)
+
+
+def randomised(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0
+) -> PreTrainedModel:
+    """A model of a class that the zoo does not have, with the zoo's random weights."""
+    torch.manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():
+        tiny_models.randomise(model)
+    return model
+
+
+def tokens(seed: int, rows: int, columns: int) -> torch.Tensor:
+    """Random ids, never the padding id 0."""
+    return torch.randint(
+        1, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def ragged(rows: int, columns: int, *, side: str) -> torch.Tensor:
+    """A mask whose rows have ever fewer tokens, at least one: left- or right-padded."""
+    lengths = torch.tensor([max(1, columns - 2 * row) for row in range(rows)]).unsqueeze(1)
+    place = torch.arange(columns).flip(0) if side == "left" else torch.arange(columns)
+    return place.unsqueeze(0) < lengths
+
+
+def case(name: str, seed: int = 0) -> dict:
+    """Arguments of ``ContextPatcher.compute`` for three ragged rows: single tokens, spans,
+    prefixes, several absorbed spans.
+    """
+    rows = 3
+    if name == "single":
+        return {
+            "context_ids": tokens(seed, rows, 11),
+            "kept_ids": tokens(seed + 1, rows, 1),
+            "context_mask": ragged(rows, 11, side="left"),
+        }
+    arguments = {
+        "context_ids": tokens(seed, rows, 11),
+        "kept_ids": tokens(seed + 1, rows, 7),
+        "context_mask": ragged(rows, 11, side="left"),
+        "kept_mask": ragged(rows, 7, side="right"),
+    }
+    if name == "span":
+        return arguments
+    if name == "prefix":
+        return arguments | {
+            "prefix_ids": tokens(seed + 2, rows, 5),
+            "prefix_mask": ragged(rows, 5, side="left"),
+        }
+    if name == "spans":
+        mask = torch.ones(rows, 11, dtype=torch.bool)
+        mask[1, :2] = False
+        return arguments | {"context_mask": mask, "absorbed": [(2, 5), (8, 10)]}
+    raise ValueError(name)
+
+
+CASES = ("single", "span", "prefix", "spans")

@@ -1,0 +1,391 @@
+"""A CUDA device that is not there: the CPU computes in its place, and what CUDA refuses is refused.
+
+``ICL_PATCH_OPS=torch pytest -p pretend_cuda -m gpu`` runs tests of a device on it. A storage says
+which device its tensors claim to be on; one that was made inside an operator says nothing and goes
+with any. Tensors of two devices do not mix. A graph takes down what is dispatched while it is
+captured, takes back what that wrote, and at a replay does it again on what lies in the same places
+by then; a capture neither looks at a number nor copies between devices. A compiler gives back what
+it was given. Streams and events do nothing, no kernel runs, and no time means anything.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _device
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from icl_patch.generation import graph_partition
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+# What waits for the device, as the host looks at a number.
+LOOKS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "bincount",
+    "is_nonzero",
+}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+COPIES = {"copy_", "_to_copy", "_copy_from", "set_"}
+
+real_device = torch._C.TensorBase.device.__get__
+real_to, real_numpy = Tensor.to, Tensor.numpy
+
+
+def is_real(x: Any) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and not isinstance(x, (fake_tensor.FakeTensor, FunctionalTensor))
+        and x.untyped_storage().device == CPU
+    )
+
+
+def claim_of(x: Tensor) -> str | None:
+    return getattr(x.untyped_storage(), "claim", None)
+
+
+def claim(x: Tensor, device: str) -> Tensor:
+    if is_real(x):
+        x.untyped_storage().claim = device
+    return x
+
+
+def device_of(x: Tensor) -> torch.device:
+    return CUDA if is_real(x) and claim_of(x) == "cuda" else real_device(x)
+
+
+class Capture(list[Callable[[], None]]):
+    """What to do at a replay, and what to take back at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overwritten: list[tuple[Tensor, Tensor]] = []
+
+
+class PretendCuda(TorchDispatchMode):
+    """Every operator passes through here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capture: Capture | None = None
+        self.target: str | None = None  # of a copy between devices
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), func._schema.name.partition("::")[2]
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        asked = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+        if asked == "meta" or not all(map(is_real, tensors)):
+            return func(*args, **kwargs)
+        if asked is not None:
+            kwargs["device"] = CPU
+        claims = [claim_of(x) for x in tensors]
+        on_cuda = "cuda" in claims
+        self.check(name, tensors, claims)
+        capture, self.capture = self.capture, None
+        try:
+            if capture is not None:
+                capture.overwritten += [(x, x.clone()) for x in written(func, args, kwargs)]
+            out = func(*args, **kwargs)
+        finally:
+            self.capture = capture
+        made = [
+            x
+            for x in tree_leaves(out)
+            if isinstance(x, Tensor) and not any(x is y for y in tensors)
+        ]
+        device = self.target or (
+            "cuda" if asked == "cuda" or on_cuda else "cpu" if "cpu" in claims else None
+        )
+        for x in made:
+            if device is not None and claim_of(x) is None:
+                claim(x, device)
+        if capture is not None:
+            capture.append(lambda: again(func, args, kwargs, made))
+        return out
+
+    def check(self, name: str, tensors: list[Tensor], claims: list[str | None]) -> None:
+        """Raise what CUDA would."""
+        if "cuda" not in claims:
+            return
+        if self.capture is not None and (
+            name in LOOKS or (name in INDEXING and any(x.dtype == torch.bool for x in tensors[1:]))
+        ):
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: {name} looks at a number"
+            )
+        if "cpu" not in claims:
+            return
+        if self.capture is not None:
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: {name} between devices"
+            )
+        others = [
+            x for x, device in zip(tensors, claims, strict=True) if device == "cpu" and x.dim()
+        ]
+        if (
+            name not in COPIES
+            and not (name in INDEXING and all(x.dtype in (torch.int64, torch.bool) for x in others))
+            and others
+        ):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, {name} got {claims}"
+            )
+
+    @contextmanager
+    def copying_to(self, device: str) -> Iterator[None]:
+        if self.capture is not None:
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: copy to {device}"
+            )
+        self.target = device
+        try:
+            yield
+        finally:
+            self.target = None
+
+
+MODE = PretendCuda()
+
+
+def written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    given = [
+        *args,
+        *(kwargs.get(argument.name) for argument in func._schema.arguments[len(args) :]),
+    ]
+    pairs = zip(given, func._schema.arguments, strict=True)
+    return [
+        x
+        for value, argument in pairs
+        if argument.is_write
+        for x in tree_leaves(value)
+        if isinstance(x, Tensor)
+    ]
+
+
+def again(func: Any, args: tuple, kwargs: dict, made: list[Tensor]) -> None:
+    new = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+    for x, y in zip(made, new[len(new) - len(made) :], strict=True):
+        if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+            x.copy_(y)
+
+
+def move(
+    x: Tensor,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    copy: bool = False,
+    **layout: Any,
+) -> Tensor:
+    have = device_of(x).type
+    want = have if device is None else torch.device(device).type
+    if want == "meta":
+        return real_to(x, device)
+    if want == have:
+        return real_to(x, dtype or x.dtype, copy=copy, **layout)
+    with MODE.copying_to(want):
+        return claim(real_to(x, dtype or x.dtype, copy=True, **layout), want)
+
+
+def to(self: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+    if not is_real(self):
+        return real_to(self, *args, copy=copy, **kwargs)
+    if args and isinstance(args[0], Tensor):
+        return move(self, args[0].device, args[0].dtype, copy)
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return move(
+        self,
+        device,
+        dtype,
+        copy,
+        **({} if memory_format is None else {"memory_format": memory_format}),
+    )
+
+
+def numpy(self: Tensor, **kwargs: Any) -> Any:
+    if device_of(self) == CUDA:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+    return real_numpy(self, **kwargs)
+
+
+def claiming(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory called from Python, whose tensors are on the CPU unless it is told otherwise."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        x = make(*args, **kwargs)
+        return claim(x, "cpu") if is_real(x) and claim_of(x) is None else x
+
+    return made
+
+
+def claiming_data(make: Callable[..., Any], empty: Callable[..., Tensor]) -> Callable[..., Any]:
+    """``torch.tensor`` and the like, which would take their numbers to the device themselves."""
+
+    def made(data: Any, *, device: Any = None, **kwargs: Any) -> Any:
+        # which a device context has a say in
+        wanted = empty(0) if device is None else empty(0, device=device)
+        if isinstance(data, Tensor):
+            return move(data, device, kwargs.get("dtype"))
+        return claim(
+            make(data, device=CPU if is_real(wanted) else wanted.device, **kwargs),
+            device_of(wanted).type,
+        )
+
+    return made
+
+
+class Generator(torch.Generator):
+    """Its numbers are the CPU's."""
+
+    def __new__(cls, device: Any = None) -> "Generator":
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = None) -> None: ...
+
+
+class Stream:
+    """All work is done when it is asked for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, other: "Stream") -> None: ...
+    def synchronize(self) -> None:
+        synchronize()
+
+
+class Event(Stream):
+    seconds = 0.0
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later: "Event") -> float:
+        return 1e3 * (later.seconds - self.seconds)
+
+
+class CUDAGraph:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.work: Capture | None = None
+
+    def capture_begin(self) -> None:
+        if self.work is not None or MODE.capture is not None:
+            raise RuntimeError("expected one capture at a time and one for a graph")
+        MODE.capture = Capture()
+
+    def capture_end(self) -> None:
+        self.work, MODE.capture = MODE.capture, None
+        with torch.no_grad():
+            for x, before in reversed(self.work.overwritten):
+                x.copy_(before)
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for step in self.work:
+                step()
+
+
+@contextmanager
+def graph(into: CUDAGraph) -> Iterator[None]:
+    into.capture_begin()
+    try:
+        yield
+    finally:
+        into.capture_end()
+
+
+def synchronize(_: Any = None) -> None:
+    if MODE.capture is not None:
+        raise RuntimeError("operation not permitted when stream is capturing: synchronize")
+
+
+def always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def pytest_configure() -> None:
+    """From here on there is a device."""
+    _device._device_constructors()  # knows the factories by what they are now
+    empty = torch.empty
+    for name in (
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "randint",
+        "arange",
+        "eye",
+        "linspace",
+        "randperm",
+    ):
+        setattr(torch, name, claiming(getattr(torch, name)))
+    for name in ("tensor", "as_tensor"):
+        setattr(torch, name, claiming_data(getattr(torch, name), empty))
+    torch.Generator = Generator
+    torch.compile = lambda function, **_: function
+    graph_partition.BACKEND = lambda module, _: module
+    fake_tensor.init_gpu_context = always(None)
+
+    Tensor.device = property(device_of)
+    Tensor.is_cuda = property(lambda x: device_of(x).type == "cuda")
+    Tensor.is_cpu = property(lambda x: device_of(x).type == "cpu")
+    Tensor.get_device = lambda x: 0 if device_of(x).type == "cuda" else -1
+    Tensor.to, Tensor.numpy = to, numpy
+    Tensor.cuda, Tensor.cpu = (lambda x, _=None: move(x, CUDA)), (lambda x: move(x, CPU))
+
+    properties = SimpleNamespace(
+        name="a pretended device",
+        total_memory=2**37,
+        L2_cache_size=2**16,
+        multi_processor_count=132,
+    )
+    pretended = {
+        "_lazy_init": None,
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": properties.name,
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "mem_get_info": (2**24, 2**37),
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+        "current_stream": Stream(),
+    }
+    for name, value in pretended.items():
+        setattr(torch.cuda, name, always(value))
+    torch.cuda.synchronize, torch.cuda.stream, torch.cuda.device = (
+        synchronize,
+        nullcontext,
+        nullcontext,
+    )
+    torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph, torch.cuda.graph = (
+        Stream,
+        Event,
+        CUDAGraph,
+        graph,
+    )
+
+    torch._C._ensureCUDADeviceGuardSet()
+    # of what writes down what is called, which this does not
+    depth = torch._C._len_torch_dispatch_stack
+    torch._C._len_torch_dispatch_stack = lambda: (
+        depth() - (MODE in _get_current_dispatch_mode_stack())
+    )
+    MODE.__enter__()

@@ -1,0 +1,106 @@
+"""What the tests of the patcher share: models of two or three layers, and the question whether a
+patcher still works.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.models import build, case, tokens
+from torch import Tensor, nn
+
+from icl_patch import ContextPatcher, metrics
+
+UPDATES = ("direct", "stable", "exact")
+SMALL = {
+    "gemma3": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "llama": {"num_hidden_layers": 3},
+}
+
+
+def small(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> nn.Module:
+    return build(family, seed, dtype, **SMALL[family] | changes)
+
+
+families = pytest.mark.parametrize("family", SMALL)
+updates = pytest.mark.parametrize("update", UPDATES)
+
+
+def plain_logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(tokens(90, 2, 9)).logits
+
+
+def works(patcher: ContextPatcher, inputs: dict | None = None) -> None:
+    """The patcher still computes patches, and they still replay."""
+    patch = patcher.compute(**inputs or case("prefix"))
+    logits = patcher.forward(patch.kept_ids, patch)
+    assert metrics.linf(logits, patch.logits)[patch.kept_mask].max() <= (
+        0 if patcher.update == "exact" else 1e-4
+    )
+
+
+def checkpointing(model: Any) -> None:
+    """Switch gradient checkpointing on, by the name that this version of transformers has for
+    it.
+    """
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+IDS, KEPT = tokens(0, 2, 5), tokens(1, 2, 3)
+
+
+class Snapshot:
+    """Everything about a model that attaching could change: modules, hooks, parameters (who they
+    are and their bits), configs, outputs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.attributes = {name: list(vars(module)) for name, module in self.modules.items()}
+        self.hooks = {name: self._hooks(module) for name, module in self.modules.items()}
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.state = copy.deepcopy(model.state_dict())
+        self.configs = [
+            copy.deepcopy(vars(config)) for config in (model.config, model.generation_config)
+        ]
+        self.attention = model.config._attn_implementation
+        self.logits = plain_logits(model)
+
+    @staticmethod
+    def _hooks(module: nn.Module) -> dict[str, dict]:
+        found = {
+            name: dict(value)
+            for name, value in vars(module).items()
+            if "hooks" in name and isinstance(value, dict)
+        }
+        assert found
+        return found
+
+    def check(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        assert list(modules) == list(self.modules)
+        assert all(modules[name] is module for name, module in self.modules.items())
+        assert {name: list(vars(module)) for name, module in modules.items()} == self.attributes
+        assert {name: self._hooks(module) for name, module in modules.items()} == self.hooks
+        assert [vars(config) for config in (model.config, model.generation_config)] == self.configs
+        assert model.config._attn_implementation == self.attention
+        self.check_parameters(model)
+        assert torch.equal(plain_logits(model), self.logits)
+
+    def check_parameters(self, model: nn.Module) -> None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        assert list(parameters) == list(self.parameters)
+        assert all(parameters[name] is parameter for name, parameter in self.parameters.items())
+        state = model.state_dict()
+        assert list(state) == list(self.state)
+        assert all(
+            state[name].dtype == value.dtype and torch.equal(state[name], value)
+            for name, value in self.state.items()
+        )
