@@ -90,4 +90,4 @@ train: $(RUN) ## train the embedded model again, into build/embedded (less than 
 	$(RUN) -m icl_patch.evaluation.embedded.train build/embedded
 
 clean: ## remove what make made, .venv included
-	rm -rf build .venv *.egg-info icl_patch/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build .venv *.egg-info icl_patch/ops/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache

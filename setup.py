@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: the kernels' name, and how the native library is built.
 
-``icl_patch/_native.so`` is a plain shared library on torch's stable ABI: it holds no Python, so one
+``icl_patch/ops/_native.so`` is a plain shared library on torch's stable ABI: it holds no Python, so one
 file serves every Python and every torch from 2.11 on, with or without CUDA. torch's own
 ``CUDAExtension`` cannot be built against a torch without CUDA, hence the steps
 here: the CPU driver is compiled once per instruction set, the CUDA driver by nvcc where there is
@@ -104,7 +104,7 @@ def native_extension() -> Extension | None:
         lacking = "torch is not installed; install it first and build with --no-build-isolation"
     else:
         depends = [str(path.relative_to(ROOT)) for path in CSRC.iterdir()]
-        return Extension("icl_patch._native", ["csrc/ops.cpp"], depends=depends)
+        return Extension("icl_patch.ops._native", ["csrc/ops.cpp"], depends=depends)
     print(f"icl-patch: building without the native library: {lacking}", file=sys.stderr)
     return None
 
@@ -251,7 +251,7 @@ if __name__ == "__main__":
         package_dir={"icl_patch.kernels": "triton_kernels", "icl_patch.bench": "bench"},
         package_data={
             "icl_patch": ["py.typed"],
-            "icl_patch.embedded": ["model/*"],
+            "icl_patch.evaluation.embedded": ["model/*"],
             "icl_patch.kernels": ["configs/*.json"],
         },
         ext_modules=[native] if native else [],

@@ -48,4 +48,4 @@ chmod +x build/python.new
 mv build/python.new build/python
 
 # pip swallows what the build said
-build/python -W ignore -c 'from icl_patch import native; print("setup:", native.describe())' >&2
+build/python -W ignore -c 'from icl_patch.ops import native; print("setup:", native.describe())' >&2

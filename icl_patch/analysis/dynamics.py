@@ -9,7 +9,7 @@ these. Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,11 +41,11 @@ class LowRank:
     v: Tensor
     index: Tensor | None = None
 
-    def __getitem__(self, place: object) -> "LowRank":
+    def __getitem__(self, place: Any) -> "LowRank":
         """A part along the leading dimensions; None adds one."""
         return LowRank(
             self.u[place], self.v[place], None if self.index is None else self.index[place]
-        )  # type: ignore[index]
+        )
 
     def inner(self, other: "LowRank") -> Tensor:
         """The Frobenius inner product ``<M, M'> = Σ_rs (u_r·u'_s)(v_r·v'_s)``: (...), leading

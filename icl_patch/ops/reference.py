@@ -5,14 +5,10 @@ Nothing here loops over rows or blocks, and everything runs in fp64 when given f
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 ULP = 2.0**-52
 

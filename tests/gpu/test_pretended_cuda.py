@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-HERE = Path(__file__).parents[1] / "support"
+TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
-OTHERS = ["pretend_cuda_checks.py", "test_gpu.py", "test_bench_generation.py", "test_bench.py"]
+OTHERS = [
+    "support/pretend_cuda_checks.py",
+    "gpu/test_gpu.py",
+    "bench/test_bench_generation.py",
+    "bench/test_bench.py",
+]
 CHOSEN = (
     "pretend_cuda_checks or bfloat16 and prefix and gemma3 or matches and gemma3 or between or"
     " every_way or a_graph_takes"
@@ -24,18 +29,18 @@ CHOSEN = (
 
 @pytest.mark.parametrize(
     ("files", "chosen", "least"),
-    [(["test_generation_gpu.py"], "float32 and fast or bits", 3), (OTHERS, CHOSEN, 10)],
+    [(["gpu/test_generation_gpu.py"], "float32 and fast or bits", 3), (OTHERS, CHOSEN, 10)],
     ids=["generation", "others"],
 )
 def test_on_a_pretended_device(files: list[str], chosen: str, least: int) -> None:
-    places = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    places = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     command = [
         sys.executable,
         "-P",
         "-m",
         "pytest",
         "-p",
-        "pretend_cuda",
+        "support.pretend_cuda",
         "-p",
         "no:cacheprovider",
         "-m",
@@ -44,9 +49,9 @@ def test_on_a_pretended_device(files: list[str], chosen: str, least: int) -> Non
         chosen,
     ]
     done = subprocess.run(
-        [*command, *(str(HERE / name) for name in files)],
+        [*command, *(str(TESTS / name) for name in files)],
         env=os.environ | {"ICL_PATCH_OPS": "torch", "PYTHONPATH": places},
-        cwd=HERE.parent,
+        cwd=TESTS.parent,
         capture_output=True,
         text=True,
         check=False,

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.models import build, case, ragged, tokens
+from support.models import EXPERTS, Stock, build, case, ragged, tokens
 from support.small import works
-from test_families import EXPERTS, Stock
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.pytorch_utils import Conv1D

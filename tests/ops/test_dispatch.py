@@ -24,7 +24,14 @@ def run_checks(backend: str) -> subprocess.CompletedProcess:
         "OMP_NUM_THREADS": "1",
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), *sys.path]))
-    command = [sys.executable, "-P", "-W", "ignore", str(TESTS / "backend_checks.py"), backend]
+    command = [
+        sys.executable,
+        "-P",
+        "-W",
+        "ignore",
+        str(TESTS / "support" / "backend_checks.py"),
+        backend,
+    ]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 

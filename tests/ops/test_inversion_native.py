@@ -46,7 +46,7 @@ import hashlib, itertools, torch
 import test_native_linear
 from support.inversion import mixed_rows
 from support.numeric import FLOATS, normal, seeded
-from icl_patch import native, ops
+from icl_patch import ops; from icl_patch.ops import native
 digest = hashlib.sha256()
 for dtype, n in itertools.product(FLOATS.values(), (1, 3, 8, 15, 31, 64, 257, 513, 2049)):
     m, g = mixed_rows(n, 6, dtype)
@@ -72,7 +72,9 @@ print(native.cpu_instructions, digest.hexdigest())
 def run_on(instructions: str, script: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "ICL_PATCH_CPU": instructions,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
+        ),
     }
     return subprocess.run(
         [sys.executable, "-P", "-c", script],
@@ -311,7 +313,7 @@ def test_importing_never_warns(tmp_path: Path) -> None:
     )
     (package / "_native.so").unlink(missing_ok=True)
     show = (
-        "import icl_patch, icl_patch.ops; from icl_patch import native; print(icl_patch.__file__,"
+        "import icl_patch, icl_patch.ops; from icl_patch.ops import native; print(icl_patch.__file__,"
         " native.describe(), sep='|')"
     )
     for where in (Path(native.__file__).parent.parent, tmp_path):

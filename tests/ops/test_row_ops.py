@@ -38,15 +38,15 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.usefixtures("poisoned")
 @every_norm
 @every_dtype
-def test_rms_norm(dtype: torch.dtype, spec: str) -> None:
-    row_ops.check_rms_norm(dtype, spec)
+def test_rms_norm(dtype: torch.dtype, form: str) -> None:
+    row_ops.check_rms_norm(dtype, form)
 
 
 @pytest.mark.usefixtures("poisoned")
 @every_norm
 @every_dtype
-def test_norm_pair(dtype: torch.dtype, spec: str) -> None:
-    row_ops.check_norm_pair(dtype, spec)
+def test_norm_pair(dtype: torch.dtype, form: str) -> None:
+    row_ops.check_norm_pair(dtype, form)
 
 
 @pytest.mark.usefixtures("poisoned")

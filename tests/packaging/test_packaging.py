@@ -59,16 +59,16 @@ def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     needed = {
         "icl_patch/py.typed",
-        "icl_patch/cli.py",
-        "icl_patch/families/recognise.py",
+        "icl_patch/cli/main.py",
+        "icl_patch/models/detect.py",
         "icl_patch/kernels/__init__.py",
     }
     needed |= {
         "icl_patch/bench/inversion.py",
-        *(["icl_patch/_native.so"] if native.cpu_instructions else []),
+        *(["icl_patch/ops/_native.so"] if native.cpu_instructions else []),
     }
     needed |= {
-        f"icl_patch/embedded/model/{name}"
+        f"icl_patch/evaluation/embedded/model/{name}"
         for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     }
     assert needed <= names
@@ -80,7 +80,7 @@ def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> No
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     script = (
-        "import icl_patch, icl_patch.kernels; from icl_patch import embedded, native;"
+        "import icl_patch, icl_patch.kernels; from icl_patch import embedded; from icl_patch.ops import native;"
         " print(icl_patch.__file__); embedded.load()"
     )
     script += "; print(native.describe())"

@@ -79,9 +79,8 @@ def replayed(patch: ContextPatch, model: nn.Module) -> Tensor:
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["icl_patch"]), {
-            name: file.get_tensor(name) for name in file.keys()
-        }  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return json.loads(file.metadata()["icl_patch"]), tensors
 
 
 def write(path: Path, header: Any, tensors: dict[str, Tensor]) -> None:

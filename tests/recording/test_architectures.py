@@ -8,63 +8,19 @@ import inspect
 import pytest
 import torch
 from support.materialise import materialise, read_patch
-from support.models import case, tokens
-from test_equivalence import EPSILON
-from torch import Tensor, nn
-from transformers import DynamicCache
+from support.models import EXPERTS, Stock, case, tokens
+from support.numeric import EPSILON
+from torch import Tensor
 
 from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.models.block_spec import Writer
-from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.recording.sequences import assemble
 
 FP32, BF16 = torch.float32, torch.bfloat16
 families = pytest.mark.parametrize("family", tiny_models.ZOO)
-EXPERTS = [
-    name
-    for name, entry in tiny_models.ZOO.items()
-    if "num_experts" in str(entry.settings) or "_experts" in str(entry.settings)
-]
 # all cases on one seed, the shortest and the longest on the others
 CASES = {0: ("single", "span", "prefix", "spans"), 1: ("single", "prefix"), 2: ("span",)}
-
-
-class Stock:
-    """The model with its context and without this package's help: called as its class says, the
-    context first.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)  # some classes keep a state in their modules
-        self.recurrent = is_recurrent(model)
-        self.names = inspect.signature(type(model).forward).parameters
-
-    def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": True}
-        if "position_ids" in self.names:
-            inputs["position_ids"] = positions
-        if "cache_params" in self.names:
-            inputs |= {"cache_params": cache, "attention_mask": mask[:, -ids.shape[1] :].long()}
-        else:
-            inputs["past_key_values"] = cache
-        return self.model(**inputs).logits
-
-    @torch.no_grad()
-    def logits(self, arguments: dict) -> Tensor:
-        """Of the kept tokens; a recurrent model takes the tokens after its context one by one."""
-        sequences, cache = assemble(**arguments), DynamicCache(config=self.model.config)
-        width, total = sequences.head_ids.shape[1], sequences.mask.shape[1]
-        ids, positions = torch.cat([sequences.head_ids, sequences.tail_ids], 1), sequences.positions
-        ends = [width, *(range(width + 1, total + 1) if self.recurrent else [total])]
-        made = []
-        for start, end in zip([0, *ends], ends, strict=False):
-            made.append(
-                self.call(
-                    ids[:, start:end], sequences.mask[:, :end], positions[:, start:end], cache
-                )
-            )
-        return torch.cat(made[1:], 1)[:, sequences.kept_columns]
 
 
 def twice(arguments: dict) -> dict:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from support.models import CASES, FAMILIES, build, case, randomised, tokens
+from support.numeric import EPSILON
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -20,8 +21,6 @@ from icl_patch.models.detect import blocks_of
 from icl_patch.recording.sequences import assemble
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The spacing of the dtype's numbers at 1: errors of rounding are small multiples of it.
-EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 def untouched_logits(model: torch.nn.Module, arguments: dict) -> Tensor:
@@ -257,7 +256,7 @@ def test_replay_has_no_access_to_the_context(
     model, inputs = build(family, 4, dtype), case("span", 4)
     with ContextPatcher(model, update) as patcher:
         before = replayed(patcher, patcher.compute(**inputs))
-        monkeypatch.setattr(streams, "new_cache", kept_alive)
+        monkeypatch.setattr(kv_cache, "new_cache", kept_alive)
         patch = patcher.compute(**inputs)
         poison(made)
         assert torch.equal(replayed(patcher, patch), before)

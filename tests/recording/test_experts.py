@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import case, tokens
-from test_families import Stock
-from test_patcher import largest_of
+from support.models import Stock, case, tokens
+from support.storages import largest_of
 
 from icl_patch import ContextPatcher, metrics, ops
 from icl_patch.evaluation import tiny_models

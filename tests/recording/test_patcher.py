@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from support.models import build, case, tokens
 from support.small import KEPT, Snapshot, families, plain_logits, small, updates, works
+from support.storages import largest_of
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig
 
 from icl_patch import ContextPatcher, PatchedLinear, metrics, ops
@@ -311,30 +310,6 @@ def test_neighbouring_spans_are_one_span(family: str, update: str) -> None:
     assert metrics.linf(first, second).max() <= 1e-4
 
 
-class NewStorages(TorchDispatchMode):
-    """The largest storage, in elements, that an op made which was not one of its arguments'."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self.ops = 0
-
-    def __torch_dispatch__(
-        self, function: Any, _types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        out = function(*args, **kwargs or {})
-        given = {
-            x.untyped_storage().data_ptr()
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, Tensor)
-        }
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
-        self.ops += 1
-        return out
-
-
 ROOMY = {
     "gemma3": {
         "num_hidden_layers": 2,
@@ -360,13 +335,6 @@ def bucketed_capacity(family: str) -> nn.Module:
         == ROOMY_SMALLEST
     )
     return model
-
-
-def largest_of(call: Callable[[], Any]) -> tuple[int, Any]:
-    with NewStorages() as storages:
-        result = call()
-    assert storages.ops > 100  # it does see what happens
-    return storages.largest, result
 
 
 def materialised(rows: Tensor, u: Tensor, v: Tensor) -> Tensor:

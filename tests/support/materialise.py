@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM
 
 def read_patch(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["icl_patch"]), {
-            name: file.get_tensor(name) for name in file.keys()
-        }  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return json.loads(file.metadata()["icl_patch"]), tensors
 
 
 def materialise(model: torch.nn.Module, header: dict, tensors: dict[str, torch.Tensor]) -> None:

@@ -2,9 +2,13 @@
 weights anywhere.
 """
 
+import copy
+import inspect
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
+    DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -14,6 +18,8 @@ from transformers import (
 )
 
 from icl_patch.evaluation import tiny_models
+from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.recording.sequences import assemble
 
 VOCABULARY = 97
 
@@ -154,3 +160,47 @@ def case(name: str, seed: int = 0) -> dict:
 
 
 CASES = ("single", "span", "prefix", "spans")
+
+
+EXPERTS = [
+    name
+    for name, entry in tiny_models.ZOO.items()
+    if "num_experts" in str(entry.settings) or "_experts" in str(entry.settings)
+]
+
+
+class Stock:
+    """The model with its context and without this package's help: called as its class says, the
+    context first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)  # some classes keep a state in their modules
+        self.recurrent = is_recurrent(model)
+        self.names = inspect.signature(type(model).forward).parameters
+
+    def call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": True}
+        if "position_ids" in self.names:
+            inputs["position_ids"] = positions
+        if "cache_params" in self.names:
+            inputs |= {"cache_params": cache, "attention_mask": mask[:, -ids.shape[1] :].long()}
+        else:
+            inputs["past_key_values"] = cache
+        return self.model(**inputs).logits
+
+    @torch.no_grad()
+    def logits(self, arguments: dict) -> Tensor:
+        """Of the kept tokens; a recurrent model takes the tokens after its context one by one."""
+        sequences, cache = assemble(**arguments), DynamicCache(config=self.model.config)
+        width, total = sequences.head_ids.shape[1], sequences.mask.shape[1]
+        ids, positions = torch.cat([sequences.head_ids, sequences.tail_ids], 1), sequences.positions
+        ends = [width, *(range(width + 1, total + 1) if self.recurrent else [total])]
+        made = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            made.append(
+                self.call(
+                    ids[:, start:end], sequences.mask[:, :end], positions[:, start:end], cache
+                )
+            )
+        return torch.cat(made[1:], 1)[:, sequences.kept_columns]

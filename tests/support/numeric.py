@@ -23,6 +23,8 @@ UNIT = {
     torch.float16: 2.0**-11,
 }
 ULP = 2.0**-52
+# The spacing of the dtype's numbers at 1: errors of rounding are small multiples of it.
+EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 every_dtype = pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
 
