@@ -114,10 +114,10 @@ def test_function_is_preserved_and_everything_is_put_back(name: str, dtype: torc
                     off(model.get_submodule(reader).weight, before.state[f"{reader}.weight"]) > 0.1
                 )
             module = model.get_submodule(norm.path)
-            if norm.spec.centred:
+            if norm.form.centred:
                 assert isinstance(module, UncentredLayerNorm)
             else:
-                assert (module.weight + norm.spec.offset == 1).all()
+                assert (module.weight + norm.form.offset == 1).all()
     before.check(model)
     folding.restore()
     before.check(model)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from icl_patch import cli, ops
+from icl_patch import ops
 from icl_patch.bench import (
     BENCHMARKS,
     harness,
@@ -26,6 +26,7 @@ from icl_patch.bench import (
 )
 from icl_patch.bench.harness import Case, Comparison, InTurn, compare, measure, part_of
 from icl_patch.bench.results import Results, load_all
+from icl_patch.cli import main as cli
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from icl_patch import cli
 from icl_patch.bench import tuning as bench_tuning
+from icl_patch.cli import main as cli
 from icl_patch.kernels import tuning
 from icl_patch.kernels.config import DTYPES, REGIMES, STREAM, Config, Entry, data_files, parse
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from icl_patch import ContextPatch, ContextPatcher, cli, embedded
+from icl_patch import ContextPatch, ContextPatcher, embedded
+from icl_patch.cli import main as cli
 from icl_patch.evaluation import report
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from icl_patch import cli
+from icl_patch.cli import main as cli
 from icl_patch.evaluation import report, tiny_models
 from icl_patch.evaluation.architecture_suite import FamilyReport, run_suite
 

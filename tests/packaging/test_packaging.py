@@ -1,5 +1,6 @@
 """What is installed is what runs: the wheel holds everything, under the right names."""
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -149,14 +150,14 @@ def test_importing_touches_no_device() -> None:
 
 def test_dependencies_are_the_ones_that_are_imported() -> None:
     """Nothing that is imported comes only by way of another package."""
-    text = "\n".join(
-        file.read_text(encoding="utf-8") for file in (REPOSITORY / "icl_patch").rglob("*.py")
-    )
-    imported = (
-        set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
-        - {"icl_patch"}
-        - set(sys.stdlib_module_names)
-    )
+    nodes = [
+        node
+        for file in (REPOSITORY / "icl_patch").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {name.split(".")[0] for name in names} - {"icl_patch"} - sys.stdlib_module_names
     declared = {
         re.match(r"[\w-]+", requirement).group()
         for requirement in importlib.metadata.requires("icl-patch") or []
