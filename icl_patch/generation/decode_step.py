@@ -36,9 +36,10 @@ from icl_patch.patch import fingerprints
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
-from icl_patch.recording.block_recorder import BlockRecorder, recording
+from icl_patch.recording.decode_recorder import DecodeRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.passes import report_of
+from icl_patch.recording.record import recording
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last
 
 if TYPE_CHECKING:
@@ -144,10 +145,10 @@ class Step:
         model: Any = patcher.model
         step_inputs.push(token_ids)
         recorders = [
-            BlockRecorder(
+            DecodeRecorder(
                 block,
                 patcher.update,
-                patches=self.patches,
+                self.patches,
                 receives_norm_input=block in self.receives_norm_input,
                 for_inductor=self.for_inductor,
             )

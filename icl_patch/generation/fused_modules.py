@@ -78,8 +78,8 @@ class _NormBefore(_Norm):
     block: AttachedBlock
 
     def run(self, x: Tensor) -> Tensor:
-        recorder = self.block.recorder
-        if recorder is None:
+        on_norm_pair = self.block.on_norm_pair
+        if on_norm_pair is None:
             return super().run(x)
         rows = x.reshape(-1, x.shape[-1])
         pair = ops.norm_pair(
@@ -89,7 +89,7 @@ class _NormBefore(_Norm):
             scale_offset=self.scale_offset,
             cast_first=self.cast_first,
         )
-        recorder.take(pair)
+        on_norm_pair(pair)
         return pair.z_pair.reshape(x.shape)
 
 

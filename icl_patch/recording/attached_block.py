@@ -1,10 +1,10 @@
 """A block whose readers and writer have been swapped, and what is seen of it during a pass."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,9 @@ from icl_patch.layers.router import PatchedRouter
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.block_spec import Block
 from icl_patch.models.trace import first_tensor
+from icl_patch.ops import NormPair
 from icl_patch.recording import updates
 from icl_patch.recording.residual_sum import ResidualSum
-
-if TYPE_CHECKING:
-    from icl_patch.recording.block_recorder import BlockRecorder
 
 # of one block by name, see icl_patch.models.block_spec.Form.factor_names
 Factors = dict[str, Tensor]
@@ -94,7 +92,8 @@ class AttachedBlock:
         spec = block.spec
         self.block, self.spec = block, spec
         self.module = model.get_submodule(block.path)
-        self.recorder: BlockRecorder | None = None  # what records it just now
+        # the recorder's, where the norm before the MLP reports both streams in one launch
+        self.on_norm_pair: Callable[[NormPair], None] | None = None
         self._swapped: list[tuple[str, nn.Module, PatchedModule]] = []  # with what held them then
         try:
             self.readers: dict[str, PatchedLinear] = {
@@ -172,7 +171,7 @@ class AttachedBlock:
 
     def off(self) -> None:
         """Be the base modules again."""
-        self.recorder = None
+        self.on_norm_pair = None
         for module in self.patched:
             module.off()
 

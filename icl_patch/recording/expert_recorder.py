@@ -1,10 +1,4 @@
-"""Recording a mixture of experts: the part of a block's recorder that computes the factors of the
-active experts.
-"""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""Recording a mixture of experts: the factors of the experts that are active for each token."""
 
 import torch
 from torch import Tensor
@@ -14,29 +8,27 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.models.block_spec import Writer
 from icl_patch.recording import updates
-
-if TYPE_CHECKING:
-    from icl_patch.recording.block_recorder import BlockRecorder
+from icl_patch.recording.block_recorder import BlockRecorder
+from icl_patch.recording.decode_recorder import DecodeRecorder
 
 
 def record_experts(
     recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """The experts' output (M, d) with their changes, which are computed here: z (M, d), index and
-    weights (M, k).
+    """Compute the changes of the active experts, and their output (M, d) with these changes.
+
+    z (M, d), index and weights (M, k).
     """
-    if recorder.patches is not None and layer.gathers(z):
-        return _record_step(recorder, layer, z, index, weights)
-    out_ctx = None
+    if isinstance(recorder, DecodeRecorder) and layer.gathers(z):
+        return _record_decode_step(recorder, layer, z, index, weights)
     (z_ctx, z_own), (index_ctx, index_own) = recorder.split(z), recorder.split(index)
-    if recorder.activations is None:
-        out_ctx, _ = recorder.split(layer.base_layer(z, index, weights))
-    else:
-        assert recorder.activations.experts is not None
-        z_ctx, index_ctx = recorder.activations.experts
-    assert z_ctx is not None and index_ctx is not None
-    recorder.seen.experts = (z_ctx, index_ctx)
-    _note_index(recorder, layer, index_own, index_ctx)
+    output_ctx = None
+    if z_ctx is not None and index_ctx is not None:
+        output_ctx, _ = recorder.split(layer.base_layer(z, index, weights))
+        recorder.context.experts = (z_ctx, index_ctx)
+    assert recorder.context.experts is not None
+    z_ctx, index_ctx = recorder.context.experts
+    _keep_index(recorder, layer, index_own, index_ctx)
     weights = recorder.split(weights)[1].flatten(0, 1)
     z_ctx, z_own, chosen = (x.flatten(0, 1) for x in (z_ctx, z_own, index_own))
     at_once = layer.uses_expert_linear(z, *recorder.shape)
@@ -44,48 +36,43 @@ def record_experts(
     if recorder.spec.reads:
         read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, at_once))
     h = layer.inner(read.to(z.dtype) if at_once else read)
-    out = recorder.unflat(layer.write(h, chosen, weights, at_once))
-    return recorder.join(out_ctx, _end(recorder, layer, h, weights, out), z)
+    output = recorder.unflat(layer.write(h, chosen, weights, at_once))
+    return recorder.join(output_ctx, _end(recorder, layer, h, weights, output), z)
 
 
-def _record_step(
-    recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor
+def _record_decode_step(
+    recorder: DecodeRecorder, layer: PatchedExperts, z: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """The same in a decode step, for both streams at once: the host looks at nothing, and no
-    stream's matrices are read apart.
-    """
+    """The same for both streams of a decode step in common products, without a look at the host."""
     rows, (index_ctx, index_own) = recorder.rows, recorder.split(index)
-    assert index_ctx is not None
-    _note_index(recorder, layer, index_own, index_ctx)
+    _keep_index(recorder, layer, index_own, index_ctx)
     if recorder.spec.reads:
-        # the context's rows by the experts of either stream, which should be the same ones
+        # The context's rows go through the experts that either stream chose: normally the same.
         read = layer.read(torch.cat([z, z[:rows]]), torch.cat([index, index[rows:]]), at_once=True)
         own = _read(recorder, layer, z, read[rows : 2 * rows], read[2 * rows :])
     else:
         read = layer.read(z, index, at_once=True)
         own = read[rows:]
-    # of as many rows as in a replay: torch's exp has other bits in other places
+    # As many rows as in a replay: torch's exp gives other bits at other places of a tensor.
     h = layer.inner(own.to(z.dtype))
-    both = torch.cat([layer.inner(read[:rows].to(z.dtype)), h])
-    out_ctx, out = recorder.split(layer.write(both, index, weights, at_once=True))
-    return recorder.join(out_ctx, _end(recorder, layer, h, weights[rows:], out), z)
+    h_pair = torch.cat([layer.inner(read[:rows].to(z.dtype)), h])
+    output_ctx, output = recorder.split(layer.write(h_pair, index, weights, at_once=True))
+    return recorder.join(output_ctx, _end(recorder, layer, h, weights[rows:], output), z)
 
 
-def _note_index(
+def _keep_index(
     recorder: BlockRecorder, layer: PatchedExperts, index: Tensor, index_ctx: Tensor
 ) -> None:
-    """The experts that were chosen, (B, T, k), whose changes these are, and those with the
-    context.
-    """
+    """Keep the chosen experts (B, T, k), and count those that the context did not choose."""
     layer.index = index
-    recorder.diagnostics.experts(_changed(index, index_ctx))
+    recorder.diagnostics.experts(_count_changed(index, index_ctx))
 
 
 def _read(
     recorder: BlockRecorder, layer: PatchedExperts, z: Tensor, read: Tensor, read_ctx: Tensor
 ) -> Tensor:
-    """What the active experts make of z, ``read`` (M, k, 2I), with its change, which is computed
-    here; ``read_ctx`` is with the context.
+    """The active experts' first product (M, k, 2I) with its change, from the products of z and of
+    z_ctx.
     """
     u = recorder.zero_padding(recorder.unflat(updates.reader_update(read_ctx, read)))
     v, inverse, _ = recorder.direction_of(z)
@@ -105,35 +92,35 @@ def _read(
 def _end(
     recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor
 ) -> Tensor:
-    """The experts' output (B, T, d), from what their input matrices give and what they write."""
+    """The experts' output (B, T, d), with the writer's change where the experts write."""
     if recorder.spec.inner_norm is not None and recorder.update != "direct":
-        wanted = recorder.invert_norms(out.to(h.dtype))
-        return _write(recorder, layer, h, weights, out, wanted)
+        target = recorder.invert_norms(out.to(h.dtype))
+        return _write(recorder, layer, h, weights, out, target)
     if recorder.spec.writer is not Writer.EXPERTS:
         return out.to(h.dtype)
-    return _write(recorder, layer, h, weights, out, recorder.wanted())
+    return _write(recorder, layer, h, weights, out, recorder.writer_target())
 
 
 def record_scaled_experts(
     recorder: BlockRecorder, layer: PatchedScaledExperts, x: Tensor
 ) -> Tensor:
-    """The same for experts that read ``s_e z``: x (E·M, d), expert after expert."""
+    """:func:`record_experts` for experts that read ``s_e z``: x (E·M, d), expert after expert."""
     count = layer.base_layer.gate_up_proj.shape[0]
     rows, batch = x.reshape(count, -1, x.shape[-1]), recorder.rows
     own = rows[:, -batch:]
     index, slots = layer.active(own)
-    if recorder.activations is None:
+    if rows.shape[1] == 2 * batch:
         index_ctx, slots_ctx = layer.active(rows[:, :batch])
+        kept = (recorder.unflat(slots_ctx.flatten(1)), recorder.unflat(index_ctx))
+        recorder.context.experts = kept
     else:
-        assert recorder.activations.experts is not None
-        slots_ctx, index_ctx = (part.flatten(0, 1) for part in recorder.activations.experts)
+        assert recorder.context.experts is not None
+        slots_ctx, index_ctx = (part.flatten(0, 1) for part in recorder.context.experts)
         slots_ctx = slots_ctx.reshape(*index_ctx.shape, -1)
-    recorder.seen.experts = (recorder.unflat(slots_ctx.flatten(1)), recorder.unflat(index_ctx))
-    recorder.diagnostics.experts(_changed(*map(recorder.unflat, (index, index_ctx))))
+    recorder.diagnostics.experts(_count_changed(*map(recorder.unflat, (index, index_ctx))))
     read = layer.read(slots, index)
-    wanted = layer.read(slots_ctx, index_ctx).take_along_dim(
-        _slots_of(index, index_ctx).unsqueeze(-1), 1
-    )
+    slots_of = _slots_of(index, index_ctx).unsqueeze(-1)
+    target = layer.read(slots_ctx, index_ctx).take_along_dim(slots_of, 1)
     v = recorder.direction[1].v.flatten(0, 1) if recorder.direction is not None else None
     if v is None:
         raise UnsupportedModelError(
@@ -141,7 +128,7 @@ def record_scaled_experts(
             " MLP's input"
         )
     scale = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
-    change = updates.reader_update(wanted, read)
+    change = updates.reader_update(target, read)
     u = recorder.zero_padding(recorder.unflat(torch.where(scale == 0, 0, change / scale)))
     dead, needed = recorder.unflat(scale == 0), recorder.unflat((change != 0).any(-1, keepdim=True))
     recorder.diagnostics.refuse(
@@ -157,7 +144,7 @@ def record_scaled_experts(
         return torch.cat([made[:, :-batch], patched], 1)
 
     patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
-    recorder.diagnostics.reader(*map(recorder.unflat, (patched, wanted, change)))
+    recorder.diagnostics.reader(*map(recorder.unflat, (patched, target, change)))
     return layer.with_read(x, add)
 
 
@@ -167,9 +154,9 @@ def _write(
     h: Tensor,
     weights: Tensor,
     out: Tensor,
-    wanted: Tensor,
+    target: Tensor,
 ) -> Tensor:
-    """The sum over the experts with what is wanted added: ``o + κ u``."""
+    """The sum over the experts with the target added: ``o + κ u``."""
     closes = recorder.exact and recorder.spec.writer is Writer.EXPERTS
     wide = torch.float64 if closes else torch.promote_types(h.dtype, torch.float32)
     shares, v = recorder.unflat(weights.double()), None
@@ -178,19 +165,18 @@ def _write(
         live = recorder.unflat(inverse != 0)
         v, shares = recorder.unflat(v), torch.where(live, shares, 0)
     total = shares.sum(-1, keepdim=True)
-    wanted = wanted.to(wide)
+    target = target.to(wide)
     none = total[..., 0] == 0
     recorder.diagnostics.refuse(
         f"the weights of the experts that {recorder.spec.experts} can use sum to 0",
-        none & (wanted != 0).any(-1),
+        none & (target != 0).any(-1),
         none,
     )
     share = torch.where(total == 0, 0, 1 / total).to(wide)
-    u, v = (
-        (wanted * share, None)
-        if v is None
-        else (wanted, recorder.zero_padding(v * share.unsqueeze(-1)))
-    )
+    if v is None:
+        u = target * share
+    else:
+        u, v = target, recorder.zero_padding(v * share.unsqueeze(-1))
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
     layer.write_u, layer.write_v = recorder.zero_padding(u), v
     if closes:
@@ -198,11 +184,11 @@ def _write(
     return layer.add_written(out, gain, layer.write_u, h.dtype)
 
 
-def _changed(index: Tensor, index_ctx: Tensor) -> Tensor:
-    """How many of the experts (B, T, k) are not among those chosen with the context: (B, T)."""
+def _count_changed(index: Tensor, index_ctx: Tensor) -> Tensor:
+    """The number of experts in (B, T, k) that the context did not choose: (B, T)."""
     return (~(index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).any(-1)).sum(-1)
 
 
 def _slots_of(index: Tensor, index_ctx: Tensor) -> Tensor:
-    """In which slot the context has the expert of each slot (M, k); 0 where it has it in none."""
+    """The context's slot of each slot's expert (M, k); 0 where the context has it in none."""
     return (index.unsqueeze(-1) == index_ctx.unsqueeze(-2)).long().argmax(-1)

@@ -18,9 +18,11 @@ from icl_patch.patch.context_patch import ContextPatch, PatchReport
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors, replaying
-from icl_patch.recording.block_recorder import BlockRecorder, recording
+from icl_patch.recording.closing_recorder import ClosingRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
+from icl_patch.recording.record import recording
 from icl_patch.recording.sequences import Sequences
+from icl_patch.recording.two_stream_recorder import TwoStreamRecorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class Passes(ABC):
         """Both streams in one pass of 2B rows."""
         batch, columns = len(sequences.tail_ids), sequences.kept_columns
         valid = sequences.tail_mask & ~sequences.tail_absorbed
-        recorders = [BlockRecorder(block, self.update, valid) for block in self.blocks]
+        recorders = [TwoStreamRecorder(block, self.update, valid) for block in self.blocks]
         with recording(recorders):
             logits = forward_passes.run_two_streams(self.model, sequences, cache)[:, columns]
             layers = self._factors(columns)
@@ -69,7 +71,7 @@ class Passes(ABC):
         return Computation(
             patch,
             logits[batch:],
-            [recorder.seen for recorder in recorders],
+            [recorder.context for recorder in recorders],
             _violations(diagnostics, columns),
         )
 
@@ -101,7 +103,7 @@ class Passes(ABC):
         for part in self._calls(patch.kept_ids.shape[1]):
             mask = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
             recorders = [
-                BlockRecorder(block, update, mask, activations.part(part))
+                ClosingRecorder(block, update, mask, activations.part(part))
                 for block, activations in zip(self.blocks, all_activations, strict=True)
             ]
             with recording(recorders):

@@ -1,0 +1,95 @@
+"""Recording in the shapes of the replay: the rows without the context alone, after a pass of the
+unmodified model has left the activations with the context.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.recording import updates
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
+from icl_patch.recording.block_recorder import BlockRecorder
+
+
+@dataclass(frozen=True)
+class _OpenLoop:
+    """An exact writer's output ``base + factor · gain`` in fp64, whose factor the block's end
+    chooses.
+    """
+
+    base: Tensor
+    gain: Tensor
+    factor: Tensor
+    holder: Any  # the module that holds the factor, under this name
+    name: str
+    padding: Tensor | float  # the factor of columns of padding
+
+
+class ClosingRecorder(BlockRecorder):
+    """Compares with the ``context``'s activations; the exact update closes its loop at the end.
+
+    Args:
+        block, update: as for :class:`BlockRecorder`.
+        valid: (B, T) bool, the columns that hold kept tokens.
+        context: the block's activations with the context, of the same tokens.
+    """
+
+    def __init__(
+        self, block: AttachedBlock, update: str, valid: Tensor, context: BlockActivations
+    ) -> None:
+        super().__init__(block, update, valid, context)
+        self._open: _OpenLoop | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        assert self.valid is not None
+        return self.valid.shape[0], self.valid.shape[1]
+
+    def split(self, x: Tensor) -> tuple[None, Tensor]:
+        """The rows without the context, (B, T, ·)."""
+        return None, x.reshape(-1, self.shape[1], x.shape[-1])
+
+    def context_output(self, name: str, _output: Tensor | None) -> Tensor:
+        """That of the earlier pass."""
+        return self.context.readers[name]
+
+    def context_written(self, _output: Tensor | None, _dtype: torch.dtype) -> Tensor:
+        """That of the earlier pass."""
+        assert self.context.written is not None
+        return self.context.written
+
+    def open_loop(
+        self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0
+    ) -> None:
+        """Hand over ``base + factor · gain`` of an exact writer, for :meth:`on_end` to choose the
+        factor, which is attribute ``name`` of ``holder``.
+        """
+        factor = getattr(holder, name)
+        self._open = _OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
+
+    def on_end(self, total: Tensor) -> Tensor | None:
+        """Choose an exact writer's factor so that the rounded sum is the context's output."""
+        target, loop = self.context.output, self._open
+        assert target is not None
+        if loop is None:
+            return None
+        if total.dtype != torch.float64:
+            writer = self.spec.writer.value
+            raise UnsupportedModelError(
+                f"{self.block.block.path} rounds what {writer} writes before it ends"
+            )
+        multiplier, (_, total_own) = self.spec.residual_multiplier, self.split(total)
+        written = multiplier * (loop.base + loop.factor * loop.gain)
+        closed = updates.close(
+            target, total_own - written, loop.base, loop.gain, loop.factor, multiplier
+        )
+        setattr(loop.holder, loop.name, self.fill_padding(closed.factor, loop.padding))
+        self.diagnostics.closing(closed.misses, closed.correction)
+        # Padding goes on as it will in the replay: the rows that an expert gets decide how its
+        # products round.
+        unpatched = updates.round_sum(total_own, written, closed.output.dtype)
+        return self.fill_padding(closed.output, unpatched).reshape(total.shape)

@@ -1,0 +1,124 @@
+"""Recording a decode step: one token a row, both streams, nothing that waits for the device."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.layers.linear import PatchedLinear
+from icl_patch.layers.rms_norm import PatchedRMSNorm
+from icl_patch.models.block_spec import Writer
+from icl_patch.recording.attached_block import AttachedBlock
+from icl_patch.recording.two_stream_recorder import TwoStreamRecorder
+
+
+class DecodeRecorder(TwoStreamRecorder):
+    """A two-stream recorder of one token a row, whose diagnostics are resolved when asked for.
+
+    Args:
+        block, update: as for :class:`BlockRecorder`.
+        patch_index: (2M,) int64, the patch of each row: -1 for the M rows with the context, then
+            0, 1, …
+        receives_norm_input: whether the norm before the MLP calls :meth:`on_norm_pair`, in place
+            of a hook on the residual stream.
+        for_inductor: whether the operations between the products are torch's own, each on both
+            streams at once, so that a compiler can fuse them.
+    """
+
+    observes_block: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        block: AttachedBlock,
+        update: str,
+        patch_index: Tensor,
+        *,
+        receives_norm_input: bool = False,
+        for_inductor: bool = False,
+    ) -> None:
+        super().__init__(block, update, valid=None)
+        self.patch_index = patch_index
+        self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, 1)."""
+        return len(self.patch_index) // 2, 1
+
+    def on_residual(self, x: Tensor) -> None:
+        """Take one of the tensors whose sum is the residual stream before the MLP."""
+        if len(self.spec.residual) > 1:
+            super().on_residual(x)
+            return
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x_ctx, x = self.split(x)
+        self.delta = x_ctx.to(dtype) - x.to(dtype)
+
+    def on_norm_pair(self, pair: ops.NormPair) -> None:
+        """Take delta and the direction of z from the norm before the MLP."""
+        self.delta = self.unflat(pair.delta)
+        self.set_direction(pair.z_pair, pair.direction)
+
+    def keep_reader_pair(self, name: str, layer: PatchedLinear, output: Tensor, u: Tensor) -> None:
+        """Keep a reader's factors from both streams' outputs (2M, N) and the change u (M, N)."""
+        assert self.direction is not None
+        direction = self.direction[1]
+        layer.u, layer.v = self.unflat(u), direction.v
+        condition = f"the input z of {name} is 0"
+        self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, layer.u, "input")
+        self.diagnostics.reader_pair(output, u)
+
+    def read_direction(self, z: Tensor) -> ops.Direction:
+        """Of the rows without the context, (M, K)."""
+        if not self.for_inductor:
+            return super().read_direction(z)
+        v, inverse, coeff = ops.read_direction(z.reshape(-1, z.shape[-1]), for_inductor=True)
+        assert coeff is not None
+        return ops.Direction(v[self.rows :], inverse[self.rows :], coeff[self.rows :])
+
+    def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
+        """The output matrix's output; a weight writer's in one product, which reads W once."""
+        linear = layer.linear_map(h)
+        if self.spec.writer is not Writer.WEIGHT or self.spec.mixer or linear is None:
+            return super().down(layer, h)
+        rows, target = h.reshape(-1, h.shape[-1]), self.writer_target()
+        v, inverse, _ = self.read_direction(rows)
+        layer.u, layer.v = target, self.unflat(v)
+        condition = f"the input h of {self.spec.down} is 0"
+        self.diagnostics.refuse_at_zero(condition, self.unflat(inverse), target)
+        weight, bias = linear
+        output = ops.patched_linear(
+            rows,
+            weight,
+            target.reshape(self.rows, 1, -1),
+            v.unsqueeze(1),
+            bias,
+            index=self.patch_index,
+            regime=ops.regime_of(rows, self.rows),
+        )
+        return output.reshape(*h.shape[:-1], output.shape[-1])
+
+    def _add_stable(
+        self,
+        layer: PatchedLinear,
+        h: Tensor,
+        y: Tensor,
+        direction: ops.Direction,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        if not self.for_inductor:
+            return super()._add_stable(layer, h, y, direction, dtype)
+        assert direction.coeff is not None and layer.u is not None
+        return (y + self.unflat(direction.coeff) * layer.u).to(dtype)
+
+    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return super()._apply_new_scale(layer, x)
+        assert layer.new_scale is not None
+        if self.for_inductor:
+            scale = layer.scale.to(layer.new_scale.dtype).expand_as(layer.new_scale)
+            return layer.apply_scale(x, torch.cat([scale, layer.new_scale]))
+        x_ctx, x_own = self.split(x)
+        patched = layer.in_one_launch(x_own, layer.new_scale)
+        return self.join(layer.in_one_launch(x_ctx), patched, x)

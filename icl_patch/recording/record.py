@@ -1,0 +1,57 @@
+"""Recording a pass: the recorders' hooks and modes, installed on entry and removed on exit."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from icl_patch.layers.experts import PatchedScaledExperts
+from icl_patch.layers.router import PatchedRouter
+from icl_patch.recording.block_recorder import BlockRecorder
+from icl_patch.recording.decode_recorder import DecodeRecorder
+from icl_patch.recording.expert_recorder import record_experts, record_scaled_experts
+
+
+@contextmanager
+def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
+    """Within this context the blocks compute their factors.
+
+    Read them with :meth:`AttachedBlock.factors` before the context ends.
+    """
+    with ExitStack() as stack:
+        for recorder in recorders:
+            stack.callback(recorder.block.off)
+            _set_modes(recorder, stack)
+            _hook(recorder, stack)
+        yield
+
+
+def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
+    """Let the block's patched modules hand their inputs to the recorder."""
+    block = recorder.block
+    for name, reader in block.readers.items():
+        record = recorder.router if isinstance(reader, PatchedRouter) else recorder.reader
+        reader.record(lambda layer, *inputs, name=name, record=record: record(name, layer, *inputs))
+    if block.experts is not None:
+        scaled = isinstance(block.experts, PatchedScaledExperts)
+        record_these: Any = record_scaled_experts if scaled else record_experts
+        block.experts.record(lambda layer, *inputs: record_these(recorder, layer, *inputs))
+    if block.down is not None:
+        block.down.record(recorder.down)
+    if block.post_norm is not None:
+        block.post_norm.record(recorder.norm)
+    if block.inner_norm is not None and block.spec.parallel_norm is not None:
+        block.inner_norm.record(recorder.inner_norm)
+        parallel = block.module.get_submodule(block.spec.parallel_norm)
+        stack.callback(parallel.register_forward_hook(recorder.on_parallel_norm).remove)
+
+
+def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:
+    """Let the recorder see the block's start, its residual stream and its end."""
+    block = recorder.block
+    if recorder.observes_block:
+        block.on_start(stack, recorder.on_start)
+        block.on_end(stack, recorder.on_end, first=True)
+    if isinstance(recorder, DecodeRecorder) and recorder.receives_norm_input:
+        block.on_norm_pair = recorder.on_norm_pair
+    else:
+        block.on_residual(stack, recorder.on_residual)
