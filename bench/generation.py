@@ -72,7 +72,7 @@ from icl_patch.bench.steps import (
 )
 from icl_patch.bench.throughput import twin
 from icl_patch.generation.decode_step import DecodeMode, Decoding, decode_one_token, prefill
-from icl_patch.generation.loop import History
+from icl_patch.recording.sequences import absorb_all_but_last
 
 OURS = "recompute and apply, fast"
 OURS_COMPILED = "recompute and apply, compiled"
@@ -310,10 +310,15 @@ def _fixed_step(patcher: ContextPatcher, ids: Tensor, *, compiled: bool, graph: 
 
 
 def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
-    history = History(patcher, ids, None)
-    cache: Any = history._cache
+    attached = patcher.attached_model
+    sequences = absorb_all_but_last(ids, torch.ones_like(ids, dtype=torch.bool))
+    cache: Any = attached.prefill(sequences)
     cache.activate_past_recording()
-    return Step(lambda: history.step().reduced_logits[:, -1], lambda: cache.crop(-1), cache)
+
+    def run() -> Tensor:
+        return attached.compute_from(cache, sequences).reduced_logits[:, -1]
+
+    return Step(run, lambda: cache.crop(-1), cache)
 
 
 def _costs(step: Step, seconds: float, parts: Parts, device: torch.device) -> dict[str, Any]:

@@ -15,7 +15,9 @@ class ControllabilityError(ValueError):
         :func:`icl_patch.controllability`.
     """
 
-    violations: tuple[tuple[Any, ...], ...] = ()
+    def __init__(self, message: str, violations: tuple[tuple[Any, ...], ...] = ()) -> None:
+        super().__init__(message)
+        self.violations = violations
 
 
 class PatchFormatError(ValueError):

@@ -3,49 +3,27 @@ detach.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.fused_modules import FusedModules
-from icl_patch.generation.shared_cache import SharedCacheStreams
-from icl_patch.layers.patched_module import PatchedModule
-from icl_patch.models import kv_cache
-from icl_patch.models.attention_mask import check_attention
-from icl_patch.models.block_spec import Writer
-from icl_patch.models.detect import blocks_of
-from icl_patch.models.forward import check_inputs, names_of
-from icl_patch.models.language_model import (
-    check_language_model,
-    check_length,
-    check_vocabulary,
-    counts_slots,
-    family_of,
-)
-from icl_patch.models.recurrent_state import is_recurrent
-from icl_patch.patch import fingerprints
-from icl_patch.patch.context_patch import ContextPatch, PatchReport
-from icl_patch.patch.serialization import UPDATES, PatchInfo, check_fit
-from icl_patch.recording import forward_passes
-from icl_patch.recording.attached_block import AttachedBlock, replaying
-from icl_patch.recording.passes import Computation, Passes
-from icl_patch.recording.self_check import Probe
-from icl_patch.recording.sequences import Sequences, assemble, check_tensor
-
-if TYPE_CHECKING:
-    from icl_patch.analysis.dynamics import Dynamics
-    from icl_patch.generation.compiled_step import CompiledStep
-    from icl_patch.generation.loop import GenerationStep
+from icl_patch.analysis import dynamics
+from icl_patch.generation import loop
+from icl_patch.generation.decoder import Decoder
+from icl_patch.models.language_model import check_length
+from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.serialization import check_fit
+from icl_patch.recording.attached_block import replaying
+from icl_patch.recording.attached_model import AttachedModel
+from icl_patch.recording.sequences import assemble, check_tensor
 
 
-class ContextPatcher(Passes):
+class ContextPatcher:
     """Turns contexts into changes of a model's weights.
 
     Attaching swaps the readers and writers of every block for patched modules, in place; ``detach``
@@ -82,54 +60,8 @@ class ContextPatcher(Passes):
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        if update not in UPDATES:
-            raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
-        if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
-            raise TypeError(
-                f"expected a tokenizer with a vocabulary, got {type(tokenizer).__name__}"
-            )
-        self.model, self.update, self.tokenizer = model, update, tokenizer
-        check_language_model(model)
-        check_attention(model)
-        if any(isinstance(module, PatchedModule) for module in model.modules()):
-            raise ValueError(
-                f"expected a model without patched modules, {type(model).__name__} has some: detach"
-                " the other patcher first"
-            )
-        _check_training(model, model.training)
-        self.blocks: list[AttachedBlock] = []
-        self._dtype = model.dtype
-        self._applied = False
-        # made by icl_patch.generation.decode_step.fold when it is first wanted
-        self.folded: SharedCacheStreams | None = None
-        self.fused_modules: FusedModules | None = None  # likewise, by a first decode step
-        # and these by icl_patch.generation.compiled_step.fix
-        self.fixed: dict[Any, CompiledStep] = {}
-        self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
-        try:
-            # whose rounding would hide what is looked for
-            with torch.autocast(model.device.type, enabled=False):
-                self._attach()
-        except (UnsupportedModelError, torch.OutOfMemoryError):
-            self.detach()
-            raise
-        except Exception as error:  # of the model's own code, which nobody here has seen
-            self.detach()
-            raise UnsupportedModelError(
-                f"{type(model).__name__} fails on the tokens that attaching tries: {error}"
-            ) from error
-        except BaseException:
-            self.detach()
-            raise
-
-    def _attach(self) -> None:
-        self.block_specs = tuple(blocks_of(self.model))
-        self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        self._counts_slots = counts_slots(self.model)
-        probe = Probe(self.model, self.recurrent)
-        for block in self.block_specs:
-            self.blocks.append(AttachedBlock(self.model, block))
-        probe.check(self.blocks, self._try_exact)
+        self.attached_model = AttachedModel(model, update, tokenizer)
+        self.decoder = Decoder(self.attached_model)
 
     def __enter__(self) -> "ContextPatcher":
         return self
@@ -142,23 +74,37 @@ class ContextPatcher(Passes):
     ) -> None:
         self.detach()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # what a copy has to make anew: functions that run the modules of this model
-        return vars(self) | {"folded": None, "fusions": None, "fixed": {}}
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model."""
+        return self.attached_model.model
+
+    @property
+    def update(self) -> str:
+        """``"direct"``, ``"stable"`` or ``"exact"``."""
+        return self.attached_model.update
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, if one was given."""
+        return self.attached_model.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the model's weights, as patches record it."""
+        return self.attached_model.fingerprint
 
     @property
     def attached(self) -> bool:
         """Whether the model's modules are swapped."""
-        return bool(self.blocks)
+        return self.attached_model.is_attached
 
     def detach(self) -> None:
         """Put the model's own modules back. The model is bit-identical to what came in; detaching
         twice is fine.
         """
-        self.folded = self.fused_modules = None
-        self.fixed.clear()
-        while self.blocks:
-            self.blocks.pop().detach()
+        self.decoder.clear()
+        self.attached_model.detach()
 
     # -- compute
 
@@ -203,7 +149,7 @@ class ContextPatcher(Passes):
             TypeError: ids or a mask are no tensor, or one of ``model_inputs`` is none of the
                 model's.
         """
-        self.require_attached()
+        self.attached_model.require_attached()
         sequences = assemble(
             context_ids,
             kept_ids,
@@ -213,146 +159,7 @@ class ContextPatcher(Passes):
             prefix_mask=prefix_mask,
             absorbed=absorbed,
         )
-        return self.compute_sequences(sequences, **model_inputs).patch
-
-    @torch.no_grad()
-    def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
-        """:meth:`compute` on sequences that are laid out already, with all that was observed on the
-        way.
-        """
-        self.require_attached()
-        check_vocabulary(self.model, sequences.head_ids, sequences.tail_ids)
-        check_length(self.model, int(sequences.mask.sum(1).max()))
-        cache = self.prefill(sequences, **model_inputs)
-        return self.compute_from(cache, sequences)
-
-    @property
-    def closes(self) -> bool:
-        """Whether the factors are computed in a pass of their own, in the shapes of the replay,
-        after one of the untouched model.
-
-        The exact update must: its loop closes on rounding, which depends on the shapes. So does the
-        direct update of a scale writer: it divides by activations and so magnifies any difference
-            in rounding between its recording and its replay. And so must every
-        update of a recurrent model: no mask hides anything from its state, a pass that starts from
-            the prefix alone does.
-        """
-        scales = any(block.spec.writer is Writer.SCALE for block in self.blocks)
-        return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
-
-    def _closes_for(self, sequences: Sequences) -> bool:
-        """Whether they do for these tokens: of a model that counts its cache's slots, also for
-        those that have others before them.
-        """
-        if self.closes or not self._counts_slots:
-            return self.closes
-        prefixed = bool((sequences.head_mask & ~sequences.head_absorbed).any())
-        return prefixed or len(sequences.kept_columns) > 1
-
-    def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
-        """A cache of the head, as the untouched model makes it, with the rows that the pass over
-        the tail needs.
-        """
-        check_inputs(self.model, model_inputs)
-        given = names_of(model_inputs)
-        if given and (sequences.head_mask & ~sequences.head_absorbed).any():
-            raise ValueError(
-                f"expected no prefix beside {', '.join(given)}, of which a replay of the prefix"
-                " knows nothing"
-            )
-        cache = kv_cache.new_cache(self.model)
-        if sequences.head_ids.shape[1]:
-            forward_passes.run_head(self.model, sequences, cache, **model_inputs)
-            if not self._closes_for(sequences):
-                kv_cache.stack_cache(cache, len(sequences.head_ids))
-        return cache
-
-    def compute_from(
-        self, cache: Cache, sequences: Sequences, live: Tensor | None = None
-    ) -> Computation:
-        """The patch of the tail's kept tokens; ``cache`` holds the head (:meth:`prefill`), and the
-        tail too afterwards.
-
-        live: (B, 1) bool, the rows that are to get a patch from a closing pass; all by default.
-        """
-        if self._closes_for(sequences):
-            return self._compute_closing(cache, sequences, self.update, live)
-        return self._compute_two_stream(cache, sequences)
-
-    def _try_exact(self, sequences: Sequences) -> tuple[PatchReport, Tensor]:
-        """The report of an exact patch, whatever the update, and the logits (B, T, V) of its
-        replay.
-        """
-        cache = kv_cache.new_cache(self.model)
-        forward_passes.run_head(self.model, sequences, cache)
-        patch = self._compute_closing(cache, sequences, "exact").patch
-        assert patch.report is not None
-        return patch.report, self.replay(patch)[0]
-
-    def _empty_patch(
-        self, sequences: Sequences, logits: Tensor | None, passes: int
-    ) -> ContextPatch:
-        """The patch of the kept tokens, without any factors yet."""
-        positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
-        prefix = sequences.head_mask & ~sequences.head_absorbed
-        width = int(prefix.sum(1).max()) if prefix.shape[1] else 0
-        # a stable sort moves the prefix to the right end, in order
-        prefix_slots = prefix.long().sort(dim=1, stable=True).indices[:, prefix.shape[1] - width :]
-        return ContextPatch(
-            info=self._info(passes),
-            layers=(),
-            layer_indices=tuple(range(len(self.block_specs))),
-            blocks=self.block_specs,
-            kept_ids=sequences.tail_ids[:, sequences.kept_columns],
-            kept_mask=mask[:, slots],
-            position_ids=positions[:, slots],
-            kept_slots=slots.expand(len(mask), -1),
-            prefix_ids=sequences.head_ids.gather(1, prefix_slots),
-            prefix_mask=prefix.gather(1, prefix_slots),
-            prefix_positions=positions.gather(1, prefix_slots),
-            prefix_slots=prefix_slots,
-            logits=logits,
-        )
-
-    def _info(self, passes: int) -> PatchInfo:
-        config = self.model.config
-        return PatchInfo(
-            model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
-            revision=getattr(config, "_commit_hash", None),
-            fingerprint=self.fingerprint,
-            tokenizer=self.tokenizer_fingerprint,
-            family=self.family,
-            update=self.update,
-            dtype=str(self.model.dtype),
-            passes=passes,
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the weights that are patched and of a sample of the others, taken when it is
-        first needed and after a change again.
-        """
-        state = fingerprints.weight_state(self.model, self.block_specs)
-        if self._fingerprint is None or self._fingerprint[0] != state:
-            self._fingerprint = (
-                state,
-                fingerprints.weight_fingerprint(self.model, self.block_specs),
-            )
-        return self._fingerprint[1]
-
-    @property
-    def fingerprinted(self) -> list[tuple[int, int, torch.dtype]] | None:
-        """The state of the weights that had the last fingerprint, see
-        :func:`icl_patch.patch.fingerprints.weight_state`.
-        """
-        return None if self._fingerprint is None else self._fingerprint[0]
-
-    @cached_property
-    def tokenizer_fingerprint(self) -> str | None:
-        """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
-        return (
-            None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
-        )
+        return self.attached_model.compute(sequences, **model_inputs).patch
 
     def dynamics(
         self,
@@ -363,7 +170,7 @@ class ContextPatcher(Passes):
         kept_mask: Tensor | None = None,
         prefix_mask: Tensor | None = None,
         layers: slice = slice(None),
-    ) -> "Dynamics":
+    ) -> dynamics.Dynamics:
         """The implicit learning dynamics: the patches for the context's first 0, 1, … n tokens,
         ``W_i`` for every changed parameter.
 
@@ -383,9 +190,7 @@ class ContextPatcher(Passes):
 
         Source: Dherin et al. (2025), Proposition 3.1.
         """
-        from icl_patch.analysis.dynamics import grow  # it stands above this module
-
-        self.require_attached()
+        self.attached_model.require_attached()
         sequences = assemble(
             context_ids,
             kept_ids,
@@ -394,7 +199,12 @@ class ContextPatcher(Passes):
             prefix_mask=prefix_mask,
         )
         check_length(self.model, int(sequences.mask.sum(1).max()))
-        return grow(self, sequences, sequences.head_ids.shape[1] - context_ids.shape[1], layers)
+        return dynamics.grow(
+            self.attached_model,
+            sequences,
+            sequences.head_ids.shape[1] - context_ids.shape[1],
+            layers,
+        )
 
     # -- replay
 
@@ -422,15 +232,7 @@ class ContextPatcher(Passes):
                 cannot be replayed.
         """
         self._check_replay(kept_ids, patch, kept_mask)
-        return torch.cat(
-            [logits for logits, _ in self._replay(patch, lambda _blocks: nullcontext([]))], 1
-        )
-
-    def _check_fingerprints(self, patch: ContextPatch) -> None:
-        self.require_attached()
-        patch.check_model(self.model, self.fingerprint)
-        if self.tokenizer_fingerprint is not None:
-            patch.check_tokenizer(self.tokenizer_fingerprint)
+        return self.attached_model.replay_logits(patch)
 
     def _check_replay(
         self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None
@@ -438,8 +240,8 @@ class ContextPatcher(Passes):
         check_tensor("kept_ids", kept_ids)
         if kept_mask is not None:
             check_tensor("kept_mask", kept_mask)
-        self._check_fingerprints(patch)
-        if not patch.info.replayable or len(patch.layers) != len(self.blocks):
+        self.attached_model.check_patch(patch)
+        if not patch.info.replayable or len(patch.layers) != len(self.attached_model.blocks):
             raise ValueError(
                 "expected a patch with all its layers and its first tokens, got a part of one"
             )
@@ -482,8 +284,8 @@ class ContextPatcher(Passes):
             ValueError: a patch is applied already, layers of this one were cut out, or there is no
                 such row or token.
         """
-        self._check_fingerprints(patch)
-        if patch.layer_indices != tuple(range(len(self.blocks))):
+        self.attached_model.check_patch(patch)
+        if patch.layer_indices != tuple(range(len(self.attached_model.blocks))):
             raise ValueError("expected a patch with all its layers, got a part of one")
         check_fit(patch, self.model)
         rows, tokens = patch.kept_ids.shape
@@ -502,12 +304,12 @@ class ContextPatcher(Passes):
             {name: x[row, token] for name, x in layer.items() if x.dim() > 1}
             for layer in patch.layers
         ]
-        with replaying(self.blocks, layers, shared=True):
-            self._applied = True
+        with replaying(self.attached_model.blocks, layers, shared=True):
+            self.attached_model.applied = True
             try:
                 yield self.model
             finally:
-                self._applied = False
+                self.attached_model.applied = False
 
     # -- generation
 
@@ -526,7 +328,7 @@ class ContextPatcher(Passes):
         compiled: bool = False,
         graph: bool = False,
         **arguments: Any,
-    ) -> "Iterator[GenerationStep]":
+    ) -> Iterator[loop.GenerationStep]:
         """Generation in which every token is produced by freshly patched weights on that token
         alone.
 
@@ -573,11 +375,9 @@ class ContextPatcher(Passes):
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
-        from icl_patch.generation import loop  # it stands above this module
-
         options = loop.Options(logits, fast, patches, check_every, prefill_chunk, compiled, graph)
         return loop.generate(
-            self, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
+            self.decoder, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
         )
 
     def decoding_method(
@@ -596,51 +396,8 @@ class ContextPatcher(Passes):
         It returns what ``model.generate`` returns. transformers does not hand its ``streamer`` to a
         decoding method, so it is given here; the other arguments are as for :meth:`generate`.
         """
-        from icl_patch.generation import loop
-
         return loop.decoding_method(
-            self, streamer, loop.Options(logits, fast, False, 0, prefill_chunk, compiled, graph)
+            self.decoder,
+            streamer,
+            loop.Options(logits, fast, False, 0, prefill_chunk, compiled, graph),
         )
-
-    def require_attached(self) -> None:
-        """Raises ValueError after :meth:`detach`, while a patch is applied, or if the model's dtype
-        or training is not what it was.
-        """
-        if not self.attached:
-            raise ValueError("expected an attached patcher, this one has been detached")
-        if self._applied:
-            raise ValueError(
-                "expected a model without an applied patch: leave the `with patcher.applied(...)`"
-                " block first"
-            )
-        if self.model.dtype != self._dtype:
-            raise ValueError(
-                f"expected the model in {self._dtype}, as it was attached to, got it in"
-                f" {self.model.dtype}: attach again"
-            )
-        if self.model.training or any(block.module.training for block in self.blocks):
-            _check_training(self.model, True)
-
-
-def _check_training(model: PreTrainedModel, training: bool) -> None:
-    """Raises ValueError if training changes what the model computes."""
-    if training and _drops(model):
-        raise ValueError("expected a model in eval mode, got one that is training with dropout")
-    if any(
-        module.training and getattr(module, "gradient_checkpointing", False)
-        for module in model.modules()
-    ):
-        raise ValueError(
-            "expected a model in eval mode, got one that is training with gradient checkpointing,"
-            " which keeps no cache"
-        )
-
-
-def _drops(model: PreTrainedModel) -> bool:
-    """Whether the model drops anything out while it trains."""
-    rates = [
-        value
-        for name, value in vars(model.config.get_text_config(decoder=True)).items()
-        if "drop" in name or name.endswith("pdrop")
-    ]
-    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

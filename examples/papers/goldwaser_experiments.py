@@ -26,8 +26,8 @@ from icl_patch.evaluation.verify import (
     load_model,
     over_columns,
 )
-from icl_patch.generation.loop import History
 from icl_patch.patch.serialization import UPDATES
+from icl_patch.recording.sequences import absorb_all_but_last
 
 # Contexts of the many generations of Figure 4, for models that follow instructions.
 INSTRUCTIONS = (
@@ -391,14 +391,13 @@ def measure(
     """
     plain, errors = copy.deepcopy(model), {name: [] for name in variants}
     with ContextPatcher(model, update) as patcher:
-        history = History(
-            patcher, run.ids, run.mask, **over_columns(run.further, run.ids.shape[1] - 1)
-        )
+        attached, sequences = patcher.attached_model, absorb_all_but_last(run.ids, run.mask)
+        cache = attached.prefill(sequences, **over_columns(run.further, run.ids.shape[1] - 1))
         for tokens, logits in zip(run.tokens.unbind(1), run.logits.unbind(1), strict=True):
-            patch = history.step().patch
+            patch = attached.compute_from(cache, sequences).patch
             for name, variant in variants.items():
                 errors[name].append(errors_of(variant(patcher, plain, patch), logits))
-            history.append(tokens)
+            sequences = sequences.advanced(tokens)
     return {name: torch.stack(found, 1)[run.counted] for name, found in errors.items()}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.models.block_spec import Block
-from icl_patch.patcher import ContextPatcher
+from icl_patch.recording.attached_model import HasAttachedModel
 from icl_patch.recording.diagnostics import ControllabilityViolation
 from icl_patch.recording.sequences import assemble
 
@@ -76,7 +76,7 @@ class BlockControllability:
 
 @torch.no_grad()
 def controllability(
-    patcher: ContextPatcher,
+    patcher: HasAttachedModel,
     context_ids: Tensor,
     kept_ids: Tensor,
     *,
@@ -104,7 +104,8 @@ def controllability(
 
     Source: Goldwaser et al. (2025), Definitions 3 and 4, Theorem 5, Lemmas 6 to 12.
     """
-    patcher.require_attached()
+    attached = patcher.attached_model
+    attached.require_attached()
     sequences = assemble(
         context_ids,
         kept_ids,
@@ -115,11 +116,11 @@ def controllability(
         absorbed=absorbed,
     )
     try:
-        violations = patcher.compute_sequences(sequences).violations
+        violations = attached.compute(sequences).violations
     except ControllabilityError as error:
         violations = error.violations
     mask = sequences.tail_mask[:, sequences.kept_columns]
     return tuple(
         BlockControllability(block.block, mask, found)
-        for block, found in zip(patcher.blocks, violations, strict=True)
+        for block, found in zip(attached.blocks, violations, strict=True)
     )

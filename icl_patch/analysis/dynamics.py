@@ -9,7 +9,7 @@ these. Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from icl_patch.models.language_model import check_vocabulary
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.recording import forward_passes
+from icl_patch.recording.attached_model import AttachedModel, HasAttachedModel
 from icl_patch.recording.sequences import Sequences, assemble
-
-if TYPE_CHECKING:
-    from icl_patch.patcher import ContextPatcher
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,15 +248,15 @@ def _stacked(parts: list[Tensor | None]) -> Tensor | None:
 
 @torch.no_grad()
 def grow(
-    patcher: "ContextPatcher", sequences: Sequences, start: int, layers: slice = slice(None)
+    attached: AttachedModel, sequences: Sequences, start: int, layers: slice = slice(None)
 ) -> Dynamics:
     """The patches of the heads of ``start``, ``start + 1``, … columns; see
     :meth:`icl_patch.ContextPatcher.dynamics`.
 
     One cache grows by a token a step; each step runs the kept tokens on a copy of it.
     """
-    check_vocabulary(patcher.model, sequences.head_ids, sequences.tail_ids)
-    model, width, positions = patcher.model, sequences.head_ids.shape[1], sequences.positions
+    check_vocabulary(attached.model, sequences.head_ids, sequences.tail_ids)
+    model, width, positions = attached.model, sequences.head_ids.shape[1], sequences.positions
 
     def head(stop: int) -> Sequences:
         return replace(
@@ -270,7 +268,7 @@ def grow(
         )
 
     first = head(start)
-    patches = [patcher.compute_from(patcher.prefill(first), first).patch.select(layers=layers)]
+    patches = [attached.compute_from(attached.prefill(first), first).patch.select(layers=layers)]
     cache = kv_cache.new_cache(model)
     if start:
         forward_passes.run_head(model, first, cache)
@@ -282,7 +280,7 @@ def grow(
         copied = copy.deepcopy(cache)
         if patches[0].passes == 1:  # one pass over both streams, and rows for both
             kv_cache.stack_cache(copied, len(part.head_ids))
-        patches.append(patcher.compute_from(copied, part).patch.select(layers=layers))
+        patches.append(attached.compute_from(copied, part).patch.select(layers=layers))
     return Dynamics(tuple(patches))
 
 
@@ -368,7 +366,7 @@ class Factorisation:
 
 @torch.no_grad()
 def factorise(
-    patcher: "ContextPatcher", context_ids: Tensor, kept_ids: Tensor, layer: int
+    patcher: HasAttachedModel, context_ids: Tensor, kept_ids: Tensor, layer: int
 ) -> Factorisation:
     """The factorisation of what a context does to the readers of one block, for the token that
     follows it.
@@ -393,7 +391,7 @@ def factorise(
     inputs = []
     for stop in range(context_ids.shape[1] + 1):
         whole = assemble(context_ids, kept_ids, absorbed=[(0, max(stop, 1))])
-        patch = patcher.compute_sequences(whole if stop else _nothing_absorbed(whole)).patch
+        patch = patcher.attached_model.compute(whole if stop else _nothing_absorbed(whole)).patch
         factors = patch.layers[layer]
         if "readers.v" not in factors:
             raise ValueError(

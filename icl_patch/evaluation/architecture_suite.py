@@ -170,8 +170,8 @@ def _measure_fp32(name: str, seed: int) -> dict[str, Any]:
     found = {}
     for update in ("direct", "stable"):
         with ContextPatcher(model, update) as patcher:
-            patch = patcher.compute_sequences(sequences).patch
-            logits = patcher.replay(patch)[0]
+            patch = patcher.attached_model.compute(sequences).patch
+            logits = patcher.attached_model.replay_logits(patch)
         reference, mask = _stock(model, sequences), patch.kept_mask
         found[update] = float(metrics.linf(logits, reference)[mask].max())
     twice = _stock(model, _doubled(sequences))[: len(reference)]
@@ -183,14 +183,14 @@ def _measure_exact(name: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
     model, sequences = tiny_models.build(name, seed, dtype), _sequences(seed)
     reference = _stock(model, sequences)
     with ContextPatcher(model, "exact") as patcher:
-        computed = patcher.compute_sequences(sequences)
-        logits, all_activations = patcher.replay(computed.patch)
+        computed = patcher.attached_model.compute(sequences)
+        logits, all_activations = patcher.attached_model.replay(computed.patch)
     mask, report = computed.patch.kept_mask, computed.patch.report
     assert report is not None
     epsilon = torch.finfo(dtype).eps
     choices = [
         (activations.experts[1].sort(-1).values == wanted.experts[1].sort(-1).values).all(-1)[mask]
-        for activations, wanted in zip(all_activations, computed.all_activations, strict=True)
+        for activations, wanted in zip(all_activations, computed.activations, strict=True)
         if activations.experts is not None and wanted.experts is not None
     ]
     return {

@@ -30,14 +30,14 @@ from transformers import (
 
 from icl_patch import metrics
 from icl_patch.evaluation import embedded
-from icl_patch.generation.loop import History
 from icl_patch.models import kv_cache
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import BlockActivations
-from icl_patch.recording.passes import Computation
-from icl_patch.recording.sequences import Sequences, assemble
+from icl_patch.recording.attached_model import AttachedModel
+from icl_patch.recording.compute import Computation
+from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
 
 MARS_PROMPT = (
     "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed"
@@ -233,17 +233,17 @@ def verify(
     floor = _noise_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
     comparison = _Comparison()
     with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
-        steps = _computations(patcher, ids, mask, tokens, keep_last, inputs)
+        steps = _computations(patcher.attached_model, ids, mask, tokens, keep_last, inputs)
         for number, (reference, computation) in enumerate(
             zip(references.unbind(1), steps, strict=True), 1
         ):
-            logits, replayed = patcher.replay(computation.patch)
+            logits, replayed = patcher.attached_model.replay(computation.patch)
             comparison.add(reference, logits[:, -1], computation, replayed)
             if progress is not None:
                 progress(number, max_new_tokens)
     return VerifyReport(
         model=name or getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__,
-        family=patcher.family,
+        family=patcher.attached_model.family,
         update=update,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
@@ -461,7 +461,7 @@ def _noise_floor(
 
 
 def _computations(
-    patcher: ContextPatcher,
+    attached: AttachedModel,
     ids: Tensor,
     mask: Tensor,
     tokens: Tensor,
@@ -470,16 +470,15 @@ def _computations(
 ) -> Iterator[Computation]:
     """The patch of every step, along the baseline's tokens."""
     if keep_last == 0:
-        history = History(patcher, ids, mask, **over_columns(inputs, ids.shape[1] - 1))
+        sequences = absorb_all_but_last(ids, mask)
+        cache = attached.prefill(sequences, **over_columns(inputs, ids.shape[1] - 1))
         for token_ids in tokens.unbind(1):
-            yield history.step()
-            history.append(token_ids)
+            yield attached.compute_from(cache, sequences)
+            sequences = sequences.advanced(token_ids)
         return
     for token_ids in tokens.unbind(1):
         sequences = _sequences(ids, mask, keep_last)
-        yield patcher.compute_sequences(
-            sequences, **over_columns(inputs, sequences.head_ids.shape[1])
-        )
+        yield attached.compute(sequences, **over_columns(inputs, sequences.head_ids.shape[1]))
         ids, mask = _extend(ids, mask, token_ids)
 
 
@@ -512,7 +511,7 @@ class _Comparison:
                 "tvd": metrics.total_variation(logits, reference),
             }
         )
-        for activations, other in zip(computation.all_activations, replayed, strict=True):
+        for activations, other in zip(computation.activations, replayed, strict=True):
             assert activations.output is not None and other.output is not None
             same = metrics.bit_identical(other.output[:, -1], activations.output[:, -1])
             self.identical_blocks += int(same.sum())

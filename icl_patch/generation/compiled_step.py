@@ -84,7 +84,7 @@ class Traced:
         )
         diagnostics = [
             BlockDiagnostics(block.block.path, None, collected=of)
-            for block, of in zip(self._step.patcher.blocks, collected, strict=True)
+            for block, of in zip(self._step.decoder.attached.blocks, collected, strict=True)
         ]
         return Pass(logits, maybe_infeasible, factors, diagnostics)
 
@@ -111,7 +111,9 @@ class Traced:
         with self._covering():
             with one_mode, _NoLook():
                 graph = make_fx(run)()
-            self._graph = Regions(graph, [block.module for block in self._step.patcher.blocks])
+            self._graph = Regions(
+                graph, [block.module for block in self._step.decoder.attached.blocks]
+            )
         return passes[0]
 
     @contextmanager
@@ -121,7 +123,10 @@ class Traced:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as cause:  # of the model's own code, which nobody here has seen
-            name, reason = type(self._step.patcher.model).__name__, str(cause).partition("\n")[0]
+            name, reason = (
+                type(self._step.decoder.attached.model).__name__,
+                str(cause).partition("\n")[0],
+            )
             raise UnsupportedModelError(f"compiled=True does not cover {name}: {reason}") from cause
 
 
@@ -221,8 +226,13 @@ def _filled(state: Decoding) -> Any:
     step_inputs = state.step.step_inputs
     if step_inputs.length:
         return step_inputs.cache
-    cache, one = kv_cache.new_cache(state.patcher.model), torch.zeros_like(step_inputs.current)
-    forward_passes.run(state.patcher.model, one, torch.ones_like(one), one, cache, last_logits=1)
+    cache, one = (
+        kv_cache.new_cache(state.decoder.attached.model),
+        torch.zeros_like(step_inputs.current),
+    )
+    forward_passes.run(
+        state.decoder.attached.model, one, torch.ones_like(one), one, cache, last_logits=1
+    )
     return cache
 
 
@@ -272,7 +282,7 @@ def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable
     at a time: what is returned is to be called when this one needs its step no more.
     """
     assert isinstance(state.step, Step)
-    patcher, step_inputs = state.patcher, state.step.step_inputs
+    decoder, step_inputs = state.decoder, state.step.step_inputs
     capacity = bucketed_capacity(state.ids.shape[1])
     key = (
         len(state.ids),
@@ -282,16 +292,18 @@ def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable
         compiled,
         graph,
         step_inputs.current.device,
-        _traced(patcher.model),
+        _traced(decoder.attached.model),
     )
-    fixed = patcher.fixed.pop(key, None) or CompiledStep(state, capacity, both, compiled, graph)
+    fixed = decoder.compiled_steps.pop(key, None) or CompiledStep(
+        state, capacity, both, compiled, graph
+    )
     fixed.start_from(step_inputs)
     state.step, state.cache = fixed, fixed.step_inputs.cache
 
     def release() -> None:
-        if patcher.attached:
-            patcher.fixed[key] = fixed
-        while len(patcher.fixed) > _KEPT:
-            del patcher.fixed[next(iter(patcher.fixed))]
+        if decoder.attached.is_attached:
+            decoder.compiled_steps[key] = fixed
+        while len(decoder.compiled_steps) > _KEPT:
+            del decoder.compiled_steps[next(iter(decoder.compiled_steps))]
 
     return release

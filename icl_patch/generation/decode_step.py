@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from transformers import Cache
 
 from icl_patch import metrics
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.models import kv_cache
@@ -38,12 +39,9 @@ from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.decode_recorder import DecodeRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics
-from icl_patch.recording.passes import report_of
+from icl_patch.recording.patch_assembly import report_of, scales_of
 from icl_patch.recording.record import recording
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last
-
-if TYPE_CHECKING:
-    from icl_patch.patcher import ContextPatcher
 
 
 class DecodeMode(Enum):
@@ -122,7 +120,7 @@ class Step:
             as a recorder has it.
     """
 
-    patcher: "ContextPatcher"
+    decoder: Decoder
     step_inputs: StepInputs
     folded: SharedCacheStreams | None
     forwards: list[tuple[nn.Module, Forward]]
@@ -141,18 +139,18 @@ class Step:
         """Make ``token_ids`` (B,) the current token and run it; ``both``: the head on both streams,
         or the reduced one alone.
         """
-        patcher, step_inputs, batch = self.patcher, self.step_inputs, len(token_ids)
-        model: Any = patcher.model
+        decoder, step_inputs, batch = self.decoder, self.step_inputs, len(token_ids)
+        model: Any = decoder.attached.model
         step_inputs.push(token_ids)
         recorders = [
             DecodeRecorder(
                 block,
-                patcher.update,
+                decoder.attached.update,
                 self.patches,
                 receives_norm_input=block in self.receives_norm_input,
                 for_inductor=self.for_inductor,
             )
-            for block in patcher.blocks
+            for block in decoder.attached.blocks
         ]
         with recording(recorders), self._streams(batch, both):
             logits = model(
@@ -165,7 +163,7 @@ class Step:
                     1,
                 )
             ).logits[:, -1]
-            factors = [block.factors() for block in patcher.blocks]
+            factors = [block.factors() for block in decoder.attached.blocks]
         diagnostics = [recorder.diagnostics for recorder in recorders]
         return Pass(logits, _maybe_infeasible(diagnostics, logits), factors, diagnostics)
 
@@ -174,7 +172,7 @@ class Step:
         """Within this context the model runs both streams of the current token; its head one of
         them, or both.
         """
-        model = self.patcher.model
+        model = self.decoder.attached.model
         with ExitStack() as stack:
             if self.folded is not None:
                 stack.enter_context(self.folded.run(self.step_inputs.slot))
@@ -221,7 +219,7 @@ class Decoding:
         weights: the state of the patched weights at the start.
     """
 
-    patcher: "ContextPatcher"
+    decoder: Decoder
     way: DecodeMode
     step: Callable[[Tensor, bool], Pass] | None
     ids: Tensor
@@ -271,7 +269,7 @@ class Decoded:
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def shared_cache_streams(patcher: "ContextPatcher") -> SharedCacheStreams:
+def shared_cache_streams(decoder: Decoder) -> SharedCacheStreams:
     """How a model runs both streams over one cache: traced when it is first asked for, and tried on
     random tokens by replays.
 
@@ -279,72 +277,72 @@ def shared_cache_streams(patcher: "ContextPatcher") -> SharedCacheStreams:
         UnsupportedModelError: it cannot, or it does not say without the context what it says with
             it.
     """
-    if patcher.folded is None or not patcher.folded.fresh:
+    if decoder.shared_cache is None or not decoder.shared_cache.fresh:
         # whose rounding would hide what is looked for
-        with torch.autocast(patcher.model.device.type, enabled=False):
-            patcher.folded = _folded(patcher)
-    return patcher.folded
+        with torch.autocast(decoder.attached.model.device.type, enabled=False):
+            decoder.shared_cache = _folded(decoder)
+    return decoder.shared_cache
 
 
-def _folded(patcher: "ContextPatcher") -> SharedCacheStreams:
-    patcher.folded, name = (
-        SharedCacheStreams(patcher.model, patcher.blocks),
-        type(patcher.model).__name__,
+def _folded(decoder: Decoder) -> SharedCacheStreams:
+    decoder.shared_cache, name = (
+        SharedCacheStreams(decoder.attached.model, decoder.attached.blocks),
+        type(decoder.attached.model).__name__,
     )
     try:
-        error = _trial_error(patcher)
+        error = _trial_error(decoder)
     # weights of zero have no patch for these tokens, and will say so for the user's
     except ControllabilityError:
         error = 0.0
     except Exception as cause:  # of the model's own code, which nobody here has seen
-        patcher.folded = None
+        decoder.shared_cache = None
         raise UnsupportedModelError(f"fast=True does not cover {name}: {cause}") from cause
-    if not error <= _TOLERANCE[patcher.model.dtype]:
-        patcher.folded = None
+    if not error <= _TOLERANCE[decoder.attached.model.dtype]:
+        decoder.shared_cache = None
         raise UnsupportedModelError(
             f"fast=True does not cover {name}: replays of its steps are off by {error:.1g}"
         )
-    return patcher.folded
+    return decoder.shared_cache
 
 
-def has_ties(patcher: "ContextPatcher") -> bool:
+def has_ties(decoder: Decoder) -> bool:
     """Whether rounding decides which experts a token goes to: a replay that rounds otherwise may
     choose some that have no factors.
     """
-    return patcher.model.dtype in (torch.bfloat16, torch.float16) and any(
-        block.experts is not None for block in patcher.blocks
+    return decoder.attached.model.dtype in (torch.bfloat16, torch.float16) and any(
+        block.experts is not None for block in decoder.attached.blocks
     )
 
 
-def _trial_error(patcher: "ContextPatcher") -> float:
+def _trial_error(decoder: Decoder) -> float:
     """How far the replays of fast steps are off: at worst, or in the middle where a tie may send a
     token elsewhere.
     """
-    errors = torch.tensor(list(_replay_errors(patcher)))
-    if has_ties(patcher) and not errors.isnan().any():
+    errors = torch.tensor(list(_replay_errors(decoder)))
+    if has_ties(decoder) and not errors.isnan().any():
         return float(errors.sort().values[len(errors) // 2])
     return float(errors.max())
 
 
-def _replay_errors(patcher: "ContextPatcher") -> Iterator[float]:
+def _replay_errors(decoder: Decoder) -> Iterator[float]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, vocabulary(patcher.model), (2, 9), generator=generator).to(
-        patcher.model.device
+    ids = torch.randint(0, vocabulary(decoder.attached.model), (2, 9), generator=generator).to(
+        decoder.attached.model.device
     )
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :3] = False
-    state = prefill(patcher, ids[:, :7], mask[:, :7], 9, DecodeMode.SHARED_CACHE)
+    state = prefill(decoder, ids[:, :7], mask[:, :7], 9, DecodeMode.SHARED_CACHE)
     for column in (6, 7, 8):
         decoded = decode_one_token(state, ids[:, column])
         yield from metrics.linf(
-            patcher.replay(decoded.make_patch())[0][:, -1], decoded.logits
+            decoder.attached.replay_logits(decoded.make_patch())[:, -1], decoded.logits
         ).tolist()
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
-    patcher: "ContextPatcher",
+    decoder: Decoder,
     context_ids: Tensor,
     context_mask: Tensor,
     capacity: int,
@@ -369,7 +367,7 @@ def prefill(
         model_inputs: further inputs of the model for this pass.
     """
     given = names_of(model_inputs)
-    if chunk is not None and (patcher.recurrent or given):
+    if chunk is not None and (decoder.attached.recurrent or given):
         why = (
             f"with {', '.join(given)}"
             if given
@@ -378,10 +376,12 @@ def prefill(
         raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
     sequences = absorb_all_but_last(context_ids, context_mask)
-    check_vocabulary(patcher.model, context_ids)
-    cache = kv_cache.new_cache(patcher.model) if cache is None else cache
+    check_vocabulary(decoder.attached.model, context_ids)
+    cache = kv_cache.new_cache(decoder.attached.model) if cache is None else cache
     if width > 1:
-        forward_passes.run_head(patcher.model, sequences, cache, chunk=chunk, **model_inputs)
+        forward_passes.run_head(
+            decoder.attached.model, sequences, cache, chunk=chunk, **model_inputs
+        )
     if way is DecodeMode.TWO_STREAM:
         kv_cache.stack_cache(cache, batch)
     if reserve:
@@ -389,24 +389,24 @@ def prefill(
     ids = context_ids.new_zeros(batch, capacity)
     ids[:, : width - 1] = context_ids[:, :-1]
     return Decoding(
-        patcher=patcher,
+        decoder=decoder,
         way=way,
         step=(
             None
             if way is DecodeMode.TWO_PASS
-            else _first_step(patcher, cache, context_mask[:, :-1], capacity, way)
+            else _first_step(decoder, cache, context_mask[:, :-1], capacity, way)
         ),
         ids=ids,
         context_mask=context_mask,
         length=width - 1,
         live=torch.ones_like(context_mask[:, :1]),
         cache=cache,
-        weights=fingerprints.weight_state(patcher.model, patcher.block_specs),
+        weights=fingerprints.weight_state(decoder.attached.model, decoder.attached.block_specs),
     )
 
 
 def _first_step(
-    patcher: "ContextPatcher", cache: Cache, past: Tensor, capacity: int, way: DecodeMode
+    decoder: Decoder, cache: Cache, past: Tensor, capacity: int, way: DecodeMode
 ) -> Step:
     """What runs the tokens after those in the cache, (B, S) bool."""
     past = past.long().repeat(2 if way is DecodeMode.TWO_STREAM else 1, 1)
@@ -421,32 +421,32 @@ def _first_step(
     )
     batch = len(past) if way is DecodeMode.SHARED_CACHE else len(past) // 2
     patches = torch.arange(-batch, batch, device=past.device).clamp(min=-1)
-    if patcher.fused_modules is None:
-        with torch.autocast(patcher.model.device.type, enabled=False):
-            patcher.fused_modules = FusedModules(patcher.model, patcher.blocks)
-    fused_modules = patcher.fused_modules
-    folded = shared_cache_streams(patcher) if way is DecodeMode.SHARED_CACHE else None
+    if decoder.fused_modules is None:
+        with torch.autocast(decoder.attached.model.device.type, enabled=False):
+            decoder.fused_modules = FusedModules(decoder.attached.model, decoder.attached.blocks)
+    fused_modules = decoder.fused_modules
+    folded = shared_cache_streams(decoder) if way is DecodeMode.SHARED_CACHE else None
     return Step(
-        patcher,
+        decoder,
         step_inputs,
         folded,
-        _linears(patcher, way),
+        _linears(decoder, way),
         fused_modules.forwards(),
         frozenset(fused_modules.receives_norm_input()),
         patches,
     )
 
 
-def _linears(patcher: "ContextPatcher", way: DecodeMode) -> list[tuple[nn.Module, Forward]]:
+def _linears(decoder: Decoder, way: DecodeMode) -> list[tuple[nn.Module, Forward]]:
     """The linear maps that are not patched, through our ops, which read their weights once for the
     few rows of a decode step.
     """
     doubled = (
-        set(shared_cache_streams(patcher).projections) if way is DecodeMode.SHARED_CACHE else set()
+        set(shared_cache_streams(decoder).projections) if way is DecodeMode.SHARED_CACHE else set()
     )
     return [
         (module, linear_forward(module))
-        for module in plain_linears(patcher.model, patcher.block_specs)
+        for module in plain_linears(decoder.attached.model, decoder.attached.block_specs)
         if module not in doubled
     ]
 
@@ -468,7 +468,7 @@ def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) 
         ControllabilityError: no change of the weights can have the effect, for the block and row
             named.
     """
-    state.patcher.require_attached()
+    state.decoder.attached.require_attached()
     state.append(token_ids)
     if state.step is None:
         return _close(state)
@@ -488,10 +488,10 @@ class _Recorded:
     """
 
     def __init__(self, state: Decoding, made: Pass, both: bool) -> None:
-        self.patcher, self.weights = state.patcher, state.weights
+        self.decoder, self.weights = state.decoder, state.weights
         self.ids, self.context_mask = state.ids[:, : state.length], state.context_mask
         self.made, self.both, self.live = made, both, state.live
-        self.blocks = tuple(state.patcher.blocks)  # also when it has been detached
+        self.blocks = tuple(state.decoder.attached.blocks)  # also when it has been detached
 
     @torch.no_grad()
     def __call__(self) -> ContextPatch:
@@ -507,10 +507,14 @@ class _Recorded:
             [[diagnostics.resolve(self.live) for diagnostics in self.made.diagnostics]], slice(None)
         )
         logits = self.made.logits[: len(self.ids)].unsqueeze(1) if self.both else None
-        patch = self.patcher.patch_of(
-            _sequences(self.ids, self.context_mask), tuple(layers), report, logits
+        attached = self.decoder.attached
+        patch = replace(
+            attached.empty_patch(_sequences(self.ids, self.context_mask), passes=1),
+            layers=tuple(layers),
+            report=report,
+            logits=logits,
         )
-        if self.patcher.fingerprinted != self.weights:
+        if attached.fingerprinted != self.weights:
             raise ValueError(
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
@@ -521,11 +525,7 @@ class _Recorded:
         """A block's factors, and its norms' scales beside their changes; the rows that had ended
         have no change.
         """
-        scales = {
-            f"{name}.scale": norm.scale
-            for name, norm in block.norms.items()
-            if f"{name}.new_scale" in held
-        }
+        scales = scales_of(block, held)
         if self.made.overwritten is None and self.live.all():
             return held | scales
         found = {}
@@ -543,7 +543,7 @@ class _Recorded:
 
 def _close(state: Decoding) -> Decoded:
     sequences = _sequences(state.ids[:, : state.length], state.context_mask)
-    computation = state.patcher.compute_from(state.cache, sequences, state.live)
+    computation = state.decoder.attached.compute_from(state.cache, sequences, state.live)
     patch = computation.patch
     assert patch.logits is not None
     return Decoded(computation.reduced_logits[:, -1], patch.logits[:, -1], lambda: patch)

@@ -37,11 +37,10 @@ from icl_patch.generation.decode_step import (
     prefill,
     shared_cache_streams,
 )
+from icl_patch.generation.decoder import Decoder
 from icl_patch.models.language_model import check_length, check_vocabulary, position_limit
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patcher import ContextPatcher
-from icl_patch.recording.passes import Computation
-from icl_patch.recording.sequences import absorb_all_but_last, check_context
+from icl_patch.recording.sequences import check_context
 
 LOGITS = ("reduced", "context", "replay")
 DEFAULT_NEW_TOKENS = 64
@@ -95,42 +94,6 @@ class GenerationStep:
                 "expected patches=True, these steps were generated without their patches"
             )
         return self._make_patch()
-
-
-class History:
-    """A growing context with its cache: at each step, everything before the current token is
-    absorbed.
-
-    ``model_inputs`` are further inputs of the model for the pass over all of the context but its
-    last token. Several histories on one patcher do not mix: all their state is here, and a pass
-    leaves none in the model.
-    """
-
-    def __init__(
-        self,
-        patcher: ContextPatcher,
-        context_ids: Tensor,
-        context_mask: Tensor | None,
-        **model_inputs: Any,
-    ) -> None:
-        patcher.require_attached()
-        ids, mask = check_context(context_ids, context_mask)
-        self._patcher = patcher
-        self._sequences = absorb_all_but_last(ids, mask)
-        check_vocabulary(patcher.model, ids)
-        with torch.inference_mode(False), torch.no_grad():
-            self._cache = patcher.prefill(self._sequences, **model_inputs)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def step(self) -> Computation:
-        """The patch for the current token; call once a token."""
-        self._patcher.require_attached()
-        return self._patcher.compute_from(self._cache, self._sequences)
-
-    def append(self, token_ids: Tensor) -> None:
-        """Make ``token_ids`` (B,) the current token; the one before joins the context."""
-        self._sequences = self._sequences.advanced(token_ids)
 
 
 @dataclass(frozen=True)
@@ -254,7 +217,7 @@ def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
 
 
 def generate(
-    patcher: ContextPatcher,
+    decoder: Decoder,
     context_ids: Tensor,
     context_mask: Tensor | None,
     max_new_tokens: int | None,
@@ -265,7 +228,7 @@ def generate(
     """See :meth:`icl_patch.ContextPatcher.generate`; ``arguments`` are those of
     ``model.generate``.
     """
-    patcher.require_attached()
+    decoder.attached.require_attached()
     if max_new_tokens is not None and max_new_tokens < 0:
         raise ValueError(f"expected max_new_tokens ≥ 0, got {max_new_tokens}")
     for name, ours in (("attention_mask", "context_mask"), ("custom_generate", "decoding_method")):
@@ -282,17 +245,17 @@ def generate(
             " for every context"
         )
     ids, mask = check_context(context_ids, context_mask)
-    check_vocabulary(patcher.model, ids)
+    check_vocabulary(decoder.attached.model, ids)
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
             streamer.end()
         return iter(())
-    if max_new_tokens is None and _has_no_length(patcher.model, arguments):
-        room = position_limit(patcher.model) - int(mask.sum(1).max())
+    if max_new_tokens is None and _has_no_length(decoder.attached.model, arguments):
+        room = position_limit(decoder.attached.model) - int(mask.sum(1).max())
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
     lengths = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    model: Any = patcher.model
+    model: Any = decoder.attached.model
     prepared = model.generate(
         ids,
         attention_mask=mask.long(),
@@ -301,7 +264,7 @@ def generate(
         **lengths,
         **arguments,
     )
-    return _steps(patcher, prepared, options, streamer)
+    return _steps(decoder, prepared, options, streamer)
 
 
 def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
@@ -316,7 +279,7 @@ def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
 
 
 def decoding_method(
-    patcher: ContextPatcher, streamer: BaseStreamer | None, options: Options
+    decoder: Decoder, streamer: BaseStreamer | None, options: Options
 ) -> Callable[..., Any]:
     """See :meth:`icl_patch.ContextPatcher.decoding_method`."""
 
@@ -328,12 +291,12 @@ def decoding_method(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        if model is not patcher.model:
+        if model is not decoder.attached.model:
             raise ValueError(
                 "expected the model that the patcher is attached to, got another"
                 f" {type(model).__name__}"
             )
-        patcher.require_attached()
+        decoder.attached.require_attached()
         prepared = _prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
@@ -345,7 +308,7 @@ def decoding_method(
             name: () for name in asked if generation_config.return_dict_in_generate
         }
         sequences = [input_ids]
-        for step in _steps(patcher, prepared, options, streamer):
+        for step in _steps(decoder, prepared, options, streamer):
             sequences.append(step.token_ids.unsqueeze(1))
             for name in found:
                 found[name] += (getattr(step, name).float(),)
@@ -360,20 +323,20 @@ def decoding_method(
 
 
 @torch.inference_mode(False)  # what is made here is written in place, by whoever takes the steps
-def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Decoding:
+def start(decoder: Decoder, prepared: _Prepared, options: Options) -> Decoding:
     """The context in a cache, ready for its last token."""
     longest, new = int(prepared.mask.sum(1).max()), prepared.capacity - prepared.ids.shape[1]
-    check_length(patcher.model, longest, new)
+    check_length(decoder.attached.model, longest, new)
     if options.graph and not prepared.ids.is_cuda:
         raise ValueError(f"expected a CUDA device with graph=True, got {prepared.ids.device}")
     if options.fixed:
-        check_compilable(patcher.model, patcher.blocks)
+        check_compilable(decoder.attached.model, decoder.attached.blocks)
     return prefill(
-        patcher,
+        decoder,
         prepared.ids,
         prepared.mask,
         prepared.capacity,
-        _decode_mode(patcher, options),
+        _decode_mode(decoder, options),
         chunk=options.prefill_chunk,
         cache=None if options.fixed else prepared.cache,
         reserve=not options.fixed,
@@ -381,8 +344,8 @@ def start(patcher: ContextPatcher, prepared: _Prepared, options: Options) -> Dec
     )
 
 
-def _decode_mode(patcher: ContextPatcher, options: Options) -> DecodeMode:
-    if patcher.closes:
+def _decode_mode(decoder: Decoder, options: Options) -> DecodeMode:
+    if decoder.attached.needs_two_passes:
         for name, wanted in (
             ("fast", options.fast),
             ("compiled", options.compiled),
@@ -390,13 +353,13 @@ def _decode_mode(patcher: ContextPatcher, options: Options) -> DecodeMode:
         ):
             if wanted:
                 raise ValueError(
-                    f"expected an update of one pass with {name}=True, {patcher.update!r} takes two"
+                    f"expected an update of one pass with {name}=True, {decoder.attached.update!r} takes two"
                     " passes on this model"
                 )
         return DecodeMode.TWO_PASS
-    if options.fast or (options.fast is None and not has_ties(patcher)):
+    if options.fast or (options.fast is None and not has_ties(decoder)):
         try:
-            shared_cache_streams(patcher)
+            shared_cache_streams(decoder)
         except UnsupportedModelError:
             if options.fast:
                 raise
@@ -420,7 +383,7 @@ def _next(
     due = options.check_every and number % options.check_every == 0
     if not due and options.logits != "replay":
         return decoded, logits, None
-    replayed = state.patcher.replay(decoded.make_patch())[0][:, -1]
+    replayed = state.decoder.attached.replay_logits(decoded.make_patch())[:, -1]
     logits = replayed if options.logits == "replay" else logits
     if not due:
         return decoded, logits, None
@@ -433,16 +396,16 @@ def _next(
 
 
 def _steps(
-    patcher: ContextPatcher, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
+    decoder: Decoder, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
 ) -> Iterator[GenerationStep]:
     """The steps, up to the first of which everything is ready, and errors have been raised."""
-    steps: Any = _loop(patcher, prepared, options, streamer)
+    steps: Any = _loop(decoder, prepared, options, streamer)
     next(steps)  # what has begun is ended, also where nobody asks for a step
     return steps
 
 
 def _loop(
-    patcher: ContextPatcher, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
+    decoder: Decoder, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
 ) -> Iterator[GenerationStep | None]:
     """The loop of transformers' ``_sample`` around our decode step; first it gives None, when it is
     ready.
@@ -455,7 +418,7 @@ def _loop(
     all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
     release = None
     try:
-        state = start(patcher, prepared, options)
+        state = start(decoder, prepared, options)
         if options.fixed:
             release = fix(
                 state,

@@ -28,7 +28,7 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 _CORRECTION = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-class Probe:
+class SelfCheck:
     """A small forward on random tokens, made before attaching and compared with after it.
 
     Swapped modules that are off must not change a bit; the context rows must match the untouched
@@ -64,7 +64,7 @@ class Probe:
         return forward_passes.run_two_streams(self._model, sequences, cache)
 
     @torch.no_grad()
-    def check(
+    def run(
         self,
         blocks: Sequence[AttachedBlock],
         try_exact: Callable[[Sequences], tuple[PatchReport, Tensor]],

@@ -44,6 +44,11 @@ class Sequences:
         return (self.mask.long().cumsum(1) - 1).clamp(min=0)
 
     @property
+    def has_prefix(self) -> bool:
+        """Whether some token before the first kept one is not absorbed."""
+        return bool((self.head_mask & ~self.head_absorbed).any())
+
+    @property
     def kept_columns(self) -> Tensor:
         """The tail's columns of kept tokens."""
         return (~self.tail_absorbed).nonzero().squeeze(1)

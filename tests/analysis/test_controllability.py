@@ -171,7 +171,9 @@ def test_a_branch_factor_of_zero() -> None:
     """No model that can be attached to has one: its form is changed behind the patcher's back."""
     model = tiny_models.build("granite", 0)
     with ContextPatcher(model, "direct") as patcher:
-        patcher.blocks[1].spec = replace(patcher.blocks[1].spec, residual_multiplier=0.0)
+        patcher.attached_model.blocks[1].spec = replace(
+            patcher.attached_model.blocks[1].spec, residual_multiplier=0.0
+        )
         first, second, *_ = controllability(patcher, IDS, KEPT)
         assert first.output_controllable.all() and second.input_controllable.all()
         assert not second.output_controllable.any() and not second.takes_up.any()

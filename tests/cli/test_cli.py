@@ -13,6 +13,7 @@ import torch
 
 from icl_patch import ContextPatch, ContextPatcher, embedded
 from icl_patch.cli import main as cli
+from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.evaluation import report
 
 
@@ -127,12 +128,12 @@ def test_generate_replays_every_nth_token(
     assert all(check["same_argmax"] and check["linf"] <= 1e-4 for check in result["checks"])
     assert "Replays without the context" in run(capsys, *command)[1]
     assert run(capsys, *command, "--temperature", "0.5")[0] == 2
-    replay = ContextPatcher.replay
-    # wrong from the first step on: attaching replays too
+    replay = AttachedModel.replay_logits
+    # wrong in generation alone: attaching replays an exact patch
     monkeypatch.setattr(
-        ContextPatcher,
-        "replay",
-        lambda self, patch: ((-1 if self.fused_modules else 1) * replay(self, patch)[0], []),
+        AttachedModel,
+        "replay_logits",
+        lambda self, patch: (1 if patch.passes == 2 else -1) * replay(self, patch),
     )
     assert run(capsys, *command[:-3], "--check-every", "4")[0] == 1
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.growing_context import GrowingContext
 from support.models import build
 from support.small import checkpointing
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch import Tensor
 from icl_patch import embedded, metrics, ops, verify
 from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.verify import MARS_PROMPT, VerifyReport, encode_contexts
-from icl_patch.generation.loop import History
 from icl_patch.patcher import ContextPatcher
 
 PROMPTS, NEW_TOKENS = 20, 25
@@ -93,7 +93,7 @@ def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(ops, "record_linear", unpatched)
     # attaching would notice
-    monkeypatch.setattr("icl_patch.recording.self_check.Probe.check", lambda *_: None)
+    monkeypatch.setattr("icl_patch.recording.self_check.SelfCheck.run", lambda *_: None)
     model = build("gemma3", 0, vocab_size=RANDOM_VOCABULARY)
     report = verify(
         model,
@@ -239,7 +239,7 @@ def test_history_steps_along_forced_tokens() -> None:
     ids = torch.tensor([[5, 6, 7, 8], [0, 9, 10, 11]])
     mask = torch.tensor([[True] * 4, [False, True, True, True]])
     with ContextPatcher(model, "stable") as patcher:
-        history = History(patcher, ids, mask)
+        history = GrowingContext(patcher, ids, mask)
         history.step()
         history.append(torch.tensor([12, 13]))
         stepped = history.step().patch

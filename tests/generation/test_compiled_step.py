@@ -70,7 +70,7 @@ def test_a_compiled_step_is_the_eager_one(
         assert {step.way for step in made} == {step.way for step in eager}
         assert max(float(step.check.linf.max()) for step in made if step.check) <= 1e-4
         assert len(traces) == 1
-    assert not patcher.fixed
+    assert not patcher.decoder.compiled_steps
 
 
 def test_with_the_whole_compiler() -> None:
@@ -85,7 +85,7 @@ def test_the_compiler_sees_all_but_the_products(family: str, traces: list[Any]) 
     """And the inversion: what it does not see, it cannot fuse."""
     with ContextPatcher(small(family), "stable") as patcher:
         steps_of(patcher, compiled=True)
-        blocks = len(patcher.blocks)
+        blocks = len(patcher.attached_model.blocks)
     ours = Counter(
         str(node.target).split(".")[1]
         for node in traces[0].graph.nodes
@@ -124,7 +124,7 @@ def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
             ids = tokens(rows, rows, 6)
             same(steps_of(patcher, ids, compiled=True), steps_of(patcher, ids))
         assert len(traces) == 4
-        assert len(patcher.fixed) == 2
+        assert len(patcher.decoder.compiled_steps) == 2
 
 
 def test_another_setting_beneath_a_patched_module_makes_another_step(traces: list[Any]) -> None:
@@ -141,7 +141,7 @@ def test_another_setting_beneath_a_patched_module_makes_another_step(traces: lis
         same(after, steps_of(patcher))
         assert metrics.linf(after[0].logits, before[0].logits).max() > 1e-3
         assert len(traces) == 2
-        patcher.blocks[2].readers["mlp.up_proj"].base_layer.register_forward_hook(
+        patcher.attached_model.blocks[2].readers["mlp.up_proj"].base_layer.register_forward_hook(
             lambda _module, _args, out: 1.5 * out
         )
         same(steps_of(patcher, compiled=True), steps_of(patcher))

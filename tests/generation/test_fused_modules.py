@@ -36,7 +36,8 @@ EXPECTED = {
 
 def kinds(patcher: ContextPatcher) -> Counter:
     return Counter(
-        type(found).__name__ for found in FusedModules(patcher.model, patcher.blocks)._found
+        type(found).__name__
+        for found in FusedModules(patcher.model, patcher.attached_model.blocks)._found
     )
 
 
@@ -60,7 +61,7 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
         torch.no_grad(),
         ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher,
     ):
-        for found in FusedModules(patcher.model, patcher.blocks)._found:
+        for found in FusedModules(patcher.model, patcher.attached_model.blocks)._found:
             width = 32 if not hasattr(found.module, "weight") else found.module.weight.shape[0]
             x = (3 * torch.randn(2, 5, width, generator=torch.Generator().manual_seed(3))).to(dtype)
             made, expected = found(x), found.module(x)
@@ -97,7 +98,7 @@ def test_a_step_is_the_same_without(
         patches = [step.patch for step in fused]
         assert Counter(ran) == Counter({kind: 3 * count for kind, count in found.items()})
         monkeypatch.setattr(FusedModules, "forwards", lambda self: [])
-        monkeypatch.setattr(FusedModules, "told", lambda self: set())
+        monkeypatch.setattr(FusedModules, "receives_norm_input", lambda self: set())
         plain = list(patcher.generate(ids, **arguments))
         for step, other, patch in zip(fused, plain, patches, strict=True):
             assert metrics.linf(step.logits, other.logits).max() <= 1e-5
@@ -196,7 +197,7 @@ def test_look_alikes_are_left_alone() -> None:
         assert kinds(patcher) == Counter(
             {"_Norm": LAYERS - 1, "_NormBefore": LAYERS, "_Gated": LAYERS - 2}
         )
-        fused_modules = FusedModules(patcher.model, patcher.blocks)
+        fused_modules = FusedModules(patcher.model, patcher.attached_model.blocks)
         late = model.model.layers[3].post_attention_layernorm.register_forward_hook(lambda *_: None)
         assert len(fused_modules.receives_norm_input()) == LAYERS - 1
         assert len(fused_modules.forwards()) == len(fused_modules._found) - 1

@@ -273,8 +273,9 @@ def test_checks_replay_every_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
         checks = [step.check for step in steps if step.check is not None]
         assert all(check.same_argmax.all() and check.linf.max() <= 1e-4 for check in checks)
         # a replay that is not of this patch shows
-        replay = patcher.replay
-        monkeypatch.setattr(patcher, "replay", lambda patch: (replay(patch)[0].flip(-1), []))
+        attached = patcher.attached_model
+        replay = attached.replay_logits
+        monkeypatch.setattr(attached, "replay_logits", lambda patch: replay(patch).flip(-1))
         worse = list(patcher.generate(IDS, max_new_tokens=3, check_every=3, eos_token_id=None))[
             -1
         ].check
@@ -396,7 +397,7 @@ def test_a_step_on_a_static_cache_waits_for_nothing_and_moves_no_buffer() -> Non
         model, ids = small("llama"), tokens(0, 3, 9)
         with ContextPatcher(model, "stable") as patcher, torch.no_grad():
             cache = StaticCache(config=model.config, max_cache_len=14)
-            state = prefill(patcher, ids, MASK, 14, way, cache=cache)
+            state = prefill(patcher.decoder, ids, MASK, 14, way, cache=cache)
 
             step: Any = state.step
 

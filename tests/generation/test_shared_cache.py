@@ -129,8 +129,8 @@ def test_the_trial_notices_a_wrong_stream(
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
         with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
-            shared_cache_streams(patcher)
-        assert patcher.folded is None
+            shared_cache_streams(patcher.decoder)
+        assert patcher.decoder.shared_cache is None
     before.check(model)
 
 
@@ -153,7 +153,7 @@ def test_a_fault_that_begins_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     for family in ("llama", "mixtral"):
         expected = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
         with ContextPatcher(tiny_models.build(family), "stable") as patcher, expected:
-            shared_cache_streams(patcher)
+            shared_cache_streams(patcher.decoder)
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp.experts", "mlp.gate"])
@@ -219,7 +219,7 @@ def test_something_between_attention_and_its_projection_is_refused() -> None:
         ContextPatcher(model, "stable") as patcher,
         pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"),
     ):
-        shared_cache_streams(patcher)
+        shared_cache_streams(patcher.decoder)
     hook.remove()
 
 
@@ -232,7 +232,7 @@ def test_its_cache_has_one_row_a_sequence(way: DecodeMode, rows: int) -> None:
         small("llama"), "exact" if way is DecodeMode.TWO_PASS else "stable"
     ) as patcher:
         ids = tokens(0, 3, 7)
-        state = prefill(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
+        state = prefill(patcher.decoder, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
         decode_one_token(state, ids[:, -1])
         assert {layer.keys.shape[0] for layer in state.cache.layers} == {3 * rows}
 
@@ -245,12 +245,14 @@ def test_a_copy_folds_its_own_model() -> None:
     arguments: dict = {"max_new_tokens": 3, "fast": True, "eos_token_id": None}
     with ContextPatcher(model, "stable") as patcher:
         before = list(patcher.generate(ids, **arguments))
-        patcher.fixed["a step"] = object()  # one that is traced has the other's buffers
+        patcher.decoder.compiled_steps["a step"] = (
+            object()
+        )  # one that is traced has the other's buffers
         copied = copy.deepcopy(patcher)
         assert copied.model is not model
-        assert patcher.fixed
+        assert patcher.decoder.compiled_steps
         assert not copied.fixed
-        patcher.fixed.clear()
+        patcher.decoder.compiled_steps.clear()
         with torch.no_grad():
             for layer in copied.model.model.layers:
                 layer.mlp.down_proj.weight.mul_(1.5)
@@ -289,7 +291,7 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
     model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
-        shared_cache_streams(patcher)
+        shared_cache_streams(patcher.decoder)
         before = held()
         state = prefill(
             patcher, ids, torch.ones_like(ids, dtype=torch.bool), 43, DecodeMode.SHARED_CACHE

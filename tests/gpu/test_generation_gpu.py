@@ -42,7 +42,7 @@ def test_a_captured_step_is_the_eager_one(fast: bool, compiled: bool, dtype: tor
                 if dtype == torch.float32:  # a token of bf16 may differ, and all that follow
                     assert torch.equal(token_ids, expected.token_ids)
                     assert metrics.linf(logits, expected.logits).max() <= near
-        assert len(patcher.fixed) == 1
+        assert len(patcher.decoder.compiled_steps) == 1
         step = list(patcher.generate(ids, graph=True, compiled=compiled, **arguments))[5]
         with pytest.raises(ValueError, match="before the next step"):
             _ = step.patch

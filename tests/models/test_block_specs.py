@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support.growing_context import GrowingContext
 from support.models import EXPERTS, Stock, build, case, ragged, tokens
 from support.small import works
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.loop import History
 from icl_patch.models.block_spec import Writer
 from icl_patch.models.detect import blocks_of
 from icl_patch.models.trace import trace
@@ -400,8 +400,8 @@ def test_an_adapter_is_one_linear_map_with_its_base(update: str) -> None:
             Adapter(layer.mlp.down_proj),
         )
     with ContextPatcher(model, update) as patcher:
-        assert patcher.blocks[0].spec.readers == ("mlp.gate_proj", "mlp.up_proj")
-        assert patcher.blocks[0].spec.down == "mlp.down_proj"
+        assert patcher.attached_model.blocks[0].spec.readers == ("mlp.gate_proj", "mlp.up_proj")
+        assert patcher.attached_model.blocks[0].spec.down == "mlp.down_proj"
         works(patcher)
 
 
@@ -512,15 +512,15 @@ def test_static_caches_of_layers_that_share_keys_and_of_alibi(family: str, updat
 def test_two_generations_on_a_recurrent_model_do_not_mix(family: str) -> None:
     """Their states belong to their caches, also where a class keeps its state in its modules."""
     with ContextPatcher(tiny_models.build(family, 2)) as patcher:
-        alone = [History(patcher, tokens(seed, 2, 6), None) for seed in (0, 1)]
+        alone = [GrowingContext(patcher, tokens(seed, 2, 6)) for seed in (0, 1)]
         expected = [[step_of(history) for _ in range(3)] for history in alone]
-        mixed = [History(patcher, tokens(seed, 2, 6), None) for seed in (0, 1)]
+        mixed = [GrowingContext(patcher, tokens(seed, 2, 6)) for seed in (0, 1)]
         got = [[step_of(history) for history in mixed] for _ in range(3)]
     for which in (0, 1):
         assert all(torch.equal(expected[which][step], got[step][which]) for step in range(3))
 
 
-def step_of(history: History) -> Tensor:
+def step_of(history: GrowingContext) -> Tensor:
     computation = history.step()
     history.append(computation.reduced_logits[:, -1].argmax(-1))
     return computation.reduced_logits
@@ -600,7 +600,7 @@ def test_windows_chunks_and_alibi_count_positions(family: str) -> None:
     model = tiny_models.build(family, 5)
     with ContextPatcher(model, "direct") as patcher:
         for name in ("prefix", "spans"):
-            computed = patcher.compute_sequences(assemble(**case(name, 5)))
+            computed = patcher.attached_model.compute(assemble(**case(name, 5)))
             logits = patcher.forward(computed.patch.kept_ids, computed.patch)
             mask = computed.patch.kept_mask
             assert metrics.linf(logits, computed.reduced_logits)[mask].max() <= 1e-4

@@ -266,7 +266,10 @@ def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
 def test_a_class_nobody_listed_works_if_its_form_is_known(update: str) -> None:
     model = disguised(Parallel)
     with ContextPatcher(model, update) as patcher:
-        assert patcher.blocks[0].spec.residual == ("input of ", "output of self_attn")
+        assert patcher.attached_model.blocks[0].spec.residual == (
+            "input of ",
+            "output of self_attn",
+        )
         works(patcher)
 
 

@@ -42,7 +42,7 @@ def test_direct_and_stable_in_fp32(family: str, seed: int) -> None:
     for update in ("direct", "stable"):
         with ContextPatcher(model, update) as patcher:
             if update == "stable" and not any(
-                block.spec.writer is Writer.SCALE for block in patcher.blocks
+                block.spec.writer is Writer.SCALE for block in patcher.attached_model.blocks
             ):
                 continue  # the same as direct
             for name, arguments in inputs.items():
@@ -76,13 +76,13 @@ def test_exact_is_bit_identical(family: str, dtype: torch.dtype, seed: int) -> N
         for name in CASES[seed]:
             arguments = case(name, seed)
             reference = Stock(model).logits(arguments)
-            computed = patcher.compute_sequences(assemble(**arguments))
+            computed = patcher.attached_model.compute(assemble(**arguments))
             patch = computed.patch
-            logits, all_activations = patcher.replay(patch)
+            logits, all_activations = patcher.attached_model.replay(patch)
             mask = patch.kept_mask
             assert torch.equal(patch.logits[mask], reference[mask]), name
             assert torch.equal(logits[mask], reference[mask]), name
-            for activations, wanted in zip(all_activations, computed.all_activations, strict=True):
+            for activations, wanted in zip(all_activations, computed.activations, strict=True):
                 assert torch.equal(activations.output[mask], wanted.output[mask]), name
                 check_inside(activations, wanted, mask, dtype)
             assert patch.report.misses.sum() == 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
+from support.growing_context import GrowingContext
 from support.models import CASES, FAMILIES, build, case, randomised, tokens
 from support.numeric import EPSILON
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from transformers import DynamicCache
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.loop import History
 from icl_patch.models import kv_cache
 from icl_patch.models.detect import blocks_of
 from icl_patch.recording.sequences import assemble
@@ -92,12 +92,12 @@ def test_exact_replay_is_bit_identical(
         reference = untouched_logits(model, inputs)
         with ContextPatcher(model, "exact") as patcher:
             patch = patcher.compute(**inputs)
-            computed = patcher.compute_sequences(assemble(**inputs))
-            logits, all_activations = patcher.replay(patch)
+            computed = patcher.attached_model.compute(assemble(**inputs))
+            logits, all_activations = patcher.attached_model.replay(patch)
         mask = patch.kept_mask
         assert torch.equal(patch.logits[mask], reference[mask])
         assert torch.equal(logits[mask], reference[mask])
-        for activations, wanted in zip(all_activations, computed.all_activations, strict=True):
+        for activations, wanted in zip(all_activations, computed.activations, strict=True):
             assert torch.equal(activations.output[mask], wanted.output[mask])
         assert patch.report.misses.sum() == 0
 
@@ -110,11 +110,11 @@ def test_exact_corrects_rounding_only(family: str, dtype: torch.dtype) -> None:
     """
     model, inputs = build(family, 3, dtype), case("span", 3)
     with ContextPatcher(model, "exact") as patcher:
-        computed = patcher.compute_sequences(assemble(**inputs))
+        computed = patcher.attached_model.compute(assemble(**inputs))
         patch = computed.patch
-        _, all_activations = patcher.replay(patch)
+        _, all_activations = patcher.attached_model.replay(patch)
     mask = patch.kept_mask
-    for activations, wanted in zip(all_activations, computed.all_activations, strict=True):
+    for activations, wanted in zip(all_activations, computed.activations, strict=True):
         for name, y_ctx in wanted.readers.items():
             assert metrics.linf(activations.readers[name], y_ctx)[mask].max() <= 4 * EPSILON[dtype]
     assert patch.report.reader_error.max() <= 4 * EPSILON[dtype]
@@ -148,7 +148,7 @@ def test_unpatched_readers_are_noticed(family: str, monkeypatch: pytest.MonkeyPa
         ("gemma3", {"readers": ("mlp.up_proj",)}),
         ("llama", {"readers": ("mlp.gate_proj",)}),
         ("gemma3", {"scale_offset": 0.0}),
-        ("llama", {"branch": 0.5}),
+        ("llama", {"residual_multiplier": 0.5}),
     ],
 )
 def test_attaching_notices_a_wrong_form(
@@ -159,7 +159,7 @@ def test_attaching_notices_a_wrong_form(
         dataclasses.replace(block, spec=dataclasses.replace(block.spec, **wrong))
         for block in blocks_of(model)
     ]
-    monkeypatch.setattr("icl_patch.patcher.blocks_of", lambda _model: blocks)
+    monkeypatch.setattr("icl_patch.recording.attached_model.blocks_of", lambda _model: blocks)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.\d has inputs or parameters"):
         ContextPatcher(model)
 
@@ -169,11 +169,11 @@ def test_attaching_notices_a_wrong_form(
 def test_reduced_stream_equals_replay(update: str, family: str) -> None:
     model, inputs = build(family, 1), case("prefix", 1)
     with ContextPatcher(model, update) as patcher:
-        computed = patcher.compute_sequences(assemble(**inputs))
+        computed = patcher.attached_model.compute(assemble(**inputs))
         logits = replayed(patcher, computed.patch)
     mask = computed.patch.kept_mask
     assert metrics.linf(computed.reduced_logits, logits)[mask].max() <= 1e-4
-    if patcher.closes:
+    if patcher.attached_model.needs_two_passes:
         assert torch.equal(computed.reduced_logits[mask], logits[mask])
 
 
@@ -216,7 +216,7 @@ def test_attention_that_counts_its_cache(make: Callable[[], nn.Module], update: 
     alone = assemble(context, kept[:, :1])
     with ContextPatcher(model, update) as patcher:
         for inputs in (assemble(context, kept, prefix_ids=prefix), assemble(context, kept), alone):
-            computed = patcher.compute_sequences(inputs)
+            computed = patcher.attached_model.compute(inputs)
             with torch.no_grad():
                 expected = model(torch.cat([inputs.head_ids, inputs.tail_ids], 1)).logits[
                     :, -inputs.tail_ids.shape[1] :
@@ -270,10 +270,10 @@ def test_replay_in_a_growing_history_has_no_access_to_it(family: str, update: st
     """
     ids = case("span", 4)["context_ids"]
     with ContextPatcher(build(family, 4), update) as patcher:
-        whole, poisoned = History(patcher, ids, None), History(patcher, ids, None)
+        whole, poisoned = GrowingContext(patcher, ids), GrowingContext(patcher, ids)
         before = replayed(patcher, whole.step().patch)
         patch = poisoned.step().patch
-        poison([poisoned._cache])
+        poison([poisoned.cache])
         assert torch.equal(replayed(patcher, patch), before)
 
 

@@ -83,7 +83,7 @@ def test_a_replay_has_the_bits_of_its_step(family: str) -> None:
                 tokens(seed, rows, 8), max_new_tokens=3, fast=None, eos_token_id=None
             ):
                 assert step.way == "two streams"
-                assert torch.equal(patcher.replay(step.patch)[0][:, -1], step.logits)
+                assert torch.equal(patcher.attached_model.replay(step.patch)[0][:, -1], step.logits)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gemma4-moe"])
@@ -103,7 +103,9 @@ def test_a_step_reads_the_matrices_of_both_streams_at_once(
 
     monkeypatch.setattr(ops, "expert_linear", counted)
     with ContextPatcher(model, "stable") as patcher:
-        mixtures = [block.experts for block in patcher.blocks if block.experts is not None]
+        mixtures = [
+            block.experts for block in patcher.attached_model.blocks if block.experts is not None
+        ]
         settings: dict = {"max_new_tokens": 1, "fast": False, "eos_token_id": None}
         calls.clear()  # of the probe
         (step,) = patcher.generate(tokens(0, 2, 8), **settings)
@@ -124,7 +126,7 @@ def test_a_setting_that_is_made_on_attached_experts_is_theirs() -> None:
         model.model.layers[0].mlp.experts.limit = 0.1
         with torch.no_grad():
             changed = model(ids).logits
-        assert "limit" not in vars(patcher.blocks[0].experts)
+        assert "limit" not in vars(patcher.attached_model.blocks[0].experts)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, changed)
     assert model.model.layers[0].mlp.experts.limit == 0.1

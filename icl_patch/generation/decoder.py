@@ -1,0 +1,30 @@
+"""What generation keeps of an attached model between calls."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from icl_patch.generation.fused_modules import FusedModules
+from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.recording.attached_model import AttachedModel
+
+
+@dataclass(eq=False)
+class Decoder:
+    """An attached model, and what its decode steps have found out about it.
+
+    Attributes:
+        attached: the model.
+        shared_cache: how its blocks run both streams over one cache, once somebody has asked.
+        fused_modules: its norms and gated MLPs as single operations, from the first step on.
+        compiled_steps: the steps that were compiled last, by all that they depend on.
+    """
+
+    attached: AttachedModel
+    shared_cache: SharedCacheStreams | None = None
+    fused_modules: FusedModules | None = None
+    compiled_steps: dict[Any, Any] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget everything about the model."""
+        self.shared_cache = self.fused_modules = None
+        self.compiled_steps.clear()

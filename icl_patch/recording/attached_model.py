@@ -1,0 +1,311 @@
+"""AttachedModel: a model with patched modules in its blocks, run to compute and to replay patches.
+
+A call comes down from :class:`icl_patch.ContextPatcher`; the passes themselves are in
+:mod:`icl_patch.recording.compute` and :mod:`icl_patch.recording.replay`.
+"""
+
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.models import kv_cache
+from icl_patch.models.attention_mask import check_attention
+from icl_patch.models.block_spec import Block, Writer
+from icl_patch.models.detect import blocks_of
+from icl_patch.models.forward import check_inputs, names_of
+from icl_patch.models.language_model import (
+    check_language_model,
+    check_length,
+    check_vocabulary,
+    counts_slots,
+    family_of,
+)
+from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.patch import fingerprints
+from icl_patch.patch.context_patch import ContextPatch, PatchReport
+from icl_patch.patch.serialization import UPDATES, PatchInfo
+from icl_patch.recording import forward_passes
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
+from icl_patch.recording.compute import Computation, compute_closing, compute_two_stream
+from icl_patch.recording.patch_assembly import empty_patch
+from icl_patch.recording.replay import replay_logits, replay_observed
+from icl_patch.recording.self_check import SelfCheck
+from icl_patch.recording.sequences import Sequences
+
+
+class HasAttachedModel(Protocol):
+    """A patcher, for functions that stand below it."""
+
+    attached_model: "AttachedModel"
+
+
+class AttachedModel:
+    """A Hugging Face model whose blocks' readers and writers are swapped for patched modules.
+
+    Args:
+        model: a causal language model in eval mode.
+        update: ``"direct"``, ``"stable"`` or ``"exact"``, see :class:`icl_patch.ContextPatcher`.
+        tokenizer: recorded in patches, and compared with the tokenizer of replayed ones.
+
+    Attributes:
+        blocks: the attached blocks, in order; empty after :meth:`detach`.
+        block_specs: path and spec of every block.
+        family: the type of the language model.
+        recurrent: whether some layer's state sums up the tokens before. The model then runs one
+            token a call.
+        applied: whether one token's patch is applied to all tokens just now.
+
+    Raises:
+        UnsupportedModelError: a block has an unknown form, or the model fails the self-check.
+        TypeError: ``tokenizer`` is none.
+        ValueError: ``update`` is unknown, or the model is attached already, or it is training with
+            dropout or gradient checkpointing.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, update: str, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        if update not in UPDATES:
+            raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
+        if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+            raise TypeError(
+                f"expected a tokenizer with a vocabulary, got {type(tokenizer).__name__}"
+            )
+        self.model, self.update, self.tokenizer = model, update, tokenizer
+        check_language_model(model)
+        check_attention(model)
+        if any(isinstance(module, PatchedModule) for module in model.modules()):
+            raise ValueError(
+                f"expected a model without patched modules, {type(model).__name__} has some: detach"
+                " the other patcher first"
+            )
+        _check_training(model, model.training)
+        self.blocks: list[AttachedBlock] = []
+        self.applied = False
+        self._dtype = model.dtype
+        self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
+        try:
+            # autocast's rounding would hide the errors that the self-check looks for
+            with torch.autocast(model.device.type, enabled=False):
+                self._attach()
+        except (UnsupportedModelError, torch.OutOfMemoryError):
+            self.detach()
+            raise
+        except Exception as error:  # of the model's own code, which nobody here has seen
+            self.detach()
+            raise UnsupportedModelError(
+                f"{type(model).__name__} fails on the tokens that attaching tries: {error}"
+            ) from error
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(self) -> None:
+        self.block_specs: tuple[Block, ...] = tuple(blocks_of(self.model))
+        self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
+        self._counts_slots = counts_slots(self.model)
+        check = SelfCheck(self.model, self.recurrent)
+        for block in self.block_specs:
+            self.blocks.append(AttachedBlock(self.model, block))
+        check.run(self.blocks, self._try_exact)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model's modules are swapped."""
+        return bool(self.blocks)
+
+    def detach(self) -> None:
+        """Put the model's own modules back; detaching twice is fine."""
+        while self.blocks:
+            self.blocks.pop().detach()
+
+    def require_attached(self) -> None:
+        """Check that passes can be run.
+
+        Raises:
+            ValueError: after :meth:`detach`, while a patch is applied, or if the model's dtype or
+                training mode has changed.
+        """
+        if not self.is_attached:
+            raise ValueError("expected an attached patcher, this one has been detached")
+        if self.applied:
+            raise ValueError(
+                "expected a model without an applied patch: leave the `with patcher.applied(...)`"
+                " block first"
+            )
+        if self.model.dtype != self._dtype:
+            raise ValueError(
+                f"expected the model in {self._dtype}, as it was attached to, got it in"
+                f" {self.model.dtype}: attach again"
+            )
+        if self.model.training or any(block.module.training for block in self.blocks):
+            _check_training(self.model, True)
+
+    # -- compute
+
+    @property
+    def needs_two_passes(self) -> bool:
+        """Whether every patch takes a pass of the unmodified model and then a closing pass.
+
+        The exact update does: its loop closes on rounding, which depends on the shapes. So does
+        the direct update of a scale writer: it divides by activations and so magnifies any
+        difference in rounding between its recording and its replay. So does every update of a
+        recurrent model: no mask hides a token from its state.
+        """
+        scales = any(block.spec.writer is Writer.SCALE for block in self.blocks)
+        return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
+
+    def _needs_two_passes_for(self, sequences: Sequences) -> bool:
+        """The same for these tokens: a model whose attention counts the tokens in its cache needs
+        two passes if the kept token is not alone.
+        """
+        if self.needs_two_passes or not self._counts_slots:
+            return self.needs_two_passes
+        return sequences.has_prefix or len(sequences.kept_columns) > 1
+
+    def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
+        """Run the unmodified model on the head: a cache with the rows that the next pass needs."""
+        check_inputs(self.model, model_inputs)
+        names = names_of(model_inputs)
+        if names and sequences.has_prefix:
+            raise ValueError(
+                f"expected no prefix beside {', '.join(names)}, of which a replay of the prefix"
+                " knows nothing"
+            )
+        cache = kv_cache.new_cache(self.model)
+        if sequences.head_ids.shape[1]:
+            forward_passes.run_head(self.model, sequences, cache, **model_inputs)
+            if not self._needs_two_passes_for(sequences):
+                kv_cache.stack_cache(cache, len(sequences.head_ids))
+        return cache
+
+    @torch.no_grad()
+    def compute(self, sequences: Sequences, **model_inputs: Any) -> Computation:
+        """The patch of the kept tokens, with everything observed on the way.
+
+        Raises:
+            ControllabilityError, UnsupportedModelError, ValueError, TypeError: as
+                :meth:`icl_patch.ContextPatcher.compute`.
+        """
+        self.require_attached()
+        check_vocabulary(self.model, sequences.head_ids, sequences.tail_ids)
+        check_length(self.model, int(sequences.mask.sum(1).max()))
+        return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
+
+    def compute_from(
+        self, cache: Cache, sequences: Sequences, live: Tensor | None = None
+    ) -> Computation:
+        """:meth:`compute` from a cache of the head, which holds the tail too afterwards.
+
+        live: (B, 1) bool, the rows that get a patch from a closing pass; all by default.
+        """
+        if self._needs_two_passes_for(sequences):
+            return self._compute_closing(cache, sequences, self.update, live)
+        patch = self.empty_patch(sequences, passes=1)
+        return compute_two_stream(self.model, self.blocks, self.update, patch, cache, sequences)
+
+    def _compute_closing(
+        self, cache: Cache, sequences: Sequences, update: str, live: Tensor | None = None
+    ) -> Computation:
+        patch = self.empty_patch(sequences, passes=2)
+        return compute_closing(
+            self.model, self.blocks, update, patch, cache, sequences, self.recurrent, live
+        )
+
+    def _try_exact(self, sequences: Sequences) -> tuple[PatchReport, Tensor]:
+        """The report of an exact patch, whatever the update, and the logits of its replay."""
+        cache = kv_cache.new_cache(self.model)
+        forward_passes.run_head(self.model, sequences, cache)
+        patch = self._compute_closing(cache, sequences, "exact").patch
+        assert patch.report is not None
+        return patch.report, self.replay_logits(patch)
+
+    # -- replay
+
+    @torch.no_grad()
+    def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockActivations]]:
+        """Replay a patch, unchecked: logits (B, T, V), and every block's activations."""
+        return replay_observed(self.model, self.blocks, patch, self.recurrent)
+
+    @torch.no_grad()
+    def replay_logits(self, patch: ContextPatch) -> Tensor:
+        """The same without looking at the blocks: logits (B, T, V)."""
+        return replay_logits(self.model, self.blocks, patch, self.recurrent)
+
+    # -- what a patch says of its model
+
+    def empty_patch(self, sequences: Sequences, passes: int) -> ContextPatch:
+        """A patch of the kept tokens of ``sequences``, without factors."""
+        return empty_patch(sequences, self._info(passes), self.block_specs)
+
+    def _info(self, passes: int) -> PatchInfo:
+        config = self.model.config
+        return PatchInfo(
+            model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
+            revision=getattr(config, "_commit_hash", None),
+            fingerprint=self.fingerprint,
+            tokenizer=self.tokenizer_fingerprint,
+            family=self.family,
+            update=self.update,
+            dtype=str(self.model.dtype),
+            passes=passes,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the weights."""
+        state = fingerprints.weight_state(self.model, self.block_specs)
+        if self._fingerprint is None or self._fingerprint[0] != state:
+            fingerprint = fingerprints.weight_fingerprint(self.model, self.block_specs)
+            self._fingerprint = (state, fingerprint)
+        return self._fingerprint[1]
+
+    @property
+    def fingerprinted(self) -> list[tuple[int, int, torch.dtype]] | None:
+        """The state of the weights that had the last fingerprint."""
+        return None if self._fingerprint is None else self._fingerprint[0]
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str | None:
+        """SHA-256 of the tokenizer, if there is one; taken once, because a vocabulary is long."""
+        return (
+            None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
+        )
+
+    def check_patch(self, patch: ContextPatch) -> None:
+        """Check that passes can be run, and that a patch is of this model and tokenizer.
+
+        Raises:
+            FingerprintMismatch: it is of others.
+            ValueError: as :meth:`require_attached`.
+        """
+        self.require_attached()
+        patch.check_model(self.model, self.fingerprint)
+        if self.tokenizer_fingerprint is not None:
+            patch.check_tokenizer(self.tokenizer_fingerprint)
+
+
+def _check_training(model: PreTrainedModel, training: bool) -> None:
+    """Raises ValueError if training changes the model's outputs."""
+    if training and _drops(model):
+        raise ValueError("expected a model in eval mode, got one that is training with dropout")
+    if any(
+        module.training and getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
+    ):
+        raise ValueError(
+            "expected a model in eval mode, got one that is training with gradient checkpointing,"
+            " which keeps no cache"
+        )
+
+
+def _drops(model: PreTrainedModel) -> bool:
+    """Whether the model drops anything out while it trains."""
+    config = vars(model.config.get_text_config(decoder=True))
+    rates = [rate for name, rate in config.items() if "drop" in name or name.endswith("pdrop")]
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

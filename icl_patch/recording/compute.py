@@ -1,0 +1,128 @@
+"""Computing a patch: both streams in one pass, or the unmodified model and then a closing pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.recording import forward_passes
+from icl_patch.recording.activation_capture import observe
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
+from icl_patch.recording.closing_recorder import ClosingRecorder
+from icl_patch.recording.diagnostics import BlockDiagnostics
+from icl_patch.recording.patch_assembly import (
+    Violations,
+    factors_of,
+    joined_layers,
+    report_of,
+    violations_of,
+)
+from icl_patch.recording.record import recording
+from icl_patch.recording.replay import calls_of, prefix_cache, run_kept
+from icl_patch.recording.sequences import Sequences
+from icl_patch.recording.two_stream_recorder import TwoStreamRecorder
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """A computed patch, and everything observed on the way.
+
+    Attributes:
+        patch: the patch.
+        reduced_logits: (B, T, V) of the reduced stream.
+        activations: of every block, with the context.
+        violations: of every block, the conditions that were looked at.
+    """
+
+    patch: ContextPatch
+    reduced_logits: Tensor
+    activations: list[BlockActivations]
+    violations: Violations
+
+
+def compute_two_stream(
+    model: PreTrainedModel,
+    blocks: Sequence[AttachedBlock],
+    update: str,
+    patch: ContextPatch,
+    cache: Cache,
+    sequences: Sequences,
+) -> Computation:
+    """Fill in ``patch`` in one pass of 2B rows, on top of a cache of the head of 2B rows."""
+    batch, columns = len(sequences.tail_ids), sequences.kept_columns
+    valid = sequences.tail_mask & ~sequences.tail_absorbed
+    recorders = [TwoStreamRecorder(block, update, valid) for block in blocks]
+    with recording(recorders):
+        logits = forward_passes.run_two_streams(model, sequences, cache)[:, columns]
+        layers = factors_of(blocks, columns)
+    calls = [[recorder.diagnostics for recorder in recorders]]
+    report = report_of(calls, columns)
+    return Computation(
+        replace(patch, layers=layers, report=report, logits=logits[:batch]),
+        logits[batch:],
+        [recorder.context for recorder in recorders],
+        violations_of(calls, columns),
+    )
+
+
+def compute_closing(
+    model: PreTrainedModel,
+    blocks: Sequence[AttachedBlock],
+    update: str,
+    patch: ContextPatch,
+    cache: Cache,
+    sequences: Sequences,
+    recurrent: bool,
+    live: Tensor | None = None,
+) -> Computation:
+    """Fill in ``patch`` in a pass of the unmodified model over the tail and a closing pass, which
+    runs the kept tokens in the shapes of their replay and chooses the factors.
+
+    live: (B, 1) bool, the rows that get a patch; all by default.
+    """
+    logits, activations = _observe_tail(model, blocks, cache, sequences, recurrent)
+    patch = replace(patch, logits=logits[:, sequences.kept_columns])
+    prefix = prefix_cache(model, patch)
+    calls: list[list[BlockDiagnostics]] = []
+    layers: list[tuple[Factors, ...]] = []
+    reduced: list[Tensor] = []
+    for part in calls_of(patch.kept_ids.shape[1], recurrent):
+        valid = patch.kept_mask[:, part] if live is None else patch.kept_mask[:, part] & live
+        recorders = [
+            ClosingRecorder(block, update, valid, context.part(part))
+            for block, context in zip(blocks, activations, strict=True)
+        ]
+        with recording(recorders):
+            reduced.append(run_kept(model, patch, prefix, part))
+            layers.append(factors_of(blocks, slice(None)))
+        calls.append([recorder.diagnostics for recorder in recorders])
+    report = report_of(calls, slice(None))
+    return Computation(
+        replace(patch, layers=joined_layers(layers), report=report),
+        torch.cat(reduced, 1),
+        activations,
+        violations_of(calls, slice(None)),
+    )
+
+
+def _observe_tail(
+    model: PreTrainedModel,
+    blocks: Sequence[AttachedBlock],
+    cache: Cache,
+    sequences: Sequences,
+    recurrent: bool,
+) -> tuple[Tensor, list[BlockActivations]]:
+    """Run the unmodified model on the tail: logits (B, S, V), and every block's activations of the
+    kept tokens.
+    """
+    logits, calls = [], []
+    for part in calls_of(sequences.tail_ids.shape[1], recurrent):
+        with observe(blocks) as observed:
+            logits.append(forward_passes.run_tail(model, sequences, cache, part))
+        calls.append(observed)
+    kept = sequences.kept_columns
+    joined = [BlockActivations.joined(parts).part(kept) for parts in zip(*calls, strict=True)]
+    return torch.cat(logits, 1), joined

@@ -1,0 +1,108 @@
+"""The parts of a patch put together: tokens and positions, factors of several calls, diagnostics."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from icl_patch.errors import ControllabilityError
+from icl_patch.models.block_spec import Block
+from icl_patch.patch.context_patch import ContextPatch, PatchReport
+from icl_patch.patch.serialization import PatchInfo
+from icl_patch.recording.attached_block import AttachedBlock, Factors
+from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
+from icl_patch.recording.sequences import Sequences
+
+Violations = tuple[tuple[ControllabilityViolation, ...], ...]  # by block
+
+
+def empty_patch(sequences: Sequences, info: PatchInfo, blocks: tuple[Block, ...]) -> ContextPatch:
+    """A patch of the kept tokens of ``sequences``, without factors."""
+    positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
+    prefix = sequences.head_mask & ~sequences.head_absorbed
+    width = int(prefix.sum(1).max()) if prefix.shape[1] else 0
+    # a stable sort moves the prefix to the right end, in order
+    order = prefix.long().sort(dim=1, stable=True).indices
+    prefix_slots = order[:, prefix.shape[1] - width :]
+    return ContextPatch(
+        info=info,
+        layers=(),
+        layer_indices=tuple(range(len(blocks))),
+        blocks=blocks,
+        kept_ids=sequences.tail_ids[:, sequences.kept_columns],
+        kept_mask=mask[:, slots],
+        position_ids=positions[:, slots],
+        kept_slots=slots.expand(len(mask), -1),
+        prefix_ids=sequences.head_ids.gather(1, prefix_slots),
+        prefix_mask=prefix.gather(1, prefix_slots),
+        prefix_positions=positions.gather(1, prefix_slots),
+        prefix_slots=prefix_slots,
+    )
+
+
+def factors_of(blocks: Sequence[AttachedBlock], columns: Tensor | slice) -> tuple[Factors, ...]:
+    """The factors that the blocks hold, of some columns, with the norms' own scales."""
+    layers = []
+    for block in blocks:
+        layer = {name: factor[:, columns] for name, factor in block.factors().items()}
+        layers.append(layer | scales_of(block, layer))
+    return tuple(layers)
+
+
+def scales_of(block: AttachedBlock, layer: Factors) -> Factors:
+    """The scales m of the norms whose new scale is among the factors."""
+    norms = block.norms.items()
+    return {f"{name}.scale": norm.scale for name, norm in norms if f"{name}.new_scale" in layer}
+
+
+def joined_layers(calls: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
+    """The factors of several calls, token after token."""
+    if len(calls) == 1:
+        return calls[0]
+    return tuple(
+        {
+            name: x if x.dim() == 1 else torch.cat([call[index][name] for call in calls], 1)
+            for name, x in layer.items()
+        }
+        for index, layer in enumerate(calls[0])
+    )
+
+
+def report_of(calls: list[list[BlockDiagnostics]], columns: Tensor | slice) -> PatchReport:
+    """The report on every block in every call.
+
+    Raises:
+        ControllabilityError: no change of the weights can have the effect.
+    """
+    try:
+        for token, call in enumerate(calls):
+            for block in call:
+                block.check(columns, token)
+    except ControllabilityError as error:
+        raise ControllabilityError(str(error), violations_of(calls, columns)) from None
+
+    def stack(name: str) -> Tensor:
+        parts = [[getattr(block.report, name)[:, columns] for block in call] for call in calls]
+        return torch.cat([torch.stack(part) for part in parts], 2)
+
+    return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
+
+
+def violations_of(calls: list[list[BlockDiagnostics]], columns: Tensor | slice) -> Violations:
+    """Every condition that was looked at, by block, token after token."""
+
+    def joined(parts: tuple[ControllabilityViolation, ...]) -> ControllabilityViolation:
+        rows, always = (
+            torch.cat([getattr(part, name)[:, columns] for part in parts], 1)
+            for name in ("rows", "always")
+        )
+        return replace(parts[0], rows=rows, always=always)
+
+    return tuple(
+        tuple(
+            joined(parts)
+            for parts in zip(*(call.violations.values() for call in block), strict=True)
+        )
+        for block in zip(*calls, strict=True)
+    )

@@ -1,0 +1,105 @@
+"""Replay: the kept tokens with a patch, over a cache of the prefix, without the context."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from icl_patch.models import kv_cache
+from icl_patch.models.attention_mask import Visibility
+from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.recording import forward_passes
+from icl_patch.recording.activation_capture import observe
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, replaying
+
+
+def calls_of(tokens: int, recurrent: bool) -> list[slice]:
+    """The columns of each call of the model: all at once, or one by one for a recurrent model,
+    whose classes go on from a state by one token a call.
+    """
+    if recurrent:
+        return [slice(token, token + 1) for token in range(tokens)]
+    return [slice(0, tokens)]
+
+
+def replay_logits(
+    model: PreTrainedModel,
+    blocks: Sequence[AttachedBlock],
+    patch: ContextPatch,
+    recurrent: bool,
+) -> Tensor:
+    """Replay a patch: logits (B, T, V)."""
+    cache, calls = prefix_cache(model, patch), calls_of(patch.kept_ids.shape[1], recurrent)
+    return torch.cat([_replay_call(model, blocks, patch, cache, part) for part in calls], 1)
+
+
+def replay_observed(
+    model: PreTrainedModel,
+    blocks: Sequence[AttachedBlock],
+    patch: ContextPatch,
+    recurrent: bool,
+) -> tuple[Tensor, list[BlockActivations]]:
+    """Replay a patch: logits (B, T, V), and every block's activations."""
+    logits, activations, cache = [], [], prefix_cache(model, patch)
+    for part in calls_of(patch.kept_ids.shape[1], recurrent):
+        with observe(blocks) as observed:
+            logits.append(_replay_call(model, blocks, patch, cache, part))
+        activations.append(observed)
+    joined = [BlockActivations.joined(parts) for parts in zip(*activations, strict=True)]
+    return torch.cat(logits, 1), joined
+
+
+def _replay_call(
+    model: PreTrainedModel,
+    blocks: Sequence[AttachedBlock],
+    patch: ContextPatch,
+    cache: Cache,
+    part: slice,
+) -> Tensor:
+    layers = [
+        {name: x if x.dim() == 1 else x[:, part] for name, x in layer.items()}
+        for layer in patch.layers
+    ]
+    with replaying(blocks, layers):
+        return run_kept(model, patch, cache, part)
+
+
+def prefix_cache(model: PreTrainedModel, patch: ContextPatch) -> DynamicCache:
+    """A cache of the prefix alone, from the unmodified model."""
+    cache = kv_cache.new_cache(model)
+    if patch.prefix_ids.shape[1]:
+        forward_passes.run(
+            model,
+            patch.prefix_ids,
+            patch.prefix_mask,
+            patch.prefix_positions,
+            cache,
+            last_logits=1,
+        )
+    return cache
+
+
+def run_kept(
+    model: PreTrainedModel, patch: ContextPatch, cache: Cache, part: slice = slice(None)
+) -> Tensor:
+    """Run kept tokens on top of the prefix and the kept tokens before them, masked as if the
+    context stood between: logits (B, T, V).
+    """
+    mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
+    positions = torch.cat([patch.prefix_positions, patch.position_ids], 1)
+    slots = torch.cat([patch.prefix_slots, patch.kept_slots], 1)
+    # Chunks are counted from a row's first token, which has another column in the whole sequence.
+    moved = (~patch.prefix_mask).sum(1) - (patch.kept_slots - patch.position_ids)[:, 0]
+    slots = slots + moved.unsqueeze(1)
+    part = slice(*part.indices(patch.kept_ids.shape[1]))
+    until = slice(0, patch.prefix_mask.shape[1] + part.stop)
+    visibility = Visibility(torch.ones_like(mask)[:, until], slots[:, until], positions[:, until])
+    return forward_passes.run(
+        model,
+        patch.kept_ids[:, part],
+        mask[:, until],
+        patch.position_ids[:, part],
+        cache,
+        visibility,
+    )
