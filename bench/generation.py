@@ -71,7 +71,10 @@ from icl_patch.bench.steps import (
     uncached_step,
 )
 from icl_patch.bench.throughput import twin
-from icl_patch.generation.decode_step import DecodeMode, Decoding, decode_one_token, prefill
+from icl_patch.generation.compiled_step import CompileOptions
+from icl_patch.generation.decode_state import DecodeMode, DecodeState
+from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.generation.shared_cache_trial import require_shared_cache
 from icl_patch.recording.sequences import absorb_all_but_last
 
 OURS = "recompute and apply, fast"
@@ -238,11 +241,11 @@ def ours(models: Models, ids: Tensor, bucketed_capacity: bool) -> dict[str, Step
         )
         found["recompute and apply, exact"] = Later(lambda: _exact_step(models.exact, ids))
     found[OURS_COMPILED] = Later(
-        lambda: _fixed_step(models.stable, ids, compiled=True, graph=ids.is_cuda)
+        lambda: _compiled_step(models.stable, ids, CompileOptions(True, ids.is_cuda))
     )
     if ids.is_cuda:
         found["recompute and apply, CUDA graph"] = Later(
-            lambda: _fixed_step(models.stable, ids, compiled=False, graph=True)
+            lambda: _compiled_step(models.stable, ids, CompileOptions(False, True))
         )
     return found
 
@@ -281,32 +284,24 @@ def _windows(model: PreTrainedModel, ids: Tensor) -> bool:
     return any(layer.is_sliding and layer.max_cache_len < ids.shape[1] for layer in layers)
 
 
-def _state(patcher: ContextPatcher, ids: Tensor, way: DecodeMode, **arguments: Any) -> Decoding:
-    return prefill(
-        patcher, ids, torch.ones_like(ids, dtype=torch.bool), ids.shape[1], way, **arguments
-    )
+def _state(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode, **arguments: Any) -> DecodeState:
+    if mode is DecodeMode.SHARED_CACHE:
+        require_shared_cache(patcher.decoder)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return prefill(patcher.decoder, ids, mask, ids.shape[1], mode, **arguments)
 
 
-def _decoding_step(patcher: ContextPatcher, ids: Tensor, way: DecodeMode) -> Step:
+def _decoding_step(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode) -> Step:
     """Our step over a dynamic cache."""
-    state, token = _state(patcher, ids, way), ids[:, -1].clone()
+    state, token = _state(patcher, ids, mode), ids[:, -1].clone()
     cache: Any = state.cache
     cache.activate_past_recording()
-    step: Any = state.step
-
-    def rewind() -> None:
-        cache.crop(-1)
-        step.step_inputs.positions -= 1
-        step.step_inputs.length -= 1
-        state.length -= 1
-        state.steps -= 1
-
-    return Step(lambda: decode_one_token(state, token).logits, rewind, cache)
+    return Step(lambda: decode_one_token(state, token).logits, state.rewind, cache)
 
 
-def _fixed_step(patcher: ContextPatcher, ids: Tensor, *, compiled: bool, graph: bool) -> Step:
+def _compiled_step(patcher: ContextPatcher, ids: Tensor, options: CompileOptions) -> Step:
     state = _state(patcher, ids, DecodeMode.SHARED_CACHE, reserve=False)
-    return Fixed(state, ids[:, -1].clone(), compiled=compiled, graph=graph)
+    return Fixed(state, ids[:, -1].clone(), options)
 
 
 def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer
 
 from icl_patch import ContextPatch
 from icl_patch.bench.harness import captured
-from icl_patch.generation.compiled_step import Captured, fix
-from icl_patch.generation.decode_step import Decoding, decode_one_token
+from icl_patch.generation.compiled_step import Captured, CompileOptions, use_compiled_step
+from icl_patch.generation.decode_state import DecodeState
+from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.patch.parameter_changes import parameter_changes
 
 
@@ -218,23 +218,11 @@ class Fixed(Step):
 
     _WARM_UP = 5  # it is traced, compiled, and captured at the fourth
 
-    def __init__(self, state: Decoding, token: Tensor, *, compiled: bool, graph: bool) -> None:
-        fix(state, both=False, compiled=compiled, graph=graph)
-        made: Any = state.step
-        self._fixed, self.traced = made, compiled
-        layers: list[Any] = state.cache.layers
-        counters = [
-            made.step_inputs.positions,
-            made.step_inputs.slot,
-            *(layer.cumulative_length for layer in layers if isinstance(layer, StaticLayer)),
-        ]
-
-        def rewind() -> None:
-            torch._foreach_sub_(counters, 1)
-            state.length -= 1
-            state.steps -= 1
-
-        super().__init__(lambda: decode_one_token(state, token).logits, rewind, state.cache)
+    def __init__(self, state: DecodeState, token: Tensor, options: CompileOptions) -> None:
+        use_compiled_step(state, options, return_context_logits=False)
+        self._step: Any = state.run_step
+        self.traced = compiled = options.inductor
+        super().__init__(lambda: decode_one_token(state, token).logits, state.rewind, state.cache)
         begun = time.perf_counter()
         for number in range(self._WARM_UP):
             self()
@@ -244,12 +232,12 @@ class Fixed(Step):
     @contextmanager
     def observable(self) -> Iterator[None]:
         """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
-        kept = self._fixed._run
+        kept = self._step.run
         try:
-            self._fixed._run = kept._run if isinstance(kept, Captured) else kept
+            self._step.run = kept.run if isinstance(kept, Captured) else kept
             yield
         finally:
-            self._fixed._run = kept
+            self._step.run = kept
 
 
 @contextmanager

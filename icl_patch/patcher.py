@@ -321,12 +321,11 @@ class ContextPatcher:
         max_new_tokens: int | None = None,
         streamer: BaseStreamer | None = None,
         logits: str = "reduced",
-        fast: bool | None = False,
+        mode: str = "auto",
+        compile: bool | str = False,
         patches: bool = True,
         check_every: int = 0,
         prefill_chunk: int | None = None,
-        compiled: bool = False,
-        graph: bool = False,
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
         """Generation in which every token is produced by freshly patched weights on that token
@@ -346,21 +345,25 @@ class ContextPatcher:
             logits: which logits are chosen from: ``"reduced"``, the reduced stream's;
                 ``"context"``, the context stream's; ``"replay"``, those of a replay of every step's
                 patch, without context.
-            fast: whether both streams share one cache of B rows, see
-                :mod:`icl_patch.generation.shared_cache`; None: where the model allows it, but for
-                mixtures of experts in bf16 and fp16, whose replays may choose other experts then.
+            mode: how a step runs the rows with the context and the rows without it:
+                ``"two_pass"``: the unmodified model, then the current token alone. Every update can;
+                ``exact`` and a few models need it.
+                ``"two_stream"``: one pass over both, each with its rows in the cache.
+                ``"shared_cache"``: one pass over one cache for both; not for every model.
+                ``"auto"``: the fastest of these that serves the update and the model. Mixtures of
+                experts in bf16 and fp16 take two streams, because replays of a shared cache may
+                choose other experts there.
+            compile: ``"inductor"`` (or True): trace the step once and compile it, which takes
+                seconds to minutes at the first two tokens. ``"cuda_graph"``: capture it as a CUDA
+                graph; a step's patch must then be asked for before the next step.
+                ``"inductor+cuda_graph"``: both. The step is kept: another generation of as many
+                rows and about as many tokens
+                (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it again. Hooks
+                in the model run while it is traced, not afterwards. For modes of one pass.
             patches: whether the steps keep what their patches are made of.
             check_every: replay every so many-th step without context and report the difference as
                 ``step.check``; 0 for never.
             prefill_chunk: so many tokens of the context a pass; all at once by default.
-            compiled: whether to trace the step once and compile it (``torch.compile``), which takes
-                seconds to minutes at the first two tokens. The step is kept: another generation of
-                as many rows and about as many tokens
-                (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) finds it made. It
-                runs on a static cache of its own. Hooks in the model run while it is traced, not
-                afterwards.
-            graph: whether to capture the step, compiled or not, as a CUDA graph, which is kept
-                likewise. A step's patch must then be asked for before the next step.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
                 ``cache_implementation="static"``, further inputs of the model …
@@ -370,12 +373,12 @@ class ContextPatcher:
             token. It may be left at any time.
 
         Raises:
-            UnsupportedModelError: ``fast=True``, ``compiled=True`` or ``graph=True`` is not for
-                this model.
+            UnsupportedModelError: ``mode="shared_cache"`` or ``compile`` does not cover this
+                model.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
-        options = loop.Options(logits, fast, patches, check_every, prefill_chunk, compiled, graph)
+        options = loop.Options(logits, mode, compile, patches, check_every, prefill_chunk)
         return loop.generate(
             self.decoder, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
         )
@@ -385,10 +388,9 @@ class ContextPatcher:
         *,
         streamer: BaseStreamer | None = None,
         logits: str = "reduced",
-        fast: bool | None = False,
+        mode: str = "auto",
+        compile: bool | str = False,
         prefill_chunk: int | None = None,
-        compiled: bool = False,
-        graph: bool = False,
     ) -> Callable[..., Any]:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
         custom_generate=this)``.
@@ -399,5 +401,5 @@ class ContextPatcher:
         return loop.decoding_method(
             self.decoder,
             streamer,
-            loop.Options(logits, fast, False, 0, prefill_chunk, compiled, graph),
+            loop.Options(logits, mode, compile, False, 0, prefill_chunk),
         )

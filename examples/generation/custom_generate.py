@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> bool:
             **inputs,
             max_new_tokens=20,
             do_sample=False,
-            custom_generate=patcher.decoding_method(fast=None),
+            custom_generate=patcher.decoding_method(mode="auto"),
         )
         one = tokenizer(prompts[0], return_tensors="pt")
         streamed = patcher.decoding_method(streamer=TextStreamer(tokenizer, skip_prompt=True))

@@ -30,7 +30,7 @@ from icl_patch.bench.running import Plan, redraw, run
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 from icl_patch.evaluation import architecture_suite, demo, embedded, report
 from icl_patch.evaluation.verify import default_context, encode_contexts, load_model, verify
-from icl_patch.generation.loop import LOGITS, GenerationStep
+from icl_patch.generation.loop import LOGITS, MODES, GenerationStep
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
@@ -158,12 +158,15 @@ def _parser() -> argparse.ArgumentParser:
         help="which logits to choose from (default: reduced)",
     )
     command.add_argument(
-        "--fast",
-        action="store_true",
-        help="both streams over one cache; not for every model, nor for --update exact",
+        "--mode",
+        choices=MODES,
+        default="auto",
+        help="how both streams run (default: auto, the fastest for the model and the update)",
     )
     command.add_argument(
-        "--compiled", action="store_true", help="compile the step, in seconds to minutes; likewise"
+        "--compile",
+        action="store_true",
+        help="compile the step, in seconds to minutes; not for --update exact",
     )
     command.add_argument(
         "--check-every",
@@ -622,8 +625,8 @@ def _generate(options: argparse.Namespace) -> int:
             context_mask=mask.to(model.device),
             max_new_tokens=options.max_new_tokens,
             logits=options.logits,
-            fast=options.fast,
-            compiled=options.compiled,
+            mode=options.mode,
+            compile=options.compile,
             patches=False,
             check_every=options.check_every,
             **choice,
@@ -644,7 +647,7 @@ def _generate(options: argparse.Namespace) -> int:
     result = {
         "model": str(model.config._name_or_path),
         "update": options.update,
-        "way": steps[0].way,
+        "mode": steps[0].mode,
         "token_ids": token_ids,
         "text": text,
     }

@@ -1,14 +1,13 @@
-"""A decode step that is taken down once and run from then on: compiled, as a CUDA graph, or both.
+"""A decode step that is compiled: traced once and compiled, captured as a CUDA graph, or both.
 
-What it reads lies in buffers that never move, so that neither the next token nor the next context
-needs another one. It is traced as it
-runs, below Python: of hooks, of contexts and of what the model's classes do on the way nothing is
-left but the operators, and whatever cannot be taken down so (a look at a number, say) is an error.
+The step reads buffers that stay in place, so that neither the next token nor the next context needs
+another step. It is traced as it runs, below Python: only operators remain of hooks, contexts and
+the model's own code. A model that looks at the numbers of a tensor cannot be traced.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.decode_step import Decoding, Pass, Step, StepInputs
+from icl_patch.generation.decode_state import DecodeState, RunStep, StepInputs, StepOutput
+from icl_patch.generation.decode_step import DecodeStep
 from icl_patch.generation.graph_partition import Regions
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.models import kv_cache
@@ -31,14 +31,43 @@ from icl_patch.recording.attached_block import AttachedBlock
 from icl_patch.recording.diagnostics import BlockDiagnostics
 
 _LEAST = 32  # tokens
-_KEPT = 2  # steps, and the caches they run on, that a patcher keeps between generations
+_KEPT = 2  # steps, with their caches, that are kept for later contexts
+COMPILE = ("inductor", "cuda_graph", "inductor+cuda_graph")
 
-Run = Callable[[Tensor, bool], Pass]
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Which compilers a step goes through.
+
+    inductor: traced and compiled by ``torch.compile``'s Inductor; cuda_graph: captured as a CUDA
+    graph, compiled or not.
+    """
+
+    inductor: bool = False
+    cuda_graph: bool = False
+
+    @classmethod
+    def of(cls, compile: bool | str) -> "CompileOptions":
+        """The options that :meth:`icl_patch.ContextPatcher.generate` takes as ``compile``.
+
+        Raises:
+            ValueError: there is no such compiler.
+        """
+        if compile in (False, True):
+            return cls(inductor=bool(compile))
+        if compile not in COMPILE:
+            expected = ", ".join(map(repr, COMPILE))
+            raise ValueError(f"expected compile True, False, {expected}, got {compile!r}")
+        names = str(compile).split("+")
+        return cls("inductor" in names, "cuda_graph" in names)
+
+    def __bool__(self) -> bool:
+        return self.inductor or self.cuda_graph
 
 
 class _NoLook(TorchFunctionMode):
-    """Within this context a tensor's numbers cannot be had on the host, where a trace would take
-    what they are now for what they are.
+    """Within this context a tensor's numbers cannot be read on the host: a trace would keep the
+    numbers of this pass.
     """
 
     _LOOKS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
@@ -58,251 +87,237 @@ class Traced:
         UnsupportedModelError: the model's pass cannot be traced.
     """
 
-    def __init__(self, step: Step, batch: int) -> None:
+    def __init__(self, step: DecodeStep, batch: int) -> None:
         self._step = step
-        self._token_ids = step.step_inputs.current.new_zeros(batch)
+        self._token_ids = step.inputs.current.new_zeros(batch)
         self._graph: Callable[[], list[Tensor]] | None = None
         self._compiled = False
-        # of a pass: what is no tensor, and None where the graph gives one
+        # Of a step's output: every leaf that is no tensor, and None in the place of one.
         self._leaves: list[Any] = []
         self._tree: Any = None
 
-    def __call__(self, token_ids: Tensor, both: bool) -> Pass:
-        """The token's pass."""
+    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
+        """Run the step on ``token_ids`` (B,)."""
         self._token_ids.copy_(token_ids)
         if self._graph is None:
-            return self._trace(both)
+            return self._trace(return_context_logits)
         if not self._compiled:
-            with self._covering():
-                tensors = self._graph()
+            with self._naming_the_model():
+                tensors = iter(self._graph())
             self._compiled = True
         else:
-            tensors = self._graph()
-        made = iter(tensors)
-        logits, maybe_infeasible, factors, collected = tree_unflatten(
-            [next(made) if x is None else x for x in self._leaves], self._tree
-        )
+            tensors = iter(self._graph())
+        leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
+        logits, infeasible, factors, collected = tree_unflatten(leaves, self._tree)
+        blocks = self._step.decoder.attached.blocks
         diagnostics = [
-            BlockDiagnostics(block.block.path, None, collected=of)
-            for block, of in zip(self._step.decoder.attached.blocks, collected, strict=True)
+            BlockDiagnostics(block.block.path, None, collected=entries)
+            for block, entries in zip(blocks, collected, strict=True)
         ]
-        return Pass(logits, maybe_infeasible, factors, diagnostics)
+        return StepOutput(logits, infeasible, factors, diagnostics)
 
-    def _trace(self, both: bool) -> Pass:
-        passes: list[Pass] = []
+    def _trace(self, return_context_logits: bool) -> StepOutput:
+        outputs: list[StepOutput] = []
 
         def run() -> list[Tensor]:
-            made = self._step(self._token_ids, both)
-            passes.append(made)
-            leaves, self._tree = tree_flatten(
-                (
-                    made.logits,
-                    made.maybe_infeasible,
-                    made.factors,
-                    [diagnostics.collected for diagnostics in made.diagnostics],
-                )
-            )
-            self._leaves = [None if isinstance(x, Tensor) else x for x in leaves]
-            return [x for x in leaves if isinstance(x, Tensor)]
+            output = self._step(self._token_ids, return_context_logits)
+            outputs.append(output)
+            collected = [diagnostics.collected for diagnostics in output.diagnostics]
+            parts = (output.logits, output.maybe_infeasible, output.factors, collected)
+            leaves, self._tree = tree_flatten(parts)
+            self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-        # one mode for what the trace notes of each tensor: make_fx would make one for each, which
-        # takes more than half its time
+        # One fake mode for all tensors: make_fx would make one for each, in half of its time.
         one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
-        with self._covering():
+        with self._naming_the_model():
             with one_mode, _NoLook():
                 graph = make_fx(run)()
-            self._graph = Regions(
-                graph, [block.module for block in self._step.decoder.attached.blocks]
-            )
-        return passes[0]
+            blocks = self._step.decoder.attached.blocks
+            self._graph = Regions(graph, [block.module for block in blocks])
+        return outputs[0]
 
     @contextmanager
-    def _covering(self) -> Iterator[None]:
+    def _naming_the_model(self) -> Iterator[None]:
         try:
             yield
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as cause:  # of the model's own code, which nobody here has seen
-            name, reason = (
-                type(self._step.decoder.attached.model).__name__,
-                str(cause).partition("\n")[0],
-            )
-            raise UnsupportedModelError(f"compiled=True does not cover {name}: {reason}") from cause
+            name = type(self._step.decoder.attached.model).__name__
+            reason = str(cause).partition("\n")[0]
+            raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
 
 
 class Captured:
-    """A step as a CUDA graph: captured after a few calls, which make what is made at first use, and
-    launched from then on.
-
-    Its tensors are the same at every call.
+    """A step as a CUDA graph: captured after a few calls, which make everything that is made at
+    first use, and launched from then on. Its tensors are the same at every call.
     """
 
     _WARM_UP = 3
 
-    def __init__(self, run: Run, step_inputs: StepInputs, batch: int) -> None:
-        self._run, self._calls = run, 0
+    def __init__(self, run: RunStep, step_inputs: StepInputs, batch: int) -> None:
+        self.run, self._calls = run, 0
         self._token_ids = step_inputs.current.new_zeros(batch)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._pass: Pass | None = None
+        self._output: StepOutput | None = None
 
-    def __call__(self, token_ids: Tensor, both: bool) -> Pass:
-        """The token's pass."""
+    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
+        """Run the step on ``token_ids`` (B,)."""
         self._token_ids.copy_(token_ids)
         self._calls += 1
         if self._calls <= self._WARM_UP:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                made = self._run(self._token_ids, both)
+                output = self.run(self._token_ids, return_context_logits)
             torch.cuda.current_stream().wait_stream(stream)
-            return made
+            return output
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self._pass = self._run(self._token_ids, both)
+                self._output = self.run(self._token_ids, return_context_logits)
             self._graph = graph
-        assert self._pass is not None
+        assert self._output is not None
         self._graph.replay()
         number = self._calls
-        return replace(self._pass, overwritten=lambda: number != self._calls)
+        return replace(self._output, is_overwritten=lambda: number != self._calls)
 
 
 class CompiledStep:
     """A step on buffers of its own, for one number of rows and tokens.
 
     Args:
-        state: a context in a dynamic cache. capacity: the most tokens. both: whether the context
-            stream's logits are given too.
-        compiled, graph: whether it is to be compiled, and captured as a CUDA graph.
+        state: a context in a dynamic cache. capacity: the largest number of tokens.
+        return_context_logits: whether the step gives the context stream's logits too.
+        options: the compilers.
 
     Raises:
-        UnsupportedModelError: the model's cache cannot be fixed in place.
+        UnsupportedModelError: the model's cache cannot be put in place.
     """
 
     def __init__(
-        self, state: Decoding, capacity: int, both: bool, compiled: bool, graph: bool
+        self,
+        state: DecodeState,
+        capacity: int,
+        return_context_logits: bool,
+        options: CompileOptions,
     ) -> None:
-        assert isinstance(state.step, Step)
-        step_inputs, batch = state.step.step_inputs, len(state.ids)
+        assert isinstance(state.run_step, DecodeStep) and state.step_inputs is not None
+        current, batch = state.step_inputs.current, len(state.ids)
         with torch.inference_mode(False):
-            rows, like = len(step_inputs.current), step_inputs.current.new_zeros
-            self.step_inputs = StepInputs(
+            rows, like = len(current), current.new_zeros
+            self.inputs = StepInputs(
                 current=like(rows, 1),
                 positions=like(rows, 1),
                 mask=like(rows, capacity),
-                cache=kv_cache.static_cache(_filled(state), capacity),
+                cache=kv_cache.static_cache(_filled_cache(state), capacity),
                 slot=like(1),
                 length=0,
             )
-            step = replace(state.step, step_inputs=self.step_inputs)
-            self._both = both
-            self._run: Run = Traced(step.for_compiler(), batch) if compiled else step
-            self._run = Captured(self._run, self.step_inputs, batch) if graph else self._run
+            step = replace(state.run_step, inputs=self.inputs)
+            self._return_context_logits = return_context_logits
+            self.run: RunStep = step
+            if options.inductor:
+                self.run = Traced(step.for_compiler(), batch)
+            if options.cuda_graph:
+                self.run = Captured(self.run, self.inputs, batch)
 
-    def __call__(self, token_ids: Tensor, both: bool) -> Pass:
-        """The token's pass."""
-        assert both == self._both
+    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
+        """Run the step on ``token_ids`` (B,)."""
+        assert return_context_logits == self._return_context_logits
         with torch.inference_mode(False), torch.no_grad():
-            return self._run(token_ids, both)
+            return self.run(token_ids, return_context_logits)
 
     def start_from(self, step_inputs: StepInputs) -> None:
-        """Make the buffers say what a feed with a dynamic cache says."""
+        """Fill the buffers from inputs with a dynamic cache."""
         with torch.inference_mode(False), torch.no_grad():
-            assert self.step_inputs.slot is not None
-            self.step_inputs.positions.copy_(step_inputs.positions)
-            self.step_inputs.slot.fill_(step_inputs.length - 1)
-            self.step_inputs.mask.zero_()
-            self.step_inputs.mask[:, : step_inputs.length] = step_inputs.mask[
-                :, : step_inputs.length
-            ]
-            kv_cache.copy_cache(step_inputs.cache, self.step_inputs.cache, step_inputs.length)
+            assert self.inputs.slot is not None
+            length = step_inputs.length
+            self.inputs.positions.copy_(step_inputs.positions)
+            self.inputs.slot.fill_(length - 1)
+            self.inputs.mask.zero_()
+            self.inputs.mask[:, :length] = step_inputs.mask[:, :length]
+            kv_cache.copy_cache(step_inputs.cache, self.inputs.cache, length)
 
 
-def _filled(state: Decoding) -> Any:
-    """A cache as the model makes it, with a token in every layer: the state's, or one of a token's
-    own.
-    """
-    assert isinstance(state.step, Step)
-    step_inputs = state.step.step_inputs
-    if step_inputs.length:
-        return step_inputs.cache
-    cache, one = (
-        kv_cache.new_cache(state.decoder.attached.model),
-        torch.zeros_like(step_inputs.current),
-    )
-    forward_passes.run(
-        state.decoder.attached.model, one, torch.ones_like(one), one, cache, last_logits=1
-    )
+def _filled_cache(state: DecodeState) -> Cache:
+    """A cache as the model makes it, with a token in every layer."""
+    assert state.step_inputs is not None
+    if state.step_inputs.length:
+        return state.step_inputs.cache
+    model = state.decoder.attached.model
+    cache, one = kv_cache.new_cache(model), torch.zeros_like(state.step_inputs.current)
+    forward_passes.run(model, one, torch.ones_like(one), one, cache, last_logits=1)
     return cache
 
 
 def bucketed_capacity(tokens: int) -> int:
-    """The capacity of a step for so many tokens: up to a quarter more, in steps of 32 at least, so
-    that other contexts find it made.
+    """The capacity of a compiled step: up to a quarter more than ``tokens``, in steps of at least
+    32, so that other contexts can use the step too.
     """
     step = max(_LEAST, 1 << max(tokens - 1, 0).bit_length() >> 3)
     return -(-tokens // step) * step
 
 
-def _traced(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a trace of the model depends on: what it runs, and where its weights lie."""
-    return (*(x.data_ptr() for x in (*model.parameters(), *model.buffers())), *what_runs(model))
+def _traced_objects(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Everything that a trace of the model depends on: its code, and where its weights lie."""
+    weights = (*model.parameters(), *model.buffers())
+    return (*(x.data_ptr() for x in weights), *what_runs(model))
 
 
 def check_compilable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> None:
-    """Whether a step of the model can be taken down.
+    """Check whether a step of the model can be compiled.
 
     Raises:
-        UnsupportedModelError: it depends on numbers that the host looks at, or on weights that no
-            compiler takes.
+        UnsupportedModelError: the step depends on numbers that the host looks at, or on weights
+            that no compiler takes.
         ValueError: autocast is on.
     """
     name = type(model).__name__
     if torch.is_autocast_enabled(model.device.type):
         raise ValueError(
-            "expected no autocast with compiled=True or graph=True: a step that is made once has"
-            " the model's own dtype"
+            "expected no autocast with compile: a step that is made once has the model's own dtype"
         )
     if any(isinstance(block.experts, PatchedScaledExperts) for block in blocks):
         raise UnsupportedModelError(
-            f"compiled=True and graph=True do not cover {name}: the host looks how many experts are"
-            " chosen"
+            f"compile does not cover {name}: the host looks how many experts are chosen"
         )
     if any(weight.is_inference() for weight in model.parameters()):
         raise UnsupportedModelError(
-            f"compiled=True and graph=True need weights made outside of inference mode, {name} has"
-            " others"
+            f"compile needs weights made outside of inference mode, {name} has others"
         )
 
 
-def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable[[], None]:
-    """Let a context's steps run on buffers that never move.
+def use_compiled_step(
+    state: DecodeState, options: CompileOptions, *, return_context_logits: bool
+) -> Callable[[], None]:
+    """Let a context's steps run compiled; the step is taken from the decoder's, or made.
 
-    A patcher keeps the steps that were made last for the contexts to come. None serves two contexts
-    at a time: what is returned is to be called when this one needs its step no more.
+    No step serves two contexts at a time. The returned function gives the step back for later
+    contexts.
     """
-    assert isinstance(state.step, Step)
-    decoder, step_inputs = state.decoder, state.step.step_inputs
+    assert state.step_inputs is not None
+    decoder = state.decoder
     capacity = bucketed_capacity(state.ids.shape[1])
     key = (
         len(state.ids),
         capacity,
-        state.way,
-        both,
-        compiled,
-        graph,
-        step_inputs.current.device,
-        _traced(decoder.attached.model),
+        state.mode,
+        return_context_logits,
+        options,
+        state.step_inputs.current.device,
+        _traced_objects(decoder.attached.model),
     )
-    fixed = decoder.compiled_steps.pop(key, None) or CompiledStep(
-        state, capacity, both, compiled, graph
-    )
-    fixed.start_from(step_inputs)
-    state.step, state.cache = fixed, fixed.step_inputs.cache
+    step = decoder.compiled_steps.pop(key, None)
+    if step is None:
+        step = CompiledStep(state, capacity, return_context_logits, options)
+    step.start_from(state.step_inputs)
+    state.run_step, state.step_inputs, state.cache = step, step.inputs, step.inputs.cache
 
     def release() -> None:
         if decoder.attached.is_attached:
-            decoder.compiled_steps[key] = fixed
+            decoder.compiled_steps[key] = step
         while len(decoder.compiled_steps) > _KEPT:
             del decoder.compiled_steps[next(iter(decoder.compiled_steps))]
 

@@ -1,23 +1,28 @@
-"""One decode step: everything before the current token, as a change of weights for it.
+"""One decode step: everything before the current token becomes a change of weights for it.
 
-:func:`prefill` puts a context into a cache, :func:`decode_one_token` runs one token on top of it;
-all that they need is in a
-:class:`Decoding`, and a pass leaves nothing in the model. B rows, S tokens so far, V ids.
+:func:`prefill` puts a context into a cache and returns a :class:`DecodeState`;
+:func:`decode_one_token` runs one token on top of it. A step leaves nothing in the model. B rows, S
+tokens so far, V ids.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from icl_patch import metrics
-from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.generation.decode_state import (
+    DecodeMode,
+    DecodeState,
+    StepInputs,
+    StepOutput,
+    maybe_infeasible,
+    new_step_inputs,
+    sequences_of,
+)
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
@@ -32,311 +37,105 @@ from icl_patch.models.forward_override import (
     overriding,
     plain_linears,
 )
-from icl_patch.models.language_model import check_vocabulary, vocabulary
-from icl_patch.patch import fingerprints
+from icl_patch.models.language_model import check_vocabulary
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.decode_recorder import DecodeRecorder
-from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.patch_assembly import report_of, scales_of
 from icl_patch.recording.record import recording
-from icl_patch.recording.sequences import Sequences, absorb_all_but_last
-
-
-class DecodeMode(Enum):
-    """How a step gets both streams through the model."""
-
-    # the untouched model, then the kept token alone in the shapes of its replay
-    TWO_PASS = "two passes"
-    TWO_STREAM = "two streams"  # one pass of 2B rows over a cache of 2B
-    # one pass of B rows over a cache of B, doubled from the attention's output to the block's end
-    SHARED_CACHE = "fast"
-
-
-@dataclass(eq=False)
-class StepInputs:
-    """What a pass over the current token reads, and moves on to the next one.
-
-    Attributes:
-        current, positions: (rows, 1) int64, the current token and its position; rows is B, or 2B
-            where the streams are stacked.
-        mask: (rows, capacity) int64, 1 = token.
-        cache: all tokens but the current one, rows of them.
-        slot: (1,) int64, the current token's column in a static cache; None for a dynamic one.
-        length: in a dynamic one, the tokens up to the current one.
-    """
-
-    current: Tensor
-    positions: Tensor
-    mask: Tensor
-    cache: Cache
-    slot: Tensor | None
-    length: int
-
-    def push(self, token_ids: Tensor) -> None:
-        """Make ``token_ids`` (B,) the current token; the one before joins the context. No buffer
-        moves, and the host is not waited for.
-        """
-        self.current.copy_(token_ids.repeat(len(self.current) // len(token_ids)).unsqueeze(1))
-        self.positions += 1
-        if self.slot is not None:
-            self.slot += 1
-            self.mask.index_fill_(1, self.slot, 1)
-        else:
-            self.mask[:, self.length] = 1
-            self.length += 1
-
-    @property
-    def visible(self) -> Tensor:
-        """The mask over the columns of the cache, the current token's included."""
-        return self.mask if self.slot is not None else self.mask[:, : self.length]
+from icl_patch.recording.sequences import absorb_all_but_last
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
-    """What a pass over the current token leaves: logits (B, V), or (2B, V) of both streams; whether
-    a block may have refused, () bool; the blocks' factors and notes; and, where another pass will
-    overwrite them, whether one has.
-    """
-
-    logits: Tensor
-    maybe_infeasible: Tensor
-    factors: list[Factors]
-    diagnostics: list[BlockDiagnostics]
-    overwritten: Callable[[], bool] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """Both streams of a token through the model, over a feed; nothing here waits for the device.
+class DecodeStep:
+    """Both streams of one token through the model, without waiting for the device.
 
     Attributes:
-        folded: how they share one cache, or None where they are stacked.
-        forwards: the modules that run another function, and that; fused: the same, of several
-            operations in one launch.
-        told: the blocks whose recorders the norm before their MLP tells, which is one of the fused.
-        patches: (2B,) int64, which patch each row of both streams has, -1 for none. for_inductor:
-            as a recorder has it.
+        inputs: what the step reads.
+        streams: how both streams share one cache; None where each has its own rows in the cache.
+        linears: modules with the forward that runs their product through our ops.
+        fused: modules with a forward of several operations in one launch.
+        receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
+        patch_index: (2B,) int64, the patch of each row of both streams, -1 for none.
+        for_inductor: whether the step is written for a compiler, see :class:`DecodeRecorder`.
     """
 
     decoder: Decoder
-    step_inputs: StepInputs
-    folded: SharedCacheStreams | None
-    forwards: list[tuple[nn.Module, Forward]]
+    inputs: StepInputs
+    streams: SharedCacheStreams | None
+    linears: list[tuple[nn.Module, Forward]]
     fused: list[tuple[nn.Module, Forward]]
     receives_norm_input: frozenset[AttachedBlock]
-    patches: Tensor
+    patch_index: Tensor
     for_inductor: bool = False
 
-    def for_compiler(self) -> "Step":
-        """The same for a compiler, which fuses small operations itself and sees into none of
-        ours.
-        """
+    def for_compiler(self) -> "DecodeStep":
+        """The same step for a compiler, which fuses small operations but cannot see into ours."""
         return replace(self, fused=[], receives_norm_input=frozenset(), for_inductor=True)
 
-    def __call__(self, token_ids: Tensor, both: bool) -> Pass:
-        """Make ``token_ids`` (B,) the current token and run it; ``both``: the head on both streams,
-        or the reduced one alone.
-        """
-        decoder, step_inputs, batch = self.decoder, self.step_inputs, len(token_ids)
-        model: Any = decoder.attached.model
-        step_inputs.push(token_ids)
+    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
+        """Make ``token_ids`` (B,) the current token and run it."""
+        attached, step_inputs = self.decoder.attached, self.inputs
+        model: Any = attached.model
+        step_inputs.advance(token_ids)
         recorders = [
             DecodeRecorder(
                 block,
-                decoder.attached.update,
-                self.patches,
+                attached.update,
+                self.patch_index,
                 receives_norm_input=block in self.receives_norm_input,
                 for_inductor=self.for_inductor,
             )
-            for block in decoder.attached.blocks
+            for block in attached.blocks
         ]
-        with recording(recorders), self._streams(batch, both):
-            logits = model(
-                **inputs(
-                    model,
-                    step_inputs.current,
-                    step_inputs.visible,
-                    step_inputs.positions,
-                    step_inputs.cache,
-                    1,
-                )
-            ).logits[:, -1]
-            factors = [block.factors() for block in decoder.attached.blocks]
+        model_inputs = inputs(
+            model,
+            step_inputs.current,
+            step_inputs.visible,
+            step_inputs.positions,
+            step_inputs.cache,
+            last_logits=1,
+        )
+        with recording(recorders), self._both_streams(len(token_ids), return_context_logits):
+            logits = model(**model_inputs).logits[:, -1]
+            factors = [block.factors() for block in attached.blocks]
         diagnostics = [recorder.diagnostics for recorder in recorders]
-        return Pass(logits, _maybe_infeasible(diagnostics, logits), factors, diagnostics)
+        return StepOutput(logits, maybe_infeasible(diagnostics, logits), factors, diagnostics)
 
     @contextmanager
-    def _streams(self, batch: int, both: bool) -> Iterator[None]:
-        """Within this context the model runs both streams of the current token; its head one of
-        them, or both.
-        """
+    def _both_streams(self, batch: int, return_context_logits: bool) -> Iterator[None]:
+        """Within this context the model runs both streams of the current token."""
         model = self.decoder.attached.model
         with ExitStack() as stack:
-            if self.folded is not None:
-                stack.enter_context(self.folded.run(self.step_inputs.slot))
+            if self.streams is not None:
+                stack.enter_context(self.streams.run(self.inputs.slot))
             else:
-                stack.enter_context(
-                    restricted_attention(model, OneToken(self.step_inputs.mask, batch=batch))
-                )
-            stack.enter_context(overriding([*self.forwards, *self.fused]))
+                one_token = OneToken(self.inputs.mask, batch=batch)
+                stack.enter_context(restricted_attention(model, one_token))
+            stack.enter_context(overriding([*self.linears, *self.fused]))
             head = model.get_output_embeddings()
             if overridable(head):
-                # (2B, 1, d) -> (B, 1, V): the widest matrix of all, on the stream whose logits are
-                # wanted
+                # The head is the widest matrix of all: run it on the rows whose logits are asked
+                # for, (2B, 1, d) -> (B, 1, V).
                 forward = linear_forward(head) if is_plain_linear(head) else head.forward
-                stack.enter_context(
-                    overriding([(head, forward if both else lambda x: forward(x[-batch:]))])
-                )
+                reduced = forward if return_context_logits else lambda x: forward(x[-batch:])
+                stack.enter_context(overriding([(head, reduced)]))
             yield
 
 
-def _maybe_infeasible(diagnostics: list[BlockDiagnostics], like: Tensor) -> Tensor:
-    """Whether a block may have refused a row, () bool: in a few launches for all of them."""
-    feasibility_checks = [block.feasibility_checks() for block in diagnostics]
-    refused, inverses = (
-        [x for parts in feasibility_checks for x in parts[kind]] for kind in (0, 1)
-    )
-    found = [torch.cat(refused).any()] if refused else []
-    found += [(torch.cat(inverses) == 0).any()] if inverses else []
-    return torch.stack(found).any() if found else like.new_zeros((), dtype=torch.bool)
-
-
-@dataclass(eq=False)
-class Decoding:
-    """A growing context.
+@dataclass(frozen=True, eq=False)
+class DecodeResult:
+    """The result of a decode step.
 
     Attributes:
-        patcher: the attached model. way: how its streams run; step: what runs them, None in two
-            passes.
-        ids: (B, capacity) int64; context_mask: (B, C) bool, of the context that it started with:
-            what came then are tokens.
-        length: the tokens that ids hold, the current one included; steps: the decode steps taken.
-        live: (B, 1) bool, the rows that still generate: the others get no patch, and nothing is
-            said about them.
-        cache: all tokens but the current one.
-        weights: the state of the patched weights at the start.
-    """
-
-    decoder: Decoder
-    way: DecodeMode
-    step: Callable[[Tensor, bool], Pass] | None
-    ids: Tensor
-    context_mask: Tensor
-    length: int
-    live: Tensor
-    cache: Cache
-    weights: list[Any]
-    steps: int = 0
-
-    def append(self, token_ids: Tensor) -> None:
-        """Note ``token_ids`` (B,) as the current token."""
-        self.ids[:, self.length] = token_ids
-        self.length += 1
-        self.steps += 1
-
-    def end(self, live: Tensor) -> None:
-        """Say which rows still generate, (B,) bool."""
-        self.live = live.unsqueeze(1)
-
-
-def _sequences(ids: Tensor, context_mask: Tensor) -> Sequences:
-    """The tokens so far, ids (B, S) with a mask (B, C) of those they began with: all but the last
-    of them absorbed.
-    """
-    return absorb_all_but_last(
-        ids, F.pad(context_mask, (0, ids.shape[1] - context_mask.shape[1]), value=True)
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """What a decode step gives: the reduced stream's logits (B, V), those with the context where
-    they were computed, and the patch.
-
-    ``make_patch()`` assembles the patch from the factors that the step left behind, whenever it is
-    asked for.
+        logits: (B, V) of the reduced stream. context_logits: (B, V) with the context, or None.
+        make_patch: assembles the patch from the factors that the step left, when it is called.
     """
 
     logits: Tensor
     context_logits: Tensor | None
     make_patch: Callable[[], ContextPatch]
-
-
-# Of a replay against the fast step it is of, relative to max |logit|: a stream that saw too much or
-# too little is off by far more.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-
-
-def shared_cache_streams(decoder: Decoder) -> SharedCacheStreams:
-    """How a model runs both streams over one cache: traced when it is first asked for, and tried on
-    random tokens by replays.
-
-    Raises:
-        UnsupportedModelError: it cannot, or it does not say without the context what it says with
-            it.
-    """
-    if decoder.shared_cache is None or not decoder.shared_cache.fresh:
-        # whose rounding would hide what is looked for
-        with torch.autocast(decoder.attached.model.device.type, enabled=False):
-            decoder.shared_cache = _folded(decoder)
-    return decoder.shared_cache
-
-
-def _folded(decoder: Decoder) -> SharedCacheStreams:
-    decoder.shared_cache, name = (
-        SharedCacheStreams(decoder.attached.model, decoder.attached.blocks),
-        type(decoder.attached.model).__name__,
-    )
-    try:
-        error = _trial_error(decoder)
-    # weights of zero have no patch for these tokens, and will say so for the user's
-    except ControllabilityError:
-        error = 0.0
-    except Exception as cause:  # of the model's own code, which nobody here has seen
-        decoder.shared_cache = None
-        raise UnsupportedModelError(f"fast=True does not cover {name}: {cause}") from cause
-    if not error <= _TOLERANCE[decoder.attached.model.dtype]:
-        decoder.shared_cache = None
-        raise UnsupportedModelError(
-            f"fast=True does not cover {name}: replays of its steps are off by {error:.1g}"
-        )
-    return decoder.shared_cache
-
-
-def has_ties(decoder: Decoder) -> bool:
-    """Whether rounding decides which experts a token goes to: a replay that rounds otherwise may
-    choose some that have no factors.
-    """
-    return decoder.attached.model.dtype in (torch.bfloat16, torch.float16) and any(
-        block.experts is not None for block in decoder.attached.blocks
-    )
-
-
-def _trial_error(decoder: Decoder) -> float:
-    """How far the replays of fast steps are off: at worst, or in the middle where a tie may send a
-    token elsewhere.
-    """
-    errors = torch.tensor(list(_replay_errors(decoder)))
-    if has_ties(decoder) and not errors.isnan().any():
-        return float(errors.sort().values[len(errors) // 2])
-    return float(errors.max())
-
-
-def _replay_errors(decoder: Decoder) -> Iterator[float]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, vocabulary(decoder.attached.model), (2, 9), generator=generator).to(
-        decoder.attached.model.device
-    )
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[1, :3] = False
-    state = prefill(decoder, ids[:, :7], mask[:, :7], 9, DecodeMode.SHARED_CACHE)
-    for column in (6, 7, 8):
-        decoded = decode_one_token(state, ids[:, column])
-        yield from metrics.linf(
-            decoder.attached.replay_logits(decoded.make_patch())[:, -1], decoded.logits
-        ).tolist()
 
 
 @torch.inference_mode(False)
@@ -346,120 +145,101 @@ def prefill(
     context_ids: Tensor,
     context_mask: Tensor,
     capacity: int,
-    way: DecodeMode,
+    mode: DecodeMode,
     *,
     chunk: int | None = None,
     cache: Cache | None = None,
     reserve: bool = True,
     **model_inputs: Any,
-) -> Decoding:
-    """Put all of a context but its last token into a cache, as the untouched model does.
+) -> DecodeState:
+    """Run the unmodified model on all of a context but its last token.
 
     Args:
         context_ids, context_mask: (B, C) int64 and bool, left-padded.
         capacity: the largest number of tokens there will be, C included.
-        way: how the steps are to run.
-        chunk: so many tokens a call, for contexts whose activations are too large at once; all in
-            one by default. Not for recurrent models, nor with further inputs.
+        mode: how the steps are to run. ``SHARED_CACHE`` needs a ``decoder.shared_cache``.
+        chunk: the number of tokens a call, for long contexts; all at once by default. Not for
+            recurrent models, nor with further inputs.
         cache: an empty cache; a dynamic one by default.
-        reserve: whether a dynamic cache gets room for tokens to come, so that few steps have to
-            copy it.
+        reserve: whether a dynamic cache gets room for later tokens, so that few steps copy it.
         model_inputs: further inputs of the model for this pass.
     """
-    given = names_of(model_inputs)
-    if chunk is not None and (decoder.attached.recurrent or given):
-        why = (
-            f"with {', '.join(given)}"
-            if given
-            else "of a recurrent model, which goes on by one token a call"
-        )
+    attached, names = decoder.attached, names_of(model_inputs)
+    if chunk is not None and (attached.recurrent or names):
+        why = "of a recurrent model, which goes on by one token a call"
+        why = f"with {', '.join(names)}" if names else why
         raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
     sequences = absorb_all_but_last(context_ids, context_mask)
-    check_vocabulary(decoder.attached.model, context_ids)
-    cache = kv_cache.new_cache(decoder.attached.model) if cache is None else cache
+    check_vocabulary(attached.model, context_ids)
+    cache = kv_cache.new_cache(attached.model) if cache is None else cache
     if width > 1:
-        forward_passes.run_head(
-            decoder.attached.model, sequences, cache, chunk=chunk, **model_inputs
-        )
-    if way is DecodeMode.TWO_STREAM:
+        forward_passes.run_head(attached.model, sequences, cache, chunk=chunk, **model_inputs)
+    if mode is DecodeMode.TWO_STREAM:
         kv_cache.stack_cache(cache, batch)
     if reserve:
         kv_cache.reserve(cache, capacity)
+    step = None
+    if mode is not DecodeMode.TWO_PASS:
+        past = context_mask[:, :-1].repeat(2 if mode is DecodeMode.TWO_STREAM else 1, 1)
+        step = _new_step(decoder, new_step_inputs(cache, past, capacity), batch, mode)
     ids = context_ids.new_zeros(batch, capacity)
     ids[:, : width - 1] = context_ids[:, :-1]
-    return Decoding(
+    return DecodeState(
         decoder=decoder,
-        way=way,
-        step=(
-            None
-            if way is DecodeMode.TWO_PASS
-            else _first_step(decoder, cache, context_mask[:, :-1], capacity, way)
-        ),
+        mode=mode,
+        run_step=step,
+        step_inputs=None if step is None else step.inputs,
         ids=ids,
         context_mask=context_mask,
         length=width - 1,
         live=torch.ones_like(context_mask[:, :1]),
         cache=cache,
-        weights=fingerprints.weight_state(decoder.attached.model, decoder.attached.block_specs),
+        fingerprint=attached.fingerprint,
     )
 
 
-def _first_step(
-    decoder: Decoder, cache: Cache, past: Tensor, capacity: int, way: DecodeMode
-) -> Step:
-    """What runs the tokens after those in the cache, (B, S) bool."""
-    past = past.long().repeat(2 if way is DecodeMode.TWO_STREAM else 1, 1)
-    rows, width = past.shape
-    step_inputs = StepInputs(
-        current=past.new_zeros(rows, 1),
-        positions=past.sum(1, keepdim=True) - 1,
-        mask=F.pad(past, (0, capacity - width)),
-        cache=cache,
-        slot=past.new_tensor([width - 1]) if cache.is_compileable else None,
-        length=width,
-    )
-    batch = len(past) if way is DecodeMode.SHARED_CACHE else len(past) // 2
-    patches = torch.arange(-batch, batch, device=past.device).clamp(min=-1)
+def _new_step(
+    decoder: Decoder, step_inputs: StepInputs, batch: int, mode: DecodeMode
+) -> DecodeStep:
+    attached = decoder.attached
     if decoder.fused_modules is None:
-        with torch.autocast(decoder.attached.model.device.type, enabled=False):
-            decoder.fused_modules = FusedModules(decoder.attached.model, decoder.attached.blocks)
-    fused_modules = decoder.fused_modules
-    folded = shared_cache_streams(decoder) if way is DecodeMode.SHARED_CACHE else None
-    return Step(
-        decoder,
-        step_inputs,
-        folded,
-        _linears(decoder, way),
-        fused_modules.forwards(),
-        frozenset(fused_modules.receives_norm_input()),
-        patches,
-    )
-
-
-def _linears(decoder: Decoder, way: DecodeMode) -> list[tuple[nn.Module, Forward]]:
-    """The linear maps that are not patched, through our ops, which read their weights once for the
-    few rows of a decode step.
-    """
-    doubled = (
-        set(shared_cache_streams(decoder).projections) if way is DecodeMode.SHARED_CACHE else set()
-    )
-    return [
+        with torch.autocast(attached.model.device.type, enabled=False):
+            decoder.fused_modules = FusedModules(attached.model, attached.blocks)
+    streams = None
+    if mode is DecodeMode.SHARED_CACHE:
+        streams = decoder.shared_cache
+        assert streams is not None
+    # Attention output projections already run on both streams of a shared cache.
+    doubled = set() if streams is None else set(streams.projections)
+    linears: list[tuple[nn.Module, Forward]] = [
         (module, linear_forward(module))
-        for module in plain_linears(decoder.attached.model, decoder.attached.block_specs)
+        for module in plain_linears(attached.model, attached.block_specs)
         if module not in doubled
     ]
+    device = step_inputs.current.device
+    return DecodeStep(
+        decoder,
+        step_inputs,
+        streams,
+        linears,
+        decoder.fused_modules.forwards(),
+        frozenset(decoder.fused_modules.blocks_with_norm_input()),
+        torch.arange(-batch, batch, device=device).clamp(min=-1),
+    )
 
 
-@torch.inference_mode(False)  # a cache that is written in place may be used inside it and outside
+@torch.inference_mode(False)  # the cache is written in place, inside inference mode and outside
 @torch.no_grad()
-def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) -> Decoded:
-    """One token a row, everything before it absorbed into its weights.
+def decode_one_token(
+    state: DecodeState, token_ids: Tensor, *, return_context_logits: bool = False
+) -> DecodeResult:
+    """Run one token a row, with everything before it absorbed into its weights.
 
     Args:
         state: from :func:`prefill`; it has grown by one token afterwards.
-        token_ids: (B,) int64, the current tokens: the context's last, then what was generated.
-        both: whether the context stream's logits are wanted too.
+        token_ids: (B,) int64, the current tokens: the context's last, then generated ones.
+        return_context_logits: whether to compute the context stream's logits too.
 
     Returns:
         The logits (B, V) of the next tokens.
@@ -469,81 +249,71 @@ def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) 
             named.
     """
     state.decoder.attached.require_attached()
-    state.append(token_ids)
-    if state.step is None:
-        return _close(state)
-    made = state.step(token_ids, both)
-    if made.maybe_infeasible:  # the step's one look at the device
-        for diagnostics in made.diagnostics:
+    state.advance(token_ids)
+    if state.run_step is None:
+        return _two_passes(state)
+    output = state.run_step(token_ids, return_context_logits)
+    if output.maybe_infeasible:  # the step's only synchronisation with the device
+        for diagnostics in output.diagnostics:
             diagnostics.resolve(state.live).check(start=state.steps - 1)
     batch = len(state.ids)
-    return Decoded(
-        made.logits[-batch:], made.logits[:batch] if both else None, _Recorded(state, made, both)
+    context_logits = output.logits[:batch] if return_context_logits else None
+    return DecodeResult(
+        output.logits[-batch:], context_logits, _DeferredPatch(state, output, context_logits)
     )
 
 
-class _Recorded:
-    """The factors of one step, and how a patch is made of them: later, when the state is steps
-    ahead and its cache perhaps gone.
-    """
+def _two_passes(state: DecodeState) -> DecodeResult:
+    attached, sequences = state.decoder.attached, state.sequences()
+    computation = attached.compute_from(state.cache, sequences, state.live, two_passes=True)
+    patch = computation.patch
+    assert patch.logits is not None
+    return DecodeResult(computation.reduced_logits[:, -1], patch.logits[:, -1], lambda: patch)
 
-    def __init__(self, state: Decoding, made: Pass, both: bool) -> None:
-        self.decoder, self.weights = state.decoder, state.weights
-        self.ids, self.context_mask = state.ids[:, : state.length], state.context_mask
-        self.made, self.both, self.live = made, both, state.live
-        self.blocks = tuple(state.decoder.attached.blocks)  # also when it has been detached
+
+class _DeferredPatch:
+    """Makes the patch of one step when it is called: later, when the state has moved on."""
+
+    def __init__(
+        self, state: DecodeState, output: StepOutput, context_logits: Tensor | None
+    ) -> None:
+        self.attached, self.fingerprint = state.decoder.attached, state.fingerprint
+        self.ids, self.context_mask, self.live = state.tokens, state.context_mask, state.live
+        self.output, self.context_logits = output, context_logits
+        self.blocks = tuple(self.attached.blocks)  # also if it is detached by then
 
     @torch.no_grad()
     def __call__(self) -> ContextPatch:
-        if self.made.overwritten is not None and self.made.overwritten():
+        output = self.output
+        if output.is_overwritten is not None and output.is_overwritten():
             raise ValueError(
                 "expected a patch of a CUDA graph's step to be asked for before the next step"
             )
-        layers = [
-            self._of_live_rows(block, held)
-            for block, held in zip(self.blocks, self.made.factors, strict=True)
-        ]
-        report = report_of(
-            [[diagnostics.resolve(self.live) for diagnostics in self.made.diagnostics]], slice(None)
-        )
-        logits = self.made.logits[: len(self.ids)].unsqueeze(1) if self.both else None
-        attached = self.decoder.attached
-        patch = replace(
-            attached.empty_patch(_sequences(self.ids, self.context_mask), passes=1),
-            layers=tuple(layers),
-            report=report,
-            logits=logits,
-        )
-        if attached.fingerprinted != self.weights:
+        factors = zip(self.blocks, output.factors, strict=True)
+        layers = tuple(self._of_live_rows(block, layer) for block, layer in factors)
+        resolved = [diagnostics.resolve(self.live) for diagnostics in output.diagnostics]
+        logits = None if self.context_logits is None else self.context_logits.unsqueeze(1)
+        patch = self.attached.empty_patch(sequences_of(self.ids, self.context_mask), passes=1)
+        if patch.info.fingerprint != self.fingerprint:
             raise ValueError(
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        return patch
+        report = report_of([resolved], slice(None))
+        return replace(patch, layers=layers, report=report, logits=logits)
 
-    def _of_live_rows(self, block: AttachedBlock, held: Factors) -> Factors:
-        """A block's factors, and its norms' scales beside their changes; the rows that had ended
-        have no change.
-        """
-        scales = scales_of(block, held)
-        if self.made.overwritten is None and self.live.all():
-            return held | scales
-        found = {}
-        for name, factor in held.items():
-            if not factor.is_floating_point():  # which experts were chosen
-                found[name] = factor.clone()
+    def _of_live_rows(self, block: AttachedBlock, layer: Factors) -> Factors:
+        """A block's factors and its norms' scales; rows that had ended have no change."""
+        scales = scales_of(block, layer)
+        if self.output.is_overwritten is None and self.live.all():
+            return layer | scales
+        factors: Factors = {}
+        for name, factor in layer.items():
+            if not factor.is_floating_point():  # the indices of the active experts
+                factors[name] = factor.clone()
                 continue
-            without = scales.get(
-                name.replace(".new_scale", ".scale"), torch.zeros((), device=factor.device)
-            ).to(factor.dtype)
+            zero = torch.zeros((), device=factor.device)
+            unchanged = scales.get(name.replace(".new_scale", ".scale"), zero).to(factor.dtype)
             live = self.live.reshape(*self.live.shape, *[1] * (factor.dim() - 2))
-            found[name] = torch.where(live, factor, without)
-        return found | scales
-
-
-def _close(state: Decoding) -> Decoded:
-    sequences = _sequences(state.ids[:, : state.length], state.context_mask)
-    computation = state.decoder.attached.compute_from(state.cache, sequences, state.live)
-    patch = computation.patch
-    assert patch.logits is not None
-    return Decoded(computation.reduced_logits[:, -1], patch.logits[:, -1], lambda: patch)
+            factors[name] = torch.where(live, factor, unchanged)
+        return factors | scales

@@ -28,3 +28,8 @@ class Decoder:
         """Forget everything about the model."""
         self.shared_cache = self.fused_modules = None
         self.compiled_steps.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has to make these anew: they hold functions that run the modules of this model.
+        found = {"shared_cache": None, "fused_modules": None, "compiled_steps": {}}
+        return {"attached": self.attached, **found}

@@ -149,8 +149,8 @@ class FusedModules:
         """What runs in place of whose forward; of modules that nobody has put a hook on."""
         return [(found.module, found) for found in self._found if found.fresh]
 
-    def receives_norm_input(self) -> set[AttachedBlock]:
-        """The blocks whose recorder is told of its MLP's input by the norm before it."""
+    def blocks_with_norm_input(self) -> set[AttachedBlock]:
+        """Blocks whose recorder gets its input from the fused pre-MLP norm."""
         return {
             found.block for found in self._found if isinstance(found, _NormBefore) and found.fresh
         }

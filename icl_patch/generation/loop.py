@@ -27,22 +27,17 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.compiled_step import check_compilable, fix
-from icl_patch.generation.decode_step import (
-    Decoded,
-    DecodeMode,
-    Decoding,
-    decode_one_token,
-    has_ties,
-    prefill,
-    shared_cache_streams,
-)
+from icl_patch.generation.compiled_step import CompileOptions, check_compilable, use_compiled_step
+from icl_patch.generation.decode_state import DecodeMode, DecodeState
+from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
+from icl_patch.generation.shared_cache_trial import has_ties, require_shared_cache
 from icl_patch.models.language_model import check_length, check_vocabulary, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
 LOGITS = ("reduced", "context", "replay")
+MODES = ("auto", *(mode.value for mode in DecodeMode))
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -68,7 +63,7 @@ class GenerationStep:
             the logits processors.
         live: (B,) bool, the rows that had not ended before this step; ended: those that have after
             it.
-        way: how the step ran: ``"two streams"``, ``"fast"``, or ``"two passes"``.
+        mode: how the step ran: ``"two_pass"``, ``"two_stream"`` or ``"shared_cache"``.
         check: the step against its replay, where one was asked for.
     """
 
@@ -77,7 +72,7 @@ class GenerationStep:
     scores: Tensor = field(repr=False)
     live: Tensor
     ended: Tensor
-    way: str
+    mode: str
     check: ReplayCheck | None
     _make_patch: Callable[[], ContextPatch] | None = field(repr=False)
 
@@ -98,26 +93,28 @@ class GenerationStep:
 
 @dataclass(frozen=True)
 class Options:
-    """How to generate, beside what transformers' configuration says; see
+    """How to generate, beside transformers' own configuration; see
     :meth:`icl_patch.ContextPatcher.generate`.
     """
 
     logits: str = "reduced"
-    fast: bool | None = False
+    mode: str = "auto"
+    compile: bool | str = False
     patches: bool = True
     check_every: int = 0
     prefill_chunk: int | None = None
-    compiled: bool = False
-    graph: bool = False
 
     @property
-    def fixed(self) -> bool:
-        """Whether the step runs on buffers that never move."""
-        return self.compiled or self.graph
+    def compilers(self) -> CompileOptions:
+        """The compilers that ``compile`` names."""
+        return CompileOptions.of(self.compile)
 
     def __post_init__(self) -> None:
         if self.logits not in LOGITS:
             raise ValueError(f"expected logits {', '.join(LOGITS)}, got {self.logits!r}")
+        if self.mode not in MODES:
+            raise ValueError(f"expected mode {', '.join(MODES)}, got {self.mode!r}")
+        CompileOptions.of(self.compile)
         if self.check_every < 0:
             raise ValueError(f"expected check_every ≥ 0, got {self.check_every}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
@@ -126,9 +123,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """What transformers makes of a generation configuration for a prompt: ids (B, C), mask (B, C)
-    bool.
-    """
+    """A prompt, ids and mask (B, C), with transformers' processors and criteria for it."""
 
     ids: Tensor
     mask: Tensor
@@ -140,12 +135,12 @@ class _Prepared:
 
     @property
     def capacity(self) -> int:
-        """The most tokens that there can be."""
+        """The largest number of tokens, the prompt's included."""
         return max(int(self.config.max_length), self.ids.shape[1] + 1)
 
 
-# What transformers' generate hands to a decoding method beside the model's inputs.
-_ITS_OWN = (
+# Arguments that transformers' generate adds to the model's inputs.
+_GENERATE_ARGUMENTS = (
     "attention_mask",
     "position_ids",
     "past_key_values",
@@ -164,7 +159,7 @@ def _prepare(
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> _Prepared:
-    """A decoding method for transformers' generate that only hands back what it was given."""
+    """A decoding method for ``model.generate`` that only returns its arguments."""
     if generation_config.num_beams > 1:
         raise ValueError(
             f"expected num_beams = 1, got {generation_config.num_beams}: a patch belongs to one"
@@ -194,15 +189,13 @@ def _prepare(
         model_inputs={
             name: value
             for name, value in model_kwargs.items()
-            if name not in _ITS_OWN and value is not None
+            if name not in _GENERATE_ARGUMENTS and value is not None
         },
     )
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
-    """That given positions, (B, C) or several planes of them, are those that count the tokens of
-    the mask, as ours do.
-    """
+    """Check that positions, (B, C) or several planes of them, count the tokens of the mask."""
     if positions is None:
         return
     rows, columns = mask.shape
@@ -268,7 +261,7 @@ def generate(
 
 
 def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
-    """Whether nothing that ``model.generate`` would see says how much to generate."""
+    """Whether neither the arguments nor a configuration limits the number of tokens."""
     configs = (arguments.get("generation_config"), model.generation_config)
     given = [
         getattr(config, name, None)
@@ -322,93 +315,98 @@ def decoding_method(
     return decode
 
 
-@torch.inference_mode(False)  # what is made here is written in place, by whoever takes the steps
-def start(decoder: Decoder, prepared: _Prepared, options: Options) -> Decoding:
-    """The context in a cache, ready for its last token."""
+@torch.inference_mode(False)  # the caches made here are written in place later
+def start(decoder: Decoder, prepared: _Prepared, options: Options) -> DecodeState:
+    """Put the context into a cache, ready for its last token."""
+    attached, compilers = decoder.attached, options.compilers
     longest, new = int(prepared.mask.sum(1).max()), prepared.capacity - prepared.ids.shape[1]
-    check_length(decoder.attached.model, longest, new)
-    if options.graph and not prepared.ids.is_cuda:
-        raise ValueError(f"expected a CUDA device with graph=True, got {prepared.ids.device}")
-    if options.fixed:
-        check_compilable(decoder.attached.model, decoder.attached.blocks)
+    check_length(attached.model, longest, new)
+    if compilers.cuda_graph and not prepared.ids.is_cuda:
+        raise ValueError(
+            f"expected a CUDA device with compile={options.compile!r}, got {prepared.ids.device}"
+        )
+    if compilers:
+        check_compilable(attached.model, attached.blocks)
     return prefill(
         decoder,
         prepared.ids,
         prepared.mask,
         prepared.capacity,
-        _decode_mode(decoder, options),
+        choose_mode(decoder, options),
         chunk=options.prefill_chunk,
-        cache=None if options.fixed else prepared.cache,
-        reserve=not options.fixed,
+        cache=None if compilers else prepared.cache,
+        reserve=not compilers,
         **prepared.model_inputs,
     )
 
 
-def _decode_mode(decoder: Decoder, options: Options) -> DecodeMode:
-    if decoder.attached.needs_two_passes:
-        for name, wanted in (
-            ("fast", options.fast),
-            ("compiled", options.compiled),
-            ("graph", options.graph),
-        ):
-            if wanted:
-                raise ValueError(
-                    f"expected an update of one pass with {name}=True, {decoder.attached.update!r} takes two"
-                    " passes on this model"
-                )
+def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
+    """The mode of the steps: the one asked for, or the fastest that the model allows.
+
+    Raises:
+        ValueError: the update takes two passes on this model, and another mode is asked for.
+        UnsupportedModelError: both streams cannot share a cache, and that is asked for.
+    """
+    one_pass = options.mode in ("two_stream", "shared_cache") or bool(options.compilers)
+    if decoder.attached.needs_two_passes or options.mode == "two_pass":
+        if one_pass:
+            asked = (
+                f"compile={options.compile!r}" if options.compilers else f"mode={options.mode!r}"
+            )
+            raise ValueError(
+                f"expected an update of one pass with {asked}, {decoder.attached.update!r} takes"
+                " two passes on this model"
+            )
         return DecodeMode.TWO_PASS
-    if options.fast or (options.fast is None and not has_ties(decoder)):
-        try:
-            shared_cache_streams(decoder)
-        except UnsupportedModelError:
-            if options.fast:
-                raise
-        else:
-            return DecodeMode.SHARED_CACHE
-    return DecodeMode.TWO_STREAM
+    if options.mode == "two_stream" or (options.mode == "auto" and has_ties(decoder)):
+        return DecodeMode.TWO_STREAM
+    try:
+        require_shared_cache(decoder)
+    except UnsupportedModelError:
+        if options.mode == "shared_cache":
+            raise
+        return DecodeMode.TWO_STREAM
+    return DecodeMode.SHARED_CACHE
 
 
 @torch.no_grad()
 def _next(
-    state: Decoding, token_ids: Tensor, options: Options, number: int
-) -> tuple[Decoded, Tensor, ReplayCheck | None]:
-    """The ``number``-th step: what was decoded, the logits to choose from, and the check if it is
-    due.
-    """
-    decoded = decode_one_token(state, token_ids, both=options.logits == "context")
-    logits = decoded.logits
-    if options.logits == "context":
-        assert decoded.context_logits is not None
-        logits = decoded.context_logits
+    state: DecodeState, token_ids: Tensor, options: Options, number: int
+) -> tuple[DecodeResult, Tensor, ReplayCheck | None]:
+    """The ``number``-th step: its result, the logits to choose from, and the check if it is due."""
+    from_context = options.logits == "context"
+    result = decode_one_token(state, token_ids, return_context_logits=from_context)
+    logits = result.logits
+    if from_context:
+        assert result.context_logits is not None
+        logits = result.context_logits
     due = options.check_every and number % options.check_every == 0
     if not due and options.logits != "replay":
-        return decoded, logits, None
-    replayed = state.decoder.attached.replay_logits(decoded.make_patch())[:, -1]
+        return result, logits, None
+    replayed = state.decoder.attached.replay_logits(result.make_patch())[:, -1]
     logits = replayed if options.logits == "replay" else logits
     if not due:
-        return decoded, logits, None
-    ended = ~state.live[:, 0]  # they have no patch
-    linf, same = (
-        metrics.linf(replayed, decoded.logits),
-        metrics.same_argmax(replayed, decoded.logits),
-    )
-    return decoded, logits, ReplayCheck(linf.masked_fill(ended, 0), same | ended)
+        return result, logits, None
+    ended = ~state.live[:, 0]  # rows without a patch
+    linf = metrics.linf(replayed, result.logits)
+    same = metrics.same_argmax(replayed, result.logits)
+    return result, logits, ReplayCheck(linf.masked_fill(ended, 0), same | ended)
 
 
 def _steps(
     decoder: Decoder, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
 ) -> Iterator[GenerationStep]:
-    """The steps, up to the first of which everything is ready, and errors have been raised."""
+    """The steps; everything before the first one has been done, and its errors raised."""
     steps: Any = _loop(decoder, prepared, options, streamer)
-    next(steps)  # what has begun is ended, also where nobody asks for a step
+    next(steps)  # so that the loop's end runs, even if nobody asks for a step
     return steps
 
 
 def _loop(
     decoder: Decoder, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
 ) -> Iterator[GenerationStep | None]:
-    """The loop of transformers' ``_sample`` around our decode step; first it gives None, when it is
-    ready.
+    """The loop of transformers' ``_sample`` around our decode step; it yields None when it is ready
+    for the first step.
     """
     config: Any = prepared.config
     processors: Any = prepared.processors
@@ -419,18 +417,15 @@ def _loop(
     release = None
     try:
         state = start(decoder, prepared, options)
-        if options.fixed:
-            release = fix(
-                state,
-                both=options.logits == "context",
-                compiled=options.compiled,
-                graph=options.graph,
+        if options.compilers:
+            release = use_compiled_step(
+                state, options.compilers, return_context_logits=options.logits == "context"
             )
         yield None
         while live.any():
             number += 1
-            decoded, logits, check = _next(state, token_ids, options, number)
-            so_far = state.ids[:, : state.length]  # (B, S)
+            result, logits, check = _next(state, token_ids, options, number)
+            so_far = state.tokens
             scores = processors(so_far, logits.to(torch.float32, copy=True))
             chosen = (
                 torch.multinomial(scores.softmax(-1), 1).squeeze(1)
@@ -444,12 +439,12 @@ def _loop(
             ended = ~live | prepared.criteria(longer, all_scores)
             if streamer is not None:
                 streamer.put(token_ids.cpu())
-            make_patch = decoded.make_patch if options.patches else None
+            make_patch = result.make_patch if options.patches else None
             yield GenerationStep(
-                token_ids, logits, scores, live, ended, state.way.value, check, make_patch
+                token_ids, logits, scores, live, ended, state.mode.value, check, make_patch
             )
             live = ~ended
-            state.end(live)
+            state.keep_live(live)
     finally:
         if release is not None:
             release()

@@ -7,7 +7,7 @@ and the reduced rows, which attend to the current token alone, get its value. Fr
 output projection to the block's end there are 2B rows, (2, B, 1, ·); then the context rows alone go
 on to the next block, and the last block hands on both. Nothing is assumed of a class but what
 :class:`SharedCacheStreams` has traced; that it is enough is checked by a replay, see
-:func:`icl_patch.generation.decode_step.shared_cache_streams`.
+:func:`icl_patch.generation.shared_cache_trial.require_shared_cache`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,12 +83,12 @@ class SharedCacheStreams:
         for block in blocks:
             if reason := _unsupported_reason(block):
                 raise UnsupportedModelError(
-                    f"fast=True does not cover {block.block.path}: {reason}"
+                    f"mode='shared_cache' does not cover {block.block.path}: {reason}"
                 )
         implementation = model.config.get_text_config(decoder=True)._attn_implementation
         if implementation != _IMPLEMENTATION:
             raise UnsupportedModelError(
-                f"fast=True needs attention {_IMPLEMENTATION!r}, {type(model).__name__} has"
+                f"mode='shared_cache' needs attention {_IMPLEMENTATION!r}, {type(model).__name__} has"
                 f" {implementation!r}"
             )
         self._blocks = [block.module for block in blocks]
@@ -220,11 +220,11 @@ def _trace(model: Any, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
             path = blocks[running[-1]].block.path
             if running[-1] in attended:
                 raise UnsupportedModelError(
-                    f"fast=True does not cover {path}: it attends more than once"
+                    f"mode='shared_cache' does not cover {path}: it attends more than once"
                 )
             if given.get("s_aux") is not None:
                 raise UnsupportedModelError(
-                    f"fast=True does not cover {path}: it attends to a sink beside the tokens"
+                    f"mode='shared_cache' does not cover {path}: it attends to a sink beside the tokens"
                 )
             attended[running[-1]] = made
 
@@ -264,6 +264,6 @@ def _trace(model: Any, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
                 else "does something to the attention's output"
             )
             raise UnsupportedModelError(
-                f"fast=True does not cover {block.block.path}: it {what} before a matrix reads it"
+                f"mode='shared_cache' does not cover {block.block.path}: it {what} before a matrix reads it"
             )
     return [found[index] for index in range(len(blocks))]

@@ -198,13 +198,19 @@ class AttachedModel:
         return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
 
     def compute_from(
-        self, cache: Cache, sequences: Sequences, live: Tensor | None = None
+        self,
+        cache: Cache,
+        sequences: Sequences,
+        live: Tensor | None = None,
+        *,
+        two_passes: bool = False,
     ) -> Computation:
         """:meth:`compute` from a cache of the head, which holds the tail too afterwards.
 
         live: (B, 1) bool, the rows that get a patch from a closing pass; all by default.
+        two_passes: whether to take two passes even if one would do, over a cache of B rows.
         """
-        if self._needs_two_passes_for(sequences):
+        if two_passes or self._needs_two_passes_for(sequences):
             return self._compute_closing(cache, sequences, self.update, live)
         patch = self.empty_patch(sequences, passes=1)
         return compute_two_stream(self.model, self.blocks, self.update, patch, cache, sequences)

@@ -27,7 +27,8 @@ from icl_patch.bench.results import Results, load_all, markdown
 from icl_patch.bench.shapes import Shape
 from icl_patch.bench.throughput import twin
 from icl_patch.generation import graph_partition
-from icl_patch.generation.decode_step import DecodeMode, decode_one_token
+from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.patch.parameter_changes import parameter_changes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from icl_patch import ContextPatch, ContextPatcher, embedded
+from icl_patch import ContextPatch, embedded
 from icl_patch.cli import main as cli
-from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.evaluation import report
+from icl_patch.recording.attached_model import AttachedModel
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
@@ -114,7 +114,8 @@ def test_generate_replays_every_nth_token(
         "5",
         "--update",
         "stable",
-        "--fast",
+        "--mode",
+        "shared_cache",
         "--check-every",
         "2",
     )
@@ -123,7 +124,7 @@ def test_generate_replays_every_nth_token(
     )
     result = json.loads(out)
     assert status == 0
-    assert result["way"] == "fast"
+    assert result["mode"] == "shared_cache"
     assert [check["step"] for check in result["checks"]] == [2, 4]
     assert all(check["same_argmax"] and check["linf"] <= 1e-4 for check in result["checks"])
     assert "Replays without the context" in run(capsys, *command)[1]

@@ -40,7 +40,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def steps_of(patcher: ContextPatcher, ids: Any = IDS, **arguments: Any) -> list[GenerationStep]:
     return list(
         patcher.generate(
-            ids, **{"max_new_tokens": 5, "eos_token_id": None, "fast": None} | arguments
+            ids, **{"max_new_tokens": 5, "eos_token_id": None, "mode": "auto"} | arguments
         )
     )
 
@@ -52,22 +52,20 @@ def same(steps: list[GenerationStep], others: list[GenerationStep]) -> None:
         assert metrics.linf(step.logits, other.logits).max() <= 1e-5
 
 
-@pytest.mark.parametrize("fast", [False, None], ids=["two streams", "as fast as can be"])
+@pytest.mark.parametrize("mode", ["two_stream", "auto"], ids=["two streams", "auto"])
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", "cohere2", "gemma3n", "qwen3_moe", "gpt_oss"])
-def test_a_compiled_step_is_the_eager_one(
-    family: str, fast: bool | None, traces: list[Any]
-) -> None:
+def test_a_compiled_step_is_the_eager_one(family: str, mode: str, traces: list[Any]) -> None:
     """Ragged rows, windows that have moved on, scales, parallel blocks, a shared cache; the patch
     of every step replays.
     """
     model = tiny_models.build(family)
     ids = tokens(0, 3, 9) % model.config.vocab_size
-    arguments: dict = {"context_mask": ragged(3, 9, side="left"), "fast": fast, "check_every": 1}
+    arguments: dict = {"context_mask": ragged(3, 9, side="left"), "mode": mode, "check_every": 1}
     with ContextPatcher(model, "stable") as patcher:
         eager = steps_of(patcher, ids, **arguments)
-        made = steps_of(patcher, ids, compiled=True, **arguments)
+        made = steps_of(patcher, ids, compile=True, **arguments)
         same(made, eager)
-        assert {step.way for step in made} == {step.way for step in eager}
+        assert {step.mode for step in made} == {step.mode for step in eager}
         assert max(float(step.check.linf.max()) for step in made if step.check) <= 1e-4
         assert len(traces) == 1
     assert not patcher.decoder.compiled_steps
@@ -77,14 +75,14 @@ def test_with_the_whole_compiler() -> None:
     with pytest.MonkeyPatch.context() as patch, ContextPatcher(small("llama"), "stable") as patcher:
         eager = steps_of(patcher)
         patch.setattr(graph_partition, "BACKEND", "inductor")
-        same(steps_of(patcher, compiled=True, check_every=1), eager)
+        same(steps_of(patcher, compile=True, check_every=1), eager)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_compiler_sees_all_but_the_products(family: str, traces: list[Any]) -> None:
     """And the inversion: what it does not see, it cannot fuse."""
     with ContextPatcher(small(family), "stable") as patcher:
-        steps_of(patcher, compiled=True)
+        steps_of(patcher, compile=True)
         blocks = len(patcher.attached_model.blocks)
     ours = Counter(
         str(node.target).split(".")[1]
@@ -99,7 +97,7 @@ def test_the_compiler_sees_all_but_the_products(family: str, traces: list[Any]) 
 def test_more_rows_than_are_streamed() -> None:
     with ContextPatcher(small("llama"), "stable") as patcher:
         ids = tokens(4, 20, 4)
-        same(steps_of(patcher, ids, compiled=True, check_every=5), steps_of(patcher, ids))
+        same(steps_of(patcher, ids, compile=True, check_every=5), steps_of(patcher, ids))
 
 
 def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
@@ -110,19 +108,19 @@ def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
     with ContextPatcher(model, "stable") as patcher:
         for length in (5, 9, 1):
             ids = tokens(length, 2, length)
-            same(steps_of(patcher, ids, compiled=True), steps_of(patcher, ids))
+            same(steps_of(patcher, ids, compile=True), steps_of(patcher, ids))
         assert len(traces) == 1
         with torch.no_grad():
             model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
             model.lm_head.weight.neg_()
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        same(steps_of(patcher, compile=True), steps_of(patcher))
         assert len(traces) == 1
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        same(steps_of(patcher, compile=True), steps_of(patcher))
         assert len(traces) == 2
         for rows in (1, 3, 1):
             ids = tokens(rows, rows, 6)
-            same(steps_of(patcher, ids, compiled=True), steps_of(patcher, ids))
+            same(steps_of(patcher, ids, compile=True), steps_of(patcher, ids))
         assert len(traces) == 4
         assert len(patcher.decoder.compiled_steps) == 2
 
@@ -134,17 +132,17 @@ def test_another_setting_beneath_a_patched_module_makes_another_step(traces: lis
     model = tiny_models.build("qwen3_moe")
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     with ContextPatcher(model, "stable") as patcher:
-        before = steps_of(patcher, compiled=True)
+        before = steps_of(patcher, compile=True)
         for gate in gates:
             gate.norm_topk_prob = not gate.norm_topk_prob
-        after = steps_of(patcher, compiled=True)
+        after = steps_of(patcher, compile=True)
         same(after, steps_of(patcher))
         assert metrics.linf(after[0].logits, before[0].logits).max() > 1e-3
         assert len(traces) == 2
         patcher.attached_model.blocks[2].readers["mlp.up_proj"].base_layer.register_forward_hook(
             lambda _module, _args, out: 1.5 * out
         )
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        same(steps_of(patcher, compile=True), steps_of(patcher))
     assert len(traces) == 3
 
 
@@ -153,10 +151,10 @@ def test_another_hook_makes_another_step(traces: list[Any]) -> None:
     with ContextPatcher(model, "stable") as patcher:
         expected = steps_of(patcher)
         handle = model.model.layers[0].register_forward_hook(lambda _module, _args, out: out + 1)
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        same(steps_of(patcher, compile=True), steps_of(patcher))
         handle.remove()
         for _ in range(2):
-            same(steps_of(patcher, compiled=True), expected)
+            same(steps_of(patcher, compile=True), expected)
     assert len(traces) == 2
 
 
@@ -171,15 +169,15 @@ def test_another_model_makes_another_step(traces: list[Any]) -> None:
             block.forward = lambda *args, factor=factor, **kwargs: (
                 factor * type(block).forward(block, *args, **kwargs)
             )
-            same(steps_of(patcher, compiled=True), steps_of(patcher))
+            same(steps_of(patcher, compile=True), steps_of(patcher))
             del block.forward
         block.self_attn.scaling *= 3
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        same(steps_of(patcher, compile=True), steps_of(patcher))
         hook = register_module_forward_hook(
             lambda module, _args, out: 2 * out if module is model.model.norm else out
         )
         try:
-            same(steps_of(patcher, compiled=True), steps_of(patcher))
+            same(steps_of(patcher, compile=True), steps_of(patcher))
         finally:
             hook.remove()
     assert len(traces) == 5
@@ -197,17 +195,17 @@ def test_a_step_that_looks_at_its_numbers(look: Callable[[Tensor], float]) -> No
         )
         with pytest.raises(
             UnsupportedModelError,
-            match=r"compiled=True does not cover LlamaForCausalLM: .*(look|get value)",
+            match=r"compile=True does not cover LlamaForCausalLM: .*(look|get value)",
         ):
-            steps_of(patcher, compiled=True)
+            steps_of(patcher, compile=True)
         hook.remove()
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        same(steps_of(patcher, compile=True), steps_of(patcher))
 
 
 def test_a_copy_of_a_step() -> None:
     with ContextPatcher(small("llama"), "stable") as patcher:
         for compiled in (False, True):
-            step = steps_of(patcher, compiled=compiled)[1]
+            step = steps_of(patcher, compile=compiled)[1]
             assert torch.equal(copy.deepcopy(step).logits, step.logits)
 
 
@@ -225,19 +223,21 @@ def test_generations_beside_each_other_do_not_mix(traces: list[Any]) -> None:
         arguments: dict = {"max_new_tokens": 5, "eos_token_id": None}
         pairs = list(
             zip(
-                patcher.generate(IDS, compiled=True, **arguments),
-                patcher.generate(others, compiled=True, **arguments),
+                patcher.generate(IDS, compile=True, **arguments),
+                patcher.generate(others, compile=True, **arguments),
                 strict=True,
             )
         )
-        same([pair[0] for pair in pairs], steps_of(patcher, fast=False))
-        same([pair[1] for pair in pairs], steps_of(patcher, others, fast=False))
+        same([pair[0] for pair in pairs], steps_of(patcher, mode="two_stream"))
+        same([pair[1] for pair in pairs], steps_of(patcher, others, mode="two_stream"))
         assert len(traces) == 2
-        half = patcher.generate(IDS, compiled=True, **arguments)
+        half = patcher.generate(IDS, compile=True, **arguments)
         next(half)
         del half
         works(patcher)
-        same(steps_of(patcher, fast=False, compiled=True), steps_of(patcher, fast=False))
+        same(
+            steps_of(patcher, mode="two_stream", compile=True), steps_of(patcher, mode="two_stream")
+        )
 
 
 def test_patches_outlive_their_steps() -> None:
@@ -249,13 +249,13 @@ def test_patches_outlive_their_steps() -> None:
         ends = int(steps_of(patcher)[1].token_ids[0])
         steps = steps_of(
             patcher,
-            compiled=True,
+            compile=True,
             eos_token_id=ends,
             pad_token_id=0,
             logits="context",
             max_new_tokens=4,
         )
-        steps_of(patcher, tokens(8, 2, 6), compiled=True, logits="context")
+        steps_of(patcher, tokens(8, 2, 6), compile=True, logits="context")
         live = [step.live.tolist() for step in steps]
         assert not live[-1][0]
         for step in steps:
@@ -275,21 +275,21 @@ def test_what_no_patch_can_do_is_said_and_undone(traces: list[Any]) -> None:
     zeros[1, -1] = 0
     with ContextPatcher(model, "stable") as patcher:
         model.model.embed_tokens.weight.data[0] = 0
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+        same(steps_of(patcher, compile=True), steps_of(patcher))
         with pytest.raises(
             ControllabilityError,
             match=r"model\.layers\.0, row 1, kept token 0: the input z of mlp\.gate_proj is 0",
         ):
-            steps_of(patcher, zeros, compiled=True)
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+            steps_of(patcher, zeros, compile=True)
+        same(steps_of(patcher, compile=True), steps_of(patcher))
         assert len(traces) == 1
 
 
 def test_in_inference_mode() -> None:
     with ContextPatcher(small("llama"), "stable") as patcher:
         with torch.inference_mode():
-            same(steps_of(patcher, compiled=True), steps_of(patcher))
-        same(steps_of(patcher, compiled=True), steps_of(patcher))
+            same(steps_of(patcher, compile=True), steps_of(patcher))
+        same(steps_of(patcher, compile=True), steps_of(patcher))
 
 
 def test_as_a_decoding_method(traces: list[Any]) -> None:
@@ -300,7 +300,7 @@ def test_as_a_decoding_method(traces: list[Any]) -> None:
         for _ in range(2):
             assert torch.equal(
                 model.generate(
-                    IDS, custom_generate=patcher.decoding_method(compiled=True), **arguments
+                    IDS, custom_generate=patcher.decoding_method(compile=True), **arguments
                 ),
                 expected,
             )
@@ -308,20 +308,20 @@ def test_as_a_decoding_method(traces: list[Any]) -> None:
 
 
 def test_what_cannot_be_compiled() -> None:
-    expected = "expected an update of one pass with compiled=True, 'exact' takes two passes"
+    expected = "expected an update of one pass with compile=True, 'exact' takes two passes"
     with (
         ContextPatcher(small("llama"), "exact") as patcher,
         pytest.raises(ValueError, match=expected),
     ):
-        patcher.generate(IDS, compiled=True, max_new_tokens=2)
+        patcher.generate(IDS, compile=True, max_new_tokens=2)
     model = tiny_models.build("xglm")
     ids = IDS % model.config.vocab_size
     with ContextPatcher(model, "stable") as patcher:
         before = steps_of(patcher, ids)
         with pytest.raises(
-            UnsupportedModelError, match="compiled=True does not cover XGLMForCausalLM"
+            UnsupportedModelError, match="compile=True does not cover XGLMForCausalLM"
         ):
-            steps_of(patcher, ids, compiled=True)
+            steps_of(patcher, ids, compile=True)
         same(steps_of(patcher, ids), before)
     for dtype in (torch.float32, torch.bfloat16):
         expected = "do not cover Llama4ForCausalLM: the host looks how many experts are chosen"
@@ -329,10 +329,10 @@ def test_what_cannot_be_compiled() -> None:
             ContextPatcher(tiny_models.build("llama4", 0, dtype), "stable") as patcher,
             pytest.raises(UnsupportedModelError, match=expected),
         ):
-            patcher.generate(tokens(0, 1, 5), compiled=True)
+            patcher.generate(tokens(0, 1, 5), compile=True)
     with torch.inference_mode():
         model = small("llama")
     with ContextPatcher(model, "stable") as patcher:
         steps_of(patcher)
         with pytest.raises(UnsupportedModelError, match="weights made outside of inference mode"):
-            steps_of(patcher, compiled=True)
+            steps_of(patcher, compile=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.generation import prefilled
 from support.models import ragged, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation import compiled_step
-from icl_patch.generation.decode_step import DecodeMode, decode_one_token, prefill
+from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.fused_modules import FusedModules
 
 LAYERS = 4
@@ -70,16 +72,16 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "olmo2", "cohere2"])
-@pytest.mark.parametrize("fast", [False, None], ids=["two streams", "as fast as can be"])
+@pytest.mark.parametrize("mode", ["two_stream", "auto"], ids=["two streams", "auto"])
 def test_a_step_is_the_same_without(
-    family: str, fast: bool | None, monkeypatch: pytest.MonkeyPatch
+    family: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = tiny_models.build(family), tokens(0, 3, 9) % tiny_models.VOCABULARY
     arguments: dict = {
         "context_mask": ragged(3, 9, side="left"),
         "max_new_tokens": 3,
         "eos_token_id": None,
-        "fast": fast,
+        "mode": mode,
     }
     ran: list[str] = []
     call = FusedModules.forwards
@@ -98,7 +100,7 @@ def test_a_step_is_the_same_without(
         patches = [step.patch for step in fused]
         assert Counter(ran) == Counter({kind: 3 * count for kind, count in found.items()})
         monkeypatch.setattr(FusedModules, "forwards", lambda self: [])
-        monkeypatch.setattr(FusedModules, "receives_norm_input", lambda self: set())
+        monkeypatch.setattr(FusedModules, "blocks_with_norm_input", lambda self: set())
         plain = list(patcher.generate(ids, **arguments))
         for step, other, patch in zip(fused, plain, patches, strict=True):
             assert metrics.linf(step.logits, other.logits).max() <= 1e-5
@@ -142,8 +144,12 @@ def test_a_step_takes_fewer_operators_than_the_models_own(family: str) -> None:
         with _Counted() as own:
             run(ids[:, -1:], past_key_values=cache)
     with ContextPatcher(model, "stable") as patcher:
-        state = prefill(
-            patcher, ids, torch.ones_like(ids, dtype=torch.bool), 10, DecodeMode.SHARED_CACHE
+        state = prefilled(
+            patcher,
+            ids,
+            torch.ones_like(ids, dtype=torch.bool),
+            10,
+            DecodeMode.SHARED_CACHE,
         )
         with _Counted() as ours:
             decode_one_token(state, ids[:, -1])
@@ -160,11 +166,11 @@ def test_without_a_context_nothing_changes(
     """
     monkeypatch.setattr(compiled_step, "Regions", lambda module, blocks: module)
     ids = tokens(0, 2, 1) % tiny_models.VOCABULARY
-    for dtype, fast in itertools.product(
-        (torch.float32, torch.bfloat16, torch.float64), (False, True)
+    for dtype, mode in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float64), ("two_stream", "shared_cache")
     ):
         with ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher:
-            step = next(patcher.generate(ids, max_new_tokens=1, fast=fast, compiled=compiled))
+            step = next(patcher.generate(ids, max_new_tokens=1, mode=mode, compile=compiled))
             for layer in step.patch.layers:
                 assert all(
                     (factor == 0).all() for name, factor in layer.items() if name.endswith(".u")

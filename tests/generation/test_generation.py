@@ -135,16 +135,17 @@ def test_two_generations_do_not_mix(family: str, update: str) -> None:
 
 @families
 @pytest.mark.parametrize(
-    ("update", "fast"), [("direct", False), ("stable", False), ("stable", True)]
+    ("update", "mode"),
+    [("direct", "two_stream"), ("stable", "two_stream"), ("stable", "shared_cache")],
 )
-def test_generation_under_autocast(family: str, update: str, fast: bool) -> None:
+def test_generation_under_autocast(family: str, update: str, mode: str) -> None:
     """In the dtype that autocast says, also for a patcher that has generated without it: the
     model's own logits up to its rounding.
     """
     model, ids = small(family), tokens(7, 2, 8)
     settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
-    settings["fast"] = fast
+    settings["mode"] = mode
     plain = model.generate(ids, **arguments).logits
     for before in (False, True):
         with ContextPatcher(model, update) as patcher:
@@ -153,8 +154,8 @@ def test_generation_under_autocast(family: str, update: str, fast: bool) -> None
             with torch.autocast("cpu", torch.bfloat16):
                 expected = model.generate(ids, **arguments).logits
                 steps = list(patcher.generate(ids, **settings))
-                with pytest.raises(ValueError, match="no autocast with compiled=True"):
-                    next(patcher.generate(ids, compiled=True, **settings))
+                with pytest.raises(ValueError, match="no autocast with compile=True"):
+                    next(patcher.generate(ids, compile=True, **settings))
             again = list(patcher.generate(ids, **settings))
         for step, logits, after, exact in zip(steps, expected, again, plain, strict=True):
             assert metrics.linf(step.logits.float(), logits).max() <= 0.05

@@ -36,10 +36,14 @@ def test_examples_say_that_they_hold(name: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("family", "update", "fast"),
-    [("gemma3", "stable", None), ("llama", "direct", False), ("gemma3", "exact", False)],
+    ("family", "update", "mode"),
+    [
+        ("gemma3", "stable", "auto"),
+        ("llama", "direct", "two_stream"),
+        ("gemma3", "exact", "two_pass"),
+    ],
 )
-def test_generate_with_our_decoding_method(family: str, update: str, fast: bool | None) -> None:
+def test_generate_with_our_decoding_method(family: str, update: str, mode: str) -> None:
     """The same call with and without it: the same sequences, and as many scores and logits, of the
     same size.
     """
@@ -63,7 +67,7 @@ def test_generate_with_our_decoding_method(family: str, update: str, fast: bool 
     before = Snapshot(model)
     with ContextPatcher(model, update) as patcher:
         torch.manual_seed(0)
-        said = model.generate(ids, **arguments, custom_generate=patcher.decoding_method(fast=fast))
+        said = model.generate(ids, **arguments, custom_generate=patcher.decoding_method(mode=mode))
         plain = model.generate(
             ids, max_new_tokens=2, pad_token_id=0, custom_generate=patcher.decoding_method()
         )

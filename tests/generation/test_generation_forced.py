@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from icl_patch import ContextPatcher, embedded
-from icl_patch.generation.decode_step import DecodeMode, decode_one_token, prefill
+from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.decode_step import decode_one_token
 
 MODELS = ("embedded", "gemma3", "llama")
 

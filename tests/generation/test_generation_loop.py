@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.generation import prefilled
 from support.models import build, ragged, tokens
 from support.small import IDS, KEPT, Snapshot, plain_logits, small, works
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.decode_step import DecodeMode, StepInputs, decode_one_token, prefill
+from icl_patch.generation.decode_state import DecodeMode, StepInputs
+from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.loop import GenerationStep
 from icl_patch.models import kv_cache
 
@@ -43,16 +45,16 @@ def stock(model: nn.Module, ids: Tensor, mask: Tensor, **arguments: Any) -> Tens
 
 
 CASES = [
-    ("gemma3", "stable", None),
-    ("gemma3", "direct", False),
-    ("llama", "direct", None),
-    ("llama", "stable", False),
-    ("llama", "exact", False),
+    ("gemma3", "stable", "auto"),
+    ("gemma3", "direct", "two_pass"),
+    ("llama", "direct", "auto"),
+    ("llama", "stable", "two_stream"),
+    ("llama", "exact", "two_pass"),
 ]
 
 
-@pytest.mark.parametrize(("family", "update", "fast"), CASES)
-def test_rows_end_like_those_of_the_model(family: str, update: str, fast: bool | None) -> None:
+@pytest.mark.parametrize(("family", "update", "mode"), CASES)
+def test_rows_end_like_those_of_the_model(family: str, update: str, mode: str) -> None:
     """One row after another says an end; it is padded from there, the others say what they said."""
     model, ids = small(family), tokens(8, 3, 9)
     free = stock(
@@ -62,7 +64,7 @@ def test_rows_end_like_those_of_the_model(family: str, update: str, fast: bool |
     arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
     expected = stock(model, ids, MASK, **arguments)
     with ContextPatcher(model, update) as patcher:
-        steps = list(patcher.generate(ids, context_mask=MASK, fast=fast, **arguments))
+        steps = list(patcher.generate(ids, context_mask=MASK, mode=mode, **arguments))
     assert torch.equal(stream(steps), expected)
     said = [row.tolist() for row in expected]
     assert len({next((i for i, token in enumerate(row) if token in ends), 9) for row in said}) > 1
@@ -98,10 +100,10 @@ def test_choice_is_transformers_own(processors: str) -> None:
     torch.manual_seed(7)
     expected = stock(model, ids, MASK, **arguments)
     with ContextPatcher(model, "stable") as patcher:
-        for fast in (False, True):
+        for mode in ("two_stream", "shared_cache"):
             torch.manual_seed(7)
             assert torch.equal(
-                stream(list(patcher.generate(ids, context_mask=MASK, fast=fast, **arguments))),
+                stream(list(patcher.generate(ids, context_mask=MASK, mode=mode, **arguments))),
                 expected,
             )
 
@@ -190,7 +192,7 @@ def test_streamers_are_ended_whatever_happens() -> None:
         with pytest.raises(ValueError, match="expected at most 12 tokens"):
             patcher.generate(IDS, max_new_tokens=20, streamer=collectors[1])
         with pytest.raises(ValueError, match="expected a CUDA device"):
-            patcher.generate(IDS, max_new_tokens=3, graph=True, streamer=collectors[2])
+            patcher.generate(IDS, max_new_tokens=3, compile="cuda_graph", streamer=collectors[2])
         steps = patcher.generate(IDS, max_new_tokens=3, streamer=collectors[3])
         del steps
     assert [len(collector.got) for collector in collectors] == [1] * 4
@@ -284,7 +286,10 @@ def test_checks_replay_every_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
         for arguments, message in (
             ({"check_every": -1}, "check_every ≥ 0"),
             ({"logits": "both"}, "expected logits reduced, context, replay"),
-            ({"graph": True}, "expected a CUDA device with graph=True, got cpu"),
+            (
+                {"compile": "cuda_graph"},
+                "expected a CUDA device with compile='cuda_graph', got cpu",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 patcher.generate(IDS, **arguments)
@@ -297,8 +302,8 @@ def test_interruptions_leave_the_model_usable(family: str, update: str) -> None:
     before = Snapshot(model)
     with ContextPatcher(model, update) as patcher:
         for error in (KeyboardInterrupt, ZeroDivisionError):
-            for fast in (False, None):
-                steps = patcher.generate(IDS, fast=fast, max_new_tokens=5, eos_token_id=None)
+            for mode in ("two_stream", "auto"):
+                steps = patcher.generate(IDS, mode=mode, max_new_tokens=5, eos_token_id=None)
                 next(steps)
                 hook = model.model.layers[1].mlp.act_fn.register_forward_hook(raising(error))
                 with pytest.raises(error):
@@ -317,12 +322,14 @@ def raising(error: type[BaseException]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "update", "fast"),
-    [("gemma3", "stable", True), ("gemma3", "stable", False), ("llama", "exact", False)],
+    ("family", "update", "mode"),
+    [
+        ("gemma3", "stable", "shared_cache"),
+        ("gemma3", "stable", "two_stream"),
+        ("llama", "exact", "two_pass"),
+    ],
 )
-def test_static_caches_and_chunks_change_nothing(
-    family: str, update: str, fast: bool | None
-) -> None:
+def test_static_caches_and_chunks_change_nothing(family: str, update: str, mode: str) -> None:
     """Windows shorter than the context, contexts in pieces; the steps are those of a dynamic cache
     that was filled at once.
     """
@@ -331,7 +338,7 @@ def test_static_caches_and_chunks_change_nothing(
         "context_mask": mask,
         "max_new_tokens": 4,
         "eos_token_id": None,
-        "fast": fast,
+        "mode": mode,
     }
     with ContextPatcher(model, update) as patcher:
         expected = list(patcher.generate(ids, **arguments))
@@ -397,11 +404,11 @@ def test_a_step_on_a_static_cache_waits_for_nothing_and_moves_no_buffer() -> Non
         model, ids = small("llama"), tokens(0, 3, 9)
         with ContextPatcher(model, "stable") as patcher, torch.no_grad():
             cache = StaticCache(config=model.config, max_cache_len=14)
-            state = prefill(patcher.decoder, ids, MASK, 14, way, cache=cache)
+            state = prefilled(patcher, ids, MASK, 14, way, cache=cache)
 
-            step: Any = state.step
+            step: Any = state.run_step
 
-            def places(step_inputs: StepInputs = step.step_inputs) -> list[int]:
+            def places(step_inputs: StepInputs = step.inputs) -> list[int]:
                 held = [
                     step_inputs.current,
                     step_inputs.positions,
@@ -500,8 +507,10 @@ def test_a_patch_is_assembled_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("fast", [False, True], ids=["two streams", "fast"])
-def test_half_precision(dtype: torch.dtype, fast: bool) -> None:
+@pytest.mark.parametrize(
+    "mode", ["two_stream", "shared_cache"], ids=["two streams", "shared cache"]
+)
+def test_half_precision(dtype: torch.dtype, mode: str) -> None:
     """The reduced stream is within the dtype's rounding of the context's, as far as two batchings
     of the model are.
     """
@@ -512,7 +521,7 @@ def test_half_precision(dtype: torch.dtype, fast: bool) -> None:
                 ids,
                 context_mask=MASK,
                 max_new_tokens=5,
-                fast=fast,
+                mode=mode,
                 check_every=1,
                 logits="context",
                 eos_token_id=None,
@@ -576,10 +585,11 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("update", "fast"), [("stable", False), ("stable", True), ("exact", False)]
+    ("update", "mode"),
+    [("stable", "two_stream"), ("stable", "shared_cache"), ("exact", "two_pass")],
 )
-def test_inside_and_outside_of_inference_mode(update: str, fast: bool) -> None:
-    arguments: dict = {"max_new_tokens": 4, "fast": fast, "eos_token_id": None}
+def test_inside_and_outside_of_inference_mode(update: str, mode: str) -> None:
+    arguments: dict = {"max_new_tokens": 4, "mode": mode, "eos_token_id": None}
     with ContextPatcher(small("llama"), update) as patcher:
         with torch.inference_mode():
             first = patcher.generate(IDS, **arguments)

@@ -129,7 +129,7 @@ def test_what_a_block_picks_of_what_all_have(family: str, monkeypatch: pytest.Mo
             "num_kv_shared_layers": 0,
         }
     with ContextPatcher(tiny_models.build(family, **layers), "stable") as patcher:
-        list(patcher.generate(tokens(0, 1, 6), max_new_tokens=1, compiled=True))
+        list(patcher.generate(tokens(0, 1, 6), max_new_tokens=1, compile=True))
     assert made[0].kinds <= 5
 
 
@@ -269,7 +269,7 @@ def test_alike_blocks_share_a_graph(
     model = tiny_models.build(family, num_hidden_layers=layers, **changes.get(family, {}))
     ids = tokens(0, 2, 9) % model.config.vocab_size
     with ContextPatcher(model, "stable") as patcher:
-        steps = list(patcher.generate(ids, max_new_tokens=3, compiled=True, eos_token_id=None))
+        steps = list(patcher.generate(ids, max_new_tokens=3, compile=True, eos_token_id=None))
         others = list(patcher.generate(ids, max_new_tokens=3, eos_token_id=None))
     assert all(
         torch.equal(step.token_ids, other.token_ids)

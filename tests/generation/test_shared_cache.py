@@ -8,18 +8,16 @@ import re
 
 import pytest
 import torch
+from support.generation import prefilled
 from support.models import build, ragged, tokens
 from support.small import IDS, Snapshot, small, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation.decode_step import (
-    DecodeMode,
-    decode_one_token,
-    prefill,
-    shared_cache_streams,
-)
+from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.generation.shared_cache_trial import require_shared_cache
 
 COVERED = (
     "gemma3",
@@ -62,11 +60,11 @@ def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
             "logits": "context",
             "eos_token_id": None,
         }
-        fast = list(patcher.generate(ids, fast=True, **arguments))
+        fast = list(patcher.generate(ids, mode="shared_cache", **arguments))
         two = list(patcher.generate(ids, **arguments))
         works(patcher)
     before.check(model)
-    assert {step.way for step in fast} == {"fast"}
+    assert {step.mode for step in fast} == {"shared_cache"}
     assert metrics.linf(fast[0].logits, untouched).max() <= 1e-5
     for step, other in zip(fast, two, strict=True):
         assert torch.equal(step.token_ids, other.token_ids)
@@ -82,9 +80,11 @@ def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
     model = tiny_models.build(family, 1)
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
-        with pytest.raises(UnsupportedModelError, match=f"fast=True.*{re.escape(REFUSED[family])}"):
-            patcher.generate(IDS, fast=True, max_new_tokens=2)
-        assert next(patcher.generate(IDS, fast=None, max_new_tokens=2)).way == "two streams"
+        with pytest.raises(
+            UnsupportedModelError, match=f"mode=.shared_cache.*{re.escape(REFUSED[family])}"
+        ):
+            patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
+        assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_stream"
         works(patcher)
     before.check(model)
 
@@ -93,10 +93,10 @@ def test_updates_of_two_passes_are_refused() -> None:
     for family, update in (("llama", "exact"), ("gemma3", "direct")):
         with ContextPatcher(small(family), update) as patcher:
             with pytest.raises(
-                ValueError, match=f"one pass with fast=True, '{update}' takes two passes"
+                ValueError, match=f"one pass with mode='shared_cache', '{update}' takes two passes"
             ):
-                patcher.generate(IDS, fast=True, max_new_tokens=2)
-            assert next(patcher.generate(IDS, fast=None, max_new_tokens=2)).way == "two passes"
+                patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
+            assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_pass"
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -129,7 +129,7 @@ def test_the_trial_notices_a_wrong_stream(
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
         with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
-            shared_cache_streams(patcher.decoder)
+            require_shared_cache(patcher.decoder)
         assert patcher.decoder.shared_cache is None
     before.check(model)
 
@@ -153,7 +153,7 @@ def test_a_fault_that_begins_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     for family in ("llama", "mixtral"):
         expected = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
         with ContextPatcher(tiny_models.build(family), "stable") as patcher, expected:
-            shared_cache_streams(patcher.decoder)
+            require_shared_cache(patcher.decoder)
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp.experts", "mlp.gate"])
@@ -163,11 +163,11 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
     with ContextPatcher(model, "stable") as patcher:
         arguments: dict = {
             "max_new_tokens": 2,
-            "fast": None,
+            "mode": "auto",
             "check_every": 1,
             "eos_token_id": None,
         }
-        assert {step.way for step in patcher.generate(IDS, **arguments)} == {"fast"}
+        assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
         module = model.model.layers[1].get_submodule(name)
         scaled = (
             (lambda out: (out[0], 1.5 * out[1], out[2]))
@@ -179,7 +179,7 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
             max(float(step.check.linf.max()) for step in patcher.generate(IDS, **arguments)) <= 1e-4
         )
         hook.remove()
-        assert {step.way for step in patcher.generate(IDS, **arguments)} == {"fast"}
+        assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
 
 
 def test_a_forward_that_is_put_there_later() -> None:
@@ -195,11 +195,11 @@ def test_a_forward_that_is_put_there_later() -> None:
         )
         with pytest.raises(
             UnsupportedModelError,
-            match=r"fast=True does not cover model.layers.0: its forward has been replaced",
+            match=r"mode='shared_cache' does not cover model.layers.0: its forward has been replaced",
         ):
-            patcher.generate(IDS, max_new_tokens=2, fast=True)
+            patcher.generate(IDS, max_new_tokens=2, mode="shared_cache")
         steps = list(patcher.generate(IDS, max_new_tokens=2, eos_token_id=None))
-        assert {step.way for step in steps} == {"two streams"}
+        assert {step.mode for step in steps} == {"two_stream"}
         assert block.forward is given
         assert metrics.linf(steps[0].logits, before[0]).max() > 0.01
         with torch.no_grad():
@@ -219,7 +219,7 @@ def test_something_between_attention_and_its_projection_is_refused() -> None:
         ContextPatcher(model, "stable") as patcher,
         pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"),
     ):
-        shared_cache_streams(patcher.decoder)
+        require_shared_cache(patcher.decoder)
     hook.remove()
 
 
@@ -232,7 +232,7 @@ def test_its_cache_has_one_row_a_sequence(way: DecodeMode, rows: int) -> None:
         small("llama"), "exact" if way is DecodeMode.TWO_PASS else "stable"
     ) as patcher:
         ids = tokens(0, 3, 7)
-        state = prefill(patcher.decoder, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
+        state = prefilled(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
         decode_one_token(state, ids[:, -1])
         assert {layer.keys.shape[0] for layer in state.cache.layers} == {3 * rows}
 
@@ -242,7 +242,7 @@ def test_a_copy_folds_its_own_model() -> None:
     other's.
     """
     model, ids = small("llama"), tokens(0, 2, 7)
-    arguments: dict = {"max_new_tokens": 3, "fast": True, "eos_token_id": None}
+    arguments: dict = {"max_new_tokens": 3, "mode": "shared_cache", "eos_token_id": None}
     with ContextPatcher(model, "stable") as patcher:
         before = list(patcher.generate(ids, **arguments))
         patcher.decoder.compiled_steps["a step"] = (
@@ -291,9 +291,9 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
     model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
-        shared_cache_streams(patcher.decoder)
+        require_shared_cache(patcher.decoder)
         before = held()
-        state = prefill(
+        state = prefilled(
             patcher, ids, torch.ones_like(ids, dtype=torch.bool), 43, DecodeMode.SHARED_CACHE
         )
         for column in (-1, -2, -3):

@@ -14,8 +14,10 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
-@pytest.mark.parametrize("fast", [False, True], ids=["two streams", "fast"])
-def test_a_captured_step_is_the_eager_one(fast: bool, compiled: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "mode", ["two_stream", "shared_cache"], ids=["two streams", "shared cache"]
+)
+def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torch.dtype) -> None:
     """Captured once, for the next context too; a compiled one rounds elsewhere."""
     model = build("llama", 1, dtype).cuda()
     near = 1e-4 if dtype == torch.float32 else 0.15
@@ -25,12 +27,14 @@ def test_a_captured_step_is_the_eager_one(fast: bool, compiled: bool, dtype: tor
             arguments: dict = {
                 "context_mask": mask,
                 "max_new_tokens": 8,
-                "fast": fast,
+                "mode": mode,
                 "eos_token_id": None,
             }
             eager = list(patcher.generate(ids, cache_implementation="static", **arguments))
             captured: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for step in patcher.generate(ids, graph=True, compiled=compiled, **arguments):
+            for step in patcher.generate(
+                ids, compile="inductor+cuda_graph" if compiled else "cuda_graph", **arguments
+            ):
                 assert (
                     metrics.linf(
                         patcher.forward(step.patch.kept_ids, step.patch)[:, -1], step.logits
@@ -43,7 +47,11 @@ def test_a_captured_step_is_the_eager_one(fast: bool, compiled: bool, dtype: tor
                     assert torch.equal(token_ids, expected.token_ids)
                     assert metrics.linf(logits, expected.logits).max() <= near
         assert len(patcher.decoder.compiled_steps) == 1
-        step = list(patcher.generate(ids, graph=True, compiled=compiled, **arguments))[5]
+        step = list(
+            patcher.generate(
+                ids, compile="inductor+cuda_graph" if compiled else "cuda_graph", **arguments
+            )
+        )[5]
         with pytest.raises(ValueError, match="before the next step"):
             _ = step.patch
 

@@ -29,7 +29,7 @@ CHOSEN = (
 
 @pytest.mark.parametrize(
     ("files", "chosen", "least"),
-    [(["gpu/test_generation_gpu.py"], "float32 and fast or bits", 3), (OTHERS, CHOSEN, 10)],
+    [(["gpu/test_generation_gpu.py"], "float32 and shared or bits", 3), (OTHERS, CHOSEN, 10)],
     ids=["generation", "others"],
 )
 def test_on_a_pretended_device(files: list[str], chosen: str, least: int) -> None:

@@ -80,9 +80,9 @@ def test_a_replay_has_the_bits_of_its_step(family: str) -> None:
     for seed, rows in enumerate((1, 2, 66)):
         with ContextPatcher(tiny_models.build(family, seed, torch.bfloat16), "stable") as patcher:
             for step in patcher.generate(
-                tokens(seed, rows, 8), max_new_tokens=3, fast=None, eos_token_id=None
+                tokens(seed, rows, 8), max_new_tokens=3, mode="auto", eos_token_id=None
             ):
-                assert step.way == "two streams"
+                assert step.mode == "two_stream"
                 assert torch.equal(patcher.attached_model.replay(step.patch)[0][:, -1], step.logits)
 
 
@@ -106,7 +106,7 @@ def test_a_step_reads_the_matrices_of_both_streams_at_once(
         mixtures = [
             block.experts for block in patcher.attached_model.blocks if block.experts is not None
         ]
-        settings: dict = {"max_new_tokens": 1, "fast": False, "eos_token_id": None}
+        settings: dict = {"max_new_tokens": 1, "mode": "two_stream", "eos_token_id": None}
         calls.clear()  # of the probe
         (step,) = patcher.generate(tokens(0, 2, 8), **settings)
         assert [rows for rows, _ in calls] == [6, 4] * len(mixtures)

@@ -1,0 +1,194 @@
+"""The state of a generation: a growing context, and what its decode steps read and leave."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache
+
+from icl_patch.generation.decoder import Decoder
+from icl_patch.recording.attached_block import Factors
+from icl_patch.recording.diagnostics import BlockDiagnostics
+from icl_patch.recording.sequences import Sequences, absorb_all_but_last
+
+
+class DecodeMode(Enum):
+    """How a decode step runs the rows with the context and the rows without it."""
+
+    # the unmodified model, then the current token alone in the shapes of its replay
+    TWO_PASS = "two_pass"
+    # one pass of 2B rows over a cache of 2B rows
+    TWO_STREAM = "two_stream"
+    # one pass over a cache of B rows; 2B rows from the attention's output to the block's end
+    SHARED_CACHE = "shared_cache"
+
+
+@dataclass(eq=False)
+class StepInputs:
+    """The tensors that a step reads. They stay in place, so that a compiled step can be run again.
+
+    Attributes:
+        current, positions: (rows, 1) int64, the current token and its position; B rows, or 2B with
+            two streams in the cache.
+        mask: (rows, capacity) int64, 1 = token.
+        cache: all tokens but the current one.
+        slot: (1,) int64, the current token's column in a static cache; None for a dynamic one.
+        length: in a dynamic cache, the number of tokens including the current one.
+    """
+
+    current: Tensor
+    positions: Tensor
+    mask: Tensor
+    cache: Cache
+    slot: Tensor | None
+    length: int
+
+    def advance(self, token_ids: Tensor) -> None:
+        """Make ``token_ids`` (B,) the current token, without waiting for the device."""
+        self.current.copy_(token_ids.repeat(len(self.current) // len(token_ids)).unsqueeze(1))
+        self.positions += 1
+        if self.slot is not None:
+            self.slot += 1
+            self.mask.index_fill_(1, self.slot, 1)
+        else:
+            self.mask[:, self.length] = 1
+            self.length += 1
+
+    def rewind(self) -> None:
+        """Undo :meth:`advance`; the cache is the caller's to rewind."""
+        self.positions -= 1
+        if self.slot is not None:
+            self.mask.index_fill_(1, self.slot, 0)
+            self.slot -= 1
+        else:
+            self.length -= 1
+            self.mask[:, self.length] = 0
+
+    @property
+    def visible(self) -> Tensor:
+        """The mask over the columns of the cache, including the current token's."""
+        return self.mask if self.slot is not None else self.mask[:, : self.length]
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutput:
+    """What a step leaves.
+
+    Attributes:
+        logits: (B, V) of the reduced stream, or (2B, V) of both streams.
+        maybe_infeasible: () bool, whether some block may not be able to take up the context.
+        factors, diagnostics: of every block.
+        is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
+    """
+
+    logits: Tensor
+    maybe_infeasible: Tensor
+    factors: list[Factors]
+    diagnostics: list[BlockDiagnostics]
+    is_overwritten: Callable[[], bool] | None = None
+
+
+RunStep = Callable[[Tensor, bool], StepOutput]  # (token_ids, return_context_logits)
+
+
+@dataclass(eq=False)
+class DecodeState:
+    """A growing context: its tokens, its cache, and how its steps run.
+
+    Attributes:
+        decoder: the attached model, and what generation keeps of it.
+        mode: how the steps run. run_step: a step's function; None in two passes.
+        step_inputs: what it reads; None in two passes.
+        ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
+            hold tokens.
+        length: the number of columns in use, including the current token's.
+        live: (B, 1) bool, the rows that still generate. The others get no patch.
+        cache: all tokens but the current one.
+        fingerprint: of the weights at the start.
+        steps: the number of steps taken.
+    """
+
+    decoder: Decoder
+    mode: DecodeMode
+    run_step: RunStep | None
+    step_inputs: StepInputs | None
+    ids: Tensor
+    context_mask: Tensor
+    length: int
+    live: Tensor
+    cache: Cache
+    fingerprint: str
+    steps: int = 0
+
+    def advance(self, token_ids: Tensor) -> None:
+        """Make ``token_ids`` (B,) the current token; the one before joins the context."""
+        self.ids[:, self.length] = token_ids
+        self.length += 1
+        self.steps += 1
+
+    def rewind(self) -> None:
+        """Undo the last step: its token is neither in the context nor in the cache any more.
+
+        A layer with a full window has dropped a token, which only a dynamic cache gets back, after
+        ``Cache.activate_past_recording``.
+        """
+        self.length -= 1
+        self.steps -= 1
+        if self.step_inputs is not None:
+            self.step_inputs.rewind()
+        cache: Any = self.cache
+        if not cache.is_compileable:
+            cache.crop(-1)
+            return
+        layers = [layer for layer in cache.layers if hasattr(layer, "cumulative_length")]
+        torch._foreach_sub_([layer.cumulative_length for layer in layers], 1)  # one launch
+        for layer in layers:
+            if layer.is_sliding:
+                layer.cumulative_length_int -= 1
+
+    def keep_live(self, live: Tensor) -> None:
+        """Note the rows that still generate, (B,) bool."""
+        self.live = live.unsqueeze(1)
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, S), the context so far, including the current token."""
+        return self.ids[:, : self.length]
+
+    def sequences(self) -> Sequences:
+        """The tokens so far: all but the current one absorbed."""
+        return sequences_of(self.tokens, self.context_mask)
+
+
+def sequences_of(ids: Tensor, context_mask: Tensor) -> Sequences:
+    """Tokens (B, S) that began with a context of mask (B, C): all but the last one absorbed."""
+    mask = F.pad(context_mask, (0, ids.shape[1] - context_mask.shape[1]), value=True)
+    return absorb_all_but_last(ids, mask)
+
+
+def new_step_inputs(cache: Cache, past: Tensor, capacity: int) -> StepInputs:
+    """The inputs of the steps after the tokens in the cache, ``past`` (rows, S) bool."""
+    past = past.long()
+    rows, width = past.shape
+    return StepInputs(
+        current=past.new_zeros(rows, 1),
+        positions=past.sum(1, keepdim=True) - 1,
+        mask=F.pad(past, (0, capacity - width)),
+        cache=cache,
+        slot=past.new_tensor([width - 1]) if cache.is_compileable else None,
+        length=width,
+    )
+
+
+def maybe_infeasible(diagnostics: list[BlockDiagnostics], like: Tensor) -> Tensor:
+    """Whether some block may not be able to take up the context, () bool, in a few launches."""
+    checks = [block.feasibility_checks() for block in diagnostics]
+    refused = [flag for flags, _ in checks for flag in flags]
+    inverses = [inverse for _, values in checks for inverse in values]
+    found = [torch.cat(refused).any()] if refused else []
+    found += [(torch.cat(inverses) == 0).any()] if inverses else []
+    return torch.stack(found).any() if found else like.new_zeros((), dtype=torch.bool)

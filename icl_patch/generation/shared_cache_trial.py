@@ -1,0 +1,79 @@
+"""Trying whether a model can run both streams over one cache, before it is used."""
+
+from collections.abc import Iterator
+
+import torch
+
+from icl_patch import metrics
+from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.generation.decoder import Decoder
+from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.models.language_model import vocabulary
+
+# Of a replay against its step, relative to max |logit|: a stream that sees too much or too little
+# is off by far more.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def require_shared_cache(decoder: Decoder) -> None:
+    """Make ``decoder.shared_cache``, unless it is there and the model still runs the same.
+
+    The model is traced, then steps on random tokens are compared with their replays.
+
+    Raises:
+        UnsupportedModelError: the model's blocks do not allow it, or the replays differ.
+    """
+    if decoder.shared_cache is not None and decoder.shared_cache.fresh:
+        return
+    attached = decoder.attached
+    model, name = attached.model, type(attached.model).__name__
+    # autocast's rounding would hide the errors that the trial looks for
+    with torch.autocast(model.device.type, enabled=False):
+        decoder.shared_cache = SharedCacheStreams(model, attached.blocks)
+        try:
+            error = _replay_error(decoder)
+        except ControllabilityError:
+            # Weights of zero have no patch for these tokens. They will say so for the user's.
+            return
+        except Exception as cause:  # of the model's own code, which nobody here has seen
+            decoder.shared_cache = None
+            raise UnsupportedModelError(
+                f"mode='shared_cache' does not cover {name}: {cause}"
+            ) from cause
+    if not error <= _TOLERANCE[model.dtype]:
+        decoder.shared_cache = None
+        raise UnsupportedModelError(
+            f"mode='shared_cache' does not cover {name}: replays of its steps are off by"
+            f" {error:.1g}"
+        )
+
+
+def has_ties(decoder: Decoder) -> bool:
+    """Whether rounding decides a token's experts: a replay that rounds otherwise may choose some
+    that have no factors.
+    """
+    rounds = decoder.attached.model.dtype in (torch.bfloat16, torch.float16)
+    return rounds and any(block.experts is not None for block in decoder.attached.blocks)
+
+
+def _replay_error(decoder: Decoder) -> float:
+    """How far replays are off: at worst, or the median where a tie may send a token elsewhere."""
+    errors = torch.tensor(list(_replay_errors(decoder)))
+    if has_ties(decoder) and not errors.isnan().any():
+        return float(errors.sort().values[len(errors) // 2])
+    return float(errors.max())
+
+
+def _replay_errors(decoder: Decoder) -> Iterator[float]:
+    model = decoder.attached.model
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary(model), (2, 9), generator=generator).to(model.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :3] = False
+    state = prefill(decoder, ids[:, :7], mask[:, :7], 9, DecodeMode.SHARED_CACHE)
+    for column in (6, 7, 8):
+        result = decode_one_token(state, ids[:, column])
+        replayed = decoder.attached.replay_logits(result.make_patch())[:, -1]
+        yield from metrics.linf(replayed, result.logits).tolist()
