@@ -38,7 +38,7 @@ def forced_matches(name: str, steps: int) -> int:
     ids = torch.randint(3, 90, (1, 7), generator=torch.Generator().manual_seed(3))
     said = baseline(model, ids, steps)
     with ContextPatcher(model, "exact") as patcher:
-        state = prefill(
+        state = prefilled(
             patcher,
             ids,
             torch.ones_like(ids, dtype=torch.bool),
