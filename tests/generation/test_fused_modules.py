@@ -205,7 +205,7 @@ def test_look_alikes_are_left_alone() -> None:
         )
         fused_modules = FusedModules(patcher.model, patcher.attached_model.blocks)
         late = model.model.layers[3].post_attention_layernorm.register_forward_hook(lambda *_: None)
-        assert len(fused_modules.receives_norm_input()) == LAYERS - 1
+        assert len(fused_modules.blocks_with_norm_input()) == LAYERS - 1
         assert len(fused_modules.forwards()) == len(fused_modules._found) - 1
         late.remove()
     handle.remove()

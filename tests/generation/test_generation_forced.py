@@ -4,6 +4,7 @@ where generations part.
 
 import pytest
 import torch
+from support.generation import prefilled
 from support.models import build
 from torch import Tensor, nn
 from transformers import DynamicCache

@@ -251,7 +251,7 @@ def test_a_copy_folds_its_own_model() -> None:
         copied = copy.deepcopy(patcher)
         assert copied.model is not model
         assert patcher.decoder.compiled_steps
-        assert not copied.fixed
+        assert not copied.decoder.compiled_steps
         patcher.decoder.compiled_steps.clear()
         with torch.no_grad():
             for layer in copied.model.model.layers:
