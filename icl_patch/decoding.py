@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from icl_patch import fingerprints, metrics, streams
+from icl_patch import metrics, streams
 from icl_patch.attached import AttachedBlock, Factors
 from icl_patch.attention import OneToken, restricted_attention
 from icl_patch.calling import inputs, names_of
@@ -166,7 +166,7 @@ class Decoding:
         length: the tokens that ids hold, the current one included; steps: the decode steps taken.
         live: (B, 1) bool, the rows that still generate: the others get no patch, and nothing is said about them.
         cache: all tokens but the current one.
-        weights: the state of the patched weights at the start.
+        fingerprint: of the weights at the start.
     """
 
     patcher: "ContextPatcher"
@@ -177,7 +177,7 @@ class Decoding:
     length: int
     live: Tensor
     cache: Cache
-    weights: list[Any]
+    fingerprint: str
     steps: int = 0
 
     def append(self, token_ids: Tensor) -> None:
@@ -314,7 +314,7 @@ def prefill(
         length=width - 1,
         live=torch.ones_like(context_mask[:, :1]),
         cache=cache,
-        weights=fingerprints.weight_state(patcher.model, patcher.forms),
+        fingerprint=patcher.fingerprint,
     )
 
 
@@ -378,7 +378,7 @@ class _Recorded:
     """The factors of one step, and how a patch is made of them: later, when the state is steps ahead and its cache perhaps gone."""
 
     def __init__(self, state: Decoding, made: Pass, both: bool) -> None:
-        self.patcher, self.weights = state.patcher, state.weights
+        self.patcher, self.fingerprint = state.patcher, state.fingerprint
         self.ids, self.context_mask = state.ids[:, : state.length], state.context_mask
         self.made, self.both, self.live = made, both, state.live
         self.blocks = tuple(state.patcher.blocks)  # also when it has been detached
@@ -391,7 +391,7 @@ class _Recorded:
         report = report_of([[notes.settle(self.live) for notes in self.made.notes]], slice(None))
         logits = self.made.logits[: len(self.ids)].unsqueeze(1) if self.both else None
         patch = self.patcher.patch_of(_sequences(self.ids, self.context_mask), tuple(layers), report, logits)
-        if self.patcher.fingerprinted != self.weights:
+        if patch.info.fingerprint != self.fingerprint:
             raise ValueError("expected the weights that the step ran with, they have changed since: ask for the patch before that")
         return patch
 

@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch import fingerprints, streams
+from icl_patch import streams
 from icl_patch.attached import AttachedBlock, replaying
 from icl_patch.attention import check_attention
 from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.families import Writer, blocks_of, check_language_model, check_length, check_vocabulary, counts_slots, family_of
 from icl_patch.fast import FoldedStreams
+from icl_patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
 from icl_patch.fusing import Fusions
 from icl_patch.modules import PatchedModule
 from icl_patch.passes import Computation, Passes
@@ -76,7 +77,6 @@ class ContextPatcher(Passes):
         self.folded: FoldedStreams | None = None  # made by icl_patch.decoding.fold when it is first wanted
         self.fusions: Fusions | None = None  # likewise, by a first decode step
         self.fixed: dict[Any, FixedStep] = {}  # and these by icl_patch.fixed.fix
-        self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
             with torch.autocast(model.device.type, enabled=False):  # whose rounding would hide what is looked for
                 self._attach()
@@ -107,7 +107,9 @@ class ContextPatcher(Passes):
 
     def __getstate__(self) -> dict[str, Any]:
         # what a copy has to make anew: functions that run the modules of this model
-        return vars(self) | {"folded": None, "fusions": None, "fixed": {}}
+        state = vars(self) | {"folded": None, "fusions": None, "fixed": {}}
+        state.pop("weights", None)
+        return state
 
     @property
     def attached(self) -> bool:
@@ -248,6 +250,7 @@ class ContextPatcher(Passes):
             prefix_positions=positions.gather(1, prefix_slots),
             prefix_slots=prefix_slots,
             logits=logits,
+            weights=self.weights,
         )
 
     def _info(self, passes: int) -> PatchInfo:
@@ -265,21 +268,37 @@ class ContextPatcher(Passes):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the weights that are patched and of a sample of the others, taken when it is first needed and after a change again."""
-        state = fingerprints.weight_state(self.model, self.forms)
-        if self._fingerprint is None or self._fingerprint[0] != state:
-            self._fingerprint = (state, fingerprints.weight_fingerprint(self.model, self.forms))
-        return self._fingerprint[1]
+        """SHA-256 of all weights, taken when first needed and after changes that torch counts."""
+        return self.weights.fingerprint
 
-    @property
-    def fingerprinted(self) -> list[tuple[int, int, torch.dtype]] | None:
-        """The state of the weights that had the last fingerprint, see :func:`icl_patch.fingerprints.weight_state`."""
-        return None if self._fingerprint is None else self._fingerprint[0]
+    @cached_property
+    def weights(self) -> WatchedWeights:
+        """The model's weights, watched for changes; patches share this."""
+        return WatchedWeights(self.model)
+
+    def check_weights(self) -> WeightCheck:
+        """Hash all weights of the model now: call it after writing to them through ``.data``.
+
+        All weights are hashed when the first patch is made, and when a patch is saved or loaded. In
+        between, torch's version counters and the weights' addresses show changes. Writes through
+        ``.data`` (adapters are merged so) and to weights made in inference mode move neither: they
+        are found at the next hash. Then older patches are refused, and new ones carry the new
+        fingerprint.
+
+        Returns:
+            The fingerprint, whether it has changed, the bytes that were read and the time::
+
+                check = patcher.check_weights()
+                print(check.changed, check.gb_per_second)
+        """
+        check = self.weights.check()
+        assert check is not None
+        return check
 
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:
         """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
-        return None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
+        return None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
 
     def dynamics(
         self,
