@@ -25,9 +25,8 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memor
     """
     try:
         _write(Path(os.path.realpath(path)), parts)
-    except OSError as error:
-        error.filename, error.filename2 = os.fspath(path), None  # not those of the temporary file
-        raise
+    except OSError as error:  # its path is the temporary file's, if it has one
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _write(target: Path, parts: Iterable[bytes | memoryview]) -> None:

@@ -1,7 +1,6 @@
 """ContextPatch as an object and as a file: what is kept, what is refused, and what a part of it can do."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, case, tokens
-from safetensors import safe_open
+from patch_files import read, refuses, write
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -65,15 +64,6 @@ def replayed(patch: ContextPatch, model: nn.Module) -> Tensor:
         return patcher.forward(patch.kept_ids, patch)
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["icl_patch"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def write(path: Path, header: Any, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, path, metadata={"icl_patch": header if isinstance(header, str) else json.dumps(header)})
-
-
 families_and_updates = pytest.mark.parametrize(("family", "update"), [(family, update) for family in SMALL for update in UPDATES])
 
 
@@ -119,14 +109,17 @@ def test_the_file_is_as_documented(patch_of: Callable, tmp_path: Path) -> None:
     tokens = patch.kept_ids.shape
     shapes = {name: (width,) if name.endswith(".scale") else (*tokens, width) for name, width in WIDTHS.items()}
     assert {name: tuple(x.shape) for name, x in tensors.items()} == {f"layers.{i}.{k}": v for i in range(2) for k, v in shapes.items()}
-    assert header["format"] == 1
+    assert header["format"] == 2
+    assert (header["kind"], header["arithmetic"], header["tensor_parallel"]) == ("per_token", "model", 1)
+    written = path.read_bytes()
+    write(path, header, tensors)
+    assert path.read_bytes() == written
     assert header["layers"] == [0, 1]
     assert header["kept_mask"] == patch.kept_mask.tolist()
     assert header["position_ids"] == patch.position_ids.tolist()
 
 
-def fail_half_way(tensors: dict[str, Tensor], path: Path, **_options: Any) -> None:
-    path.write_bytes(b"half a file")
+def interrupt(*_args: Any) -> None:
     raise KeyboardInterrupt
 
 
@@ -137,8 +130,8 @@ def fail_at_once(*_args: Any, **_options: Any) -> None:
 @pytest.mark.parametrize(
     ("target", "replacement", "error"),
     [
-        ("icl_patch.patch.save_file", fail_half_way, KeyboardInterrupt),
-        ("icl_patch.patch.json.dumps", fail_at_once, OSError),
+        ("icl_patch.atomic_file.os.fsync", interrupt, KeyboardInterrupt),
+        ("icl_patch.patch_file.json.dumps", fail_at_once, OSError),
         ("pathlib.Path.replace", fail_at_once, OSError),
     ],
 )
@@ -361,10 +354,10 @@ def test_a_place_that_does_not_follow_the_one_before(patch_of: Callable, tmp_pat
             with pytest.raises(PatchFormatError, match=rf"{name}.* that increase from token to token, got .* in row 0"):
                 ContextPatch.load(path)
     same = [[5] * len(row) for row in header["kept_slots"]]
-    assert refuses(path, header | {"kept_slots": same}, tensors)
+    assert refused(path, header | {"kept_slots": same}, tensors)
     padded = [[*row[:-1], 0] for row in header["kept_slots"]]  # the last row's last token is padding
     assert not header["kept_mask"][2][-1]
-    assert not refuses(path, header | {"kept_slots": [*header["kept_slots"][:2], padded[2]]}, tensors)
+    assert not refused(path, header | {"kept_slots": [*header["kept_slots"][:2], padded[2]]}, tensors)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gptj", "llama"])
@@ -385,19 +378,16 @@ def test_positions_that_the_model_does_not_have(family: str, tmp_path: Path) -> 
                 ContextPatch.load(path, model)
 
 
-HEADER = ("format", "model", "fingerprint", "family", "update", "dtype", "passes", "replayable", "layers", "blocks", *TOKEN_TENSORS)
+STRINGS = ("model", "fingerprint", "family", "update", "dtype", "kind", "arithmetic")
+HEADER = (*STRINGS, "format", "passes", "tensor_parallel", "replayable", "layers", "blocks", *TOKEN_TENSORS)
 # Nothing that any of these entries may be: there are 7 kept tokens and 5 of the prefix.
 NEVER_RIGHT = (None, -1, 0.5, {}, [], [[]], [1], [[1, 2, 3]] * 3, [["a"]], [[None]], [[1], [2, 3]], [[[1]]])
 ELEMENTS = (0.5, -1, "1", None, math.nan)
 
 
-def refuses(path: Path, header: dict, tensors: dict[str, Tensor]) -> bool:
+def refused(path: Path, header: dict, tensors: dict[str, Tensor]) -> bool:
     write(path, header, tensors)
-    try:
-        ContextPatch.load(path)
-    except PatchFormatError:
-        return True
-    return False
+    return refuses(path)
 
 
 @pytest.mark.parametrize("name", HEADER)
@@ -412,13 +402,13 @@ def test_header_entries_that_are_missing_or_of_another_kind(name: str, patch_of:
         wrong += [[[element] * len(entry[0])] * 3 for element in elements]
         wrong += [entry[:2], [row[1:] for row in entry], "?"]
     elif name not in ("model", "fingerprint", "family"):
-        wrong += ["?", 3] if name != "passes" else ["?"]
-    accepted = [value for value in wrong if not refuses(path, header | {name: value}, tensors)]
+        wrong += ["?"] if name in ("passes", "tensor_parallel") else ["?", 3]
+    accepted = [value for value in wrong if not refused(path, header | {name: value}, tensors)]
     assert not accepted
     write(path, header, tensors)
     with pytest.raises(PatchFormatError, match=name):
         ContextPatch.load(path)
-    assert not refuses(path, header | {name: entry}, tensors)
+    assert not refused(path, header | {name: entry}, tensors)
 
 
 @pytest.mark.parametrize("name", [name for name in TOKEN_TENSORS if "mask" not in name])
@@ -426,7 +416,7 @@ def test_header_numbers_beyond_int64(name: str, patch_of: Callable, tmp_path: Pa
     path = tmp_path / "p.safetensors"
     patch_of("gemma3", "stable").save(path)
     header, tensors = read(path)
-    assert refuses(path, header | {name: [[2**70] * len(row) for row in header[name]]}, tensors)
+    assert refused(path, header | {name: [[2**70] * len(row) for row in header[name]]}, tensors)
 
 
 def test_a_count_of_layers_costs_nothing_until_it_is_believed(patch_of: Callable, tmp_path: Path) -> None:
