@@ -78,7 +78,8 @@ def _open_temporary(target: Path, mode: int) -> tuple[Path, BinaryIO]:
     """A new file beside the target, locked."""
     while True:
         temporary = target.with_name(_prefix(target) + secrets.token_hex(8))
-        file = open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")  # noqa: PTH123, SIM115
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        file = os.fdopen(descriptor, "wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another process takes it for a leftover and removes it

@@ -14,8 +14,9 @@ name                                    meaning
 ``{experts}.down_proj.u``, ``.v``       (B, T, d) and (B, T, k, width), ``W_j + u v_jᵀ``; or ``.bias_change`` (B, T, d), ``b_j + Δb``
 ======================================= ====================================================================================
 
-Its metadata entry ``icl_patch`` is a JSON object: the format, the SHA-256 of the file, the fields of
-:class:`PatchInfo`, the path and form of every block, and ids, masks, positions and slots as lists.
+Its metadata entry ``icl_patch`` is a JSON object: the format, the SHA-256 of the file, the fields
+of :class:`PatchInfo`, the path and form of every block, and ids, masks, positions and slots as
+lists.
 """
 
 import os
@@ -231,8 +232,8 @@ class ContextPatch:
         if check is not None and check.fingerprint != self.info.fingerprint:
             raise FingerprintMismatch(
                 f"expected {self.info.model} with the weights that the patch names "
-                f"({self.info.fingerprint[:12]}…), got it with others ({check.fingerprint[:12]}…): they "
-                "have changed before or after it was computed. Compute it again, then save it"
+                f"({self.info.fingerprint[:12]}…), got it with others ({check.fingerprint[:12]}…): "
+                "they have changed before or after it was computed. Compute it again, then save it"
             )
 
     @classmethod
@@ -242,8 +243,8 @@ class ContextPatch:
         """Read a patch file, checked whole before anything is returned; with a model, its tensors go to the model's device.
 
         Raises:
-            PatchFormatError: the file is no patch file; or its SHA-256 is not the one that it names;
-                or tensors are missing, extra, of the wrong shape or not finite; or it names tokens,
+            PatchFormatError: the file is no patch file; or it has another SHA-256 than it names; or
+                tensors are missing, extra, of the wrong shape or not finite; or it names tokens,
                 positions or experts that the model does not have.
             FingerprintMismatch: the patch was computed with other weights, another dtype or another
                 tokenizer than the given ones.

@@ -43,11 +43,12 @@ class PatchInfo:
     """What a patch belongs to.
 
     model, revision: the name or path and the commit the model was loaded from, as far as it knows;
-    fingerprint: SHA-256 of the weights; tokenizer: SHA-256 of the tokenizer, None if none was given;
-    family, update, dtype (of the model); passes: forward passes over the kept tokens that the patch
-    took; replayable: False once tokens or layers were cut out that a replay needs; kind: "per_token",
-    a change of the weights for each kept token; arithmetic: "model", the run that the patch reproduces
-    rounds as the model's own modules do; tensor_parallel: devices that share a weight in that run.
+    fingerprint: SHA-256 of the weights; tokenizer: SHA-256 of the tokenizer, None if there was
+    none; family, update, dtype (of the model); passes: forward passes over the kept tokens that the
+    patch took; replayable: False once tokens or layers were cut out that a replay needs; kind:
+    "per_token", a change of the weights for each kept token; arithmetic: "model", the run that the
+    patch reproduces rounds as the model's own modules do; tensor_parallel: devices that share a
+    weight in that run.
     """
 
     model: str
@@ -113,14 +114,16 @@ def _header(file: BinaryIO, path: Any) -> Header:
     """The header, of which ``format`` and ``sha256`` are checked; the tensors are not read."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(os.fstat(file.fileno()).st_size - 8, _LONGEST_HEADER):
-        raise PatchFormatError(f"expected a safetensors file (pickle files are refused), got {path}")
+        raise PatchFormatError(f"expected a safetensors file (pickle is refused), got {path}")
     try:
         header = json.loads(json.loads(file.read(length))["__metadata__"]["icl_patch"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:  # a long number: ValueError
-        raise PatchFormatError(f"expected 'icl_patch' in the metadata, a JSON object, got {path}") from error
+        message = f"expected a JSON object under 'icl_patch' in the metadata, got {path}"
+        raise PatchFormatError(message) from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         got = header.get("format") if isinstance(header, dict) else header
-        raise PatchFormatError(f"expected patch format {FORMAT}, got {got!r:.80}: compute the patch again")
+        cure = "compute the patch again"
+        raise PatchFormatError(f"expected patch format {FORMAT}, got {got!r:.80}: {cure}")
     digest = header.get("sha256")
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise PatchFormatError(f"expected sha256 of 64 hexadecimal digits, got {digest!r:.80}")
@@ -153,11 +156,12 @@ def check_header(header: Header) -> None:
             raise PatchFormatError(f"expected header entry {name!r} of {kind}, got {header.get(name)!r}")
     for name, allowed in _ALLOWED.items():
         if header[name] not in allowed:
-            raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {header[name]!r:.80}")
+            got = f"{header[name]!r:.80}"
+            raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {got}")
     indices = header["layers"]
     numbers = all(type(index) is int and index >= 0 for index in indices)
     if not indices or not numbers or indices != sorted(set(indices)):
-        raise PatchFormatError(f"expected layers as increasing numbers, one or more, got {indices!r:.80}")
+        raise PatchFormatError(f"expected layers as increasing numbers ≥ 0, got {indices!r:.80}")
     for name in ("passes", "tensor_parallel"):
         if header[name] < 1:
             raise PatchFormatError(f"expected {name} ≥ 1, got {header[name]}")

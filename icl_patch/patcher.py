@@ -279,11 +279,11 @@ class ContextPatcher(Passes):
     def check_weights(self) -> WeightCheck:
         """Hash all weights of the model now: call it after writing to them through ``.data``.
 
-        All weights are hashed when a patcher attaches, which computes a first patch, and when a patch
-        is saved or loaded. In between, torch's version counters and the weights' addresses show
-        changes. Writes through ``.data`` (adapters are merged so) and to weights that were made in
-        inference mode move neither: they are found at the next hash. From then on older patches are
-        refused, and new ones carry the new fingerprint.
+        All weights are hashed when a patcher attaches, which computes a first patch, and when a
+        patch is saved or loaded. In between, torch's version counters and the weights' addresses
+        show changes. Writes through ``.data`` (adapters are merged so) and to weights that were made
+        in inference mode move neither: they are found at the next hash. From then on older patches
+        are refused, and new ones carry the new fingerprint.
 
         Returns:
             The fingerprint, whether it has changed, the bytes that were read and the time::

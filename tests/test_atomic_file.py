@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: what they replace, and what is left when it goes wrong."""
+"""Files that are written whole or not at all: what they replace, and what a failure leaves."""
 
 import multiprocessing
 import os
@@ -53,7 +53,7 @@ def killed_while_saving(patch: ContextPatch, path: Path) -> None:
     """Save in a process of its own that is killed when everything is written."""
 
     def save() -> None:
-        os.fsync = lambda _descriptor: os.kill(os.getpid(), signal.SIGKILL)
+        os.replace = lambda *_paths: os.kill(os.getpid(), signal.SIGKILL)
         patch.save(path)
 
     process = FORK.Process(target=save)
@@ -81,7 +81,8 @@ def test_a_full_disk_on_the_command_line(capsys: pytest.CaptureFixture, tmp_path
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_link_stays_and_its_target_is_written(there: bool, patch: ContextPatch, tmp_path: Path) -> None:
+def test_a_link_stays(there: bool, patch: ContextPatch, tmp_path: Path) -> None:
+    """Its target is written, there or not."""
     (tmp_path / "data").mkdir()
     target, link = tmp_path / "data" / "p.safetensors", tmp_path / "link.safetensors"
     link.symlink_to(Path("data") / target.name)
@@ -94,7 +95,7 @@ def test_a_link_stays_and_its_target_is_written(there: bool, patch: ContextPatch
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o664, 0o400])
-def test_a_replaced_file_keeps_its_permissions(mode: int, patch: ContextPatch, tmp_path: Path) -> None:
+def test_permissions_stay(mode: int, patch: ContextPatch, tmp_path: Path) -> None:
     path = tmp_path / "p.safetensors"
     path.write_bytes(b"old")
     path.chmod(mode)
@@ -104,7 +105,7 @@ def test_a_replaced_file_keeps_its_permissions(mode: int, patch: ContextPatch, t
     assert ContextPatch.load(path).info == patch.info
 
 
-def test_a_new_file_has_the_permissions_of_other_new_files(patch: ContextPatch, tmp_path: Path) -> None:
+def test_permissions_of_a_new_file(patch: ContextPatch, tmp_path: Path) -> None:
     for mask in (0o022, 0o077, 0o002):
         with umask(mask):
             patch.save(tmp_path / f"{mask}.safetensors")
@@ -132,7 +133,7 @@ def test_a_name_as_long_as_can_be(patch: ContextPatch, tmp_path: Path) -> None:
         assert ContextPatch.load(tmp_path / name).info == patch.info
 
 
-def test_what_killed_savers_left_is_removed_by_the_next(patch: ContextPatch, tmp_path: Path) -> None:
+def test_what_killed_savers_left_is_removed(patch: ContextPatch, tmp_path: Path) -> None:
     path, other = tmp_path / "p.safetensors", tmp_path / "other.safetensors"
     for name in (path, other):
         killed_while_saving(patch, name)
@@ -171,7 +172,7 @@ def save_often(patch: ContextPatch, path: Path, times: int) -> None:
 
 
 def test_many_savers_and_a_reader_of_one_path(patch: ContextPatch, tmp_path: Path) -> None:
-    """Some are killed on the way: every read finds a whole file, and the last save leaves nothing else."""
+    """One is killed on the way. Every read finds a whole file; the last save leaves only that."""
     path = tmp_path / "p.safetensors"
     patch.save(path)
     savers = [FORK.Process(target=save_often, args=(patch, path, 40)) for _ in range(4)]
@@ -203,7 +204,11 @@ def test_paths_that_cannot_be_written(patch: ContextPatch, tmp_path: Path) -> No
     assert sorted(tmp_path.iterdir()) == [tmp_path / "fifo", tmp_path / "loop"]
 
 
-def test_a_file_system_without_locks(patch: ContextPatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(
+    patch: ContextPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Files are written all the same; leftovers stay, since nobody can tell whose they are."""
 
     def flock(_file: object, _operation: int) -> None:

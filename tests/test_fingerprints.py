@@ -93,17 +93,17 @@ def hadamard(size: int) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize("kind", ["random", "identity", "Hadamard"])
 def test_swapped_rows_columns_and_elements(dtype: torch.dtype, kind: str) -> None:
-    """Sums over rows and columns do not see the identity's swapped, nor wrapping products a high bit."""
-    x = {"random": random_bits(dtype, 64, 64), "identity": torch.eye(64), "Hadamard": hadamard(64)}[kind].to(dtype)
+    """Sums without factors miss swapped rows of the identity, sums without a shift high bits."""
+    made = {"identity": torch.eye(64), "Hadamard": hadamard(64)}
+    x = made.get(kind, random_bits(dtype, 64, 64)).to(dtype)
     before, data = hash_of(x), x.view(torch.uint8)
-    for first, second in ((0, 1), (3, 40), (62, 63)):
-        for name, y in (("rows", x), ("columns", x.T)):
-            changed = swapped(y.view(y.dtype), first, second)
-            same = torch.equal((changed if name == "rows" else changed.T).contiguous().view(torch.uint8), data)
-            assert (hash_of(changed if name == "rows" else changed.T) == before) == same, name
-    for first, second in (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((5, 7), (40, 7)), ((63, 63), (63, 8))):
-        changed = swapped(x, first, second)
-        assert (hash_of(changed) == before) == torch.equal(changed.view(torch.uint8), data)
+    rows = [swapped(x, first, second) for first, second in ((0, 1), (3, 40), (62, 63))]
+    columns = [swapped(x.T, first, second).T for first, second in ((0, 1), (3, 40), (62, 63))]
+    pairs = (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((5, 7), (40, 7)), ((63, 63), (63, 8)))
+    elements = [swapped(x, first, second) for first, second in pairs]
+    for changed in (*rows, *columns, *elements):
+        same = torch.equal(changed.contiguous().view(torch.uint8), data)
+        assert (hash_of(changed) == before) == same
 
 
 def test_rows_of_high_bits_only() -> None:
@@ -116,8 +116,10 @@ def test_rows_of_high_bits_only() -> None:
 
 def test_shape_dtype_and_name_count() -> None:
     x = torch.zeros(6, dtype=torch.int32)
-    others = [x, x.view(2, 3), x.view(3, 2), x.view(torch.float32), x.view(torch.int16), x[:5], x.view(torch.int64), torch.tensor(0)]
-    hashes = {hash_of(y) for y in others} | {weight_fingerprint(Holder(y=x)), weight_fingerprint(Holder())}
+    others = [x, x.view(2, 3), x.view(3, 2), x[:5], torch.tensor(0)]
+    others += [x.view(dtype) for dtype in (torch.float32, torch.int16, torch.int64)]
+    hashes = {hash_of(y) for y in others}
+    hashes |= {weight_fingerprint(Holder(y=x)), weight_fingerprint(Holder())}
     assert len(hashes) == len(others) + 2
 
 
@@ -128,7 +130,8 @@ def test_the_layout_in_memory_does_not_count(dtype: torch.dtype) -> None:
     assert hash_of(x.T.contiguous().T) == expected
     assert hash_of(random_bits(dtype, 80, 100)[5:75, 3:93].copy_(x)) == expected
     for offset in (1, 3, 8):  # a part of other memory, from no multiple of 8 bytes on
-        assert hash_of(random_bits(dtype, x.numel() + 9)[offset:][: x.numel()].view(70, 90).copy_(x)) == expected
+        other = random_bits(dtype, x.numel() + 9)[offset : x.numel() + offset]
+        assert hash_of(other.view(70, 90).copy_(x)) == expected
     with torch.inference_mode():
         assert hash_of(x.clone()) == expected
     with torch.autocast("cpu"):
@@ -144,16 +147,18 @@ def test_tensors_of_no_or_one_element(shape: tuple[int, ...]) -> None:
 
 def test_checksums_are_as_documented() -> None:
     """The formula with Python's integers; and one hash, which files hold and must not change."""
-    factors = [int.from_bytes(hashlib.shake_256(b"icl-patch").digest(ROW)[i : i + 8], "little") | 1 for i in range(0, ROW, 8)]
+    stream = hashlib.shake_256(b"icl-patch").digest(ROW)
+    factors = [int.from_bytes(stream[i : i + 8], "little") | 1 for i in range(0, ROW, 8)]
     assert len({factor % 2**32 for factor in factors}) == 1024
     x = torch.randint(-(2**63), 2**63 - 1, (1500,))
     words = [*x.tolist(), *[0] * 548]
     rows = [words[:1024], words[1024:]]
     sums = [sum(f * y for f, y in zip(factors, row, strict=True)) for row in rows]
     high = [sum(f * (y >> 32) for f, y in zip(factors, row, strict=True)) for row in rows]
-    wanted = [sums[0], high[0], sums[1], high[1]]
-    assert [value % 2**64 for value in fingerprints._checksums(x).tolist()] == [value % 2**64 for value in wanted]
-    assert hash_of(torch.arange(3000.0)) == "a0f195501b06e0f02a654ced68d0be79ef40ed44ba6793559dc4959e1610b1a7"
+    got = [value % 2**64 for value in fingerprints._checksums(x).tolist()]
+    assert got == [value % 2**64 for value in (sums[0], high[0], sums[1], high[1])]
+    expected = "a0f195501b06e0f02a654ced68d0be79ef40ed44ba6793559dc4959e1610b1a7"
+    assert hash_of(torch.arange(3000.0)) == expected
 
 
 def test_products_and_sums_of_other_devices_agree() -> None:
@@ -172,7 +177,7 @@ def test_the_device_does_not_count() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2", "mamba"])
 def test_every_weight_of_a_model_counts(family: str) -> None:
-    """One bit of one element of each, one after the other; buffers of a model's own making do not."""
+    """One bit of one element of each; buffers that the model computes itself do not."""
     model = zoo.build(family)
     before = weight_fingerprint(model)
     for name, tensor in model.state_dict().items():
@@ -249,14 +254,15 @@ def write(weight: nn.Parameter, through: str) -> None:
             weight.data.mul_(1.5)
 
 
-PARTS = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj", "model.embed_tokens", "model.norm")
+LAYERS = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj")
+PARTS = (*LAYERS, "model.embed_tokens", "model.norm")
 every_part = pytest.mark.parametrize("part", PARTS)
 
 
 @every_part
 @pytest.mark.parametrize("through", ["in place", "another tensor", "load_state_dict"])
-def test_changes_that_torch_counts_are_found_at_once(part: str, through: str, tmp_path: Path) -> None:
-    """An older patch is refused; a new one has the new weights' hash."""
+def test_changes_that_torch_counts(part: str, through: str, tmp_path: Path) -> None:
+    """They are found at once: an older patch is refused; a new one has the new weights' hash."""
     model = small("llama")
     with ContextPatcher(model) as patcher:
         old = patcher.compute(IDS, KEPT)
@@ -275,8 +281,8 @@ def test_changes_that_torch_counts_are_found_at_once(part: str, through: str, tm
 
 @every_part
 @pytest.mark.parametrize("through", [".data", "inference mode"])
-def test_changes_that_torch_does_not_count_are_found_at_the_next_hash(part: str, through: str, tmp_path: Path) -> None:
-    """A patch computed after one, and not known to be, is not saved under the old weights' hash."""
+def test_changes_that_torch_does_not_count(part: str, through: str, tmp_path: Path) -> None:
+    """They are found at the next hash: no patch is saved under a hash of other weights."""
     path = tmp_path / "p.safetensors"
     with torch.inference_mode(through == "inference mode"):
         model = small("llama")
@@ -356,7 +362,7 @@ def generate_fast(patcher: ContextPatcher) -> None:
 
 @pytest.mark.parametrize("update", ["exact", "stable"])
 @pytest.mark.parametrize("call", [compute, forward, generate, generate_fast])
-def test_weights_are_hashed_once_until_they_change(update: str, call: Callable, hashes: list[nn.Module]) -> None:
+def test_how_often_weights_are_hashed(update: str, call: Callable, hashes: list[nn.Module]) -> None:
     if (update, call) == ("exact", generate_fast):
         pytest.skip("one pass a step is not exact")
     model = small("llama")

@@ -412,6 +412,7 @@ def test_nan_stays_in_its_row(family: str, update: str, tmp_path: Any) -> None:
     poisoned["context_ids"][1, -2] = 96
     with ContextPatcher(model, update) as patcher:
         model.get_input_embeddings().weight.data[96] = torch.nan
+        patcher.check_weights()
         clean, patch = patcher.compute(**inputs), patcher.compute(**poisoned)
         expected, logits = (patcher.forward(inputs["kept_ids"], which) for which in (clean, patch))
     others = [0, 2]
