@@ -105,3 +105,12 @@ def test_dependencies_are_the_ones_that_are_imported() -> None:
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M)) - {"icl_patch"} - set(sys.stdlib_module_names)
     declared = {re.match(r"[\w-]+", requirement).group() for requirement in importlib.metadata.requires("icl-patch") or []}
     assert imported <= declared | {"tokenizers"}  # a hard requirement of transformers, used by the training script only
+
+
+def test_contributing_lists_every_target() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z-]+):.*## ", makefile, re.M)
+    listed = re.findall(r"^make ([a-z-]+)", contributing, re.M)
+    assert len(targets) > 10
+    assert sorted(set(targets) - set(listed)) == []
