@@ -57,9 +57,12 @@ def test_a_flipped_bit_of_a_factor_is_found_and_named() -> None:
     before = entries_of(patch)
     assert "x/factors/layers.3.post_feedforward_layernorm.new_scale" in before
     assert differences(before, entries_of(patch)) == []
-    name = "mlp.down_proj.u"
-    flip_lowest_bit(patch.layers[2][name])
-    assert differences(before, entries_of(patch)) == [f"differs: x/factors/layers.2.{name}"]
+    flip_lowest_bit(patch.layers[2]["mlp.down_proj.u"])
+    flip_lowest_bit(patch.kept_ids)
+    assert differences(before, entries_of(patch)) == [
+        "differs: x/factors/layers.2.mlp.down_proj.u",
+        "differs: x/kept_ids",
+    ]
 
 
 def test_a_flipped_bit_of_a_weight_is_found_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +84,7 @@ def test_a_flipped_bit_of_a_weight_is_found_behind_it(monkeypatch: pytest.Monkey
         f"{update}/{case}/{entry}"
         for update in ("stable", "exact")
         for case in ("context", "prefix")
-        for entry in ("logits with context", "replay", "factors/layers.1.mlp.up_proj.u")
+        for entry in ("logits", "replay", "factors/layers.1.mlp.up_proj.u")
     }
     expected.add("exact/generate/two_pass/3/logits")
     for mode in ("two_stream", "shared_cache", "auto"):

@@ -104,13 +104,14 @@ class Record:
             self._add(name, hashlib.sha256(json.dumps(value).encode()).hexdigest())
 
     def patch(self, name: str, patch: ContextPatch) -> None:
-        """The factors of a patch, its tokens, its logits with the context, and its report."""
+        """The factors of a patch, its report, and its other tensors: tokens, positions, logits."""
         for index, layer in zip(patch.layer_indices, patch.layers, strict=True):
             for factor, tensor in layer.items():
                 self.tensor(f"{name}/factors/layers.{index}.{factor}", tensor)
         self.json(f"{name}/passes", patch.passes)
-        if patch.logits is not None:
-            self.tensor(f"{name}/logits with context", patch.logits)
+        for field, value in vars(patch).items():
+            if isinstance(value, Tensor):
+                self.tensor(f"{name}/{field}", value)
         for field, tensor in ({} if patch.report is None else vars(patch.report)).items():
             self.tensor(f"{name}/report/{field}", tensor)
 
