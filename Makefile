@@ -38,7 +38,7 @@ build/oldest/installed: pyproject.toml
 oldest: build/oldest/installed ## the test suite with the oldest versions that pyproject.toml allows; installs gigabytes, CUDA's libraries among them
 	$(MAKE) PYTHON=$(CURDIR)/build/oldest/bin/python test
 
-stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion, thousands of them against 100 digits
+stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model
 	$(RUN) -m pytest -m stress
 
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills

@@ -6,6 +6,7 @@ parameters. :class:`ContextPatcher` computes it, :class:`ContextPatch` holds it.
 
 from icl_patch import ops
 from icl_patch._version import __version__
+from icl_patch.attached import detach
 from icl_patch.controllability import controllability
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError, UnsupportedModelError
 from icl_patch.experts import PatchedExperts
@@ -26,6 +27,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "controllability",
+    "detach",
     "ops",
     "verify",
 ]

@@ -17,6 +17,7 @@ from transformers import Cache
 
 from icl_patch import metrics, streams
 from icl_patch.attached import AttachedBlock, Factors
+from icl_patch.attachment import one_pass
 from icl_patch.attention import OneToken, restricted_attention
 from icl_patch.calling import inputs, names_of
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
@@ -212,6 +213,7 @@ class Decoded:
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
+@one_pass
 def folded_streams(patcher: "ContextPatcher") -> FoldedStreams:
     """How a model runs both streams over one cache: traced when it is first asked for, and tried on random tokens by replays.
 
@@ -265,6 +267,7 @@ def _replay_errors(patcher: "ContextPatcher") -> Iterator[float]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@one_pass
 def prefill(
     patcher: "ContextPatcher",
     context_ids: Tensor,
@@ -362,11 +365,12 @@ def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) 
     Raises:
         ControllabilityError: no change of the weights can have the effect, for the block and row named.
     """
-    state.patcher.require_attached()
-    state.append(token_ids)
-    if state.step is None:
-        return _close(state)
-    made = state.step(token_ids, both)
+    with state.patcher.attachment.one_pass():
+        state.patcher.require_attached()
+        state.append(token_ids)
+        if state.step is None:
+            return _close(state)
+        made = state.step(token_ids, both)
     if made.suspect:  # the step's one look at the device
         for notes in made.notes:
             notes.settle(state.live).check(start=state.steps - 1)

@@ -44,10 +44,6 @@ class PatchedRouter(PatchedLinear):
     Source: Goldwaser et al. (2025), Lemma 7: the router is a reader like any other.
     """
 
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__(base_layer)
-        self.on_logits: Callable[[Tensor], None] | None = None
-
     def with_logits(self, z: Tensor, change: Callable[[Tensor], Tensor], *others: Any) -> Any:
         """What the base router returns when its logits (M, E) are replaced by ``change(logits)``; ``others``: its further inputs."""
         with _Product(change) as product:
@@ -56,9 +52,9 @@ class PatchedRouter(PatchedLinear):
             raise UnsupportedModelError(f"{type(self.base_layer).__name__} makes {product.products} linear products, not one")
         return out
 
-    def forward(self, z: Tensor, *others: Any) -> Any:
+    def _run(self, z: Tensor, *others: Any) -> Any:
         """(..., K) -> what the base router returns."""
-        if self.mode is Mode.OFF and self.on_logits is None:
+        if self.mode is Mode.OFF and self.observer is None:
             return self.base_layer(z, *others)
         if self.mode is Mode.RECORD:
             assert self.recorder is not None
@@ -71,8 +67,8 @@ class PatchedRouter(PatchedLinear):
             rows = z.reshape(-1, z.shape[-1])
             u, v = (self._by_row(factor, z, len(rows)) for factor in (self.u, self.v))
             logits = ops.add_low_rank(logits.reshape(len(rows), -1), rows, u, v).reshape(logits.shape)
-        if self.on_logits is not None:
-            self.on_logits(logits)
+        if self.observer is not None:
+            self.observer(logits)
         return logits
 
 
@@ -100,7 +96,6 @@ class PatchedExperts(PatchedModule):
         self.write_u: Tensor | None = None  # (M, d)
         self.write_v: Tensor | None = None  # (M, k, I); None for a bias
         self.tokens = 1  # of the rows that are replayed
-        self.on_choice: Callable[[Tensor, Tensor], None] | None = None
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -131,10 +126,10 @@ class PatchedExperts(PatchedModule):
         """Apply the factors that were set, from now on: of rows of so many tokens each."""
         self.tokens, self.mode = tokens, Mode.REPLAY
 
-    def forward(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _run(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """z (M, d), the chosen experts (M, k) and their weights (M, k) -> (M, d)."""
-        if self.on_choice is not None:
-            self.on_choice(z, index)
+        if self.observer is not None:
+            self.observer(z, index)
         if self.mode is Mode.OFF:
             return self.base_layer(z, index, weights)
         if self.mode is Mode.RECORD:
@@ -263,11 +258,11 @@ class PatchedScaledExperts(PatchedExperts):
             out: Tensor = self.base_layer(x)
         return out
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def _run(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """x (E·M, d), expert after expert -> the same."""
-        if self.on_choice is not None:
+        if self.observer is not None:
             index, slots = self.active(x)
-            self.on_choice(slots.flatten(1), index)
+            self.observer(slots.flatten(1), index)
         if self.mode is Mode.OFF:
             return self.base_layer(x)
         if self.mode is Mode.RECORD:

@@ -91,7 +91,7 @@ def describe() -> str:
 @cache
 def _warn(device_type: str) -> None:
     reason = _lacking or "it was built where there was no nvcc"
-    warnings.warn(f"icl_patch runs on plain torch for {device_type} tensors; the native library: {reason}", stacklevel=4)
+    warnings.warn(f"icl_patch runs on plain torch for {device_type} tensors; the native library: {reason}", stacklevel=5)
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], None]:

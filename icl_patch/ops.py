@@ -10,8 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from icl_patch import native, reference
-from icl_patch.backends import STREAM, TILE, at_once, is_traced, is_transformed, native_for, regime_of, triton_for, wanted, wants_gradients
+from icl_patch import reference
+from icl_patch.backends import (
+    STREAM,
+    TILE,
+    at_once,
+    is_traced,
+    is_transformed,
+    native_for,
+    native_on,
+    regime_of,
+    triton_for,
+    wants_gradients,
+)
 from icl_patch.reference import InversionStatus, RMSNormInverse, StableScale
 
 __all__ = [
@@ -276,8 +287,8 @@ def read_direction(z: Tensor, dtype: torch.dtype | None = None, *, fusible: bool
         found = Direction(*native_ops.read_direction(rows, dtype == torch.float64))
     elif dtype == torch.float32 and shape[-1] and not wants_gradients(z) and (kernels := triton_for(z)) is not None:
         found = Direction(*kernels.read_direction(rows))
-    elif z.is_cpu and wanted != "torch" and not wants_gradients(z) and native.serves("cpu"):
-        found = Direction(*torch.ops.icl_patch.read_direction(rows, dtype == torch.float64))
+    elif z.is_cpu and not wants_gradients(z) and (native_ops := native_on("cpu")) is not None:
+        found = Direction(*native_ops.read_direction(rows, dtype == torch.float64))
     else:
         found = Direction(*reference.read_direction(rows, dtype))
     return found if len(shape) == 2 else Direction(found.v.reshape(shape), found.inverse_norm2.reshape(shape[:-1]), found.coeff)
@@ -430,10 +441,10 @@ def invert_rmsnorm(
     if fallback is not None and fallback.shape != target.shape:
         raise ValueError(f"expected fallback {tuple(target.shape)}, got {tuple(fallback.shape)}")
     _check_floats(target=target, scale=scale, rms=rms, **({} if fallback is None else {"fallback": fallback}))
-    if not native.serves(target.device.type):
+    if (native_ops := native_on(target.device.type)) is None:
         return reference.invert_rmsnorm(target, scale, rms, eps, fallback, method)
     with torch.no_grad():
-        parts = torch.ops.icl_patch.invert_rmsnorm(target, scale, rms, eps, fallback, method == "bisection")
+        parts = native_ops.invert_rmsnorm(target, scale, rms, eps, fallback, method == "bisection")
     return RMSNormInverse(*parts)
 
 
@@ -465,10 +476,10 @@ def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float =
     if hidden_down.shape != delta.shape:
         raise ValueError(f"expected hidden_down {tuple(delta.shape)}, got {tuple(hidden_down.shape)}")
     _check_floats(delta=delta, scale=scale, hidden_down=hidden_down)
-    if not native.serves(delta.device.type):
+    if (native_ops := native_on(delta.device.type)) is None:
         return reference.stable_scale(delta, scale, hidden_down, eps, method)
     with torch.no_grad():
-        parts = torch.ops.icl_patch.stable_scale(delta, scale, hidden_down, eps, method == "bisection")
+        parts = native_ops.stable_scale(delta, scale, hidden_down, eps, method == "bisection")
     return StableScale(*parts)
 
 

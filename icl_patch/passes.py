@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from icl_patch import streams
 from icl_patch.attached import AttachedBlock, BlockTape, Factors, replaying
+from icl_patch.attachment import Attachment, one_pass
 from icl_patch.attention import Visibility
 from icl_patch.errors import ControllabilityError
 from icl_patch.notes import Notes, Obstacle
@@ -34,11 +35,12 @@ class Passes(ABC):
     """A model with its attached blocks, run for a patch.
 
     Attributes:
-        model: the model. blocks: its attached blocks, in order. update: "direct", "stable" or "exact".
+        model: the model. attachment: its lock. blocks: its attached blocks, in order. update: "direct", "stable" or "exact".
         recurrent: whether some layer's state sums up the tokens before; the model then takes one token a call.
     """
 
     model: PreTrainedModel
+    attachment: Attachment
     blocks: list[AttachedBlock]
     update: str
     recurrent: bool
@@ -107,6 +109,7 @@ class Passes(ABC):
             layers.append(layer)
         return tuple(layers)
 
+    @one_pass
     @torch.no_grad()
     def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockTape]]:
         """The kept tokens with the patch's factors, unchecked, and what the blocks did: logits (B, T, V) and one tape a block."""

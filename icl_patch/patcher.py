@@ -1,7 +1,8 @@
 """ContextPatcher: attach to a model, compute a context's patch, replay it, generate with it, detach."""
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import streams
-from icl_patch.attached import AttachedBlock, replaying
+from icl_patch.attached import AttachedBlock, Factors, attach, replaying
+from icl_patch.attachment import one_pass
 from icl_patch.attention import check_attention
 from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
@@ -20,7 +22,6 @@ from icl_patch.families import Writer, blocks_of, check_language_model, check_le
 from icl_patch.fast import FoldedStreams
 from icl_patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
 from icl_patch.fusing import Fusions
-from icl_patch.modules import PatchedModule
 from icl_patch.passes import Computation, Passes
 from icl_patch.patch import ContextPatch, PatchReport
 from icl_patch.patch_file import UPDATES, PatchInfo, check_fit
@@ -44,7 +45,9 @@ class ContextPatcher(Passes):
             patch = patcher.compute(context_ids, kept_ids)
             logits = patcher.forward(kept_ids, patch)      # no context anywhere
 
-    It is for one thread at a time, and so is the model while it is attached: what a pass applies lies in the model's modules.
+    Threads take turns: a pass (:meth:`compute`, :meth:`forward`, a step of :meth:`generate`) has the model to itself, and another thread's
+    pass, or its call of the model, waits until it ends. Between two steps of a generation nothing is held. A patcher that nobody refers
+    to any more detaches.
 
     Args:
         model: a Hugging Face causal language model of a known family.
@@ -68,17 +71,18 @@ class ContextPatcher(Passes):
         self.model, self.update, self.tokenizer = model, update, tokenizer
         check_language_model(model)
         check_attention(model)
-        if any(isinstance(module, PatchedModule) for module in model.modules()):
-            raise ValueError(f"expected a model without patched modules, {type(model).__name__} has some: detach the other patcher first")
         _check_training(model, model.training)
-        self.blocks: list[AttachedBlock] = []
+        self.attachment = attach(model)
+        self.blocks: list[AttachedBlock] = self.attachment.blocks
+        self._finalizer = self._undone_when_forgotten()
         self._dtype = model.dtype
         self._applied = False
         self.folded: FoldedStreams | None = None  # made by icl_patch.decoding.fold when it is first wanted
         self.fusions: Fusions | None = None  # likewise, by a first decode step
         self.fixed: dict[Any, FixedStep] = {}  # and these by icl_patch.fixed.fix
         try:
-            with torch.autocast(model.device.type, enabled=False):  # whose rounding would hide what is looked for
+            # autocast's rounding would hide what is looked for
+            with self.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
                 self._attach()
         except (UnsupportedModelError, torch.OutOfMemoryError):
             self.detach()
@@ -96,7 +100,7 @@ class ContextPatcher(Passes):
         self._counts_slots = counts_slots(self.model)
         probe = Probe(self.model, self.recurrent)
         for block in self.forms:
-            self.blocks.append(AttachedBlock(self.model, block))
+            self.blocks.append(AttachedBlock(self.model, block, self.attachment))
         probe.check(self.blocks, self._try_exact)
 
     def __enter__(self) -> "ContextPatcher":
@@ -107,9 +111,19 @@ class ContextPatcher(Passes):
 
     def __getstate__(self) -> dict[str, Any]:
         # what a copy has to make anew: functions that run the modules of this model
-        state = vars(self) | {"folded": None, "fusions": None, "fixed": {}}
+        state = vars(self) | {"folded": None, "fusions": None, "fixed": {}, "_finalizer": None}
         state.pop("weights", None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._finalizer = self._undone_when_forgotten()
+
+    def _undone_when_forgotten(self) -> "weakref.finalize[[], ContextPatcher]":
+        """Puts the model's modules back when this patcher is collected: then no pass of it is running."""
+        finalizer = weakref.finalize(self, self.attachment.undo)
+        finalizer.atexit = False
+        return finalizer
 
     @property
     def attached(self) -> bool:
@@ -118,13 +132,14 @@ class ContextPatcher(Passes):
 
     def detach(self) -> None:
         """Put the model's own modules back. The model is bit-identical to what came in; detaching twice is fine."""
-        self.folded = self.fusions = None
-        self.fixed.clear()
-        while self.blocks:
-            self.blocks.pop().detach()
+        with self.attachment.lock:
+            self.folded = self.fusions = None
+            self.fixed.clear()
+            self.attachment.undo()
 
     # -- compute
 
+    @one_pass
     @torch.no_grad()
     def compute(
         self,
@@ -172,6 +187,7 @@ class ContextPatcher(Passes):
         )
         return self.compute_sequences(sequences, **model_inputs).patch
 
+    @one_pass
     @torch.no_grad()
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
@@ -199,6 +215,7 @@ class ContextPatcher(Passes):
         prefixed = bool((sequences.head_mask & ~sequences.head_absorbed).any())
         return prefixed or len(sequences.kept_columns) > 1
 
+    @one_pass
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """A cache of the head, as the untouched model makes it, with the rows that the pass over the tail needs."""
         check_inputs(self.model, model_inputs)
@@ -212,6 +229,7 @@ class ContextPatcher(Passes):
                 streams.stack_cache(cache, len(sequences.head_ids))
         return cache
 
+    @one_pass
     def compute_from(self, cache: Cache, sequences: Sequences, live: Tensor | None = None) -> Computation:
         """The patch of the tail's kept tokens; ``cache`` holds the head (:meth:`prefill`), and the tail too afterwards.
 
@@ -300,6 +318,7 @@ class ContextPatcher(Passes):
         """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
         return None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
 
+    @one_pass
     def dynamics(
         self,
         context_ids: Tensor,
@@ -335,6 +354,7 @@ class ContextPatcher(Passes):
 
     # -- replay
 
+    @one_pass
     @torch.no_grad()
     def forward(self, kept_ids: Tensor, patch: ContextPatch, *, kept_mask: Tensor | None = None) -> Tensor:
         """Replay: run the kept tokens with the patch's weights and no context anywhere.
@@ -387,7 +407,8 @@ class ContextPatcher(Passes):
             with patcher.applied(patch) as changed:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
-        The change is exact for the token, the history and the position it was computed for; for others it is whatever it is.
+        The change is exact for the token, the history and the position it was computed for; for others it is whatever it is. All threads
+        see it. Passes of this patcher are refused meanwhile.
 
         Args:
             patch: a patch of this model. row, token: whose change to apply, by default the first row's last kept token's.
@@ -397,6 +418,20 @@ class ContextPatcher(Passes):
             UnsupportedModelError: the model has experts: a token's patch changes those that it chose.
             ValueError: a patch is applied already, layers of this one were cut out, or there is no such row or token.
         """
+        changed = ExitStack()
+        with self.attachment.lock:
+            layers = self._layers_of_token(patch, row, token)
+            changed.enter_context(replaying(self.blocks, layers, shared=True))
+            self._applied = True
+        try:
+            yield self.model
+        finally:
+            with self.attachment.lock:
+                self._applied = False
+                changed.close()
+
+    def _layers_of_token(self, patch: ContextPatch, row: int, token: int) -> list[Factors]:
+        """One token's factors, (width,) each, of every block; see :meth:`applied`."""
         self._check_fingerprints(patch)
         if patch.layer_indices != tuple(range(len(self.blocks))):
             raise ValueError("expected a patch with all its layers, got a part of one")
@@ -408,13 +443,7 @@ class ContextPatcher(Passes):
             token = int(patch.kept_mask[row].sum()) + token  # kept tokens are right-padded
         if not 0 <= token < tokens or not patch.kept_mask[row, token]:
             raise ValueError(f"expected a kept token of row {row}, which has {int(patch.kept_mask[row].sum())}, got padding")
-        layers = [{name: x[row, token] for name, x in layer.items() if x.dim() > 1} for layer in patch.layers]
-        with replaying(self.blocks, layers, shared=True):
-            self._applied = True
-            try:
-                yield self.model
-            finally:
-                self._applied = False
+        return [{name: x[row, token] for name, x in layer.items() if x.dim() > 1} for layer in patch.layers]
 
     # -- generation
 
@@ -461,7 +490,8 @@ class ContextPatcher(Passes):
                 ``logits_processor``, ``stopping_criteria``, ``cache_implementation="static"``, further inputs of the model …
 
         Returns:
-            An iterator of :class:`icl_patch.generation.GenerationStep`, one for every new token. It may be left at any time.
+            An iterator of :class:`icl_patch.generation.GenerationStep`, one for every new token. It may be left at any time: between two
+            steps nothing is held, and other threads go on.
 
         Raises:
             UnsupportedModelError: ``fast=True``, ``compiled=True`` or ``graph=True`` is not for this model.
