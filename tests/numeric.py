@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from icl_patch import ContextPatch, ContextPatcher, metrics
 
@@ -40,11 +39,11 @@ def noise_floor(model: nn.Module, ids: Tensor | None = None, dtype: torch.dtype 
             and softmax of transformers compute in that.
         inputs: further inputs of the model.
     """
-    ids = torch.randint(1, 90, (3, 18), generator=seeded(91)) if ids is None else ids
-    dtype = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype)
+    ids = torch.randint(1, 90, (3, 18), generator=seeded(91)).to(model.device) if ids is None else ids
     given = {"use_cache": False, **inputs}
     expected = model(ids, **given).logits
-    found = [functional_call(model, moved_weights(model, dtype), (ids,), given).logits]
+    with moved_weights(model, dtype):
+        found = [model(ids, **given).logits]
     if ids.shape[1] > 1:
         half = (slice(1), slice(ids.shape[1] // 2))
         found.append(model(ids[half], use_cache=False, **{name: x[half] for name, x in inputs.items()}).logits)
@@ -57,17 +56,6 @@ def noise_limit(model: nn.Module, *args: Any, **inputs: Any) -> float:
     return NOISE_FLOORS * noise_floor(model, *args, **inputs)
 
 
-class _Replay(nn.Module):
-    """A replay as a module, of which :func:`functional_call` can move the weights."""
-
-    def __init__(self, patcher: ContextPatcher) -> None:
-        super().__init__()
-        self.model, self.replay = patcher.model, patcher.replay
-
-    def forward(self, patch: ContextPatch) -> Tensor:
-        return self.replay(patch)[0]
-
-
 @torch.no_grad()
 def replay_limit(patcher: ContextPatcher, patch: ContextPatch) -> float:
     """The same for a replay: noise floors of the untouched model, or of the patched one where that has more.
@@ -77,20 +65,25 @@ def replay_limit(patcher: ContextPatcher, patch: ContextPatch) -> float:
     """
     if patch.passes == 2:
         return noise_limit(patcher.model)
-    replay = _Replay(patcher)
-    moved = functional_call(replay, moved_weights(replay, patcher.model.dtype), (patch,))
-    off = metrics.linf(moved, replay(patch))[patch.kept_mask]
+    expected = patcher.replay(patch)[0]
+    with moved_weights(patcher.model):
+        off = metrics.linf(patcher.replay(patch)[0], expected)[patch.kept_mask]
     return max(noise_limit(patcher.model), NOISE_FLOORS * float(off.max()))
 
 
-def moved_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights by name, each one spacing of ``dtype`` up or down, in random directions."""
-    rng = seeded(0)
-    return {
-        name: (x.double() + 2 * UNIT[dtype] * x.double() * torch.randn(x.shape, generator=rng).sign()).to(x.dtype)
-        for name, x in model.named_parameters()
-        if type(x) is nn.Parameter  # others are quantised
-    }
+@contextmanager
+def moved_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Every weight is one spacing of ``dtype`` up or down, in random directions, until the block ends."""
+    dtype, rng = dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype), seeded(0)
+    kept = [(x, x.data) for x in model.parameters() if type(x) is nn.Parameter]  # others are quantised
+    try:
+        for parameter, x in kept:
+            up_or_down = torch.randn(x.shape, generator=rng).sign().to(x.device)
+            parameter.data = (x.double() * (1 + 2 * UNIT[dtype] * up_or_down)).to(x.dtype)
+        yield
+    finally:
+        for parameter, x in kept:
+            parameter.data = x
 
 
 def within_roundings(got: Tensor, expected: Tensor, roundings: float, size: Tensor) -> bool:

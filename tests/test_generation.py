@@ -40,7 +40,8 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
         steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=12))
     assert torch.equal(torch.stack([step.token_ids for step in steps], 1), expected_ids)
     assert torch.equal(torch.stack([step.logits for step in steps], 1), expected.to(dtype))
-    assert torch.equal(expected_ids, at_once)
+    if dtype == torch.float32:  # a token of bf16 may differ where the context is run at once, and all that follow
+        assert torch.equal(expected_ids, at_once)
     assert len({tuple(row) for row in expected_ids.tolist()}) == 3  # three rows with something of their own to say
 
 
