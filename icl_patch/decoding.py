@@ -209,10 +209,6 @@ class Decoded:
     make_patch: Callable[[], ContextPatch]
 
 
-# Of a replay against the fast step it is of, relative to max |logit|: a stream that saw too much or too little is off by far more.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-
-
 @one_pass
 def folded_streams(patcher: "ContextPatcher") -> FoldedStreams:
     """How a model runs both streams over one cache: traced when it is first asked for, and tried on random tokens by replays.
@@ -235,7 +231,7 @@ def _folded(patcher: "ContextPatcher") -> FoldedStreams:
     except Exception as cause:  # of the model's own code, which nobody here has seen
         patcher.folded = None
         raise UnsupportedModelError(f"fast=True does not cover {name}: {cause}") from cause
-    if not error <= _TOLERANCE[patcher.model.dtype]:
+    if not error <= metrics.rounding_limit(patcher.model.dtype):
         patcher.folded = None
         raise UnsupportedModelError(f"fast=True does not cover {name}: replays of its steps are off by {error:.1g}")
     return patcher.folded

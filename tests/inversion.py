@@ -17,6 +17,7 @@ from icl_patch.ops import InversionStatus as Status
 mp, mpf = mpmath.mp, mpmath.mpf
 Invert = Callable[..., ops.RMSNormInverse]
 DIGITS = 120
+ROOT_ULP = 8 * ULP**0.5  # beside the hard case y is known to the root of a rounding only
 
 needs_native = pytest.mark.skipif(not native.cpu_instructions, reason=native.describe())
 IMPLEMENTATIONS = [
@@ -67,7 +68,7 @@ def solve(m: list[float], g: list[float], c: float, eps: float) -> Exact:
         unreachable = any(a == 0 and b != 0 for a, b in zip(m, g, strict=True)) and (not hard or at_zero == target)
         status = Status.UNREACHABLE if unreachable else Status.HARD if hard else Status.EASY
         y = [mp.sign(a) * mp.sign(b) * k / (d + shift) if k else mpf(0) for a, b, k, d in zip(m, g, p, e, strict=True)]
-        borderline = pole_is_empty and abs(at_zero / target - 1) < 1e-14
+        borderline = pole_is_empty and abs(at_zero / target - 1) < 64 * ULP
         return Exact(status, shift, y, mp.sqrt(target), e, p, borderline)
 
 
@@ -125,9 +126,9 @@ def check_row(exact: Exact, m: list[float], g: list[float], c: float, eps: float
         unique = [k for k in range(n) if exact.status is not Status.HARD or exact.e[k]]  # the pole's size is in the norm above
         for k in unique:
             moved = shift_error * exact.shift / (exact.e[k] + exact.shift) * abs(exact.y[k]) if is_sharp and exact.shift else 0
-            y_error = moved + (2 * rounding + 32 * ULP) * abs(exact.y[k]) + (0 if is_sharp else 1e-7 * exact.size)
+            y_error = moved + (2 * rounding + 32 * ULP) * abs(exact.y[k]) + (0 if is_sharp else ROOT_ULP * exact.size)
             assert abs(y[k] - exact.y[k]) <= y_error + lost / norm
-        assert mp.sqrt(mp.fsum((y[k] - exact.y[k]) ** 2 for k in unique)) <= 1e-7 * mp.sqrt(n)
+        assert mp.sqrt(mp.fsum((y[k] - exact.y[k]) ** 2 for k in unique)) <= ROOT_ULP * mp.sqrt(n)
 
 
 def check_against_the_oracle(invert: Invert, family: str, count: int, n: int, dtype: torch.dtype, seed: int) -> int:

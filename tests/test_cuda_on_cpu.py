@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from numeric import normal, seeded
+from inversion import ROOT_ULP
+from numeric import ULP, normal, seeded
 from rows import ROWS, rows_of
 from torch import Tensor
 
@@ -76,6 +77,9 @@ class Driver:
         return result
 
 
+OTHER_SUMS = 16 * 4100 * ULP  # of so many terms in another order, on rows that multiply that
+
+
 def check_same(got: reference.RMSNormInverse, want: reference.RMSNormInverse, tolerance: float) -> None:
     assert torch.equal(got.status, want.status)
     for name in ("hidden", "new_scale"):
@@ -94,7 +98,7 @@ def test_every_family_in_a_warp(driver: ctypes.CDLL, family: str) -> None:
         got = Driver(driver)(g, m, rms, 1e-6)
         assert torch.equal(got.status, want.status)
         difference = (got.hidden.double() - want.hidden.double()).norm(dim=1) / want.hidden.double().norm(dim=1)
-        assert difference.max() <= (1e-6 if family == "near_hard" else 1e-11 if dtype == torch.float64 else 2.0**-22)
+        assert difference.max() <= (ROOT_ULP if family == "near_hard" else OTHER_SUMS if dtype == torch.float64 else 2.0**-22)
         assert got.evaluations.max() <= 32
 
 
@@ -113,7 +117,7 @@ def test_every_way_of_keeping_a_row(driver: ctypes.CDLL, n: int, shared_memory: 
     want = reference.invert_rmsnorm(g, m, rms, 1e-6, m)
     assert want.status.tolist()[2:4] == [Status.BAD_RADIUS, Status.NONFINITE]
     for bisection in (False, True):
-        check_same(Driver(driver)(g, m, rms, 1e-6, m, bisection=bisection, shared_memory=shared_memory), want, 1e-10)
+        check_same(Driver(driver)(g, m, rms, 1e-6, m, bisection=bisection, shared_memory=shared_memory), want, OTHER_SUMS)
     once, again = (Driver(driver)(g, m, rms, 1e-6, m, shared_memory=shared_memory) for _ in range(2))
     assert torch.equal(once.hidden.nan_to_num(), again.hidden.nan_to_num())  # whatever the order of the turns
 
@@ -129,9 +133,9 @@ def test_the_whole_update(driver: ctypes.CDLL, dtype: torch.dtype, n: int, share
     want = reference.stable_scale(delta, scale, h, 1e-6)
     got = Driver(driver)(delta, scale, None, 1e-6, h, update=True, shared_memory=shared_memory)
     assert torch.equal(got.status, want.status)
-    tolerance = 1e-10 if dtype == torch.float64 else 2.0**-22
+    tolerance = OTHER_SUMS if dtype == torch.float64 else 2.0**-22
     assert (got.hidden - want.u).norm() <= tolerance * (want.u + h).norm()
-    assert ((got.new_scale - want.new_scale).abs() <= 1e-9 * want.new_scale.abs()).all()
+    assert ((got.new_scale - want.new_scale).abs() <= OTHER_SUMS * want.new_scale.abs()).all()
     assert not got.hidden[1].any() and torch.equal(got.new_scale[1], scale.double())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import ragged, tokens
+from numeric import UNIT, noise_limit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -41,7 +42,11 @@ def test_what_is_found(family: str) -> None:
         assert kinds(patcher) == Counter({"_Norm": LAYERS * norms + last, "_NormBefore": LAYERS * told, "_Gated": LAYERS * gated})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# Sums of 32 to 96 products and squares in another order; in bf16 two roundings that go the other way.
+ROUNDINGS = {torch.float32: 96, torch.bfloat16: 4}
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
 def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype) -> None:
     with torch.no_grad(), ContextPatcher(zoo.build(family, dtype=dtype), "stable") as patcher:
@@ -50,7 +55,7 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
             x = (3 * torch.randn(2, 5, width, generator=torch.Generator().manual_seed(3))).to(dtype)
             made, expected = found(x), found.module(x)
             assert made.dtype == expected.dtype
-            assert metrics.linf(made, expected).max() <= (1e-5 if dtype == torch.float32 else 2**-6)
+            assert metrics.linf(made, expected).max() <= ROUNDINGS[dtype] * UNIT[dtype]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "olmo2", "cohere2"])
@@ -59,7 +64,7 @@ def test_a_step_is_the_same_without(family: str, fast: bool | None, monkeypatch:
     model, ids = zoo.build(family), tokens(0, 3, 9) % zoo.VOCABULARY
     arguments: dict = {"context_mask": ragged(3, 9, side="left"), "max_new_tokens": 3, "eos_token_id": None, "fast": fast}
     ran: list[str] = []
-    call = Fusions.forwards
+    call, limit = Fusions.forwards, noise_limit(model)
 
     def watched(self: Fusions) -> list[tuple[nn.Module, Any]]:
         return [(module, lambda *x, f=f: (ran.append(type(f).__name__), f(*x))[1]) for module, f in call(self)]
@@ -75,11 +80,11 @@ def test_a_step_is_the_same_without(family: str, fast: bool | None, monkeypatch:
         monkeypatch.setattr(Fusions, "told", lambda self: set())
         plain = list(patcher.generate(ids, **arguments))
         for step, other, patch in zip(fused, plain, patches, strict=True):
-            assert metrics.linf(step.logits, other.logits).max() <= 1e-5
-            assert metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits).max() <= 1e-5
+            assert metrics.linf(step.logits, other.logits).max() <= limit
+            assert metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits).max() <= limit
             for layer, factors in zip(patch.layers, other.patch.layers, strict=True):
                 assert layer.keys() == factors.keys()
-                assert all(metrics.linf(layer[name], factors[name]).max() <= 1e-3 for name in layer if name.endswith((".u", ".v")))
+                assert all(metrics.linf(layer[name], factors[name]).max() <= limit for name in layer if name.endswith((".u", ".v")))
 
 
 class _Counted(TorchDispatchMode):
@@ -218,8 +223,9 @@ def test_a_child_that_is_replaced_later() -> None:
         for layer in model.model.layers:
             layer.mlp.act_fn = torch.nn.ReLU()
         expected = model.generate(ids, output_logits=True, return_dict_in_generate=True, **settings).logits
+        limit = noise_limit(model)
         for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
-            assert metrics.linf(step.logits, logits).max() <= 1e-4
+            assert metrics.linf(step.logits, logits).max() <= limit
 
 
 def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
@@ -230,6 +236,7 @@ def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
     ids = tokens(0, 2, 6) % zoo.VOCABULARY
     settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     expected = model.generate(ids, output_logits=True, return_dict_in_generate=True, **settings).logits
+    limit = noise_limit(model)
     with ContextPatcher(model, "stable") as patcher:
         for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
-            assert metrics.linf(step.logits, logits).max() <= 1e-4
+            assert metrics.linf(step.logits, logits).max() <= limit

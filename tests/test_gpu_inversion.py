@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from inversion import Invert, check_rows, mixed_rows, same_rows
+from inversion import ROOT_ULP, Invert, check_rows, mixed_rows, same_rows
 from numeric import FLOATS, every_dtype, normal, same_bits, seeded
 from rows import ROWS, rows_of
 from torch import Tensor
@@ -74,7 +74,7 @@ def test_every_dtype(n: int, dtype: torch.dtype) -> None:
             assert torch.equal(x.status.cpu(), y.status)
             assert [getattr(x, f.name).dtype for f in fields(x)] == [getattr(y, f.name).dtype for f in fields(y)]
         size = (expected_stable.u.abs() + h.cpu().abs().to(expected_stable.u.dtype)).norm(dim=1, keepdim=True)
-        assert ((stable.u.cpu() - expected_stable.u).abs() <= 1e-7 * size).all()
+        assert ((stable.u.cpu() - expected_stable.u).abs() <= ROOT_ULP * size).all()
 
 
 @pytest.mark.parametrize("n", [48, 4097, 16384])

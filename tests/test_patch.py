@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, case, tokens
+from numeric import noise_limit, within_roundings
 from patch_files import read, refuses, write
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -463,7 +464,7 @@ def test_the_first_tokens_can_be_replayed(family: str, update: str, patch_of: Ca
     assert torch.equal(part.report.reader_error, patch.report.reader_error[:, :, :3])
     logits = replayed(part, model)
     # not the same bits: a matrix product of 3 columns rounds otherwise than one of 7
-    assert metrics.linf(logits, replayed(patch, model)[:, :3])[part.kept_mask].max() <= 1e-5
+    assert metrics.linf(logits, replayed(patch, model)[:, :3])[part.kept_mask].max() <= noise_limit(model)
     part.save(path)
     assert torch.equal(replayed(ContextPatch.load(path, model), model), logits)
 
@@ -474,7 +475,7 @@ def test_rows_can_be_replayed(family: str, update: str, patch_of: Callable) -> N
     part = patch.select(rows=slice(1, 3))
     assert part.kept_ids.shape == (2, 7)
     assert part.info.replayable
-    assert metrics.linf(replayed(part, model), replayed(patch, model)[1:])[part.kept_mask].max() <= 1e-5
+    assert metrics.linf(replayed(part, model), replayed(patch, model)[1:])[part.kept_mask].max() <= noise_limit(model)
 
 
 def test_a_part_of_a_direct_patch_of_a_scale_writer_is_right_or_refused() -> None:
@@ -484,7 +485,7 @@ def test_a_part_of_a_direct_patch_of_a_scale_writer_is_right_or_refused() -> Non
         part = patch.select(tokens=slice(3))
         if part.info.replayable:
             logits = patcher.forward(part.kept_ids, part)
-            assert metrics.linf(logits, patch.logits[:, :3])[part.kept_mask].max() <= 1e-4
+            assert metrics.linf(logits, patch.logits[:, :3])[part.kept_mask].max() <= noise_limit(model)
 
 
 @pytest.mark.parametrize(
@@ -527,10 +528,12 @@ def test_weight_changes_are_outer_products_of_the_factors(family: str, update: s
         layer, module = patch.layers[int(name.split(".")[2])], name.split(".", 3)[3].removesuffix(".weight")
         if module == "post_feedforward_layernorm":
             wanted = layer[f"{module}.new_scale"][1, 2] - (1 + parameters[name])  # Gemma stores w = m - 1
+            size = 1 + layer[f"{module}.new_scale"][1, 2].abs() + parameters[name].abs()
         else:
             v = layer[f"{module}.v" if module == "mlp.down_proj" else "readers.v"][1, 2]
             wanted = layer[f"{module}.u"][1, 2].unsqueeze(1) * v.unsqueeze(0)
-        torch.testing.assert_close(change, wanted.detach(), rtol=1e-6, atol=1e-6)
+            size = wanted.abs()
+        assert within_roundings(change, wanted.detach(), 4, size.detach()), name
 
 
 @families_and_updates
@@ -540,7 +543,8 @@ def test_norms_are_those_of_the_materialised_changes(family: str, update: str, p
     for row, token in ((0, 0), (1, 2), (2, 6)):  # the last is padding
         for name, change in patch.weight_changes(row, token):
             size = norms[name.split(".", 3)[3].removesuffix(".weight")][int(name.split(".")[2]), row, token]
-            torch.testing.assert_close(size, change.norm().to(size.dtype), rtol=1e-5, atol=0)
+            wanted = change.double().norm()
+            assert within_roundings(size, wanted, INNER + HIDDEN, wanted), name
             assert bool(size > 0) == bool(patch.kept_mask[row, token])
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from models import build, case, ragged, randomised, tokens
+from numeric import noise_limit
 from small import IDS, KEPT, Snapshot, checkpointing, families, plain_logits, small, updates, works
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForConditionalGeneration
@@ -298,7 +299,7 @@ def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
         llama_patcher.forward(part.kept_ids, part)
     # computed on these weights, by another update: it is a change of weights like any other
     with ContextPatcher(small("llama"), "direct") as direct:
-        assert metrics.linf(direct.forward(KEPT, patch), patch.logits).max() <= 1e-5
+        assert metrics.linf(direct.forward(KEPT, patch), patch.logits).max() <= noise_limit(direct.model)
 
 
 def test_a_patch_of_another_tokenizer_is_not_applied() -> None:
