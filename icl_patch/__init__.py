@@ -21,6 +21,7 @@ from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
+from icl_patch.recording.attached_block import detach
 
 __all__ = [
     "ContextPatch",
@@ -34,6 +35,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "controllability",
+    "detach",
     "ops",
     "verify",
 ]

@@ -2,8 +2,9 @@
 detach.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
-from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Writer
@@ -30,11 +31,11 @@ from icl_patch.models.language_model import (
     family_of,
 )
 from icl_patch.models.recurrent_state import is_recurrent
-from icl_patch.patch import fingerprints
 from icl_patch.patch.context_patch import ContextPatch, PatchReport
+from icl_patch.patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
 from icl_patch.patch.serialization import UPDATES, PatchInfo, check_fit
 from icl_patch.recording import forward_passes
-from icl_patch.recording.attached_block import AttachedBlock, replaying
+from icl_patch.recording.attached_block import AttachedBlock, Factors, attach, replaying
 from icl_patch.recording.passes import Computation, Passes
 from icl_patch.recording.self_check import Probe
 from icl_patch.recording.sequences import Sequences, assemble, check_tensor
@@ -56,8 +57,10 @@ class ContextPatcher(Passes):
             patch = patcher.compute(context_ids, kept_ids)
             logits = patcher.forward(kept_ids, patch)      # no context anywhere
 
-    It is for one thread at a time, and so is the model while it is attached: what a pass applies
-    lies in the model's modules.
+    Threads take turns: a pass (:meth:`compute`, :meth:`forward`, a step of :meth:`generate`) has
+    the model to itself, and another thread's pass, or its call of the model, waits until it ends.
+    Between two steps of a generation nothing is held. A patcher that nobody refers to any more
+    detaches.
 
     Args:
         model: a Hugging Face causal language model of a known family.
@@ -91,13 +94,10 @@ class ContextPatcher(Passes):
         self.model, self.update, self.tokenizer = model, update, tokenizer
         check_language_model(model)
         check_attention(model)
-        if any(isinstance(module, PatchedModule) for module in model.modules()):
-            raise ValueError(
-                f"expected a model without patched modules, {type(model).__name__} has some: detach"
-                " the other patcher first"
-            )
         _check_training(model, model.training)
-        self.blocks: list[AttachedBlock] = []
+        self.attachment = attach(model)
+        self.blocks: list[AttachedBlock] = self.attachment.blocks
+        self._finalizer = self._undone_when_forgotten()
         self._dtype = model.dtype
         self._applied = False
         # made by icl_patch.generation.decode_step.fold when it is first wanted
@@ -105,10 +105,9 @@ class ContextPatcher(Passes):
         self.fused_modules: FusedModules | None = None  # likewise, by a first decode step
         # and these by icl_patch.generation.compiled_step.fix
         self.fixed: dict[Any, CompiledStep] = {}
-        self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
-            # whose rounding would hide what is looked for
-            with torch.autocast(model.device.type, enabled=False):
+            # autocast's rounding would hide what is looked for
+            with self.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
                 self._attach()
         except (UnsupportedModelError, torch.OutOfMemoryError):
             self.detach()
@@ -128,7 +127,7 @@ class ContextPatcher(Passes):
         self._counts_slots = counts_slots(self.model)
         probe = Probe(self.model, self.recurrent)
         for block in self.block_specs:
-            self.blocks.append(AttachedBlock(self.model, block))
+            self.blocks.append(AttachedBlock(self.model, block, self.attachment))
         probe.check(self.blocks, self._try_exact)
 
     def __enter__(self) -> "ContextPatcher":
@@ -144,7 +143,21 @@ class ContextPatcher(Passes):
 
     def __getstate__(self) -> dict[str, Any]:
         # what a copy has to make anew: functions that run the modules of this model
-        return vars(self) | {"folded": None, "fusions": None, "fixed": {}}
+        state = vars(self) | {"folded": None, "fusions": None, "fixed": {}, "_finalizer": None}
+        state.pop("weights", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._finalizer = self._undone_when_forgotten()
+
+    def _undone_when_forgotten(self) -> "weakref.finalize[[], ContextPatcher]":
+        """Puts the model's modules back when this patcher is collected: then no pass of it is
+        running.
+        """
+        finalizer = weakref.finalize(self, self.attachment.undo)
+        finalizer.atexit = False
+        return finalizer
 
     @property
     def attached(self) -> bool:
@@ -155,13 +168,14 @@ class ContextPatcher(Passes):
         """Put the model's own modules back. The model is bit-identical to what came in; detaching
         twice is fine.
         """
-        self.folded = self.fused_modules = None
-        self.fixed.clear()
-        while self.blocks:
-            self.blocks.pop().detach()
+        with self.attachment.lock:
+            self.folded = self.fused_modules = None
+            self.fixed.clear()
+            self.attachment.undo()
 
     # -- compute
 
+    @one_pass
     @torch.no_grad()
     def compute(
         self,
@@ -215,6 +229,7 @@ class ContextPatcher(Passes):
         )
         return self.compute_sequences(sequences, **model_inputs).patch
 
+    @one_pass
     @torch.no_grad()
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the
@@ -249,6 +264,7 @@ class ContextPatcher(Passes):
         prefixed = bool((sequences.head_mask & ~sequences.head_absorbed).any())
         return prefixed or len(sequences.kept_columns) > 1
 
+    @one_pass
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """A cache of the head, as the untouched model makes it, with the rows that the pass over
         the tail needs.
@@ -267,6 +283,7 @@ class ContextPatcher(Passes):
                 kv_cache.stack_cache(cache, len(sequences.head_ids))
         return cache
 
+    @one_pass
     def compute_from(
         self, cache: Cache, sequences: Sequences, live: Tensor | None = None
     ) -> Computation:
@@ -312,6 +329,7 @@ class ContextPatcher(Passes):
             prefix_positions=positions.gather(1, prefix_slots),
             prefix_slots=prefix_slots,
             logits=logits,
+            weights=self.weights,
         )
 
     def _info(self, passes: int) -> PatchInfo:
@@ -329,31 +347,40 @@ class ContextPatcher(Passes):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the weights that are patched and of a sample of the others, taken when it is
-        first needed and after a change again.
-        """
-        state = fingerprints.weight_state(self.model, self.block_specs)
-        if self._fingerprint is None or self._fingerprint[0] != state:
-            self._fingerprint = (
-                state,
-                fingerprints.weight_fingerprint(self.model, self.block_specs),
-            )
-        return self._fingerprint[1]
+        """SHA-256 of all weights, taken when first needed and after changes that torch counts."""
+        return self.weights.fingerprint
 
-    @property
-    def fingerprinted(self) -> list[tuple[int, int, torch.dtype]] | None:
-        """The state of the weights that had the last fingerprint, see
-        :func:`icl_patch.patch.fingerprints.weight_state`.
+    @cached_property
+    def weights(self) -> WatchedWeights:
+        """The model's weights, watched for changes; patches share this."""
+        return WatchedWeights(self.model)
+
+    def check_weights(self) -> WeightCheck:
+        """Hash all weights of the model now: call it after writing to them through ``.data``.
+
+        All weights are hashed when a patcher attaches, which computes a first patch, and when a
+        patch is saved or loaded. In between, torch's version counters and the weights' addresses
+        show changes. Writes through ``.data`` (adapters are merged so) and to weights that were
+        made
+        in inference mode move neither: they are found at the next hash. From then on older patches
+        are refused, and new ones carry the new fingerprint.
+
+        Returns:
+            The fingerprint, whether it has changed, the bytes that were read and the time::
+
+                check = patcher.check_weights()
+                print(check.changed, check.gb_per_second)
         """
-        return None if self._fingerprint is None else self._fingerprint[0]
+        check = self.weights.check()
+        assert check is not None
+        return check
 
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:
         """SHA-256 of the tokenizer, if one was given; taken once, a vocabulary is long."""
-        return (
-            None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
-        )
+        return None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
 
+    @one_pass
     def dynamics(
         self,
         context_ids: Tensor,
@@ -398,6 +425,7 @@ class ContextPatcher(Passes):
 
     # -- replay
 
+    @one_pass
     @torch.no_grad()
     def forward(
         self, kept_ids: Tensor, patch: ContextPatch, *, kept_mask: Tensor | None = None
@@ -469,7 +497,8 @@ class ContextPatcher(Passes):
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
         The change is exact for the token, the history and the position it was computed for; for
-        others it is whatever it is.
+        others it is whatever it is. All threads see it. Passes of this patcher are refused
+        meanwhile.
 
         Args:
             patch: a patch of this model. row, token: whose change to apply, by default the first
@@ -482,6 +511,20 @@ class ContextPatcher(Passes):
             ValueError: a patch is applied already, layers of this one were cut out, or there is no
                 such row or token.
         """
+        changed = ExitStack()
+        with self.attachment.lock:
+            layers = self._layers_of_token(patch, row, token)
+            changed.enter_context(replaying(self.blocks, layers, shared=True))
+            self._applied = True
+        try:
+            yield self.model
+        finally:
+            with self.attachment.lock:
+                self._applied = False
+                changed.close()
+
+    def _layers_of_token(self, patch: ContextPatch, row: int, token: int) -> list[Factors]:
+        """One token's factors, (width,) each, of every block; see :meth:`applied`."""
         self._check_fingerprints(patch)
         if patch.layer_indices != tuple(range(len(self.blocks))):
             raise ValueError("expected a patch with all its layers, got a part of one")
@@ -498,16 +541,10 @@ class ContextPatcher(Passes):
                 f"expected a kept token of row {row}, which has {int(patch.kept_mask[row].sum())},"
                 " got padding"
             )
-        layers = [
+        return [
             {name: x[row, token] for name, x in layer.items() if x.dim() > 1}
             for layer in patch.layers
         ]
-        with replaying(self.blocks, layers, shared=True):
-            self._applied = True
-            try:
-                yield self.model
-            finally:
-                self._applied = False
 
     # -- generation
 
@@ -565,7 +602,8 @@ class ContextPatcher(Passes):
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
-            token. It may be left at any time.
+            token. It may be left at any time: between two steps nothing is held, and other threads
+                go on.
 
         Raises:
             UnsupportedModelError: ``fast=True``, ``compiled=True`` or ``graph=True`` is not for

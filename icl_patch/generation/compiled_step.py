@@ -289,9 +289,10 @@ def fix(state: Decoding, *, both: bool, compiled: bool, graph: bool) -> Callable
     state.step, state.cache = fixed, fixed.step_inputs.cache
 
     def release() -> None:
+        # of an abandoned generation this runs wherever it is collected: it waits for no thread
         if patcher.attached:
             patcher.fixed[key] = fixed
-        while len(patcher.fixed) > _KEPT:
-            del patcher.fixed[next(iter(patcher.fixed))]
+        for oldest in list(patcher.fixed)[:-_KEPT]:
+            patcher.fixed.pop(oldest, None)
 
     return release

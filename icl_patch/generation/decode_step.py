@@ -20,6 +20,7 @@ from icl_patch import metrics
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import inputs, names_of
@@ -32,7 +33,6 @@ from icl_patch.models.forward_override import (
     plain_linears,
 )
 from icl_patch.models.language_model import check_vocabulary, vocabulary
-from icl_patch.patch import fingerprints
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
@@ -217,7 +217,7 @@ class Decoding:
         live: (B, 1) bool, the rows that still generate: the others get no patch, and nothing is
             said about them.
         cache: all tokens but the current one.
-        weights: the state of the patched weights at the start.
+        fingerprint: of the weights at the start.
     """
 
     patcher: "ContextPatcher"
@@ -228,7 +228,7 @@ class Decoding:
     length: int
     live: Tensor
     cache: Cache
-    weights: list[Any]
+    fingerprint: str
     steps: int = 0
 
     def append(self, token_ids: Tensor) -> None:
@@ -265,11 +265,7 @@ class Decoded:
     make_patch: Callable[[], ContextPatch]
 
 
-# Of a replay against the fast step it is of, relative to max |logit|: a stream that saw too much or
-# too little is off by far more.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-
-
+@one_pass
 def shared_cache_streams(patcher: "ContextPatcher") -> SharedCacheStreams:
     """How a model runs both streams over one cache: traced when it is first asked for, and tried on
     random tokens by replays.
@@ -298,7 +294,7 @@ def _folded(patcher: "ContextPatcher") -> SharedCacheStreams:
     except Exception as cause:  # of the model's own code, which nobody here has seen
         patcher.folded = None
         raise UnsupportedModelError(f"fast=True does not cover {name}: {cause}") from cause
-    if not error <= _TOLERANCE[patcher.model.dtype]:
+    if not error <= metrics.rounding_limit(patcher.model.dtype):
         patcher.folded = None
         raise UnsupportedModelError(
             f"fast=True does not cover {name}: replays of its steps are off by {error:.1g}"
@@ -342,6 +338,7 @@ def _replay_errors(patcher: "ContextPatcher") -> Iterator[float]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@one_pass
 def prefill(
     patcher: "ContextPatcher",
     context_ids: Tensor,
@@ -400,7 +397,7 @@ def prefill(
         length=width - 1,
         live=torch.ones_like(context_mask[:, :1]),
         cache=cache,
-        weights=fingerprints.weight_state(patcher.model, patcher.block_specs),
+        fingerprint=patcher.fingerprint,
     )
 
 
@@ -467,11 +464,12 @@ def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) 
         ControllabilityError: no change of the weights can have the effect, for the block and row
             named.
     """
-    state.patcher.require_attached()
-    state.append(token_ids)
-    if state.step is None:
-        return _close(state)
-    made = state.step(token_ids, both)
+    with state.patcher.attachment.one_pass():
+        state.patcher.require_attached()
+        state.append(token_ids)
+        if state.step is None:
+            return _close(state)
+        made = state.step(token_ids, both)
     if made.maybe_infeasible:  # the step's one look at the device
         for diagnostics in made.diagnostics:
             diagnostics.resolve(state.live).check(start=state.steps - 1)
@@ -487,7 +485,7 @@ class _Recorded:
     """
 
     def __init__(self, state: Decoding, made: Pass, both: bool) -> None:
-        self.patcher, self.weights = state.patcher, state.weights
+        self.patcher, self.fingerprint = state.patcher, state.fingerprint
         self.ids, self.context_mask = state.ids[:, : state.length], state.context_mask
         self.made, self.both, self.live = made, both, state.live
         self.blocks = tuple(state.patcher.blocks)  # also when it has been detached
@@ -509,7 +507,7 @@ class _Recorded:
         patch = self.patcher.patch_of(
             _sequences(self.ids, self.context_mask), tuple(layers), report, logits
         )
-        if self.patcher.fingerprinted != self.weights:
+        if patch.info.fingerprint != self.fingerprint:
             raise ValueError(
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"

@@ -455,14 +455,15 @@ def _loop(
     all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
     release = None
     try:
-        state = start(patcher, prepared, options)
-        if options.fixed:
-            release = fix(
-                state,
-                both=options.logits == "context",
-                compiled=options.compiled,
-                graph=options.graph,
-            )
+        with patcher.attachment.one_pass():
+            state = start(patcher, prepared, options)
+            if options.fixed:
+                release = fix(
+                    state,
+                    both=options.logits == "context",
+                    compiled=options.compiled,
+                    graph=options.graph,
+                )
         yield None
         while live.any():
             number += 1

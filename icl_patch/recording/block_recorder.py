@@ -522,7 +522,7 @@ class BlockRecorder:
         if block.inner_norm is not None and self.spec.parallel_norm is not None:
             block.inner_norm.record(self.inner_norm)
             beside = block.module.get_submodule(self.spec.parallel_norm)
-            stack.callback(beside.register_forward_hook(self.on_beside).remove)
+            block.hook(stack, beside.register_forward_hook, self.on_beside)
         if self.valid is not None:
             block.on_start(stack, self.on_start)
             block.on_end(stack, self.on_end, first=True)

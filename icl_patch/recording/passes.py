@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from icl_patch.errors import ControllabilityError
+from icl_patch.layers.attachment import Attachment, one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.patch.context_patch import ContextPatch, PatchReport
@@ -39,13 +40,14 @@ class Passes(ABC):
     """A model with its attached blocks, run for a patch.
 
     Attributes:
-        model: the model. blocks: its attached blocks, in order. update: "direct", "stable" or
-            "exact".
+        model: the model. attachment: its lock. blocks: its attached blocks, in order. update:
+            "direct", "stable" or "exact".
         recurrent: whether some layer's state sums up the tokens before; the model then takes one
             token a call.
     """
 
     model: PreTrainedModel
+    attachment: Attachment
     blocks: list[AttachedBlock]
     update: str
     recurrent: bool
@@ -154,6 +156,7 @@ class Passes(ABC):
             layers.append(layer)
         return tuple(layers)
 
+    @one_pass
     @torch.no_grad()
     def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockActivations]]:
         """The kept tokens with the patch's factors, unchecked, and what the blocks did: logits (B,
