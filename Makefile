@@ -5,10 +5,10 @@ RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress kernels bench figures papers gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress kernels bits bits-compare bench bench-compare figures papers gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 # a second call finds it newer than everything and does nothing
 build/interpreter: FORCE
@@ -38,11 +38,17 @@ build/oldest/installed: pyproject.toml
 oldest: build/oldest/installed ## the test suite with the oldest versions that pyproject.toml allows; installs gigabytes, CUDA's libraries among them
 	$(MAKE) PYTHON=$(CURDIR)/build/oldest/bin/python test
 
-stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion, thousands of them against 100 digits
+stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model
 	$(RUN) -m pytest -m stress
 
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills
 	$(RUN) tools/kernel_resources.py
+
+bits: $(RUN) ## record the bits of all results as hashes, into build/bits.json, in minutes; BITS=--quick: of four small models and the embedded one
+	$(RUN) tools/record_bits.py build/bits.json $(BITS)
+
+bits-compare: $(RUN) ## compare two records: OLD=before.json NEW=build/bits.json
+	$(RUN) tools/compare_bits.py "$(OLD)" "$(NEW)" $(BITS)
 
 # Apart from the rest, as torchao: transformers imports it wherever it finds it.
 build/peft: | $(RUN)
@@ -51,6 +57,9 @@ build/peft: | $(RUN)
 bench: $(RUN) build/peft ## time the kernels beside what they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
 	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
+
+bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
+	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
 
 figures: $(RUN) ## draw the benchmarks' tables and pictures, and the README's table, again from their numbers
 	$(RUN) -m icl_patch bench --plots --out bench/results

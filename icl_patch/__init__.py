@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from icl_patch.layers.rms_norm import PatchedRMSNorm
     from icl_patch.patch.context_patch import ContextPatch
     from icl_patch.patcher import ContextPatcher
+    from icl_patch.recording.attached_block import detach
 
 # Imported when first used (PEP 562), so that `icl-patch --help` does not wait for torch.
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "PatchedRMSNorm": "icl_patch.layers.rms_norm",
     "UnsupportedModelError": "icl_patch.errors",
     "controllability": "icl_patch.analysis.controllability",
+    "detach": "icl_patch.recording.attached_block",
     "embedded": "icl_patch.evaluation",
     "ops": "icl_patch",
     "verify": "icl_patch.evaluation.verify",
@@ -62,6 +64,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "controllability",
+    "detach",
     "embedded",
     "ops",
     "verify",

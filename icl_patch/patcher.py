@@ -17,8 +17,8 @@ from icl_patch.generation import loop
 from icl_patch.generation.decoder import Decoder
 from icl_patch.models.language_model import check_length
 from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.fingerprints import WeightCheck
 from icl_patch.patch.serialization import check_fit
-from icl_patch.recording.attached_block import replaying
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.sequences import assemble, check_tensor
 
@@ -34,8 +34,10 @@ class ContextPatcher:
             patch = patcher.compute(context_ids, kept_ids)
             logits = patcher.forward(kept_ids, patch)      # no context anywhere
 
-    It is for one thread at a time, and so is the model while it is attached: what a pass applies
-    lies in the model's modules.
+    Threads take turns: a pass (:meth:`compute`, :meth:`forward`, a step of :meth:`generate`) has
+    the model to itself, and another thread's pass, or its call of the model, waits until it ends.
+    Nothing is held between two steps of a generation. A patcher that nobody refers to any more
+    detaches.
 
     Args:
         model: a Hugging Face causal language model of a known family.
@@ -103,8 +105,26 @@ class ContextPatcher:
         """Put the model's own modules back. The model is bit-identical to what came in; detaching
         twice is fine.
         """
-        self.decoder.clear()
-        self.attached_model.detach()
+        with self.attached_model.attachment.lock:
+            self.decoder.clear()
+            self.attached_model.detach()
+
+    def check_weights(self) -> WeightCheck:
+        """Hash all weights of the model now: call it after writing to them through ``.data``.
+
+        All weights are hashed when a patcher attaches, which computes a first patch, and when a
+        patch is saved or loaded. In between, torch's version counters and the weights' addresses
+        show changes. Writes through ``.data`` (adapters are merged so) and to weights that were
+        made in inference mode move neither: they are found at the next hash. From then on older
+        patches are refused, and new ones carry the new fingerprint.
+
+        Returns:
+            The fingerprint, whether it has changed, the bytes that were read and the time::
+
+                check = patcher.check_weights()
+                print(check.changed, check.gb_per_second)
+        """
+        return self.attached_model.check_weights()
 
     # -- compute
 
@@ -199,12 +219,9 @@ class ContextPatcher:
             prefix_mask=prefix_mask,
         )
         check_length(self.model, int(sequences.mask.sum(1).max()))
-        return dynamics.grow(
-            self.attached_model,
-            sequences,
-            sequences.head_ids.shape[1] - context_ids.shape[1],
-            layers,
-        )
+        start = sequences.head_ids.shape[1] - context_ids.shape[1]
+        with self.attached_model.attachment.one_pass():
+            return dynamics.grow(self.attached_model, sequences, start, layers)
 
     # -- replay
 
@@ -231,8 +248,9 @@ class ContextPatcher:
             ValueError: the tokens are not those the patch is for, or the patch is a part that
                 cannot be replayed.
         """
-        self._check_replay(kept_ids, patch, kept_mask)
-        return self.attached_model.replay_logits(patch)
+        with self.attached_model.attachment.one_pass():
+            self._check_replay(kept_ids, patch, kept_mask)
+            return self.attached_model.replay_logits(patch)
 
     def _check_replay(
         self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None
@@ -271,7 +289,8 @@ class ContextPatcher:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
         The change is exact for the token, the history and the position it was computed for; for
-        others it is whatever it is.
+        others it is whatever it is. All threads see it. Passes of this patcher are refused
+        meanwhile.
 
         Args:
             patch: a patch of this model. row, token: whose change to apply, by default the first
@@ -284,32 +303,8 @@ class ContextPatcher:
             ValueError: a patch is applied already, layers of this one were cut out, or there is no
                 such row or token.
         """
-        self.attached_model.check_patch(patch)
-        if patch.layer_indices != tuple(range(len(self.attached_model.blocks))):
-            raise ValueError("expected a patch with all its layers, got a part of one")
-        check_fit(patch, self.model)
-        rows, tokens = patch.kept_ids.shape
-        if not (-rows <= row < rows and -tokens <= token < tokens):
-            raise ValueError(
-                f"expected a row and a token of {rows} x {tokens}, got {row} and {token}"
-            )
-        if token < 0:
-            token = int(patch.kept_mask[row].sum()) + token  # kept tokens are right-padded
-        if not 0 <= token < tokens or not patch.kept_mask[row, token]:
-            raise ValueError(
-                f"expected a kept token of row {row}, which has {int(patch.kept_mask[row].sum())},"
-                " got padding"
-            )
-        layers = [
-            {name: x[row, token] for name, x in layer.items() if x.dim() > 1}
-            for layer in patch.layers
-        ]
-        with replaying(self.attached_model.blocks, layers, shared=True):
-            self.attached_model.applied = True
-            try:
-                yield self.model
-            finally:
-                self.attached_model.applied = False
+        with self.attached_model.applying(patch, row, token):
+            yield self.model
 
     # -- generation
 
@@ -370,7 +365,7 @@ class ContextPatcher:
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
-            token. It may be left at any time.
+            token. It may be left at any time; nothing is held between two steps.
 
         Raises:
             UnsupportedModelError: ``mode="shared_cache"`` or ``compile`` does not cover this

@@ -6,6 +6,7 @@ Detokenization in Language Models". Its vectors are rows, ``x W``; a weight of `
 transpose of its ``W``.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,8 +20,11 @@ from transformers.pytorch_utils import Conv1D
 from icl_patch.analysis.ov_matrices import ValueOutput, value_output
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.metrics import rounding_limit
 from icl_patch.models.consumers import Consumers, watch_consumers
 from icl_patch.models.language_model import vocabulary
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = [
     "FoldedNorm",
@@ -32,17 +36,6 @@ __all__ = [
     "norm_form",
     "value_output",
 ]
-
-# Of a norm against the formula that it is taken for: a few roundings of its dtype.
-_NORM_TOLERANCE = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-5,
-    torch.bfloat16: 0.03,
-    torch.float16: 5e-3,
-}
-# Of the logits of the folded model, relative to max |logit|: a fold that is wrong is off by far
-# more than rounding.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 class UncentredLayerNorm(nn.Module):
@@ -284,7 +277,7 @@ def fold(
         for norm in chosen:
             folding._fold(norm)
         error = (model(input_ids=ids, use_cache=False).logits - expected).abs().max()
-        if not error <= _TOLERANCE[model.dtype] * expected.abs().max():
+        if not error <= rounding_limit(model.dtype) * expected.abs().max():
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not compute the same with its norms folded:"
                 f" {float(error):.1e} off"
@@ -297,8 +290,8 @@ def fold(
 
 
 def norm_form(norm: nn.Module) -> NormForm | None:
-    """How a norm computes, found by comparing it with each formula on numbers; None if it is none
-    of them.
+    """How a norm computes: the formula that comes closest on random numbers, or None if that is off
+    by more than rounding.
     """
     weight, bias, eps = norm.weight, getattr(norm, "bias", None), _eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
@@ -309,19 +302,22 @@ def norm_form(norm: nn.Module) -> NormForm | None:
             got = norm(x).double()
     except TypeError:  # it has other inputs too, such as a gate
         return None
-    for centred in (False, True):
-        for offset in (0.0, 1.0):
-            wide = x.double()
-            wide = wide - wide.mean(-1, keepdim=True) if centred else wide
-            want = (
-                wide
-                * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-                * (offset + weight.double())
-            )
-            want = want if bias is None else want + bias.double()
-            if (got - want).abs().max() <= _NORM_TOLERANCE[weight.dtype] * want.abs().max():
-                return NormForm(centred, offset, eps)
-    return None
+    found: list[tuple[float, NormForm]] = []
+    for centred, offset in itertools.product((False, True), (0.0, 1.0)):
+        wide = x.double()
+        wide = wide - wide.mean(-1, keepdim=True) if centred else wide
+        want = (
+            wide
+            * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            * (offset + weight.double())
+        )
+        want = want if bias is None else want + bias.double()
+        off = float((got - want).abs().max() / want.abs().max())
+        found.append((off, NormForm(centred, offset, eps)))
+    # the sums in fp32; and in the dtype the normalised x, the scale, their product and the bias
+    limit = 16 * torch.finfo(torch.float32).eps + 4 * torch.finfo(weight.dtype).eps
+    off, form = min(found, key=lambda pair: pair[0])
+    return form if off <= limit else None
 
 
 def _eps(norm: nn.Module) -> float | None:
@@ -334,7 +330,7 @@ def _is_norm(module: nn.Module) -> bool:
     return (
         weight is not None
         and weight.dim() == 1
-        and weight.dtype in _TOLERANCE
+        and weight.dtype in _FLOATS
         and not module._modules
         and _eps(module) is not None
     )
@@ -367,7 +363,7 @@ def _reason(
         return "it is neither a LayerNorm nor an RMSNorm"
     for path in readers.linear:
         weight = model.get_submodule(path)._parameters.get("weight")
-        if weight is None or not weight.is_floating_point() or weight.dtype not in _TOLERANCE:
+        if weight is None or not weight.is_floating_point() or weight.dtype not in _FLOATS:
             return f"{path} has no weight in fp64, fp32, bf16 or fp16"
         if path in tied:
             return f"{path}.weight is tied to {tied[path]}: the two would drift apart"

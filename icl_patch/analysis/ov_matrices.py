@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.metrics import rounding_limit
 from icl_patch.models.consumers import LINEAR
 from icl_patch.models.language_model import layers_of, text_config
 
@@ -31,8 +32,6 @@ _LAYOUTS = (
     ("qkv_proj", "o_proj", _Packing.JOINED),
     ("query_key_value", "dense", _Packing.BY_HEAD),
 )
-# Of the attention's output on one token, relative to its largest element.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,9 +180,9 @@ def _check(
             torch.einsum("d,hdk,hke->e", seen[0].to(made.value).flatten(), made.value, made.output)
             + made.bias
         )
-        if (seen[1].to(want).flatten() - want).abs().max() <= _TOLERANCE[
+        if (seen[1].to(want).flatten() - want).abs().max() <= rounding_limit(
             model.dtype
-        ] * want.abs().max():
+        ) * want.abs().max():
             return
     raise UnsupportedModelError(
         f"the attention of {type(block).__name__} on one token is not x W_V W_O + b: its form is"

@@ -316,9 +316,10 @@ def use_compiled_step(
     state.run_step, state.step_inputs, state.cache = step, step.inputs, step.inputs.cache
 
     def release() -> None:
+        # An abandoned generation runs this wherever it is collected: it waits for no thread.
         if decoder.attached.is_attached:
             decoder.compiled_steps[key] = step
-        while len(decoder.compiled_steps) > _KEPT:
-            del decoder.compiled_steps[next(iter(decoder.compiled_steps))]
+        for oldest in list(decoder.compiled_steps)[:-_KEPT]:
+            decoder.compiled_steps.pop(oldest, None)
 
     return release

@@ -164,6 +164,23 @@ def prefill(
         reserve: whether a dynamic cache gets room for later tokens, so that few steps copy it.
         model_inputs: further inputs of the model for this pass.
     """
+    with decoder.attached.attachment.one_pass():
+        return _prefill(
+            decoder, context_ids, context_mask, capacity, mode, chunk, cache, reserve, model_inputs
+        )
+
+
+def _prefill(
+    decoder: Decoder,
+    context_ids: Tensor,
+    context_mask: Tensor,
+    capacity: int,
+    mode: DecodeMode,
+    chunk: int | None,
+    cache: Cache | None,
+    reserve: bool,
+    model_inputs: dict[str, Any],
+) -> DecodeState:
     attached, names = decoder.attached, names_of(model_inputs)
     if chunk is not None and (attached.recurrent or names):
         why = "of a recurrent model, which goes on by one token a call"
@@ -248,11 +265,13 @@ def decode_one_token(
         ControllabilityError: no change of the weights can have the effect, for the block and row
             named.
     """
-    state.decoder.attached.require_attached()
-    state.advance(token_ids)
-    if state.run_step is None:
-        return _two_passes(state)
-    output = state.run_step(token_ids, return_context_logits)
+    attached = state.decoder.attached
+    with attached.attachment.one_pass():
+        attached.require_attached()
+        state.advance(token_ids)
+        if state.run_step is None:
+            return _two_passes(state)
+        output = state.run_step(token_ids, return_context_logits)
     if output.maybe_infeasible:  # the step's only synchronisation with the device
         for diagnostics in output.diagnostics:
             diagnostics.resolve(state.live).check(start=state.steps - 1)

@@ -31,5 +31,5 @@ class Decoder:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has to make these anew: they hold functions that run the modules of this model.
-        found = {"shared_cache": None, "fused_modules": None, "compiled_steps": {}}
+        found: dict[str, Any] = {"shared_cache": None, "fused_modules": None, "compiled_steps": {}}
         return {"attached": self.attached, **found}

@@ -416,11 +416,12 @@ def _loop(
     all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
     release = None
     try:
-        state = start(decoder, prepared, options)
-        if options.compilers:
-            release = use_compiled_step(
-                state, options.compilers, return_context_logits=options.logits == "context"
-            )
+        with decoder.attached.attachment.one_pass():
+            state = start(decoder, prepared, options)
+            if options.compilers:
+                release = use_compiled_step(
+                    state, options.compilers, return_context_logits=options.logits == "context"
+                )
         yield None
         while live.any():
             number += 1

@@ -12,10 +12,6 @@ from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.models.language_model import vocabulary
 
-# Of a replay against its step, relative to max |logit|: a stream that sees too much or too little
-# is off by far more.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-
 
 def require_shared_cache(decoder: Decoder) -> None:
     """Make ``decoder.shared_cache``, unless it is there and the model still runs the same.
@@ -30,7 +26,7 @@ def require_shared_cache(decoder: Decoder) -> None:
     attached = decoder.attached
     model, name = attached.model, type(attached.model).__name__
     # autocast's rounding would hide the errors that the trial looks for
-    with torch.autocast(model.device.type, enabled=False):
+    with attached.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
         decoder.shared_cache = SharedCacheStreams(model, attached.blocks)
         try:
             error = _replay_error(decoder)
@@ -42,7 +38,7 @@ def require_shared_cache(decoder: Decoder) -> None:
             raise UnsupportedModelError(
                 f"mode='shared_cache' does not cover {name}: {cause}"
             ) from cause
-    if not error <= _TOLERANCE[model.dtype]:
+    if not error <= metrics.rounding_limit(model.dtype):
         decoder.shared_cache = None
         raise UnsupportedModelError(
             f"mode='shared_cache' does not cover {name}: replays of its steps are off by"

@@ -47,7 +47,6 @@ class PatchedExperts(PatchedModule):
         self.write_u: Tensor | None = None  # (M, d)
         self.write_v: Tensor | None = None  # (M, k, I); None for a bias
         self.tokens = 1  # of the rows that are replayed
-        self.on_choice: Callable[[Tensor, Tensor], None] | None = None
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -86,10 +85,10 @@ class PatchedExperts(PatchedModule):
         """Apply the factors that were set, from now on: of rows of so many tokens each."""
         self.tokens, self.mode = tokens, Mode.REPLAY
 
-    def forward(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def _run(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """z (M, d), the chosen experts (M, k) and their weights (M, k) -> (M, d)."""
-        if self.on_choice is not None:
-            self.on_choice(z, index)
+        if self.observer is not None:
+            self.observer(z, index)
         if self.mode is Mode.OFF:
             return self.base_layer(z, index, weights)
         if self.mode is Mode.RECORD:
@@ -244,11 +243,11 @@ class PatchedScaledExperts(PatchedExperts):
             out: Tensor = self.base_layer(x)
         return out
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def _run(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """x (E·M, d), expert after expert -> the same."""
-        if self.on_choice is not None:
+        if self.observer is not None:
             index, slots = self.active(x)
-            self.on_choice(slots.flatten(1), index)
+            self.observer(slots.flatten(1), index)
         if self.mode is Mode.OFF:
             return self.base_layer(x)
         if self.mode is Mode.RECORD:

@@ -8,11 +8,14 @@ Three modes: ``off`` (the base module, bit for bit), ``record`` (a recorder comp
 from what passes through and applies them) and ``replay`` (the given factors are applied).
 """
 
+import threading
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+
+from icl_patch.layers.attachment import Attachment
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -54,12 +57,15 @@ class PatchedModule(nn.Module):
         self.training, self._version = base_layer.training, base_layer._version
         self.mode = Mode.OFF
         self.recorder: Callable[..., Tensor] | None = None
+        # of what is no output of the module's: a router's logits, the choice of experts
+        self.observer: Callable[..., None] | None = None
+        self.attachment: Attachment | None = None  # that the module is part of
 
     base_layer: nn.Module
     _replay: Callable[..., Tensor]  # what the base module makes of its input with the patch
 
     _FACTORS: ClassVar[tuple[str, ...]] = ()  # the attributes that hold them
-    _STATE: ClassVar[frozenset[str]] = frozenset(("mode", "recorder"))
+    _STATE: ClassVar[frozenset[str]] = frozenset(("mode", "recorder", "observer"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # past torch's bookkeeping of parameters and modules: a decode step sets hundreds of these
@@ -116,9 +122,17 @@ class PatchedModule(nn.Module):
         self.recorder, self.mode = None, Mode.OFF
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the base module is called with -> what it returns; a patch takes one input, under
-        any name.
-        """
+        """What the base module is called with -> what it returns."""
+        if self.mode is Mode.OFF and self.observer is None:
+            return self.base_layer(*args, **kwargs)
+        attachment = self.attachment
+        if attachment is None or attachment.thread == threading.get_ident():
+            return self._run(*args, **kwargs)
+        with attachment.lock:  # the pass of another thread ends first
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`forward` in the mode that is set; a patch takes one input, under any name."""
         if self.mode is Mode.OFF:
             return self.base_layer(*args, **kwargs)
         if len(args) + len(kwargs) != 1:
@@ -131,6 +145,12 @@ class PatchedModule(nn.Module):
             assert self.recorder is not None
             return self.recorder(self, x)
         return self._replay(x)
+
+    def _replicate_for_data_parallel(self) -> "PatchedModule":
+        raise RuntimeError(
+            "expected a model without patched modules in DataParallel, which cannot copy them: call"
+            " icl_patch.detach first"
+        )
 
     def extra_repr(self) -> str:
         """The base module and the mode."""

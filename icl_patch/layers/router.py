@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from icl_patch import ops
@@ -40,10 +40,6 @@ class PatchedRouter(PatchedLinear):
     Source: Goldwaser et al. (2025), Lemma 7: the router is a reader like any other.
     """
 
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__(base_layer)
-        self.on_logits: Callable[[Tensor], None] | None = None
-
     def with_logits(self, z: Tensor, change: Callable[[Tensor], Tensor], *others: Any) -> Any:
         """What the base router returns when its logits (M, E) are replaced by ``change(logits)``;
         ``others``: its further inputs.
@@ -57,9 +53,9 @@ class PatchedRouter(PatchedLinear):
             )
         return out
 
-    def forward(self, z: Tensor, *others: Any) -> Any:
+    def _run(self, z: Tensor, *others: Any) -> Any:
         """(..., K) -> what the base router returns."""
-        if self.mode is Mode.OFF and self.on_logits is None:
+        if self.mode is Mode.OFF and self.observer is None:
             return self.base_layer(z, *others)
         if self.mode is Mode.RECORD:
             assert self.recorder is not None
@@ -74,6 +70,6 @@ class PatchedRouter(PatchedLinear):
             logits = ops.add_low_rank(logits.reshape(len(rows), -1), rows, u, v).reshape(
                 logits.shape
             )
-        if self.on_logits is not None:
-            self.on_logits(logits)
+        if self.observer is not None:
+            self.observer(logits)
         return logits

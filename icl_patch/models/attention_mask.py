@@ -147,14 +147,16 @@ _masks = [
     Override(_table._local_mapping, name, _table[name], _restricting) for name in _IMPLEMENTATIONS
 ]
 _alibis: dict[str, Override] = {}
+_adding = threading.Lock()
 
 
 def _alibi_override(model: PreTrainedModel) -> list[Override]:
     """The override of the function with which the model's module builds alibi, if it has one."""
     home = vars(sys.modules[type(model).__module__])
     name = "build_alibi_tensor"
-    if name in home and home["__name__"] not in _alibis:
-        _alibis[home["__name__"]] = Override(home, name, home[name], _repositioning)
+    with _adding:
+        if name in home and home["__name__"] not in _alibis:
+            _alibis[home["__name__"]] = Override(home, name, home[name], _repositioning)
     return [_alibis[home["__name__"]]] if name in home else []
 
 

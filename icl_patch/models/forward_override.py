@@ -2,6 +2,7 @@
 cheaper than a hook.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,15 +26,15 @@ def overridable(module: nn.Module) -> bool:
 
 @contextmanager
 def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Within this context each module runs the function beside it as its forward; afterwards, what
-    it ran before.
+    """Within this context each module runs the function beside it as its forward, in this thread;
+    afterwards, what it ran before.
     """
     done: list[tuple[dict[str, Any], Any]] = []
     try:
         for module, forward in forwards:
             names = vars(module)
             done.append((names, names.get("forward")))
-            names["forward"] = forward
+            names["forward"] = _in_this_thread(forward, module.forward)
         yield
     finally:
         for names, before in reversed(done):
@@ -41,6 +42,16 @@ def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
                 del names["forward"]
             else:
                 names["forward"] = before
+
+
+def _in_this_thread(forward: Forward, others: Forward) -> Forward:
+    """``forward`` in this thread, ``others`` in any other one."""
+    thread = threading.get_ident()
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (forward if threading.get_ident() == thread else others)(*args, **kwargs)
+
+    return chosen
 
 
 def what_runs(model: PreTrainedModel) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from icl_patch.ops import native, reference
+from icl_patch.ops import reference
 from icl_patch.ops.dispatch import (
     STREAM,
     TILE,
@@ -20,9 +20,9 @@ from icl_patch.ops.dispatch import (
     is_traced,
     is_transformed,
     native_for,
+    native_on,
     regime_of,
     triton_for,
-    wanted,
     wants_gradients,
 )
 from icl_patch.ops.reference import InversionStatus, RMSNormInverse, StableScale
@@ -373,8 +373,8 @@ def read_direction(
         and (kernels := triton_for(z)) is not None
     ):
         found = Direction(*kernels.read_direction(rows))
-    elif z.is_cpu and wanted != "torch" and not wants_gradients(z) and native.serves("cpu"):
-        found = Direction(*torch.ops.icl_patch.read_direction(rows, dtype == torch.float64))
+    elif z.is_cpu and not wants_gradients(z) and (native_ops := native_on("cpu")) is not None:
+        found = Direction(*native_ops.read_direction(rows, dtype == torch.float64))
     else:
         found = Direction(*reference.read_direction(rows, dtype))
     return (
@@ -569,12 +569,10 @@ def invert_rmsnorm(
     _check_floats(
         target=target, scale=scale, rms=rms, **({} if fallback is None else {"fallback": fallback})
     )
-    if not native.serves(target.device.type):
+    if (native_ops := native_on(target.device.type)) is None:
         return reference.invert_rmsnorm(target, scale, rms, eps, fallback, method)
     with torch.no_grad():
-        parts = torch.ops.icl_patch.invert_rmsnorm(
-            target, scale, rms, eps, fallback, method == "bisection"
-        )
+        parts = native_ops.invert_rmsnorm(target, scale, rms, eps, fallback, method == "bisection")
     return RMSNormInverse(*parts)
 
 
@@ -613,12 +611,10 @@ def stable_scale(
             f"expected hidden_down {tuple(delta.shape)}, got {tuple(hidden_down.shape)}"
         )
     _check_floats(delta=delta, scale=scale, hidden_down=hidden_down)
-    if not native.serves(delta.device.type):
+    if (native_ops := native_on(delta.device.type)) is None:
         return reference.stable_scale(delta, scale, hidden_down, eps, method)
     with torch.no_grad():
-        parts = torch.ops.icl_patch.stable_scale(
-            delta, scale, hidden_down, eps, method == "bisection"
-        )
+        parts = native_ops.stable_scale(delta, scale, hidden_down, eps, method == "bisection")
     return StableScale(*parts)
 
 

@@ -78,18 +78,21 @@ def native_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None 
     have no gradients.
     """
     on_cpu = z.is_cpu
-    if (
-        not (on_cpu or z.is_meta)
-        or wanted == "torch"
-        or not _are_narrow(z, *others, out_dtype=out_dtype)
-    ):
+    if not (on_cpu or z.is_meta) or not _are_narrow(z, *others, out_dtype=out_dtype):
         return None
     for tensor in others:  # torch would send a mixed call to whichever device comes first with it
         if tensor is not None and not (tensor.is_cpu if on_cpu else tensor.is_meta):
             return None
     if wants_gradients(z, *others):
         return None
-    return torch.ops.icl_patch if native.serves("cpu") else None
+    return native_on("cpu")
+
+
+def native_on(device_type: str) -> Any:
+    """``torch.ops.icl_patch`` if native ops are wanted and serve such a device, else None; for any
+    dtype, without gradients.
+    """
+    return torch.ops.icl_patch if wanted != "torch" and native.serves(device_type) else None
 
 
 def at_once(z: Tensor) -> Any:

@@ -19,37 +19,35 @@ active experts; slot j holds the factors of expert ``index[j]`` ``{experts}.gate
 =======================================
 ====================================================================================
 
-Its metadata entry ``icl_patch`` is a JSON object: the fields of :class:`PatchInfo`, the path and
-form of every block, and ids, masks, positions and slots as lists.
+Its metadata entry ``icl_patch`` is a JSON object: the format, the SHA-256 of the file, the fields
+of :class:`PatchInfo`, the path and form of every block, and ids, masks, positions and slots as
+lists.
 """
 
-import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.errors import FingerprintMismatch, PatchFormatError
+from icl_patch.errors import FingerprintMismatch
 from icl_patch.models.block_spec import Block, Writer
-from icl_patch.patch.fingerprints import tokenizer_fingerprint, weight_fingerprint
+from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.fingerprints import WatchedWeights, tokenizer_fingerprint, weight_fingerprint
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.patch.serialization import (
     DTYPES,
-    FORMAT,
     TOKEN_TENSORS,
     PatchInfo,
     check_finite,
     check_fit,
-    parse_header,
+    check_header,
+    file_parts,
     read_blocks,
+    read_file,
     read_layers,
     token_tensors,
 )
@@ -104,6 +102,8 @@ class ContextPatch:
         logits: (B, T, V) with the context, or None (they are not saved): of the untouched model if
             the patch took two passes, of the context stream if it took one.
         report: what recording observed, or None for a loaded patch.
+        weights: those that it was computed with, hashed again when it is saved; None if it was
+            loaded or copied.
     """
 
     info: PatchInfo
@@ -120,6 +120,10 @@ class ContextPatch:
     prefix_slots: Tensor
     logits: Tensor | None = field(default=None, repr=False)
     report: PatchReport | None = field(default=None, repr=False)
+    weights: WatchedWeights | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"weights": None}  # a copy may be for another process
 
     @property
     def passes(self) -> int:
@@ -164,12 +168,14 @@ class ContextPatch:
         it is replayed whole; a part of one is right up to rounding.
 
         Raises:
-            ValueError: nothing would be left.
+            ValueError: nothing would be left, or the layers would change their order.
         """
         names = ("kept_ids", "kept_mask", "position_ids", "kept_slots")
         cut: dict[str, Any] = {name: getattr(self, name)[rows, tokens] for name in names}
         cut |= {name: getattr(self, name)[rows] for name in TOKEN_TENSORS if name not in names}
         chosen = self.layers[layers]
+        if layers.step is not None and layers.step < 0:
+            raise ValueError(f"expected layers in increasing order, got {layers}")
         if 0 in cut["kept_ids"].shape or not chosen:
             raise ValueError(
                 f"expected rows, tokens and layers that leave something, got {rows}, {tokens},"
@@ -201,6 +207,27 @@ class ContextPatch:
             report=report,
             **cut,
         )
+
+    def of_token(self, row: int, token: int) -> list[dict[str, Tensor]]:
+        """The factors (width,) of one kept token, of every layer; negative numbers count from the
+        end of the row's tokens.
+
+        Raises:
+            ValueError: there is no such row or kept token.
+        """
+        rows, tokens = self.kept_ids.shape
+        if not (-rows <= row < rows and -tokens <= token < tokens):
+            raise ValueError(
+                f"expected a row and a token of {rows} x {tokens}, got {row} and {token}"
+            )
+        kept = int(self.kept_mask[row].sum())
+        token = token + kept if token < 0 else token  # kept tokens are right-padded
+        if not 0 <= token < tokens or not self.kept_mask[row, token]:
+            raise ValueError(f"expected a kept token of row {row}, which has {kept}, got padding")
+        return [
+            {name: x[row, token] for name, x in layer.items() if x.dim() > 1}
+            for layer in self.layers
+        ]
 
     def norms(self) -> dict[str, Tensor]:
         """Size of the change of every patched parameter: ``‖ΔW‖_F = ‖u‖ ‖v‖``, ``‖Δb‖`` and
@@ -245,10 +272,16 @@ class ContextPatch:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the patch to a safetensors file; the file appears whole or not at all.
 
+        A symbolic link stays, and its target is replaced; a replaced file keeps its permissions.
+        If the model still exists its weights are hashed: they must be those that the patch was
+        computed with.
+
         Raises:
+            FingerprintMismatch: the model's weights do not have the patch's fingerprint (any more).
+            OSError: the file cannot be written.
             PatchFormatError: a factor is not finite.
         """
-        path = Path(path)
+        self._check_weights()
         indexed = zip(self.layer_indices, self.layers, strict=True)
         tensors = {
             f"layers.{i}.{name}": x.contiguous().cpu()
@@ -256,21 +289,21 @@ class ContextPatch:
             for name, x in layer.items()
         }
         check_finite(tensors)
-        header = {"format": FORMAT, **asdict(self.info), "layers": list(self.layer_indices)}
+        header: dict[str, Any] = {**asdict(self.info), "layers": list(self.layer_indices)}
         header["blocks"] = [
             {"path": block.path, "form": block.spec.to_json()} for block in self.blocks
         ]
         header |= {name: getattr(self, name).tolist() for name in TOKEN_TENSORS}
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        temporary = Path(name)
-        try:
-            save_file(tensors, temporary, metadata={"icl_patch": json.dumps(header)})
-            temporary.chmod(0o666 & ~_umask())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink()
-            raise
+        write_atomically(path, file_parts(header, tensors))
+
+    def _check_weights(self) -> None:
+        check = None if self.weights is None else self.weights.check()
+        if check is not None and check.fingerprint != self.info.fingerprint:
+            raise FingerprintMismatch(
+                f"expected {self.info.model} with the weights that the patch names "
+                f"({self.info.fingerprint[:12]}…), got it with others ({check.fingerprint[:12]}…): "
+                "they have changed before or after it was computed. Compute it again, then save it"
+            )
 
     @classmethod
     def load(
@@ -283,20 +316,15 @@ class ContextPatch:
         go to the model's device.
 
         Raises:
-            PatchFormatError: the file is not a patch file, or its tensors are missing, extra, of
-                the wrong shape or not finite; or it names tokens, positions or experts that the
-                model does not have.
-            FingerprintMismatch: the patch was computed with other patched weights, another dtype or
-                another tokenizer than the given ones.
+            PatchFormatError: the file is no patch file; or it has another SHA-256 than it names; or
+                tensors are missing, extra, of the wrong shape or not finite; or it names tokens,
+                positions or experts that the model does not have.
+            FingerprintMismatch: the patch was computed with other weights, another dtype or another
+                tokenizer than the given ones.
+            OSError: the file cannot be read.
         """
-        try:
-            with safe_open(path, "pt") as file:
-                header = parse_header((file.metadata() or {}).get("icl_patch"), path)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise PatchFormatError(
-                f"expected a safetensors file (pickle files are refused), got {path}: {error}"
-            ) from error
+        header, tensors = read_file(path)
+        check_header(header)
         info = PatchInfo(**{entry.name: header[entry.name] for entry in fields(PatchInfo)})
         ids: dict[str, Any] = token_tensors(header)
         blocks = read_blocks(header)
@@ -327,13 +355,7 @@ class ContextPatch:
         dtype, are this model's.
         """
         name = model.config._name_or_path or type(model).__name__
-        try:
-            got = fingerprint or weight_fingerprint(model, self.blocks)
-        except AttributeError as error:
-            raise FingerprintMismatch(
-                f"expected a patch of {name} (with other modules: {error}), got one of"
-                f" {self.info.model}"
-            ) from error
+        got = fingerprint or weight_fingerprint(model)
         if got != self.info.fingerprint:
             raise FingerprintMismatch(
                 f"expected a patch of {name} (weights {got[:12]}…), got one of {self.info.model}"
@@ -343,9 +365,3 @@ class ContextPatch:
             raise FingerprintMismatch(
                 f"expected a patch of a {model.dtype} model, got one of a {self.info.dtype} model"
             )
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -2,110 +2,90 @@
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Iterator
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from icl_patch.models.block_spec import Block
+_ROW = 1024  # words of 8 bytes, which have two checksums
+_CHUNK = 128  # rows, 1 MiB, which a core's cache holds
 
 
-def patched_tensors(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a patch of these blocks changes, by name, in order.
+def weight_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the whole content of a model's state dict: see :func:`hash_weights`."""
+    return hash_weights(model)[0]
 
-    Raises:
-        AttributeError: the model has no such module.
+
+def hash_weights(model: nn.Module) -> tuple[str, int]:
+    """SHA-256 over a model's weights, and how many bytes were read.
+
+    The weights are the tensors of the state dict: parameters and persistent buffers. Buffers that
+    a model computes from its configuration (rotary frequencies) are left out, because they differ
+    between devices by rounding, and some models replace them as a sequence grows.
+
+    Of every tensor the hash covers the name, and of each plain tensor that it is made of the shape,
+    the dtype and the content, in logical order. The content is cut into rows of 1024 words x of 8
+    bytes, the last one filled up with zeros. Each row enters as two checksums modulo 2⁶⁴,
+
+        Σ f_k x_k   and   Σ f_k (x_k >> 32),
+
+    with fixed factors f that are odd and differ in their low 32 bits. A change within one word and
+    an exchange of two elements (of up to 8 bytes) always change a checksum. For random factors any
+    other change would go unnoticed with a probability of at most 2⁻³². The device and the memory
+    layout make no difference.
     """
-    for block in blocks:
-        for part in block.spec.patched:
-            module = model.get_submodule(block.path_of(part))
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                yield f"{block.path_of(part)}.{name}", tensor
+    digest, nbytes, known = hashlib.sha256(), 0, dict[int, bytes]()
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(tensor, Tensor):  # from a module's get_extra_state
+            continue
+        if id(tensor) not in known:  # tied weights are read once
+            parts = list(_plain(tensor.detach()))
+            nbytes += sum(part.nbytes for part in parts)
+            known[id(tensor)] = _hash(parts)
+        digest.update(f"{name} ".encode() + known[id(tensor)])
+    return digest.hexdigest(), nbytes
 
 
-def _other_parameters(model: nn.Module, blocks: Iterable[Block]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that such a patch leaves alone, which its effect depends on as well."""
-    patched = {id(tensor) for _, tensor in patched_tensors(model, blocks)}
-    yield from (
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in patched
-    )
-
-
-def weight_fingerprint(model: nn.Module, blocks: Iterable[Block]) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes, in order: of all the weights that a patch
-    changes, and of a sample of the others.
-
-    The sample has an element at least of every row and every column of a matrix.
-
-    Raises:
-        AttributeError: the model has no such module.
-    """
-    blocks = tuple(blocks)
+def _hash(parts: list[Tensor]) -> bytes:
+    """SHA-256 over the shapes, dtypes and checksums of plain tensors."""
     digest = hashlib.sha256()
-    for tensors, whole in (
-        (patched_tensors(model, blocks), True),
-        (_other_parameters(model, blocks), False),
-    ):
-        for name, tensor in tensors:
-            for part in _plain(tensor.detach()):
-                digest.update(f"{name} {tuple(part.shape)} {part.dtype}".encode())
-                content = (part if whole else _sample(part)).contiguous().cpu().reshape(-1)
-                digest.update(content.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    for part in parts:
+        digest.update(f"{tuple(part.shape)} {part.dtype} ".encode())
+        digest.update(_checksums(part).cpu().numpy().data)
+    return digest.digest()
 
 
-def weight_state(model: nn.Module, blocks: Iterable[Block]) -> list[tuple[int, int, torch.dtype]]:
-    """What changes when any of a model's weights is written to or replaced, at a small part of the
-    cost of reading them.
-
-    A write through ``.data``, or to a tensor that was made in inference mode, is counted nowhere.
-    To the weights that a patch of these blocks changes it is seen by what it leaves in a sample:
-    one element at least of every row and every column of a matrix, and of the matrices of many
-    experts as many as of one. So a change of less than that, a single element's, may go unseen, and
-    so to the others.
-    """
-    blocks = tuple(blocks)
-    others = [part for _, tensor in _other_parameters(model, blocks) for part in _plain(tensor)]
-    state = [
-        (part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype)
-        for part in others
-    ]
-    for block in blocks:
-        parts = [
-            part.detach()
-            for _, tensor in patched_tensors(model, [block])
-            for part in _plain(tensor)
-        ]
-        state += [
-            (part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype)
-            for part in parts
-        ]
-        samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for part in parts:
-            samples.setdefault((part.device, part.dtype), []).append(_sample(part))
-        # mostly one kind: the device is waited for once a block
-        for (_, dtype), alike in samples.items():
-            with torch.autocast(part.device.type, enabled=False):
-                content = torch.cat(alike).view(torch.uint8).cpu().numpy().tobytes()
-            state.append((len(content), hash(content), dtype))
-    return state
+def _checksums(part: Tensor) -> Tensor:
+    """The checksums of :func:`hash_weights`: int64, two for every row."""
+    data = part.contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:  # words begin at multiples of their size
+        data = data.clone()
+    whole = len(data) - len(data) % (8 * _ROW)
+    last = F.pad(data[whole:], (0, 8 * _ROW - len(data) + whole))
+    rows = (data[:whole].view(torch.int64).view(-1, _ROW), last.view(torch.int64).view(1, _ROW))
+    factors = _factors().to(part.device)
+    chunks = [chunk for group in rows for chunk in group.split(_CHUNK)]
+    return torch.cat([_dot(x, factors) for chunk in chunks for x in (chunk, chunk >> 32)])
 
 
-def _sample(part: Tensor) -> Tensor:
-    """Elements of a tensor, at one distance from each other, as a view (n,): of a matrix they go
-    through all rows and all columns.
-    """
-    # as it lies in memory: nothing is copied
-    laid = part.permute(sorted(range(part.dim()), key=part.stride, reverse=True))
-    flat, (height, width) = laid.reshape(-1), (1, 1, *laid.shape)[-2:]
-    every = max(len(flat) // max(height, width, 1), 1)
-    while math.gcd(every, width) > 1:  # else some columns are never met
-        every -= 1
-    return flat[::every]
+def _dot(rows: Tensor, factors: Tensor) -> Tensor:
+    """``Σ_k rows[:, k] factors[k]`` modulo 2⁶⁴: (R,) int64."""
+    if rows.is_cpu:
+        return rows.mv(factors)
+    return (rows * factors).sum(1)  # CUDA multiplies no matrices of integers
+
+
+@cache
+def _factors() -> Tensor:
+    """Odd int64 numbers (1024,), no two of which agree in their low 32 bits."""
+    content = bytearray(hashlib.shake_256(b"icl-patch").digest(8 * _ROW))
+    return torch.frombuffer(content, dtype=torch.int64) | 1
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
@@ -115,6 +95,73 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:
         yield from _plain(getattr(tensor, name))
+
+
+def weight_state(model: nn.Module) -> list[tuple[int, int, torch.dtype]]:
+    """Address, version and dtype of all parameters and persistent buffers.
+
+    The state changes when a weight is replaced, or written to in place. Torch does not count writes
+    through ``.data`` and writes to tensors that were made in inference mode.
+    """
+    tensors: list[Tensor] = list(model.parameters())
+    for module in model.modules():
+        computed = module._non_persistent_buffers_set
+        named = module._buffers.items()
+        tensors += [x for name, x in named if x is not None and name not in computed]
+    parts = [part for tensor in tensors for part in _plain(tensor)]
+    return [(x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype) for x in parts]
+
+
+@dataclass(frozen=True)
+class WeightCheck:
+    """A hash of all weights of a model, as :meth:`icl_patch.ContextPatcher.check_weights` takes it.
+
+    fingerprint: SHA-256, see :func:`hash_weights`; changed: whether it differs from the one before;
+    nbytes: bytes that were read; seconds: how long that took.
+    """
+
+    fingerprint: str
+    changed: bool
+    nbytes: int
+    seconds: float
+
+    @property
+    def gb_per_second(self) -> float:
+        """``nbytes / seconds / 10⁹``."""
+        return self.nbytes / self.seconds / 1e9
+
+
+class WatchedWeights:
+    """The fingerprint of a model's weights, taken again after each change that torch counts.
+
+    A patcher and its patches share it. It does not keep the model alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._state: list[tuple[int, int, torch.dtype]] = []
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights as they are now, up to changes that torch does not count."""
+        model = self._model()
+        assert model is not None
+        if self._fingerprint is None or self._state != weight_state(model):
+            return self._check(model).fingerprint
+        return self._fingerprint
+
+    def check(self) -> WeightCheck | None:
+        """Hash all weights now; None if the model is gone."""
+        model = self._model()
+        return None if model is None else self._check(model)
+
+    def _check(self, model: nn.Module) -> WeightCheck:
+        start, before = time.perf_counter(), self._fingerprint
+        self._state = weight_state(model)
+        self._fingerprint, nbytes = hash_weights(model)
+        changed = before not in (None, self._fingerprint)
+        return WeightCheck(self._fingerprint, changed, nbytes, time.perf_counter() - start)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

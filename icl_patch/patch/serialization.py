@@ -2,12 +2,19 @@
 and against a model.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,7 +26,9 @@ from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 if TYPE_CHECKING:
     from icl_patch.patch.context_patch import ContextPatch
 
-FORMAT = 1
+FORMAT = 2
+_NO_DIGEST = "0" * 64  # stands where the file's SHA-256 will stand
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors
 UPDATES = ("direct", "stable", "exact")
 TOKEN_TENSORS = (
     "kept_ids",
@@ -37,6 +46,13 @@ DTYPES = {
     "torch.bfloat16": torch.bfloat16,
     "torch.float16": torch.float16,
 }
+_ALLOWED: dict[str, Collection[str]] = {
+    "kind": ("per_token",),
+    "arithmetic": ("model",),
+    "update": UPDATES,
+    "dtype": DTYPES,
+}
+Header = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,10 +60,12 @@ class PatchInfo:
     """What a patch belongs to.
 
     model, revision: the name or path and the commit the model was loaded from, as far as it knows;
-    fingerprint: SHA-256 of the weights that are patched and of a sample of the others; tokenizer:
-    SHA-256 of the tokenizer, None if none was given; family, update, dtype (of the model); passes:
-    forward passes over the kept tokens that the patch took; replayable: False once tokens or layers
-    were cut out that a replay needs.
+    fingerprint: SHA-256 of the weights; tokenizer: SHA-256 of the tokenizer, None if there was
+    none; family, update, dtype (of the model); passes: forward passes over the kept tokens that the
+    patch took; replayable: False once tokens or layers were cut out that a replay needs; kind:
+    "per_token", a change of the weights for each kept token; arithmetic: "model", the run that the
+    patch reproduces rounds as the model's own modules do; tensor_parallel: devices that share a
+    weight in that run.
     """
 
     model: str
@@ -59,6 +77,9 @@ class PatchInfo:
     dtype: str
     passes: int
     replayable: bool = True
+    kind: str = "per_token"
+    arithmetic: str = "model"
+    tensor_parallel: int = 1
 
 
 def check_finite(tensors: dict[str, Tensor]) -> None:
@@ -75,21 +96,84 @@ def check_finite(tensors: dict[str, Tensor]) -> None:
             raise PatchFormatError(f"expected finite factors, got NaN or infinity in {name}{where}")
 
 
-def parse_header(text: str | None, path: Any) -> dict[str, Any]:
-    """The header as a dictionary whose entries have their types; raises PatchFormatError."""
-    try:
-        header = json.loads(text or "")
-    except (json.JSONDecodeError, RecursionError) as error:
+# -- the file
+
+
+def file_parts(header: Header, tensors: dict[str, Tensor]) -> tuple[bytes | memoryview, ...]:
+    """The content of a patch file, in parts: a safetensors file with its SHA-256 in the header.
+
+    The digest is that of the whole file with 64 zeros in its own place.
+    """
+    text = json.dumps({"format": FORMAT, "sha256": _NO_DIGEST, **header})
+    content = safetensors.torch.save(tensors, {"icl_patch": text})
+    before, after = _around(content, _NO_DIGEST)
+    return before, _digest(before, after).encode(), after
+
+
+def read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
+    """The header and the tensors of a patch file; raises PatchFormatError.
+
+    The SHA-256 is checked first. Of the header's other entries only ``format`` is checked here.
+    """
+    if not stat.S_ISREG(Path(path).stat().st_mode):
+        raise PatchFormatError(f"expected a patch file, got {path}, which is a folder or a device")
+    with Path(path).open("rb") as file:
+        header = _header(file, path)
+        file.seek(0)
+        content = file.read()
+    digest = _digest(*_around(content, header["sha256"]))
+    if digest != header["sha256"]:
         raise PatchFormatError(
-            f"expected a JSON object under 'icl_patch' in the metadata of {path}, got none"
-        ) from error
+            f"expected a file with the SHA-256 that it names, {header['sha256'][:12]}…, got {path} "
+            f"with {digest[:12]}…: it is damaged. Copy it again, or compute the patch again"
+        )
+    try:
+        return header, safetensors.torch.load(content)
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
+        raise PatchFormatError(f"expected a safetensors file, got {path}: {error}") from error
+
+
+def _header(file: BinaryIO, path: Any) -> Header:
+    """The header, of which ``format`` and ``sha256`` are checked; the tensors are not read."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(os.fstat(file.fileno()).st_size - 8, _LONGEST_HEADER):
+        raise PatchFormatError(f"expected a safetensors file (pickle is refused), got {path}")
+    try:
+        header = json.loads(json.loads(file.read(length))["__metadata__"]["icl_patch"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # a long number: ValueError
+        message = f"expected a JSON object under 'icl_patch' in the metadata, got {path}"
+        raise PatchFormatError(message) from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        got = header.get("format") if isinstance(header, dict) else header
+        cure = "compute the patch again"
+        raise PatchFormatError(f"expected patch format {FORMAT}, got {got!r:.80}: {cure}")
+    digest = header.get("sha256")
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise PatchFormatError(f"expected sha256 of 64 hexadecimal digits, got {digest!r:.80}")
+    return header
+
+
+def _around(content: bytes, digest: str) -> tuple[memoryview, memoryview]:
+    """What stands before and after the digest, which is the first text like it in the file."""
+    at = content.find(digest.encode())  # -1 if its characters are escaped: then it matches nothing
+    return memoryview(content)[:at], memoryview(content)[at + len(digest) :]
+
+
+def _digest(before: memoryview, after: memoryview) -> str:
+    """SHA-256 of a file with zeros in place of its digest."""
+    digest = hashlib.sha256(before)
+    digest.update(_NO_DIGEST.encode())
+    digest.update(after)
+    return digest.hexdigest()
+
+
+# -- the header
+
+
+def check_header(header: Header) -> None:
+    """Raises PatchFormatError unless all entries are there and have their types."""
     expected: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
     expected |= {"format": int, "layers": list, "blocks": list} | dict.fromkeys(TOKEN_TENSORS, list)
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise PatchFormatError(
-            f"expected patch format {FORMAT}, got"
-            f" {header.get('format') if isinstance(header, dict) else header!r}"
-        )
     for name, kind in expected.items():
         if (
             name not in header
@@ -99,23 +183,17 @@ def parse_header(text: str | None, path: Any) -> dict[str, Any]:
             raise PatchFormatError(
                 f"expected header entry {name!r} of {kind}, got {header.get(name)!r}"
             )
-    for name, allowed in (("update", UPDATES), ("dtype", DTYPES)):
+    for name, allowed in _ALLOWED.items():
         if header[name] not in allowed:
-            raise PatchFormatError(
-                f"expected {name} one of {', '.join(allowed)}, got {header[name]!r}"
-            )
+            got = f"{header[name]!r:.80}"
+            raise PatchFormatError(f"expected {name} one of {', '.join(allowed)}, got {got}")
     indices = header["layers"]
-    if (
-        not indices
-        or not all(type(index) is int and index >= 0 for index in indices)
-        or len(set(indices)) < len(indices)
-    ):
-        raise PatchFormatError(
-            f"expected layers as distinct numbers ≥ 0, at least one, got {indices!r:.80}"
-        )
-    if header["passes"] < 1:
-        raise PatchFormatError(f"expected at least one pass, got {header['passes']}")
-    return header
+    numbers = all(type(index) is int and index >= 0 for index in indices)
+    if not indices or not numbers or indices != sorted(set(indices)):
+        raise PatchFormatError(f"expected layers as increasing numbers ≥ 0, got {indices!r:.80}")
+    for name in ("passes", "tensor_parallel"):
+        if header[name] < 1:
+            raise PatchFormatError(f"expected {name} ≥ 1, got {header[name]}")
 
 
 def _token_tensor(name: str, value: list[Any]) -> Tensor:
@@ -316,7 +394,10 @@ def _check_tokens(patch: "ContextPatch", model: PreTrainedModel) -> None:
 def _check_change(path: str, change: ParameterChange, model: PreTrainedModel) -> None:
     """Widths of a change, and the experts it is for."""
     holder, _, name = (path, "", change.parameter) if change.index is None else path.rpartition(".")
-    parameter = getattr(model.get_submodule(holder), name, None)
+    try:
+        parameter = getattr(model.get_submodule(holder), name, None)
+    except AttributeError as error:
+        raise PatchFormatError(f"expected modules that the model has, got {holder}") from error
     # a quantised module does not say
     if not isinstance(parameter, Tensor) or not parameter.is_floating_point():
         return

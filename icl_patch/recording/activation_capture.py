@@ -60,16 +60,17 @@ class _Observer:
         block.on_residual(hooks, self._residual)
         for name, reader in block.readers.items():
             if isinstance(reader, PatchedRouter):
-                reader.on_logits = lambda logits, name=name: self._read(name, logits)
-                hooks.callback(setattr, reader, "on_logits", None)
+                reader.observer = lambda logits, name=name: self._read(name, logits)
+                hooks.callback(setattr, reader, "observer", None)
             else:
-                hook = reader.register_forward_hook(
-                    lambda _module, _args, out, name=name: self._read(name, out)
+                block.hook(
+                    hooks,
+                    reader.register_forward_hook,
+                    lambda _module, _args, out, name=name: self._read(name, out),
                 )
-                hooks.callback(hook.remove)
         if block.experts is not None:
-            block.experts.on_choice = self._choice
-            hooks.callback(setattr, block.experts, "on_choice", None)
+            block.experts.observer = self._choice
+            hooks.callback(setattr, block.experts, "observer", None)
         if block.spec.mixer and block.down is not None:
-            hooks.callback(block.down.register_forward_hook(self._written).remove)
+            block.hook(hooks, block.down.register_forward_hook, self._written)
         block.on_end(hooks, self._end)

@@ -1,5 +1,6 @@
 """A block whose readers and writer have been swapped, and what is seen of it during a pass."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.attachment import Attachment, WaitingForward
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
@@ -88,9 +91,9 @@ class BlockActivations:
 class AttachedBlock:
     """A block whose readers and writer have been swapped for patched modules."""
 
-    def __init__(self, model: nn.Module, block: Block) -> None:
+    def __init__(self, model: nn.Module, block: Block, attachment: Attachment) -> None:
         spec = block.spec
-        self.block, self.spec = block, spec
+        self.block, self.spec, self.attachment = block, spec, attachment
         self.module = model.get_submodule(block.path)
         # the recorder's, where the norm before the MLP reports both streams in one launch
         self.on_norm_pair: Callable[[NormPair], None] | None = None
@@ -125,6 +128,7 @@ class AttachedBlock:
     def _swap(self, name: str, wrap: Any) -> Any:
         holder = self.module.get_submodule(name.rpartition(".")[0])
         patched = swap(self.module, name, wrap)
+        patched.attachment = self.attachment
         self._swapped.append((name, holder, patched))
         return patched
 
@@ -141,7 +145,7 @@ class AttachedBlock:
             warnings.warn(
                 f"{path} has been replaced while it was patched: what stands there now is left as"
                 " it is",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     @property
@@ -292,6 +296,23 @@ class AttachedBlock:
 
     # -- hooks
 
+    def hook(
+        self,
+        hooks: ExitStack,
+        register: Callable[..., Any],
+        hook: Callable[..., Any],
+        **options: Any,
+    ) -> None:
+        """``register(hook, **options)`` until ``hooks`` is closed: in a pass for its own thread,
+        outside of one for all threads.
+        """
+        thread = self.attachment.thread
+
+        def in_its_thread(*given: Any) -> Any:
+            return hook(*given) if thread == threading.get_ident() else None
+
+        hooks.callback(register(hook if thread is None else in_its_thread, **options).remove)
+
     def on_start(self, hooks: ExitStack, hook: Any) -> None:
         """Call ``hook((rows, T))`` when the block begins."""
 
@@ -300,7 +321,7 @@ class AttachedBlock:
             assert x is not None
             hook(x.shape[-3:-1])
 
-        hooks.callback(self.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self.hook(hooks, self.module.register_forward_pre_hook, before, with_kwargs=True)
 
     def on_residual(self, hooks: ExitStack, hook: Any) -> None:
         """Call ``hook(x)`` with every tensor that the residual stream before the MLP is the sum
@@ -317,9 +338,9 @@ class AttachedBlock:
             side, _, path = name.partition(" of ")
             module = self.module.get_submodule(path)
             if side == "input":
-                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                self.hook(hooks, module.register_forward_pre_hook, before, with_kwargs=True)
             else:
-                hooks.callback(module.register_forward_hook(after).remove)
+                self.hook(hooks, module.register_forward_hook, after)
 
     def on_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
         """Call ``hook(total)`` with the block's sum; a tensor that it returns takes the sum's
@@ -340,12 +361,62 @@ class AttachedBlock:
             return ResidualSum.of(out, hook, first=first)
 
         if self.spec.continues_after_sum:
-            hooks.callback(self.writer.register_forward_hook(on_writer).remove)
+            self.hook(hooks, self.writer.register_forward_hook, on_writer)
         elif self.spec.final_norm is None:
-            hooks.callback(self.module.register_forward_hook(after, prepend=first).remove)
+            self.hook(hooks, self.module.register_forward_hook, after, prepend=first)
         else:
             norm = self.module.get_submodule(self.spec.final_norm)
-            hooks.callback(norm.register_forward_pre_hook(before, prepend=first).remove)
+            self.hook(hooks, norm.register_forward_pre_hook, before, prepend=first)
+
+
+_attaching = threading.Lock()
+
+
+def attach(model: PreTrainedModel) -> Attachment:
+    """Claim a model, whose forward waits for passes from now on; its blocks are the caller's to
+    swap.
+
+    Raises:
+        ValueError: another patcher is attached, or the model has patched modules of someone else.
+    """
+    with _attaching:
+        if _attachments(model) or any(
+            isinstance(module, PatchedModule) for module in model.modules()
+        ):
+            raise ValueError(
+                f"expected a model without patched modules, {type(model).__name__} has some: "
+                "detach the other patcher first, or call icl_patch.detach(model)"
+            )
+        attachment = Attachment()
+        attachment.hold_forwards(model)
+    return attachment
+
+
+def detach(model: nn.Module) -> None:
+    """Put every base module back that a patched one has replaced, whoever attached the model or
+    swapped the module.
+
+    A patcher that was attached is detached. The call waits for a pass of another thread to end. Of
+    a model without patched modules nothing is changed.
+    """
+    for attachment in _attachments(model):
+        with attachment.lock:
+            attachment.undo()
+    for module in list(model.modules()):
+        if isinstance(module, PatchedModule):
+            restore([model], module)
+
+
+def _attachments(model: nn.Module) -> list[Attachment]:
+    """Those that the model's modules are part of: one, as long as nobody has put two models
+    together.
+    """
+    found: dict[int, Attachment] = {}
+    for module in model.modules():
+        for part in (module, vars(module).get("forward")):
+            if isinstance(part, PatchedModule | WaitingForward) and part.attachment is not None:
+                found[id(part.attachment)] = part.attachment
+    return list(found.values())
 
 
 def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
@@ -360,7 +431,7 @@ def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
             return None
         return updates.round_sum(total, written.pop().reshape(total.shape), block.dtype)
 
-    hooks.callback(block.writer.register_forward_hook(on_writer).remove)
+    block.hook(hooks, block.writer.register_forward_hook, on_writer)
     block.on_end(hooks, on_end, first=True)
 
 

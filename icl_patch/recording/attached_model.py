@@ -4,6 +4,9 @@ A call comes down from :class:`icl_patch.ContextPatcher`; the passes themselves 
 :mod:`icl_patch.recording.compute` and :mod:`icl_patch.recording.replay`.
 """
 
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, Writer
@@ -26,11 +29,11 @@ from icl_patch.models.language_model import (
     family_of,
 )
 from icl_patch.models.recurrent_state import is_recurrent
-from icl_patch.patch import fingerprints
 from icl_patch.patch.context_patch import ContextPatch, PatchReport
-from icl_patch.patch.serialization import UPDATES, PatchInfo
+from icl_patch.patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
+from icl_patch.patch.serialization import UPDATES, PatchInfo, check_fit
 from icl_patch.recording import forward_passes
-from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
 from icl_patch.recording.compute import Computation, compute_closing, compute_two_stream
 from icl_patch.recording.patch_assembly import empty_patch
 from icl_patch.recording.replay import replay_logits, replay_observed
@@ -46,6 +49,9 @@ class HasAttachedModel(Protocol):
 
 class AttachedModel:
     """A Hugging Face model whose blocks' readers and writers are swapped for patched modules.
+
+    Threads take turns: a pass has the model to itself, and another thread's pass, or its call of
+    the model, waits until it ends. An attached model that nobody refers to any more detaches.
 
     Args:
         model: a causal language model in eval mode.
@@ -79,19 +85,15 @@ class AttachedModel:
         self.model, self.update, self.tokenizer = model, update, tokenizer
         check_language_model(model)
         check_attention(model)
-        if any(isinstance(module, PatchedModule) for module in model.modules()):
-            raise ValueError(
-                f"expected a model without patched modules, {type(model).__name__} has some: detach"
-                " the other patcher first"
-            )
         _check_training(model, model.training)
-        self.blocks: list[AttachedBlock] = []
+        self.attachment = attach(model)
+        self.blocks: list[AttachedBlock] = self.attachment.blocks
+        self._finalizer = self._undo_when_collected()
         self.applied = False
         self._dtype = model.dtype
-        self._fingerprint: tuple[list[tuple[int, int, torch.dtype]], str] | None = None
         try:
             # autocast's rounding would hide the errors that the self-check looks for
-            with torch.autocast(model.device.type, enabled=False):
+            with self.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
                 self._attach()
         except (UnsupportedModelError, torch.OutOfMemoryError):
             self.detach()
@@ -111,8 +113,23 @@ class AttachedModel:
         self._counts_slots = counts_slots(self.model)
         check = SelfCheck(self.model, self.recurrent)
         for block in self.block_specs:
-            self.blocks.append(AttachedBlock(self.model, block))
+            self.blocks.append(AttachedBlock(self.model, block, self.attachment))
         check.run(self.blocks, self._try_exact)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self) | {"_finalizer": None}
+        state.pop("weights", None)  # they watch this model
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._finalizer = self._undo_when_collected()
+
+    def _undo_when_collected(self) -> "weakref.finalize[[], AttachedModel]":
+        """Put the model's modules back when this object is collected: no pass is running then."""
+        finalizer = weakref.finalize(self, self.attachment.undo)
+        finalizer.atexit = False
+        return finalizer
 
     @property
     def is_attached(self) -> bool:
@@ -121,8 +138,8 @@ class AttachedModel:
 
     def detach(self) -> None:
         """Put the model's own modules back; detaching twice is fine."""
-        while self.blocks:
-            self.blocks.pop().detach()
+        with self.attachment.lock:
+            self.attachment.undo()
 
     def require_attached(self) -> None:
         """Check that passes can be run.
@@ -168,6 +185,7 @@ class AttachedModel:
             return self.needs_two_passes
         return sequences.has_prefix or len(sequences.kept_columns) > 1
 
+    @one_pass
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """Run the unmodified model on the head: a cache with the rows that the next pass needs."""
         check_inputs(self.model, model_inputs)
@@ -184,6 +202,7 @@ class AttachedModel:
                 kv_cache.stack_cache(cache, len(sequences.head_ids))
         return cache
 
+    @one_pass
     @torch.no_grad()
     def compute(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """The patch of the kept tokens, with everything observed on the way.
@@ -197,6 +216,7 @@ class AttachedModel:
         check_length(self.model, int(sequences.mask.sum(1).max()))
         return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
 
+    @one_pass
     def compute_from(
         self,
         cache: Cache,
@@ -233,21 +253,47 @@ class AttachedModel:
 
     # -- replay
 
+    @one_pass
     @torch.no_grad()
     def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockActivations]]:
         """Replay a patch, unchecked: logits (B, T, V), and every block's activations."""
         return replay_observed(self.model, self.blocks, patch, self.recurrent)
 
+    @one_pass
     @torch.no_grad()
     def replay_logits(self, patch: ContextPatch) -> Tensor:
         """The same without looking at the blocks: logits (B, T, V)."""
         return replay_logits(self.model, self.blocks, patch, self.recurrent)
 
+    @contextmanager
+    def applying(self, patch: ContextPatch, row: int, token: int) -> Iterator[None]:
+        """Within this context one token's patch is applied to all tokens, in all threads.
+
+        Raises:
+            FingerprintMismatch, UnsupportedModelError, ValueError: as
+                :meth:`icl_patch.ContextPatcher.applied`.
+        """
+        stack = ExitStack()
+        with self.attachment.lock:
+            self.check_patch(patch)
+            layers = patch.of_token(row, token)
+            if len(layers) != len(self.blocks):
+                raise ValueError("expected a patch with all its layers, got a part of one")
+            check_fit(patch, self.model)
+            stack.enter_context(replaying(self.blocks, layers, shared=True))
+            self.applied = True
+        try:
+            yield
+        finally:
+            with self.attachment.lock:
+                self.applied = False
+                stack.close()
+
     # -- what a patch says of its model
 
     def empty_patch(self, sequences: Sequences, passes: int) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
-        return empty_patch(sequences, self._info(passes), self.block_specs)
+        return empty_patch(sequences, self._info(passes), self.block_specs, self.weights)
 
     def _info(self, passes: int) -> PatchInfo:
         config = self.model.config
@@ -264,24 +310,24 @@ class AttachedModel:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the weights."""
-        state = fingerprints.weight_state(self.model, self.block_specs)
-        if self._fingerprint is None or self._fingerprint[0] != state:
-            fingerprint = fingerprints.weight_fingerprint(self.model, self.block_specs)
-            self._fingerprint = (state, fingerprint)
-        return self._fingerprint[1]
+        """SHA-256 of all weights, taken when first needed and after changes that torch counts."""
+        return self.weights.fingerprint
 
-    @property
-    def fingerprinted(self) -> list[tuple[int, int, torch.dtype]] | None:
-        """The state of the weights that had the last fingerprint."""
-        return None if self._fingerprint is None else self._fingerprint[0]
+    @cached_property
+    def weights(self) -> WatchedWeights:
+        """The model's weights, watched for changes; patches share this."""
+        return WatchedWeights(self.model)
+
+    def check_weights(self) -> WeightCheck:
+        """Hash all weights of the model now; see :meth:`icl_patch.ContextPatcher.check_weights`."""
+        check = self.weights.check()
+        assert check is not None
+        return check
 
     @cached_property
     def tokenizer_fingerprint(self) -> str | None:
         """SHA-256 of the tokenizer, if there is one; taken once, because a vocabulary is long."""
-        return (
-            None if self.tokenizer is None else fingerprints.tokenizer_fingerprint(self.tokenizer)
-        )
+        return None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
 
     def check_patch(self, patch: ContextPatch) -> None:
         """Check that passes can be run, and that a patch is of this model and tokenizer.

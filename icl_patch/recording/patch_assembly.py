@@ -9,6 +9,7 @@ from torch import Tensor
 from icl_patch.errors import ControllabilityError
 from icl_patch.models.block_spec import Block
 from icl_patch.patch.context_patch import ContextPatch, PatchReport
+from icl_patch.patch.fingerprints import WatchedWeights
 from icl_patch.patch.serialization import PatchInfo
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
@@ -17,7 +18,9 @@ from icl_patch.recording.sequences import Sequences
 Violations = tuple[tuple[ControllabilityViolation, ...], ...]  # by block
 
 
-def empty_patch(sequences: Sequences, info: PatchInfo, blocks: tuple[Block, ...]) -> ContextPatch:
+def empty_patch(
+    sequences: Sequences, info: PatchInfo, blocks: tuple[Block, ...], weights: WatchedWeights
+) -> ContextPatch:
     """A patch of the kept tokens of ``sequences``, without factors."""
     positions, mask, slots = sequences.positions, sequences.mask, sequences.kept_slots
     prefix = sequences.head_mask & ~sequences.head_absorbed
@@ -38,6 +41,7 @@ def empty_patch(sequences: Sequences, info: PatchInfo, blocks: tuple[Block, ...]
         prefix_mask=prefix.gather(1, prefix_slots),
         prefix_positions=positions.gather(1, prefix_slots),
         prefix_slots=prefix_slots,
+        weights=weights,
     )
 
 

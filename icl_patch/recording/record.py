@@ -42,7 +42,7 @@ def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
     if block.inner_norm is not None and block.spec.parallel_norm is not None:
         block.inner_norm.record(recorder.inner_norm)
         parallel = block.module.get_submodule(block.spec.parallel_norm)
-        stack.callback(parallel.register_forward_hook(recorder.on_parallel_norm).remove)
+        block.hook(stack, parallel.register_forward_hook, recorder.on_parallel_norm)
 
 
 def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import takes_positions
@@ -19,13 +20,6 @@ from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.sequences import Sequences, assemble
-
-# fp64 as fp32: the norms of an fp64 model compute in that. Of the context rows against the
-# untouched model, relative to max |logit|: a wrong mask is off by far more than rounding.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# Of the exact update's correction: some ten times what rounding was seen to need, a tenth of what a
-# missing reader does.
-_CORRECTION = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 class SelfCheck:
@@ -86,7 +80,7 @@ class SelfCheck:
         # weights of zero have no patch for these tokens, and will say so for the user's
         with suppress(ControllabilityError):
             report, replayed = try_exact(self._sequences)
-            small = report.correction.amax((1, 2)) <= _CORRECTION[self._model.dtype]
+            small = report.correction.amax((1, 2)) <= rounding_limit(self._model.dtype)
             if not small.all():
                 path = blocks[int((~small).nonzero()[0])].block.path
                 raise UnsupportedModelError(
@@ -129,7 +123,7 @@ class SelfCheck:
         return torch.finfo(self._model.dtype).eps
 
     def _near(self, logits: Tensor, expected: Tensor, limit: float = 1.0) -> bool:
-        return self._error(logits, expected) <= min(limit, _TOLERANCE[self._model.dtype])
+        return self._error(logits, expected) <= min(limit, rounding_limit(self._model.dtype))
 
     @staticmethod
     def _error(logits: Tensor, expected: Tensor) -> float:

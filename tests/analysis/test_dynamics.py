@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.models import tokens
-from support.numeric import normal, seeded
+from support.numeric import ULP, UNIT, noise_limit, normal, seeded
 from support.small import small
 from torch import Tensor, nn
 
@@ -20,7 +20,12 @@ from icl_patch.models.detect import blocks_of
 STEPS, N, K, EXPERTS = 5, 7, 3, 6
 
 
-def close(got: Tensor, expected: Tensor, off: float = 1e-13) -> bool:
+# In fp64: the longest sum has one product for every element of every expert; four times that where
+# it cancels.
+ROUNDING = 4 * EXPERTS * N * K * ULP
+
+
+def close(got: Tensor, expected: Tensor, off: float = ROUNDING) -> bool:
     assert got.shape == expected.shape and got.isfinite().all()
     return bool(
         (got.double() - expected.double()).abs().max() <= off * expected.double().abs().max()
@@ -105,7 +110,12 @@ def test_small_steps_keep_their_digits() -> None:
     )
     made = Trajectory.of(torch.stack([u, u + by]), torch.stack([v, v + turn]))
     expected = torch.outer(by, v) + torch.outer(u, turn)
-    assert made.step_norms()[0] == pytest.approx(float(expected.norm()), rel=1e-4)
+    rounded = ULP * float(u.norm() * v.norm())  # of u + by and v + turn
+    assert (
+        abs(float(made.step_norms()[0] - expected.norm()))
+        <= 2 * rounded
+        < 1e-4 * float(expected.norm())
+    )
 
 
 def test_bad_calls() -> None:
@@ -125,10 +135,8 @@ MODELS = [
     ("gpt2", "direct"),
     ("gpt_neox", "direct"),
 ]
-# Relative to the parameter's change; Gemma's norms compute in fp32, and its direct update divides
-# by activations.
-OFF = {"llama": 1e-12, "gpt2": 1e-12, "gpt_neox": 1e-12, "gemma3": 1e-5}
 CONTEXT, KEPT = tokens(3, 2, 5), tokens(4, 2, 1)
+WIDEST = 128  # no factor of the models here has more elements: the terms of a squared norm in fp32
 
 
 def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -139,13 +147,20 @@ def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     )
 
 
+def noise(model: nn.Module, family: str) -> float:
+    """Of a model in fp64; Gemma's updates go through norms of its class, which compute in fp32."""
+    return noise_limit(
+        model, torch.cat([CONTEXT, KEPT], 1), torch.float32 if family == "gemma3" else torch.float64
+    )
+
+
 @pytest.mark.parametrize(("family", "update"), MODELS, ids=["-".join(case) for case in MODELS])
 def test_dynamics_of_a_model_against_algorithm_1(family: str, update: str) -> None:
     """``W_i`` of every patched parameter of every layer, written out by Algorithm 1 for every
     length of the context.
     """
     model = build(family)
-    row, blocks = 1, blocks_of(model)
+    row, blocks, limit = 1, blocks_of(model), noise(model, family)
     ids = torch.cat([CONTEXT, KEPT], 1)[row : row + 1]
     weights = [dict(model.named_parameters())]
     for length in range(1, 6):
@@ -163,12 +178,15 @@ def test_dynamics_of_a_model_against_algorithm_1(family: str, update: str) -> No
     norms = dynamics.step_norms()
     for name in dynamics.parameters:
         made = [found[name].detach().double() for found in weights]
-        scale = max(float((after - made[0]).norm()) for after in made)
+        scale = max(float((after - made[0]).norm()) for after in made) + float(made[0].norm())
+        # divides by activations, and magnifies what they are off by
+        if update == "direct" and "norm" in name:
+            scale *= 1 + max(float((after - made[0]).abs().max()) for after in made)
         steps = torch.stack([(after - before).norm() for before, after in pairwise(made)])
         found = dynamics.trajectory(name)
-        assert (norms[name][:, row, 0] - steps).abs().max() <= OFF[family] * scale, name
+        assert (norms[name][:, row, 0] - steps).abs().max() <= limit * scale < steps.max(), name
         total = torch.stack([(after - made[0]).norm() for after in made])
-        assert (found.norms()[:, row, 0] - total).abs().max() <= OFF[family] * scale, name
+        assert (found.norms()[:, row, 0] - total).abs().max() <= limit * scale, name
         z = normal(seeded(7), found.changes.v.shape[-1])
         last = made[-1] - made[-2]
         last = (
@@ -178,9 +196,7 @@ def test_dynamics_of_a_model_against_algorithm_1(family: str, update: str) -> No
             if len(last) == len(z) != len(last.mT)
             else last
         )
-        assert (found.steps()[-1, row, 0].on(z) - last @ z).norm() <= OFF[
-            family
-        ] * scale * z.norm(), name
+        assert (found.steps()[-1, row, 0].on(z) - last @ z).norm() <= limit * scale * z.norm(), name
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -204,16 +220,18 @@ def test_first_layer_is_the_papers_formula(family: str) -> None:
             for z_ctx, z in zip(seen[::2], seen[1::2], strict=True)
         ]
     )
+    off = noise(model, family)
     with ContextPatcher(model) as patcher:
         found = patcher.dynamics(CONTEXT, KEPT, layers=slice(0, 1)).trajectory(f"{path}.weight")
-    assert close(written_out(found.changes[1:, 0, 0]), expected, 1e-12)
+    assert close(written_out(found.changes[1:, 0, 0]), expected, off)
+    assert not close(written_out(found.changes[:-1, 0, 0]), expected, off)
     # without learned positions x alone is the same at every length, and all steps share v
     if family == "llama":
         gradients = torch.stack(
             [torch.outer(weight @ (seen[2 * i - 2] - seen[2 * i]), seen[1]) for i in range(1, 5)]
         )
-        assert close(written_out(found.gradients()[1:, 0, 0]), gradients, 1e-12)
-        assert close(found.rates()[:, 0, 0], (1 / seen[1].square().sum()).expand(5), 1e-12)
+        assert close(written_out(found.gradients()[1:, 0, 0]), gradients, off)
+        assert close(found.rates()[:, 0, 0], (1 / seen[1].square().sum()).expand(5), off)
 
 
 @pytest.mark.parametrize("update", ["stable", "exact"])
@@ -238,17 +256,18 @@ def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> N
             )
             for i in range(6)
         ]
+    limit = noise_limit(model)
     with ContextPatcher(model, update) as patcher:
         dynamics = patcher.dynamics(CONTEXT, kept, prefix_ids=prefix, prefix_mask=prefix_mask)
         for patch, logits in zip(dynamics.patches, expected, strict=True):
-            assert metrics.linf(patcher.forward(kept, patch), logits).max() <= 2e-5
+            assert metrics.linf(patcher.forward(kept, patch), logits).max() <= limit
     assert metrics.linf(expected[0], expected[-1]).max() > 0.05
     norms = dynamics.patches[-1].norms()
     for name in dynamics.parameters:
         sizes = dynamics.trajectory(name).norms()
         module = name.removesuffix(".weight").removesuffix(".bias").split(".", 3)[3]
         layer = int(name.split(".")[2])
-        assert close(sizes[-1], norms[module][layer], 1e-5), name
+        assert close(sizes[-1], norms[module][layer], WIDEST * UNIT[torch.float32]), name
 
 
 @pytest.mark.parametrize(
@@ -273,10 +292,12 @@ def test_a_trajectory_starts_at_zero(family: str, update: str) -> None:
                 if written.T.shape == last[name].shape
                 else written.reshape(last[name].shape)
             )
-            assert close(written, last[name], 1e-6), name
+            assert close(written, last[name], 16 * UNIT[torch.float32]), name
         else:
             sizes = [last[f"{name}[{expert}]"].norm() for expert in final.index.tolist()]
-            assert close(final.norm(), torch.stack(sizes).norm(), 1e-6), name
+            assert close(final.norm(), torch.stack(sizes).norm(), WIDEST * UNIT[torch.float32]), (
+                name
+            )
 
 
 def test_layers_and_names(llama_patcher: ContextPatcher) -> None:
@@ -323,7 +344,8 @@ def test_factorisation_against_matrices() -> None:
         factors = torch.stack(
             [torch.linalg.solve(before, after) for before, after in pairwise(written)]
         )
-        assert close(found.determinants()[:, row], torch.linalg.det(factors), 1e-9)
+        solved = max(float(torch.linalg.cond(before)) for before in written) * ROUNDING
+        assert close(found.determinants()[:, row], torch.linalg.det(factors), solved)
         for i in range(7):
             assert close(found.on(inputs[0], i)[row], written[i] @ inputs[0, row])
             assert close(weights[i] @ inputs[i, row], weight @ inputs[0, row])  # equation 28
@@ -346,7 +368,7 @@ def test_factorisation_of_a_model(family: str) -> None:
         found = factorise(patcher, CONTEXT, KEPT, 1)
         grown = patcher.dynamics(CONTEXT, KEPT).trajectory(f"{path}.weight")
     weight = reader.weight.detach().mT if family == "gpt2" else reader.weight.detach()
-    off = OFF[family]
+    off = noise(model, family)
     assert close(found.inputs[0], seen["z"], off)
     bare = found.inputs[-1]
     assert close(found.on(bare) @ weight.mT, seen["z"] @ weight.mT, off)

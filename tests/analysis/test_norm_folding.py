@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import VOCABULARY, case, tokens
-from support.numeric import same_bits
+from support.numeric import UNIT, noise_floor, noise_limit, same_bits, within_roundings
 from support.small import Snapshot, small
 from torch import Tensor, nn
 from transformers import (
@@ -28,6 +28,8 @@ from transformers import (
     OPTForCausalLM,
     PreTrainedModel,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from icl_patch import ContextPatcher, PatchedLinear, UnsupportedModelError, metrics
 from icl_patch.analysis.norm_folding import UncentredLayerNorm, fold, norm_form, value_output
@@ -85,10 +87,19 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "gemma3": lambda dtype=torch.float32: small("gemma3", 0, dtype),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
-# Roundings add up over three layers: at most 7e-7 and 0.026 were seen, times a few. fp64: Gemma's
-# norms compute in fp32.
-CLOSE = {torch.float64: 1e-6, torch.float32: 4e-6, torch.bfloat16: 0.1}
 IDS = tokens(90, 2, 9)
+
+
+def fold_limit(
+    model: PreTrainedModel, ids: Tensor = IDS, dtype: torch.dtype | None = None
+) -> float:
+    """Of the logits: folding rounds each weight once more, by half a spacing; the noise floor moves
+    it by a whole one.
+
+    At most 0.9 floors were seen, on five models and qwen3_next with six seeds, on three kinds of
+    processors.
+    """
+    return 3 * noise_floor(model, ids, dtype)
 
 
 @torch.no_grad()
@@ -101,13 +112,18 @@ def off(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"]
+)
 @every_model
 def test_function_is_preserved_and_everything_is_put_back(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name](dtype)
     before, expected = Snapshot(model), logits(model)
+    limit = fold_limit(
+        model, dtype=torch.float32 if name == "gemma3" and dtype == torch.float64 else dtype
+    )
     with fold(model) as folding:
-        assert off(logits(model), expected) <= CLOSE[dtype]
+        assert off(logits(model), expected) <= limit
         for norm in folding.folded:
             for reader in norm.readers:
                 assert (
@@ -173,6 +189,13 @@ def test_readers_are_those_that_read() -> None:
     assert readers["model.norm"] == ("lm_head",)
 
 
+def same_sums(got: Tensor, expected: Tensor) -> bool:
+    """In fp64: sums of 24 products of 24 each at most, whose terms are as large as the largest
+    sum.
+    """
+    return within_roundings(got.detach(), expected.detach(), 24, expected.detach().abs().max())
+
+
 def test_layer_norm_formula() -> None:
     """W' = (I - 11ᵀ/d) diag(γ) W and b' = β W + b, written out with rows as the source does, on
     GPT-2 and on an output without a bias.
@@ -184,20 +207,19 @@ def test_layer_norm_formula() -> None:
     )
     with fold(model):
         centring = torch.eye(24, dtype=torch.float64) - torch.ones(24, 24, dtype=torch.float64) / 24
-        assert torch.allclose(
-            reader.weight, centring @ torch.diag(gamma) @ weight, atol=1e-14, rtol=0
-        )
-        assert torch.allclose(reader.bias, beta @ weight + bias, atol=1e-13, rtol=0)
+        assert same_sums(reader.weight, centring @ torch.diag(gamma) @ weight)
+        assert same_sums(reader.bias, beta @ weight + bias)
         x = torch.randn(5, 24, dtype=torch.float64) + 3
         sigma = ((x - x.mean(1, keepdim=True)) ** 2).mean(1, keepdim=True).add(norm.eps).sqrt()
-        assert torch.allclose(model.transformer.h[1].ln_2(x), x / sigma, atol=1e-14, rtol=1e-14)
+        assert same_sums(model.transformer.h[1].ln_2(x), x / sigma)
     model = neox(torch.float64)
     beta, weight = (
         model.gpt_neox.final_layer_norm.bias.detach().clone(),
         model.lm_head.weight.detach().clone(),
     )
     with fold(model):
-        assert torch.allclose(model.lm_head.bias, weight @ beta, atol=1e-13, rtol=0)
+        assert same_sums(model.lm_head.bias, weight @ beta)
+        assert not same_sums(model.lm_head.bias, weight @ beta + 1e-12)
     assert model.lm_head.bias is None
 
 
@@ -214,10 +236,10 @@ def test_rms_norm_formula(family: str) -> None:
 
 def test_tied_weights_can_be_untied_for_the_time_being() -> None:
     model = gpt2()
-    before, expected = Snapshot(model), logits(model)
+    before, expected, limit = Snapshot(model), logits(model), fold_limit(model)
     with fold(model, untie=True) as folding:
         assert not folding.refused
-        assert off(logits(model), expected) <= CLOSE[torch.float32]
+        assert off(logits(model), expected) <= limit
         assert torch.equal(model.transformer.wte.weight, before.state["transformer.wte.weight"])
     before.check(model)
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -265,10 +287,10 @@ def test_norms_can_be_chosen() -> None:
 def test_in_inference_mode(made_there: bool) -> None:
     with torch.inference_mode(made_there):
         model = small("llama")
-    expected = logits(model)
+    expected, limit = logits(model), fold_limit(model)
     with torch.inference_mode(), fold(model) as folding:
         assert len(folding.folded) == 7
-        assert off(logits(model), expected) <= CLOSE[torch.float32]
+        assert off(logits(model), expected) <= limit
         assert not model.lm_head.weight.is_inference()  # what is made here can be trained elsewhere
         made = value_output(model, 0)
     assert torch.equal(logits(model), expected)
@@ -286,8 +308,8 @@ def test_the_language_model_beside_a_vision_tower(name: str) -> None:
     alone = AutoModelForCausalLM.from_config(model.config.text_config).eval()
     alone.model, alone.lm_head = model.model.language_model, model.lm_head
     with torch.no_grad():
-        expected = alone(ids).logits
-        assert off(model(ids).logits, expected) <= CLOSE[torch.float32]
+        expected, limit = alone(ids).logits, fold_limit(alone, ids)
+        assert off(model(ids).logits, expected) <= limit
         with fold(model) as folding:
             assert [norm.path for norm in folding.folded][
                 -1
@@ -297,7 +319,7 @@ def test_the_language_model_beside_a_vision_tower(name: str) -> None:
                 for path, reason in folding.refused.items()
                 if "vision" in path
             )
-            assert off(model(ids).logits, expected) <= CLOSE[torch.float32]
+            assert off(model(ids).logits, expected) <= limit
     for layer in (0, -1):
         mine, theirs = value_output(model, layer), value_output(alone, layer)
         assert torch.equal(mine.matrices(), theirs.matrices())
@@ -341,7 +363,7 @@ def test_patches_of_a_folded_and_an_unfolded_model_agree(family: str, update: st
     input; both replay to the same logits.
     """
     model = MODELS[family]()
-    inputs, path = case("prefix"), NORMS[family]
+    inputs, path, limit = case("prefix"), NORMS[family], noise_limit(model)
     with ContextPatcher(model, update) as patcher:
         plain = patcher.compute(**inputs)
     norms = [
@@ -356,8 +378,8 @@ def test_patches_of_a_folded_and_an_unfolded_model_agree(family: str, update: st
         folded = patcher.compute(**inputs)
         replayed = patcher.forward(folded.kept_ids, folded)
     mask = plain.kept_mask
-    assert metrics.linf(folded.logits, plain.logits)[mask].max() <= CLOSE[torch.float32]
-    assert metrics.linf(replayed, plain.logits)[mask].max() <= 1e-4
+    assert metrics.linf(folded.logits, plain.logits)[mask].max() <= limit
+    assert metrics.linf(replayed, plain.logits)[mask].max() <= limit
     for one, other, norm in zip(plain.layers, folded.layers, norms, strict=True):
         assert one.keys() == other.keys()
         assert ("readers.v" in one) == (path is not None)
@@ -367,11 +389,11 @@ def test_patches_of_a_folded_and_an_unfolded_model_agree(family: str, update: st
                 first, second = first[mask], second[mask]
             if name == "readers.v":
                 z, z_folded = (v / v.square().sum(-1, keepdim=True) for v in (first, second))
-                assert off(unfolded(z_folded, norm, family), z) <= 1e-4
+                assert off(unfolded(z_folded, norm, family), z) <= limit
                 assert off(second, first) > 0.01
             # that scale divides by activations
             elif update != "direct" or family != "gemma3" or "norm" not in name:
-                assert off(second, first) <= 1e-3, name
+                assert off(second, first) <= limit, name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "neox-sequential"])
@@ -381,7 +403,7 @@ def test_reader_patches_behind_a_layer_norm_agree(name: str) -> None:
     """
     model = MODELS[name]()
     path = "transformer.h.1.mlp.c_fc" if name == "gpt2" else "gpt_neox.layers.1.mlp.dense_h_to_4h"
-    alone, whole = IDS[:, -1:], IDS
+    alone, whole, limit = IDS[:, -1:], IDS, noise_limit(model, IDS)
 
     def factors() -> tuple[Tensor, Tensor, Tensor]:
         seen: list[tuple[Tensor, Tensor]] = []
@@ -397,14 +419,14 @@ def test_reader_patches_behind_a_layer_norm_agree(name: str) -> None:
         u, v = y_ctx - y, z / z.square().sum(-1, keepdim=True)
         patched.set_patch(u, v)
         with torch.no_grad():
-            assert off(patched(z), y_ctx) <= 1e-5
+            assert off(patched(z), y_ctx) <= limit
         return u, v, y_ctx
 
     u, v, y_ctx = factors()
     with fold(model):
         u_folded, v_folded, y_folded = factors()
-    assert off(u_folded, u) <= 1e-5
-    assert off(y_folded, y_ctx) <= 1e-5
+    assert off(u_folded, u) <= limit
+    assert off(y_folded, y_ctx) <= limit
     assert off(v_folded, v) > 0.01
 
 
@@ -451,8 +473,10 @@ def test_value_output_against_the_models_own_attention(name: str, folded: bool) 
         alpha = model(IDS, output_attentions=True).attentions[1]  # (B, H, T, T)
     x = seen["x"]
     want = sum(alpha[:, h] @ x @ made.head(h) for h in range(len(made))) + made.bias
-    # sums of α are 1 to fp32: the softmax of these models is in fp32
-    assert off(seen["y"], want) <= 1e-6
+    # the softmax of these models is in fp32: a sum of nine α is 1 to as many of its roundings
+    assert off(seen["y"], want) <= 2 * IDS.shape[1] * UNIT[torch.float32]
+    other = sum(alpha[:, h] @ x @ made.head(h - 1) for h in range(len(made))) + made.bias
+    assert off(seen["y"], other) > 0.01
     assert made.matrices().shape == (4, x.shape[-1], x.shape[-1])
     assert torch.equal(made.matrices()[2], made.head(2))
     if folding is not None:
@@ -466,20 +490,12 @@ def test_folded_value_output_formula() -> None:
     with fold(model):
         folded = value_output(model, -1)
     scaled = torch.diag(norm.weight.detach()) @ plain.matrices()
-    assert torch.allclose(
-        folded.matrices(), scaled - scaled.mean(1, keepdim=True), atol=1e-13, rtol=0
-    )
-    assert torch.allclose(
-        folded.bias, plain.bias + norm.bias.detach() @ plain.matrices().sum(0), atol=1e-13, rtol=0
-    )
+    assert same_sums(folded.matrices(), scaled - scaled.mean(1, keepdim=True))
+    assert same_sums(folded.bias, plain.bias + norm.bias.detach() @ plain.matrices().sum(0))
     attention = model.transformer.h[-1].attn
     value, start = attention.c_attn.weight[:, 48:], attention.c_attn.bias[48:]
-    assert torch.allclose(
-        plain.head(3), value[:, 18:] @ attention.c_proj.weight[18:], atol=1e-14, rtol=0
-    )
-    assert torch.allclose(
-        plain.bias, start @ attention.c_proj.weight + attention.c_proj.bias, atol=1e-13, rtol=0
-    )
+    assert same_sums(plain.head(3), value[:, 18:] @ attention.c_proj.weight[18:])
+    assert same_sums(plain.bias, start @ attention.c_proj.weight + attention.c_proj.bias)
 
 
 # -- refusals
@@ -527,14 +543,14 @@ def test_refuses_a_norm_that_experts_gather_from() -> None:
         torch.float32,
     )
     assert "read by" in refused(model, "model.layers.0.post_attention_layernorm")
-    expected = logits(model)
+    expected, limit = logits(model), fold_limit(model)
     with fold(model) as folding:
         assert [norm.path.rpartition(".")[2] for norm in folding.folded] == [
             "input_layernorm",
             "input_layernorm",
             "norm",
         ]
-        assert off(logits(model), expected) <= CLOSE[torch.float32]
+        assert off(logits(model), expected) <= limit
 
 
 def test_refuses_tied_weights() -> None:
@@ -572,17 +588,32 @@ def test_refuses_a_norm_of_another_formula() -> None:
     assert "neither a LayerNorm nor an RMSNorm" in refused(model, "transformer.h.0.ln_1")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 60.0])
+def test_the_form_of_a_norm_with_a_scale_of_any_size(scale: float, dtype: torch.dtype) -> None:
+    """Gemma's ``1 + w`` and Llama's ``w`` are a per cent apart where w is 60: nearly within the
+    rounding of bf16.
+    """
+    weight = scale * (1 + 0.3 * torch.randn(24, generator=torch.Generator().manual_seed(0)))
+    for kind, offset in ((Gemma3RMSNorm, 1.0), (LlamaRMSNorm, 0.0)):
+        norm = kind(24)
+        norm.weight.data = weight
+        form = norm_form(norm.to(dtype))
+        assert form is not None
+        assert (form.centred, form.offset) == (False, offset)
+
+
 def test_refuses_a_norm_with_a_gate() -> None:
     """Qwen3-Next's linear attention has one, and its other norms are folded all the same."""
     model = tiny_models.build("qwen3_next")
     assert norm_form(model.get_submodule("model.layers.0.linear_attn.norm")) is None
     refused(model, "model.layers.0.linear_attn.norm")
-    expected = logits(model)
+    expected, limit = logits(model), fold_limit(model)
     with fold(model) as folding:
         assert {f"model.layers.{i}.input_layernorm" for i in range(4)} < {
             norm.path for norm in folding.folded
         }
-        assert off(logits(model), expected) <= CLOSE[torch.float32]
+        assert off(logits(model), expected) <= limit
 
 
 def test_refuses_an_output_that_is_changed_in_place() -> None:
@@ -605,10 +636,10 @@ def test_one_norm_for_both_branches_is_folded() -> None:
         vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
     )
     model = randomised(GPTJForCausalLM(config), torch.float32)
-    expected = logits(model)
+    expected, limit = logits(model), fold_limit(model)
     with fold(model) as folding:
         assert [len(norm.readers) for norm in folding.folded] == [4, 4, 1]
-        assert off(logits(model), expected) <= CLOSE[torch.float32]
+        assert off(logits(model), expected) <= limit
 
 
 def test_bad_arguments() -> None:
@@ -655,5 +686,5 @@ def test_uncentred_layer_norm_in_low_precision() -> None:
     wide = x.double()
     want = wide / (wide.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     assert got.dtype == torch.bfloat16
-    assert off(got, want) <= 2.0**-8
+    assert off(got, want) <= UNIT[torch.bfloat16]
     assert same_bits(got, UncentredLayerNorm(24, 1e-5)(x.clone()))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.numeric import noise_limit
 
 from icl_patch import ContextPatch, embedded
 from icl_patch.cli import main as cli
@@ -125,8 +126,9 @@ def test_generate_replays_every_nth_token(
     result = json.loads(out)
     assert status == 0
     assert result["mode"] == "shared_cache"
+    limit = noise_limit(embedded.load()[0])
     assert [check["step"] for check in result["checks"]] == [2, 4]
-    assert all(check["same_argmax"] and check["linf"] <= 1e-4 for check in result["checks"])
+    assert all(check["same_argmax"] and check["linf"] <= limit for check in result["checks"])
     assert "Replays without the context" in run(capsys, *command)[1]
     assert run(capsys, *command, "--temperature", "0.5")[0] == 2
     replay = AttachedModel.replay_logits

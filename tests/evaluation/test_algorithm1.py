@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from support.models import tokens
+from support.numeric import noise_limit
 from support.small import small
 from torch import Tensor, nn
 
@@ -15,9 +16,6 @@ from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.algorithm1 import algorithm_1
 from icl_patch.models.detect import blocks_of
 
-# Relative to the change of a parameter, and to the largest logit; at most 8e-15, 3e-7, 1e-5 were
-# seen. Gemma's norms compute in fp32.
-CLOSE = {("gemma3", torch.float64): 2e-6, torch.float64: 1e-13, torch.float32: 5e-5}
 FORMS = [
     ("gemma3", "direct"),
     ("gemma3", "stable"),
@@ -53,17 +51,18 @@ def logits(model: nn.Module, ids: Tensor, position: int = 0) -> Tensor:
 @dtypes
 def test_algorithm_1_is_the_two_stream_pass(family: str, update: str, dtype: torch.dtype) -> None:
     model = build(family, dtype)
-    close = CLOSE.get((family, dtype), CLOSE[dtype])
+    # Gemma's update goes through a norm of the class, which computes in fp32
+    limit = noise_limit(model, IDS, torch.float32 if family == "gemma3" else dtype)
     state, expected = copy.deepcopy(model.state_dict()), logits(model, IDS)
     updated = algorithm_1(model, blocks_of(model), IDS, stable=update == "stable")
     alone = IDS[:, -1:]
-    assert metrics.linf(logits(updated, alone, 9), expected) <= close
+    assert metrics.linf(logits(updated, alone, 9), expected) <= limit
     assert metrics.linf(logits(model, alone, 9), expected) > 0.05
     with ContextPatcher(model, update) as patcher:
         patch = patcher.compute(IDS[:, :-1], alone)
         assert patch.passes == (2 if (family, update) == ("gemma3", "direct") else 1)
         replayed = patcher.forward(alone, patch)[:, -1]
-    assert metrics.linf(replayed, logits(updated, alone, 9)) <= close
+    assert metrics.linf(replayed, logits(updated, alone, 9)) <= limit
     changed = {
         name for name, value in updated.named_parameters() if not torch.equal(value, state[name])
     }
@@ -72,7 +71,11 @@ def test_algorithm_1_is_the_two_stream_pass(family: str, update: str, dtype: tor
     parameters = dict(updated.named_parameters())
     for name, change in expected_changes.items():
         made = parameters[name].detach() - state[name]
-        assert (made - change).norm() <= close * change.norm(), name
+        size = change.norm() + state[name].norm()  # the whole parameter was rounded, not its change
+        # divides by activations, and magnifies what they are off by
+        if update == "direct" and "norm" in name:
+            size = size * (1 + change.abs().max())
+        assert (made - change).norm() <= limit * size < change.norm(), name
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 

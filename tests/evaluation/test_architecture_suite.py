@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.numeric import noise_limit
 
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import report, tiny_models
@@ -25,7 +26,7 @@ def test_covered_forms_pass_and_the_rest_is_refused(reports: list[FamilyReport])
         entry = by_name[name]
         assert entry.passed
         assert entry.exact_fp32 == entry.exact_bf16 == 1.0
-        assert 0 < entry.direct <= 1e-4
+        assert 0 < entry.direct <= noise_limit(tiny_models.build(name))
         assert (entry.experts_identical is None) == (name != "mixtral")
     assert by_name["deepseek_v4"].passed
     assert "residual streams" in by_name["deepseek_v4"].refused

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import tokens
+from support.numeric import UNIT, noise_floor, noise_limit
 from support.small import small
 from torch import nn
 
@@ -78,7 +79,10 @@ def test_inputs_are_those_of_gemma_3_and_the_loss_is_on_the_answers() -> None:
     image = shapes.held_out_scenes(1)[0].draw(rng)
     inputs = shapes.encode(processor, [image], [shapes.EVERYTHING])
     assert torch.allclose(
-        inputs["pixel_values"][0], torch.from_numpy(image).permute(2, 0, 1) / 127.5 - 1, atol=1e-6
+        inputs["pixel_values"][0],
+        torch.from_numpy(image).permute(2, 0, 1) / 127.5 - 1,
+        rtol=0,
+        atol=4 * UNIT[torch.float32],
     )
     assert int(inputs["token_type_ids"].sum()) == shapes.IMAGE_TOKENS
     assert (
@@ -98,7 +102,7 @@ def test_inputs_are_those_of_gemma_3_and_the_loss_is_on_the_answers() -> None:
 
 @pytest.mark.parametrize("keep_last", [0, 2])
 def test_verify_takes_what_a_processor_makes_of_an_image(keep_last: int) -> None:
-    model, ids = tiny_models.build("gemma3-vision", 0, torch.bfloat16), tokens(0, 2, 11) % 90 + 1
+    ids = tokens(0, 2, 11) % 90 + 1
     ids[:, 2:6] = tiny_models.IMAGE_TOKEN
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     inputs = {
@@ -107,7 +111,7 @@ def test_verify_takes_what_a_processor_makes_of_an_image(keep_last: int) -> None
         "token_type_ids": (ids == tiny_models.IMAGE_TOKEN).long(),
     }
 
-    def run(pixel_values: torch.Tensor) -> list[int]:
+    def run(model: nn.Module, pixel_values: torch.Tensor) -> list[int]:
         report = verify(
             model,
             embedded.load()[1],
@@ -118,17 +122,13 @@ def test_verify_takes_what_a_processor_makes_of_an_image(keep_last: int) -> None
         assert report.passed and report.bit_identical == 1
         return [step.token_id for step in report.steps]
 
-    given = inputs | {"pixel_values": pixels.to(model.dtype)}
-    generated = model.generate(**given, max_new_tokens=5, do_sample=False)
-    seen = run(pixels)
-    assert (
-        sum(
-            a == b
-            for a, b in zip(seen, generated[:, ids.shape[1] :].flatten().tolist(), strict=True)
-        )
-        >= 7
-    )
-    assert run(-pixels) != seen
+    model = tiny_models.build("gemma3-vision", 0)
+    generated = model.generate(**inputs, pixel_values=pixels, max_new_tokens=5, do_sample=False)
+    seen = run(model, pixels)
+    assert seen == generated[:, ids.shape[1] :].flatten().tolist()
+    assert run(model, -pixels) != seen
+    # which are fp32; tokens of bf16 may differ, and all that follow
+    run(tiny_models.build("gemma3-vision", 0, torch.bfloat16), pixels)
 
 
 # -- how patches are held
@@ -146,7 +146,7 @@ def test_merged_weights_give_the_patched_logits_and_are_put_back(held: tuple) ->
     plain, _, patch = held
     before = copy.deepcopy(plain.state_dict())
     logits = experiments.merged_logits(plain, patch)
-    assert metrics.linf(logits, patch.logits[:, -1]).max() <= 1e-5
+    assert metrics.linf(logits, patch.logits[:, -1]).max() <= noise_limit(plain)
     assert metrics.linf(plain(patch.kept_ids).logits[:, -1], patch.logits[:, -1]).min() > 0.1
     assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
 
@@ -162,7 +162,8 @@ def test_the_ways_of_holding_a_patch_differ_in_what_they_round() -> None:
         name: float(metrics.linf(x, patch.logits[:, -1].float()).max())
         for name, x in logits.items()
     }
-    assert all(value < 0.2 for value in errors.values())
+    # of bf16: each way rounds once more somewhere
+    assert max(errors.values()) <= 4 * noise_floor(plain)
     for one in VARIANTS:
         assert [other for other in VARIANTS if torch.equal(logits[one], logits[other])] == [one]
     for names in (("new_scale",), (".u", ".v")):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.generation import prefilled
 from support.models import ragged, tokens
+from support.numeric import UNIT, noise_limit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -56,7 +57,12 @@ def test_what_is_found(family: str) -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# Sums of 32 to 96 products and squares in another order; in bf16 two roundings that go the other
+# way.
+ROUNDINGS = {torch.float32: 96, torch.bfloat16: 4}
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
 def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype) -> None:
     with (
@@ -68,7 +74,7 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
             x = (3 * torch.randn(2, 5, width, generator=torch.Generator().manual_seed(3))).to(dtype)
             made, expected = found(x), found.module(x)
             assert made.dtype == expected.dtype
-            assert metrics.linf(made, expected).max() <= (1e-5 if dtype == torch.float32 else 2**-6)
+            assert metrics.linf(made, expected).max() <= ROUNDINGS[dtype] * UNIT[dtype]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "olmo2", "cohere2"])
@@ -84,7 +90,7 @@ def test_a_step_is_the_same_without(
         "mode": mode,
     }
     ran: list[str] = []
-    call = FusedModules.forwards
+    call, limit = FusedModules.forwards, noise_limit(model)
 
     def watched(self: FusedModules) -> list[tuple[nn.Module, Any]]:
         return [
@@ -103,15 +109,15 @@ def test_a_step_is_the_same_without(
         monkeypatch.setattr(FusedModules, "blocks_with_norm_input", lambda self: set())
         plain = list(patcher.generate(ids, **arguments))
         for step, other, patch in zip(fused, plain, patches, strict=True):
-            assert metrics.linf(step.logits, other.logits).max() <= 1e-5
+            assert metrics.linf(step.logits, other.logits).max() <= limit
             assert (
                 metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits).max()
-                <= 1e-5
+                <= limit
             )
             for layer, factors in zip(patch.layers, other.patch.layers, strict=True):
                 assert layer.keys() == factors.keys()
                 assert all(
-                    metrics.linf(layer[name], factors[name]).max() <= 1e-3
+                    metrics.linf(layer[name], factors[name]).max() <= limit
                     for name in layer
                     if name.endswith((".u", ".v"))
                 )
@@ -297,8 +303,9 @@ def test_a_child_that_is_replaced_later() -> None:
         expected = model.generate(
             ids, output_logits=True, return_dict_in_generate=True, **settings
         ).logits
+        limit = noise_limit(model)
         for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
-            assert metrics.linf(step.logits, logits).max() <= 1e-4
+            assert metrics.linf(step.logits, logits).max() <= limit
 
 
 def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
@@ -311,6 +318,7 @@ def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
     expected = model.generate(
         ids, output_logits=True, return_dict_in_generate=True, **settings
     ).logits
+    limit = noise_limit(model)
     with ContextPatcher(model, "stable") as patcher:
         for step, logits in zip(patcher.generate(ids, **settings), expected, strict=True):
-            assert metrics.linf(step.logits, logits).max() <= 1e-4
+            assert metrics.linf(step.logits, logits).max() <= limit

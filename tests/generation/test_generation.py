@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.models import build, case, ragged, tokens
+from support.numeric import noise_floor, noise_limit
 from support.small import IDS, families, small, updates, works
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
@@ -54,7 +55,9 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
         steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=12))
     assert torch.equal(torch.stack([step.token_ids for step in steps], 1), expected_ids)
     assert torch.equal(torch.stack([step.logits for step in steps], 1), expected.to(dtype))
-    assert torch.equal(expected_ids, at_once)
+    # a token of bf16 may differ where the context is run at once, and all that follow
+    if dtype == torch.float32:
+        assert torch.equal(expected_ids, at_once)
     # three rows with something of their own to say
     assert len({tuple(row) for row in expected_ids.tolist()}) == 3
 
@@ -63,7 +66,7 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
 @updates
 def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
     model, ids, mask = small(family), tokens(8, 3, 9), ragged(3, 9, side="left")
-    current = ids[:, -1]
+    current, limit = ids[:, -1], noise_limit(model)
     with ContextPatcher(model, update) as patcher:
         steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=5))
         assert len(steps) == 5
@@ -79,7 +82,7 @@ def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
             logits = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
             if step.patch.passes == 2:  # recorded in the replay's shapes
                 assert torch.equal(logits, step.logits)
-            assert metrics.linf(logits, step.logits).max() <= 1e-4
+            assert metrics.linf(logits, step.logits).max() <= limit
             current = step.token_ids
 
 
@@ -96,12 +99,15 @@ def test_a_context_of_one_token(family: str, update: str) -> None:
         first, second = patcher.generate(ids, max_new_tokens=2)
         with torch.no_grad():
             followed = model(torch.cat([ids, first.token_ids.unsqueeze(1)], 1)).logits[:, -1]
-    assert metrics.linf(first.logits, bare).max() <= 1e-5
+    limit = noise_limit(model)
+    assert metrics.linf(first.logits, bare).max() <= limit < metrics.linf(second.logits, bare).max()
+    assert metrics.linf(second.logits, followed).max() <= limit
+    before, after = first.patch.norms(), second.patch.norms()
     assert all(
-        first.patch.norms()[reader].max() <= 1e-5 for reader in ("mlp.gate_proj", "mlp.up_proj")
+        before[reader].max() <= limit * after[reader].max()
+        for reader in ("mlp.gate_proj", "mlp.up_proj")
     )
-    assert metrics.linf(second.logits, followed).max() <= 1e-4
-    assert min(float(norm.max()) for norm in second.patch.norms().values()) > 1e-2
+    assert min(float(norm.max()) for norm in after.values()) > 1e-2
 
 
 def test_no_steps_and_a_default_mask(llama_patcher: ContextPatcher) -> None:
@@ -147,6 +153,8 @@ def test_generation_under_autocast(family: str, update: str, mode: str) -> None:
     arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
     settings["mode"] = mode
     plain = model.generate(ids, **arguments).logits
+    # every weight moved by a spacing of bf16 is far more than another batch in bf16
+    limit, limit_bf16 = noise_limit(model), noise_floor(model, dtype=torch.bfloat16)
     for before in (False, True):
         with ContextPatcher(model, update) as patcher:
             if before:
@@ -158,6 +166,6 @@ def test_generation_under_autocast(family: str, update: str, mode: str) -> None:
                     next(patcher.generate(ids, compile=True, **settings))
             again = list(patcher.generate(ids, **settings))
         for step, logits, after, exact in zip(steps, expected, again, plain, strict=True):
-            assert metrics.linf(step.logits.float(), logits).max() <= 0.05
-            assert metrics.linf(after.logits, exact).max() <= 1e-4
-            assert metrics.linf(step.logits.float(), after.logits).max() > 1e-3  # it was bf16
+            assert metrics.linf(step.logits.float(), logits).max() <= limit_bf16
+            assert metrics.linf(after.logits, exact).max() <= limit
+            assert metrics.linf(step.logits.float(), after.logits).max() > limit  # it was bf16

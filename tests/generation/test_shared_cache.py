@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.generation import prefilled
 from support.models import build, ragged, tokens
+from support.numeric import noise_limit, replay_limit
 from support.small import IDS, Snapshot, small, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
@@ -51,7 +52,7 @@ def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
     with torch.no_grad():
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         untouched = model(ids, attention_mask=mask.long(), position_ids=positions).logits[:, -1]
-    before = Snapshot(model)
+    before, floor = Snapshot(model), noise_limit(model)
     with ContextPatcher(model, "stable") as patcher:
         arguments: dict = {
             "context_mask": mask,
@@ -62,17 +63,18 @@ def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
         }
         fast = list(patcher.generate(ids, mode="shared_cache", **arguments))
         two = list(patcher.generate(ids, **arguments))
+        limits = [replay_limit(patcher, step.patch) for step in fast]
         works(patcher)
     before.check(model)
     assert {step.mode for step in fast} == {"shared_cache"}
-    assert metrics.linf(fast[0].logits, untouched).max() <= 1e-5
-    for step, other in zip(fast, two, strict=True):
+    assert metrics.linf(fast[0].logits, untouched).max() <= floor
+    for step, other, limit in zip(fast, two, limits, strict=True):
         assert torch.equal(step.token_ids, other.token_ids)
-        assert step.check.linf.max() <= 1e-4
-        assert metrics.linf(step.logits, other.logits).max() <= 1e-4
+        assert step.check.linf.max() <= limit
+        assert metrics.linf(step.logits, other.logits).max() <= limit
         assert step.patch.layers[0].keys() == other.patch.layers[0].keys()
         for name, size in step.patch.norms().items():
-            assert (size - other.patch.norms()[name]).abs().max() <= 1e-3 * size.max(), name
+            assert (size - other.patch.norms()[name]).abs().max() <= limit * size.max(), name
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -175,8 +177,9 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
             else (lambda out: 1.5 * out)
         )
         hook = module.register_forward_hook(lambda _module, _args, out: scaled(out))
-        assert (
-            max(float(step.check.linf.max()) for step in patcher.generate(IDS, **arguments)) <= 1e-4
+        assert all(
+            step.check.linf.max() <= replay_limit(patcher, step.patch)
+            for step in patcher.generate(IDS, **arguments)
         )
         hook.remove()
         assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
@@ -203,7 +206,9 @@ def test_a_forward_that_is_put_there_later() -> None:
         assert block.forward is given
         assert metrics.linf(steps[0].logits, before[0]).max() > 0.01
         with torch.no_grad():
-            assert metrics.linf(steps[0].logits, model(IDS).logits[:, -1]).max() <= 1e-5
+            assert metrics.linf(steps[0].logits, model(IDS).logits[:, -1]).max() <= noise_limit(
+                model
+            )
         del block.forward
         again = [step.logits for step in patcher.generate(IDS, max_new_tokens=2, eos_token_id=None)]
     assert all(torch.equal(x, y) for x, y in zip(before, again, strict=True))

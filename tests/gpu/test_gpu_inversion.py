@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from support.inversion import Invert, check_rows, mixed_rows, same_rows
+from support.inversion import ROOT_ULP, Invert, check_rows, mixed_rows, same_rows
 from support.numeric import FLOATS, every_dtype, normal, same_bits, seeded
 from support.rows import ROWS, rows_of
 from torch import Tensor
@@ -96,7 +96,7 @@ def test_every_dtype(n: int, dtype: torch.dtype) -> None:
         size = (expected_stable.u.abs() + h.cpu().abs().to(expected_stable.u.dtype)).norm(
             dim=1, keepdim=True
         )
-        assert ((stable.u.cpu() - expected_stable.u).abs() <= 1e-7 * size).all()
+        assert ((stable.u.cpu() - expected_stable.u).abs() <= ROOT_ULP * size).all()
 
 
 @pytest.mark.parametrize("n", [48, 4097, 16384])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import build, case
+from support.numeric import UNIT, within_roundings
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -77,6 +78,22 @@ def matrix(base: nn.Module) -> tuple[Tensor, Tensor | float]:
     return (weight.T if isinstance(base, Conv1D) else weight), bias
 
 
+def patched_sum(z: Tensor, weight: Tensor, bias: Tensor | float, u: Tensor, v: Tensor) -> Tensor:
+    """``(W + Σ_r u_r v_rᵀ) z + b`` in fp64, with the matrices built: z (..., K), u (..., R, N), v
+    (..., R, K).
+    """
+    matrices = weight + u.double().mT @ v.double()
+    return (matrices @ z.double().unsqueeze(-1)).squeeze(-1) + bias
+
+
+def is_patched_sum(got: Tensor, *parts: Tensor | float) -> bool:
+    """Whether ``got`` is that sum, rounded at most once for each of its K + R + 1 terms and each of
+    the K products of v.
+    """
+    size = patched_sum(*(abs(part) for part in parts))
+    return within_roundings(got, patched_sum(*parts), 2 * K + 4, size)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
@@ -105,11 +122,11 @@ def test_a_shared_patch_of_any_rank(name: str, rank: int, shape: tuple[int, ...]
     layer = PatchedLinear(base)
     layer.set_patch(u, v)
     weight, bias = matrix(base)
-    expected = z.double() @ (weight + u[0].double().T @ v[0].double()).T + bias
     got = layer(z)
-    assert got.shape == expected.shape
+    assert got.shape == (*shape[:-1], N)
     assert got.dtype == z.dtype
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    assert is_patched_sum(got, z, weight, bias, u[0], v[0])
+    assert not is_patched_sum(got, z, weight, bias, u[0] * (1 + 1e-3), v[0])
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -119,10 +136,11 @@ def test_a_patch_per_row(name: str, rows: tuple[int, ...]) -> None:
     u, v = torch.randn(*rows, N), torch.randn(*rows, K)
     layer = PatchedLinear(base)
     layer.set_patch(u, v)
-    weight, bias = matrix(base)
-    weights = weight + u.double().unsqueeze(-1) * v.double().unsqueeze(-2)
-    expected = (weights @ z.double().unsqueeze(-1)).squeeze(-1) + bias
-    torch.testing.assert_close(layer(z).double(), expected, rtol=1e-5, atol=1e-5)
+    assert is_patched_sum(layer(z), z, *matrix(base), u.unsqueeze(-2), v.unsqueeze(-2))
+    if rows != (1,):
+        assert not is_patched_sum(
+            layer(z), z, *matrix(base), u.unsqueeze(-2), v.roll(1, -2).unsqueeze(-2)
+        )
 
 
 @pytest.mark.parametrize("shape", [(0, K), (2, 0, K)])
@@ -137,8 +155,10 @@ def test_a_shared_patch_does_not_depend_on_how_many_rows_come() -> None:
     must not be taken for it.
     """
     layer, z = PatchedLinear(nn.Linear(K, N)), torch.randn(1, 2, K)
-    layer.set_patch(torch.randn(1, 2, N), torch.randn(1, 2, K), shared=True)
-    torch.testing.assert_close(layer(z)[0], torch.cat([layer(z[0, :1]), layer(z[0, 1:])]))
+    u, v = torch.randn(1, 2, N), torch.randn(1, 2, K)
+    layer.set_patch(u, v, shared=True)
+    for part in (z, z[0, :1], z[0, 1:]):
+        assert is_patched_sum(layer(part), part, *matrix(layer.base_layer), u[0], v[0])
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
@@ -148,7 +168,8 @@ def test_the_output_is_rounded_once_to_the_wanted_dtype(dtype: torch.dtype) -> N
     layer = PatchedLinear(base)
     wide = F.linear(z, base.weight, base.bias).double() + (z.double() * v).sum(1, keepdim=True) * u
     layer.set_patch(u, v, out_dtype=torch.float64)
-    torch.testing.assert_close(layer(z), wide, rtol=1e-14, atol=1e-14)
+    size = (z.double() * v).abs().sum(1, keepdim=True) * u.abs() + wide.abs()
+    assert within_roundings(layer(z), wide, 2 * K, size)
     layer.set_patch(u, v)
     assert layer(z).dtype == dtype
     assert metrics.linf(layer(z), wide).max() <= EPSILON[dtype]
@@ -329,19 +350,19 @@ def test_one_sequence_with_a_patch_a_token(name: str) -> None:
     it says which, or is told.
     """
     base, z = BASES[name](), torch.randn(1, 3, K)
-    layer, plain = PatchedLinear(base), base(z).double()
+    layer = PatchedLinear(base)
     u, v = torch.randn(1, 3, N), torch.randn(1, 3, K)
-    each = plain + (z.double() * v.double()).sum(-1, keepdim=True) * u.double()
-    of_all = plain + z.double() @ v[0].double().T @ u[0].double()
+    each, of_all = (*matrix(base), u.unsqueeze(-2), v.unsqueeze(-2)), (*matrix(base), u[0], v[0])
     layer.set_patch(u, v, shared=False)
-    torch.testing.assert_close(layer(z).double(), each, rtol=1e-5, atol=1e-5)
+    assert is_patched_sum(layer(z), z, *each)
+    assert not is_patched_sum(layer(z), z, *of_all)
     layer.set_patch(u, v, shared=True)
-    torch.testing.assert_close(layer(z).double(), of_all, rtol=1e-5, atol=1e-5)
+    assert is_patched_sum(layer(z), z, *of_all)
     layer.set_patch(u, v)
     with pytest.warns(
         UserWarning, match=r"u \(1, 3, 7\) of an input \(1, 3, 12\) is taken for one of rank 3"
     ):
-        torch.testing.assert_close(layer(z).double(), of_all, rtol=1e-5, atol=1e-5)
+        assert is_patched_sum(layer(z), z, *of_all)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(z[:, :1]), layer(z.repeat(2, 1, 1)), layer(z[0])
@@ -453,7 +474,7 @@ def test_compiles_without_a_graph_break(name: str, kind: str) -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            torch.testing.assert_close(compiled(z), layer(z), rtol=0, atol=1e-6)
+            assert metrics.linf(compiled(z), layer(z)).max() <= 2 * K * UNIT[torch.float32]
     with torch.no_grad():
         if kind == "row":
             layer.update_patch(2 * layer.u, layer.v)
@@ -503,9 +524,11 @@ def test_factors_carry_gradients() -> None:
     layer = PatchedLinear(base)
     layer.set_patch(u, v)
     layer(z).sum().backward()
-    torch.testing.assert_close(
-        u.grad, (z.sum(0) @ v.detach()[0].T).unsqueeze(-1).expand(2, N).unsqueeze(0)
+    expected, size = (
+        (x.double().sum(0) @ y[0].double().T)[:, None].expand(2, N)
+        for x, y in ((z, v.detach()), (z.abs(), v.detach().abs()))
     )
+    assert within_roundings(u.grad[0], expected, 2 * K, size)
     assert v.grad is not None
 
 
@@ -550,9 +573,8 @@ def test_a_scale_per_row_and_a_shared_one(name: str) -> None:
     for new_scale in (torch.randn(K), torch.randn(5, K)):
         layer.set_patch(new_scale)
         assert layer(x).dtype == torch.float32
-        torch.testing.assert_close(
-            layer(x).double(), normalized * new_scale.double(), rtol=1e-5, atol=1e-6
-        )
+        expected = normalized * new_scale.double()
+        assert within_roundings(layer(x), expected, K, expected.abs())
     layer.set_patch(torch.randn(5, K, dtype=torch.float64))
     assert layer(x).dtype == torch.float64
     assert list(layer.state_dict()) == ["weight"]
@@ -608,7 +630,8 @@ def test_another_input_gets_what_the_materialised_weights_give(
             x = (x + 6 * v / v.norm()).to(dtype)
             layer.set_patch(factors[f"{module}.u"][row, token].view(1, 1, -1), v.view(1, 1, -1))
             expected, plain = x.double() @ (base.weight.double() + change.double()).T, base(x)
-        limit = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-6}[dtype]
+        # 48 to 72 products in fp32; in bf16 one rounding of x W, and one of the result
+        limit = {torch.float32: 72, torch.bfloat16: 4}[dtype] * UNIT[dtype]
         assert metrics.linf(layer(x), expected).max() <= limit, name
         # without the change it is another output
         assert metrics.linf(plain, expected).median() > 4 * limit, name
@@ -694,9 +717,8 @@ def test_a_change_of_the_bias(name: str, shape: tuple[int, ...]) -> None:
     weight, bias = matrix(base)
     for change in (torch.randn(N), torch.randn(*shape[:-1], N)):
         layer.set_bias_change(change)
-        torch.testing.assert_close(
-            layer(z).double(), z.double() @ weight.T + bias + change.double(), rtol=1e-5, atol=1e-5
-        )
+        nothing = torch.zeros(1, N), torch.zeros(1, K)
+        assert is_patched_sum(layer(z), z, weight, bias + change.double(), *nothing)
         assert layer(z).dtype == plain.dtype
     flat = torch.randn(len(z.flatten(0, -2)), N)
     layer.set_bias_change(flat.double(), out_dtype=torch.float64)

@@ -7,9 +7,11 @@ import threading
 import pytest
 import torch
 from support.models import build, tokens
+from support.numeric import noise_limit
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as TABLE
 from transformers.models.bloom import modeling_bloom
 
+from icl_patch import metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.models.attention_mask import Visibility, restricted_attention
 from icl_patch.recording.residual_sum import ResidualSum
@@ -73,6 +75,7 @@ def test_hidden_tokens_are_as_if_they_were_not_there() -> None:
         visible[:, :3] = False
         with restricted_attention(model, Visibility(visible)):
             logits = model(ids).logits[:, 3:]
+        everything, limit = model(ids).logits[:, 3:], noise_limit(model)
         alone = Visibility(
             torch.ones(2, 4, dtype=torch.bool), slots := torch.arange(3, 7).expand(2, -1), slots
         )
@@ -81,7 +84,8 @@ def test_hidden_tokens_are_as_if_they_were_not_there() -> None:
             others = model(
                 ids[:, 3:], attention_mask=torch.ones(2, 4, dtype=torch.long), **given
             ).logits
-        assert (others - logits).abs().max() <= 1e-5 * logits.abs().max(), family
+        assert metrics.linf(others, logits).max() <= limit, family
+        assert metrics.linf(everything, logits).max() > limit, family
 
 
 def test_alibi_of_given_positions() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from support.growing_context import GrowingContext
 from support.models import EXPERTS, Stock, build, case, ragged, tokens
+from support.numeric import noise_limit, replay_limit, within_roundings
 from support.small import works
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
@@ -227,7 +228,7 @@ def test_an_image_in_the_context_and_text_in_the_replay(
     with ContextPatcher(model, update) as patcher:
         patch = patcher.compute(context, kept, **inputs)
         error = metrics.linf(patcher.forward(kept, patch), reference).max()
-    assert error <= (0 if update == "exact" else 1e-4)
+    assert error <= (0 if update == "exact" else noise_limit(model))
 
 
 def test_an_image_in_the_prefix_is_refused() -> None:
@@ -297,8 +298,9 @@ def test_images_whose_tokens_have_three_positions_are_refused(kind: str) -> None
             patcher,
             {"context_ids": text, "kept_ids": kept, "mm_token_type_ids": torch.zeros_like(text)},
         )
+        limit = noise_limit(model, text)
         for step, logits in zip(patcher.generate(text, **settings), expected, strict=True):
-            assert metrics.linf(step.logits, logits).max() <= 1e-4
+            assert metrics.linf(step.logits, logits).max() <= limit
         with pytest.raises(
             UnsupportedModelError,
             match=r"positions of three numbers.* got pixel_values, image_grid_thw",
@@ -355,7 +357,7 @@ def test_quantised_readers_and_writers(
     )
     quantise(model, kind)
     arguments = case("prefix")
-    reference = Stock(model).logits(arguments)
+    reference, limit = Stock(model).logits(arguments), noise_limit(model)
     for update in ("direct", "stable", "exact"):
         with ContextPatcher(model, update) as patcher:
             patch = patcher.compute(**arguments)
@@ -366,7 +368,7 @@ def test_quantised_readers_and_writers(
         if update == "exact":
             assert error == 0
         elif dtype == torch.float32:
-            assert error <= 1e-4
+            assert error <= limit
 
 
 # -- adapters
@@ -470,16 +472,17 @@ def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -
     arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
     expected = model.generate(ids, attention_mask=mask.long(), **arguments).logits
     with ContextPatcher(model, update) as patcher:
+        limit = noise_limit(model)
         for step, logits in zip(
             patcher.generate(ids, context_mask=mask, **settings), expected, strict=True
         ):
-            assert metrics.linf(step.logits, logits).max() <= 1e-4
+            assert metrics.linf(step.logits, logits).max() <= limit
         context, kept = tokens(0, 2, 3), tokens(1, 2, 2)
         both = patcher.compute(context, kept, prefix_ids=ids[:, :1], prefix_mask=mask[:, :1])
         alone = patcher.compute(context[1:], kept[1:])
     for layer, single in zip(both.layers, alone.layers, strict=True):
         for name, factor in single.items():
-            assert metrics.linf(layer[name][1:].float(), factor.float()).max() <= 1e-3, name
+            assert metrics.linf(layer[name][1:].float(), factor.float()).max() <= limit, name
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gemma4-moe", "bloom", "falcon-rw"])
@@ -491,6 +494,7 @@ def test_static_caches_of_layers_that_share_keys_and_of_alibi(family: str, updat
     model, ids, mask = tiny_models.build(family), tokens(4, 2, 5), ragged(2, 5, side="left")
     settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
+    limit = noise_limit(model)
     with ContextPatcher(model, update) as patcher:
         for part in (slice(0, 5), slice(4, 5)):
             expected = model.generate(
@@ -505,7 +509,7 @@ def test_static_caches_of_layers_that_share_keys_and_of_alibi(family: str, updat
                     ids[:, part], context_mask=mask[:, part], **settings, **static
                 )
                 for step, logits in zip(steps, expected, strict=True):
-                    assert metrics.linf(step.logits, logits).max() <= 1e-4
+                    assert metrics.linf(step.logits, logits).max() <= limit
 
 
 @pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "qwen3_next"])
@@ -558,9 +562,9 @@ def test_changes_are_those_of_the_parameters(family: str) -> None:
         index = int(plain.split(".layers.")[-1].split(".h.")[-1].split(".")[0])
         block = patch.blocks[index]
         module = plain.removeprefix(f"{block.path}.").removesuffix(".weight").removesuffix(".bias")
-        torch.testing.assert_close(
-            norms[module][index, 1, 2].double(), square.sqrt(), rtol=1e-5, atol=1e-8
-        )
+        size = square.sqrt()
+        # no factor has more elements
+        assert within_roundings(norms[module][index, 1, 2], size, 128, size)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -603,4 +607,5 @@ def test_windows_chunks_and_alibi_count_positions(family: str) -> None:
             computed = patcher.attached_model.compute(assemble(**case(name, 5)))
             logits = patcher.forward(computed.patch.kept_ids, computed.patch)
             mask = computed.patch.kept_mask
-            assert metrics.linf(logits, computed.reduced_logits)[mask].max() <= 1e-4
+            limit = replay_limit(patcher, computed.patch)
+            assert metrics.linf(logits, computed.reduced_logits)[mask].max() <= limit

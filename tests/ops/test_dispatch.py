@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import backend_checks
 
 from icl_patch import ops
-from icl_patch.ops import dispatch
+from icl_patch.ops import dispatch, native
 
 TESTS = Path(__file__).parents[1]
 
@@ -42,6 +43,17 @@ def test_whole_models(backend: str) -> None:
     done = run_checks(backend)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("exact 0.0") == 3
+
+
+def test_the_count_of_kernels_sees_those_of_the_native_library() -> None:
+    """By which `backend_checks.py` finds that no op runs one with ICL_PATCH_OPS=torch."""
+    if not native.serves("cpu") or dispatch.wanted != "auto":
+        pytest.skip("needs the native library")
+    found = {
+        name: backend_checks.kernels_of(name, torch.float32) for name in backend_checks.EVERY_OP
+    }
+    assert found.pop("rms_normalize") == 0  # it has no kernel
+    assert all(calls >= 2 for calls in found.values()), found
 
 
 def test_another_word_is_refused() -> None:

@@ -15,7 +15,7 @@ from support.inversion import (
     needs_native,
     same_rows,
 )
-from support.numeric import every_dtype, normal, poisoned_memory, same_bits, seeded
+from support.numeric import ULP, UNIT, every_dtype, normal, poisoned_memory, same_bits, seeded
 from support.rows import rows_of
 from torch import Tensor
 
@@ -261,6 +261,8 @@ def test_every_size_is_computed_whole(double: bool) -> None:
     plain torch agrees.
     """
     dtype = torch.float64 if double else torch.float32
+    # a sum of 65,536 terms in another order
+    few = 2.0**16 * ULP if double else 4 * UNIT[torch.float32]
     for n in SIZES:
         families = ("gaussian", "sparse", "zeros", "plateaus") if n < 5000 else ("sparse",)
         m, g = (
@@ -272,12 +274,7 @@ def test_every_size_is_computed_whole(double: bool) -> None:
         check_rows(m, g, rms, 1e-6, result)
         expected = reference.invert_rmsnorm(g, m, rms, 1e-6)
         assert torch.equal(result.status, expected.status)
-        torch.testing.assert_close(
-            result.hidden,
-            expected.hidden,
-            rtol=1e-9 if double else 2.0**-22,
-            atol=1e-9 if double else 1e-8,
-        )
+        torch.testing.assert_close(result.hidden, expected.hidden, rtol=few, atol=few)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -317,7 +314,7 @@ def test_the_tail_of_a_row_counts() -> None:
         check_rows(m, g, torch.ones(3), 0.0, result)
         if n > 1:
             torch.testing.assert_close(
-                result.hidden[0].flip(0), result.hidden[1], rtol=1e-6, atol=0
+                result.hidden[0].flip(0), result.hidden[1], rtol=4 * UNIT[torch.float32], atol=0
             )
         hard = ops.invert_rmsnorm(torch.zeros(3, n), m, torch.ones(3))
         check_rows(m, torch.zeros(3, n), torch.ones(3), 0.0, hard)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.inversion import check_against_the_oracle, check_rows, needs_native, sweep
+from support.inversion import ROOT_ULP, check_against_the_oracle, check_rows, needs_native, sweep
 from support.numeric import FLOATS, normal, seeded
 from support.rows import ROWS
 
@@ -84,4 +84,4 @@ def test_the_update_against_plain_torch(family: str) -> None:
         assert torch.equal(result.status, expected.status)
         assert (result.evaluations <= 32).all()
         size = (expected.u.double().abs() + h.double().abs()).norm(dim=1, keepdim=True)
-        assert ((result.u.double() - expected.u.double()).abs() <= 1e-7 * size).all()
+        assert ((result.u.double() - expected.u.double()).abs() <= ROOT_ULP * size).all()

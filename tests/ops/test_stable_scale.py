@@ -10,6 +10,7 @@ import torch
 from support.inversion import (
     DIGITS,
     IMPLEMENTATIONS,
+    ROOT_ULP,
     mixed_rows,
     mp,
     mpf,
@@ -43,6 +44,10 @@ every_update = pytest.mark.parametrize(
         pytest.param(reference.stable_scale, id="torch"),
     ],
 )
+# Sums of up to 1,152 terms in another order, in fp64; the shift of a row is as far off as its
+# condition says.
+OTHER_SUMS = 1152 * ULP
+FEW = 256 * ULP  # of sums of nine terms, and of the 32 ULP that the solver leaves of its equation
 every_method = pytest.mark.parametrize("method", ["newton", "bisection"])
 
 
@@ -99,10 +104,10 @@ def test_native_is_like_plain_torch(n: int, eps: float, method: str) -> None:
         )
         assert torch.equal(result.status, expected.status)
         size = (expected.u + h).abs().amax(1, keepdim=True)
-        assert ((result.u - expected.u).abs() <= 1e-12 * size).all()
+        assert ((result.u - expected.u).abs() <= OTHER_SUMS * size).all()
         scale_size = expected.new_scale.abs().amax(1, keepdim=True)
-        assert ((result.new_scale - expected.new_scale).abs() <= 1e-12 * scale_size).all()
-        torch.testing.assert_close(result.shift, expected.shift, rtol=1e-10, atol=0)
+        assert ((result.new_scale - expected.new_scale).abs() <= OTHER_SUMS * scale_size).all()
+        torch.testing.assert_close(result.shift, expected.shift, rtol=64 * OTHER_SUMS, atol=0)
         check_update(delta, m, h, eps, result)
 
 
@@ -132,7 +137,7 @@ def test_dtypes_are_taken_at_their_value(kinds: tuple[str, str, str]) -> None:
     expected = reference.stable_scale(delta, scale, h, 1e-6)
     assert torch.equal(result.status, expected.status)
     size = (expected.u.double().abs() + h.double().abs()).amax(1, keepdim=True)
-    assert ((result.u - expected.u).abs() <= 2 * UNIT[dtype] * size + 1e-12 * size).all()
+    assert ((result.u - expected.u).abs() <= 2 * UNIT[dtype] * size + OTHER_SUMS * size).all()
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.5])
@@ -153,14 +158,14 @@ def test_against_exact_arithmetic(update: Update, eps: float) -> None:
             exact = solve(floored, g, rms, eps)
             assert exact.status == result.status[row] and exact.status is Status.EASY
             for k in range(n):
-                moved = 1e-13 * exact.condition + 1e-13
+                moved = FEW * (exact.condition + 1)
                 h_target = exact.y[k] * norm
                 assert abs(
                     mpf(result.u[row, k].item()) - (h_target - x[k])
                 ) <= moved * rms * mp.sqrt(n)
                 new_scale = (exact.e[k] + exact.shift) / floored[k]
-                slack = 1e-13 * exact.shift * exact.condition + 1e-14 * floored[k] ** 2
-                assert abs(mpf(result.new_scale[row, k].item()) - new_scale) <= 1e-13 * abs(
+                slack = FEW * exact.shift * exact.condition + 32 * ULP * floored[k] ** 2
+                assert abs(mpf(result.new_scale[row, k].item()) - new_scale) <= FEW * abs(
                     new_scale
                 ) + slack / abs(floored[k])
 
@@ -207,10 +212,10 @@ def test_an_output_of_zero(update: Update, eps: float, method: str) -> None:
     h[::2] = 0
     result = update(delta, scale, h, eps, method)
     torch.testing.assert_close(
-        result.u[::2].square().mean(1), torch.ones(7).double(), rtol=1e-12, atol=0
+        result.u[::2].square().mean(1), torch.ones(7).double(), rtol=33 * ULP, atol=0
     )
     produced = result.new_scale * result.u / (1 + eps) ** 0.5
-    torch.testing.assert_close(produced[::2], delta[::2], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(produced[::2], delta[::2], rtol=33 * ULP, atol=0)
     check_update(delta, scale, h, eps, result)
 
 
@@ -273,8 +278,7 @@ def test_is_the_inversion_with_the_target_formed_on_the_way(method: str) -> None
     changed = (g != 0).any(1)
     assert torch.equal(fused.status[changed], inverse.status[changed])
     size = inverse.hidden.abs().amax(1, keepdim=True)
-    # beside the hard case √ulp
-    assert ((fused.u + h - inverse.hidden).abs() <= 1e-7 * size)[changed].all()
+    assert ((fused.u + h - inverse.hidden).abs() <= ROOT_ULP * size)[changed].all()
 
 
 @every_method

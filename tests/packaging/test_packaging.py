@@ -164,3 +164,12 @@ def test_dependencies_are_the_ones_that_are_imported() -> None:
     }
     # a hard requirement of transformers, used by the training script only
     assert imported <= declared | {"tokenizers"}
+
+
+def test_contributing_lists_every_target() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z-]+):.*## ", makefile, re.M)
+    listed = re.findall(r"^make ([a-z-]+)", contributing, re.M)
+    assert len(targets) > 10
+    assert sorted(set(targets) - set(listed)) == []

@@ -3,7 +3,6 @@ do.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from support.models import build, case, tokens
+from support.numeric import noise_limit, within_roundings
+from support.patch_files import read, refuses, write
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics
@@ -77,20 +77,6 @@ def replayed(patch: ContextPatch, model: nn.Module) -> Tensor:
         return patcher.forward(patch.kept_ids, patch)
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return json.loads(file.metadata()["icl_patch"]), tensors
-
-
-def write(path: Path, header: Any, tensors: dict[str, Tensor]) -> None:
-    save_file(
-        tensors,
-        path,
-        metadata={"icl_patch": header if isinstance(header, str) else json.dumps(header)},
-    )
-
-
 families_and_updates = pytest.mark.parametrize(
     ("family", "update"), [(family, update) for family in SMALL for update in UPDATES]
 )
@@ -151,14 +137,18 @@ def test_the_file_is_as_documented(patch_of: Callable, tmp_path: Path) -> None:
     assert {name: tuple(x.shape) for name, x in tensors.items()} == {
         f"layers.{i}.{k}": v for i in range(2) for k, v in shapes.items()
     }
-    assert header["format"] == 1
+    assert header["format"] == 2
+    assert (header["kind"], header["arithmetic"]) == ("per_token", "model")
+    assert header["tensor_parallel"] == 1
+    written = path.read_bytes()
+    write(path, header, tensors)
+    assert path.read_bytes() == written
     assert header["layers"] == [0, 1]
     assert header["kept_mask"] == patch.kept_mask.tolist()
     assert header["position_ids"] == patch.position_ids.tolist()
 
 
-def fail_half_way(tensors: dict[str, Tensor], path: Path, **_options: Any) -> None:
-    path.write_bytes(b"half a file")
+def interrupt(*_args: Any) -> None:
     raise KeyboardInterrupt
 
 
@@ -169,8 +159,8 @@ def fail_at_once(*_args: Any, **_options: Any) -> None:
 @pytest.mark.parametrize(
     ("target", "replacement", "error"),
     [
-        ("icl_patch.patch.context_patch.save_file", fail_half_way, KeyboardInterrupt),
-        ("icl_patch.patch.context_patch.json.dumps", fail_at_once, OSError),
+        ("icl_patch.patch.atomic_file.os.fsync", interrupt, KeyboardInterrupt),
+        ("icl_patch.patch.serialization.json.dumps", fail_at_once, OSError),
         ("pathlib.Path.replace", fail_at_once, OSError),
     ],
 )
@@ -476,11 +466,11 @@ def test_a_place_that_does_not_follow_the_one_before(patch_of: Callable, tmp_pat
             ):
                 ContextPatch.load(path)
     same = [[5] * len(row) for row in header["kept_slots"]]
-    assert refuses(path, header | {"kept_slots": same}, tensors)
+    assert refused(path, header | {"kept_slots": same}, tensors)
     # the last row's last token is padding
     padded = [[*row[:-1], 0] for row in header["kept_slots"]]
     assert not header["kept_mask"][2][-1]
-    assert not refuses(
+    assert not refused(
         path, header | {"kept_slots": [*header["kept_slots"][:2], padded[2]]}, tensors
     )
 
@@ -506,19 +496,9 @@ def test_positions_that_the_model_does_not_have(family: str, tmp_path: Path) -> 
                 ContextPatch.load(path, model)
 
 
-HEADER = (
-    "format",
-    "model",
-    "fingerprint",
-    "family",
-    "update",
-    "dtype",
-    "passes",
-    "replayable",
-    "layers",
-    "blocks",
-    *TOKEN_TENSORS,
-)
+STRINGS = ("model", "fingerprint", "family", "update", "dtype", "kind", "arithmetic")
+NUMBERS = ("format", "passes", "tensor_parallel")
+HEADER = (*STRINGS, *NUMBERS, "replayable", "layers", "blocks", *TOKEN_TENSORS)
 # Nothing that any of these entries may be: there are 7 kept tokens and 5 of the prefix.
 NEVER_RIGHT = (
     None,
@@ -537,13 +517,9 @@ NEVER_RIGHT = (
 ELEMENTS = (0.5, -1, "1", None, math.nan)
 
 
-def refuses(path: Path, header: dict, tensors: dict[str, Tensor]) -> bool:
+def refused(path: Path, header: dict, tensors: dict[str, Tensor]) -> bool:
     write(path, header, tensors)
-    try:
-        ContextPatch.load(path)
-    except PatchFormatError:
-        return True
-    return False
+    return refuses(path)
 
 
 @pytest.mark.parametrize("name", HEADER)
@@ -560,13 +536,13 @@ def test_header_entries_that_are_missing_or_of_another_kind(
         wrong += [[[element] * len(entry[0])] * 3 for element in elements]
         wrong += [entry[:2], [row[1:] for row in entry], "?"]
     elif name not in ("model", "fingerprint", "family"):
-        wrong += ["?", 3] if name != "passes" else ["?"]
-    accepted = [value for value in wrong if not refuses(path, header | {name: value}, tensors)]
+        wrong += ["?"] if name in ("passes", "tensor_parallel") else ["?", 3]
+    accepted = [value for value in wrong if not refused(path, header | {name: value}, tensors)]
     assert not accepted
     write(path, header, tensors)
     with pytest.raises(PatchFormatError, match=name):
         ContextPatch.load(path)
-    assert not refuses(path, header | {name: entry}, tensors)
+    assert not refused(path, header | {name: entry}, tensors)
 
 
 @pytest.mark.parametrize("name", [name for name in TOKEN_TENSORS if "mask" not in name])
@@ -574,7 +550,7 @@ def test_header_numbers_beyond_int64(name: str, patch_of: Callable, tmp_path: Pa
     path = tmp_path / "p.safetensors"
     patch_of("gemma3", "stable").save(path)
     header, tensors = read(path)
-    assert refuses(path, header | {name: [[2**70] * len(row) for row in header[name]]}, tensors)
+    assert refused(path, header | {name: [[2**70] * len(row) for row in header[name]]}, tensors)
 
 
 def test_a_count_of_layers_costs_nothing_until_it_is_believed(
@@ -629,7 +605,9 @@ def test_the_first_tokens_can_be_replayed(
     assert torch.equal(part.report.reader_error, patch.report.reader_error[:, :, :3])
     logits = replayed(part, model)
     # not the same bits: a matrix product of 3 columns rounds otherwise than one of 7
-    assert metrics.linf(logits, replayed(patch, model)[:, :3])[part.kept_mask].max() <= 1e-5
+    assert metrics.linf(logits, replayed(patch, model)[:, :3])[part.kept_mask].max() <= noise_limit(
+        model
+    )
     part.save(path)
     assert torch.equal(replayed(ContextPatch.load(path, model), model), logits)
 
@@ -640,10 +618,9 @@ def test_rows_can_be_replayed(family: str, update: str, patch_of: Callable) -> N
     part = patch.select(rows=slice(1, 3))
     assert part.kept_ids.shape == (2, 7)
     assert part.info.replayable
-    assert (
-        metrics.linf(replayed(part, model), replayed(patch, model)[1:])[part.kept_mask].max()
-        <= 1e-5
-    )
+    assert metrics.linf(replayed(part, model), replayed(patch, model)[1:])[
+        part.kept_mask
+    ].max() <= noise_limit(model)
 
 
 def test_a_part_of_a_direct_patch_of_a_scale_writer_is_right_or_refused() -> None:
@@ -653,7 +630,9 @@ def test_a_part_of_a_direct_patch_of_a_scale_writer_is_right_or_refused() -> Non
         part = patch.select(tokens=slice(3))
         if part.info.replayable:
             logits = patcher.forward(part.kept_ids, part)
-            assert metrics.linf(logits, patch.logits[:, :3])[part.kept_mask].max() <= 1e-4
+            assert metrics.linf(logits, patch.logits[:, :3])[part.kept_mask].max() <= noise_limit(
+                model
+            )
 
 
 @pytest.mark.parametrize(
@@ -715,10 +694,12 @@ def test_weight_changes_are_outer_products_of_the_factors(
         if module == "post_feedforward_layernorm":
             # Gemma stores w = m - 1
             wanted = layer[f"{module}.new_scale"][1, 2] - (1 + parameters[name])
+            size = 1 + layer[f"{module}.new_scale"][1, 2].abs() + parameters[name].abs()
         else:
             v = layer[f"{module}.v" if module == "mlp.down_proj" else "readers.v"][1, 2]
             wanted = layer[f"{module}.u"][1, 2].unsqueeze(1) * v.unsqueeze(0)
-        torch.testing.assert_close(change, wanted.detach(), rtol=1e-6, atol=1e-6)
+            size = wanted.abs()
+        assert within_roundings(change, wanted.detach(), 4, size.detach()), name
 
 
 @families_and_updates
@@ -732,7 +713,8 @@ def test_norms_are_those_of_the_materialised_changes(
             size = norms[name.split(".", 3)[3].removesuffix(".weight")][
                 int(name.split(".")[2]), row, token
             ]
-            torch.testing.assert_close(size, change.norm().to(size.dtype), rtol=1e-5, atol=0)
+            wanted = change.double().norm()
+            assert within_roundings(size, wanted, INNER + HIDDEN, wanted), name
             assert bool(size > 0) == bool(patch.kept_mask[row, token])
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import build, case, tokens
+from support.numeric import noise_limit, replay_limit
 from support.small import KEPT, Snapshot, families, plain_logits, small, updates, works
 from support.storages import largest_of
 from torch import Tensor, nn
@@ -308,7 +309,8 @@ def test_neighbouring_spans_are_one_span(family: str, update: str) -> None:
         assert torch.equal(one.kept_ids, three.kept_ids)
         assert torch.equal(one.position_ids, three.position_ids)
         first, second = (patcher.forward(patch.kept_ids, patch) for patch in (one, three))
-    assert metrics.linf(first, second).max() <= 1e-4
+        limit = max(replay_limit(patcher, patch) for patch in (one, three))
+    assert metrics.linf(first, second).max() <= limit
 
 
 ROOMY = {
@@ -361,6 +363,7 @@ def test_no_matrix_of_a_weights_size_is_made(
     with ContextPatcher(model, update) as patcher:
         computing, patch = largest_of(lambda: patcher.compute(**inputs))
         replaying, logits = largest_of(lambda: patcher.forward(patch.kept_ids, patch))
+        limit = noise_limit(model)
         generating, _ = largest_of(
             lambda: list(patcher.generate(inputs["context_ids"], max_new_tokens=2))
         )
@@ -403,5 +406,5 @@ def test_no_matrix_of_a_weights_size_is_made(
         monkeypatch.setattr(ops, "record_linear", record_linear)
         building, _ = largest_of(lambda: patcher.compute(**inputs))
         applying, same = largest_of(lambda: patcher.forward(patch.kept_ids, patch))
-    assert metrics.linf(same, logits).max() <= 1e-4
+    assert metrics.linf(same, logits).max() <= limit
     assert min(building, applying) >= ROOMY_SMALLEST

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from support.numeric import normal, seeded
+from support.numeric import UNIT, normal, seeded
 from torch import Tensor
 
 from icl_patch import ops
@@ -36,7 +36,12 @@ FUNCTIONS = {
 
 
 def near(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().max() <= 1e-4 * expected.abs().max())
+    """In fp32: a derivative is two sums of at most ten products, of results that are rounded sums
+    themselves.
+    """
+    return bool(
+        (found - expected).abs().max() <= 4 * 10**2 * UNIT[torch.float32] * expected.abs().max()
+    )
 
 
 def check_derivatives(name: str) -> None:
@@ -50,7 +55,7 @@ def check_derivatives(name: str) -> None:
     along = torch.einsum("ijkl,kl->ij", jacobian, TANGENT)
     assert jacobian.dtype == torch.float32
     assert near(along, expected), name
-    assert along.abs().max() > 0, name
+    assert not near(1.0001 * along, expected), name
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             assert near(torch.func.jvp(function, (Z,), (TANGENT,))[1], along), (name, grad)

@@ -20,6 +20,7 @@ from icl_patch.ops import native, reference
 mp, mpf = mpmath.mp, mpmath.mpf
 Invert = Callable[..., ops.RMSNormInverse]
 DIGITS = 120
+ROOT_ULP = 8 * ULP**0.5  # beside the hard case y is known to the root of a rounding only
 
 needs_native = pytest.mark.skipif(not native.cpu_instructions, reason=native.describe())
 IMPLEMENTATIONS = [
@@ -89,7 +90,7 @@ def solve(m: list[float], g: list[float], c: float, eps: float) -> Exact:
             mp.sign(a) * mp.sign(b) * k / (d + shift) if k else mpf(0)
             for a, b, k, d in zip(m, g, p, e, strict=True)
         ]
-        borderline = pole_is_empty and abs(at_zero / target - 1) < 1e-14
+        borderline = pole_is_empty and abs(at_zero / target - 1) < 64 * ULP
         return Exact(status, shift, y, mp.sqrt(target), e, p, borderline)
 
 
@@ -169,10 +170,10 @@ def check_row(
             y_error = (
                 moved
                 + (2 * rounding + 32 * ULP) * abs(exact.y[k])
-                + (0 if is_sharp else 1e-7 * exact.size)
+                + (0 if is_sharp else ROOT_ULP * exact.size)
             )
             assert abs(y[k] - exact.y[k]) <= y_error + lost / norm
-        assert mp.sqrt(mp.fsum((y[k] - exact.y[k]) ** 2 for k in unique)) <= 1e-7 * mp.sqrt(n)
+        assert mp.sqrt(mp.fsum((y[k] - exact.y[k]) ** 2 for k in unique)) <= ROOT_ULP * mp.sqrt(n)
 
 
 def check_against_the_oracle(

@@ -1,13 +1,18 @@
-"""What the tests of the ops share: dtypes, rounding units, seeded numbers, bits."""
+"""What the tests share to compare numbers: dtypes, rounding units, noise floors, seeded numbers,
+bits.
+"""
 
 import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from icl_patch import ContextPatch, ContextPatcher, metrics
 
 FLOATS = {
     "fp64": torch.float64,
@@ -27,6 +32,98 @@ ULP = 2.0**-52
 EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 every_dtype = pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+
+# A patched pass rounds in other places than the untouched one: at most 3.1 noise floors apart were
+# seen over all families. The same number as in icl_patch.verify.
+NOISE_FLOORS = 10
+
+
+@torch.no_grad()
+def noise_floor(
+    model: nn.Module, ids: Tensor | None = None, dtype: torch.dtype | None = None, **inputs: Tensor
+) -> float:
+    """How far rounding alone moves a model's logits on this machine, relative to the largest one.
+
+    The larger L∞ of two other ways to run the untouched model. One runs half of the first row
+    alone, which takes other matrix products. The other moves every weight by one spacing of
+    ``dtype``, up or
+    down: no arithmetic in that dtype can tell this from rounding. Batching may round alike by
+    accident, the second way does not, so the floor is never 0.
+
+    Args:
+        ids: (B, T); by default three rows of 18 random tokens.
+        dtype: of the arithmetic; by default the model's, but fp32 for a model in fp64, because
+            norms and softmax of transformers compute in that.
+        inputs: further inputs of the model.
+    """
+    ids = (
+        torch.randint(1, 90, (3, 18), generator=seeded(91)).to(model.device) if ids is None else ids
+    )
+    given = {"use_cache": False, **inputs}
+    expected = model(ids, **given).logits
+    with moved_weights(model, dtype):
+        found = [model(ids, **given).logits]
+    if ids.shape[1] > 1:
+        half = (slice(1), slice(ids.shape[1] // 2))
+        found.append(
+            model(
+                ids[half], use_cache=False, **{name: x[half] for name, x in inputs.items()}
+            ).logits
+        )
+    pairs = ((logits, expected[: len(logits), : logits.shape[1]]) for logits in found)
+    return max(float(metrics.linf(*pair).max()) for pair in pairs)
+
+
+def noise_limit(model: nn.Module, *args: Any, **inputs: Any) -> float:
+    """The relative error of logits that still passes for rounding: so many noise floors."""
+    return NOISE_FLOORS * noise_floor(model, *args, **inputs)
+
+
+@torch.no_grad()
+def replay_limit(patcher: ContextPatcher, patch: ContextPatch) -> float:
+    """The same for a replay: noise floors of the untouched model, or of the patched one where that
+    has more.
+
+    It has more where a factor divides by something small, such as activations or the weights of
+    experts. A patch of two passes was recorded in the replay's own shapes, and rounds as that does.
+    """
+    if patch.passes == 2:
+        return noise_limit(patcher.model)
+    expected = patcher.attached_model.replay(patch)[0]
+    with moved_weights(patcher.model):
+        off = metrics.linf(patcher.attached_model.replay(patch)[0], expected)[patch.kept_mask]
+    return max(noise_limit(patcher.model), NOISE_FLOORS * float(off.max()))
+
+
+@contextmanager
+def moved_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Every weight is one spacing of ``dtype`` up or down, in random directions, until the block
+    ends.
+    """
+    dtype, rng = (
+        dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype),
+        seeded(0),
+    )
+    # others are quantised
+    kept = [(x, x.data) for x in model.parameters() if type(x) is nn.Parameter]
+    try:
+        for parameter, x in kept:
+            up_or_down = torch.randn(x.shape, generator=rng).sign().to(x.device)
+            parameter.data = (x.double() * (1 + 2 * UNIT[dtype] * up_or_down)).to(x.dtype)
+        yield
+    finally:
+        for parameter, x in kept:
+            parameter.data = x
+
+
+def within_roundings(got: Tensor, expected: Tensor, roundings: float, size: Tensor) -> bool:
+    """Whether rounding explains it: ``|got - expected| ≤ roundings · unit(got.dtype) · size``.
+
+    A sum of K products is within K roundings of the sum of their absolute values, which is its
+    ``size``, in whatever order a machine adds them up.
+    """
+    off = (got.double() - expected.double()).abs()
+    return bool((off <= roundings * UNIT[got.dtype] * size.double()).all())
 
 
 def seeded(seed: int) -> torch.Generator:

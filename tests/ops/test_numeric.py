@@ -1,0 +1,132 @@
+"""The noise floor: above what rounding does on this machine, below what a fault does."""
+
+import dataclasses
+
+import pytest
+import torch
+from support.models import case, tokens
+from support.numeric import (
+    UNIT,
+    moved_weights,
+    noise_floor,
+    noise_limit,
+    replay_limit,
+    within_roundings,
+)
+from support.small import Snapshot, small
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from icl_patch import ContextPatcher, metrics
+from icl_patch.evaluation import tiny_models
+
+IDS = tokens(20, 3, 18)
+MODELS = ("llama", "gemma3", "gpt2", "mixtral", "qwen3_next")
+
+
+@torch.no_grad()
+def other_ways(model: nn.Module) -> dict[str, Tensor]:
+    """The untouched model row by row, token by token over a cache, and on other numbers of
+    threads.
+    """
+    cache, threads = DynamicCache(config=model.config), torch.get_num_threads()
+    found = {
+        "by row": torch.cat([model(row[None]).logits for row in IDS]),
+        "cached": torch.cat(
+            [
+                model(column[:, None], past_key_values=cache, use_cache=True).logits
+                for column in IDS.T
+            ],
+            1,
+        ),
+    }
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found[f"{count} threads"] = model(IDS).logits
+    torch.set_num_threads(threads)
+    return found
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_what_rounding_does_is_below_the_limit(family: str) -> None:
+    model = tiny_models.build(family)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    limit = noise_limit(model)
+    assert 10 * UNIT[torch.float32] < limit < 1e-3
+    for name, logits in other_ways(model).items():
+        assert metrics.linf(logits, expected).max() <= limit, name
+
+
+@pytest.mark.parametrize(
+    ("family", "update"),
+    [("llama", "direct"), ("gemma3", "direct"), ("gemma3", "stable"), ("mixtral", "direct")],
+)
+def test_what_a_small_fault_does_is_above_it(family: str, update: str) -> None:
+    """One factor of one layer that is off by a thousandth."""
+    model = tiny_models.build(family)
+    with ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(**case("prefix"))
+        limit = replay_limit(patcher, patch)
+        assert (
+            metrics.linf(patcher.attached_model.replay(patch)[0], patch.logits)[
+                patch.kept_mask
+            ].max()
+            <= limit
+        )
+        for name in patch.layers[1]:
+            if name.endswith((".u", ".new_scale")):
+                layer = {**patch.layers[1], name: 1.001 * patch.layers[1][name]}
+                wrong = dataclasses.replace(
+                    patch, layers=(patch.layers[0], layer, *patch.layers[2:])
+                )
+                assert (
+                    metrics.linf(patcher.attached_model.replay(wrong)[0], patch.logits)[
+                        patch.kept_mask
+                    ].max()
+                    > limit
+                ), name
+
+
+def test_it_is_never_zero() -> None:
+    """In bf16 a row alone has the bits that it has among others; moved weights give others."""
+    model = small("llama", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(model(IDS[:1]).logits, model(IDS).logits[:1])
+    assert UNIT[torch.bfloat16] < noise_floor(model, IDS) < 1
+
+
+def test_an_fp64_model_has_the_noise_of_its_arithmetic() -> None:
+    model = small("llama", dtype=torch.float64)
+    assert noise_floor(model, dtype=torch.float64) < 1e-13
+    assert 1e-8 < noise_floor(model) < 1e-4
+
+
+def test_a_patch_that_magnifies_noise_has_a_higher_limit() -> None:
+    """Two tokens of this model choose experts whose hidden vector is small, which the writer
+    divides by.
+    """
+    with ContextPatcher(tiny_models.build("qwen3_moe", 1), "stable") as patcher:
+        steps = patcher.generate(tokens(3, 3, 11), max_new_tokens=4, eos_token_id=None)
+        limits = [replay_limit(patcher, step.patch) for step in steps]
+        assert max(limits) > 3 * noise_limit(patcher.model)
+
+
+def test_the_weights_come_back() -> None:
+    model = small("llama")
+    before = Snapshot(model)
+    noise_floor(model)
+    before.check(model)
+    with pytest.raises(ZeroDivisionError), moved_weights(model):
+        assert not torch.equal(model.lm_head.weight, before.state["lm_head.weight"])
+        _ = 1 / 0
+    before.check(model)
+
+
+def test_roundings_are_counted_in_the_dtype_of_the_result() -> None:
+    expected = torch.tensor([1.0, 2.0])
+    for dtype, unit in UNIT.items():
+        got = expected.to(dtype) * (1 + 4 * unit)
+        assert within_roundings(got, expected, 4, expected)
+        assert not within_roundings(got, expected, 3, expected)
+    assert not within_roundings(torch.tensor([torch.nan]), torch.ones(1), 4, torch.ones(1))

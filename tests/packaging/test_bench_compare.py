@@ -1,0 +1,198 @@
+"""Two commits timed side by side: the interval of a ratio, the order of the runs, the modes."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.numeric import seeded
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import bench_compare
+import time_decode_steps
+from bench_compare import median_interval
+
+
+@pytest.mark.parametrize(("count", "rank"), [(5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (15, 4)])
+def test_the_interval_of_a_median(count: int, rank: int) -> None:
+    """Its ends are order statistics; its level counts every pattern of signs about the median."""
+    ratios = torch.rand(count, generator=seeded(count)).add(0.5).tolist()
+    found = median_interval(ratios)
+    assert found.median == pytest.approx(float(torch.tensor(ratios).double().quantile(0.5)))
+    assert found.low == sorted(ratios)[rank - 1]
+    assert found.high == sorted(ratios, reverse=True)[rank - 1]
+    below = [sum(signs) for signs in itertools.product((0, 1), repeat=count)]
+
+    def level(rank: int) -> float:
+        return sum(rank <= smaller <= count - rank for smaller in below) / len(below)
+
+    assert found.level == pytest.approx(level(rank))
+    assert (found.level >= 0.95) == (count > 5)
+    assert level(rank + 1) < 0.95  # no narrower one would do
+
+
+def test_the_interval_encloses_the_true_median_as_often_as_it_says() -> None:
+    samples = torch.randn(4000, 7, generator=seeded(0)).exp()  # lopsided, with the median 1
+    found = [median_interval(row) for row in samples.tolist()]
+    share = sum(interval.low <= 1 <= interval.high for interval in found) / len(found)
+    level = found[0].level
+    assert abs(share - level) < 5 * (level * (1 - level) / len(found)) ** 0.5
+
+
+def test_a_median_of_nothing() -> None:
+    assert vars(median_interval([2.0])) == {"median": 2, "low": 2, "high": 2, "level": 0}
+    with pytest.raises(ValueError, match="expected at least one ratio"):
+        median_interval([])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "good"),
+    [
+        ([1.1, 1.05, 1.2, 1.04, 1.3, 1.1, 1.5], False),
+        ([1.1, 1.05, 1.2, 1.02, 1.3, 1.1, 1.5], True),  # one pair says that it may be noise
+        ([0.9] * 7, True),
+    ],
+)
+def test_slower_than_the_limit_in_every_pair(ratios: list[float], good: bool) -> None:
+    times = list(enumerate(ratios, 1))
+    pairs = [{"OLD": {"a": x, "b": x}, "NEW": {"a": x, "b": x * ratio}} for x, ratio in times]
+    table, found = bench_compare.report(pairs, 1.03)
+    assert found == good
+    _, old, new, ratio, interval, level, verdict = ([*column.cells] for column in table.columns)
+    assert (old, level) == (["4000.000"] * 2, ["98.4 %"] * 2)
+    assert ratio == ["1.000", f"{sorted(ratios)[3]:.3f}"]
+    assert interval == ["1.000 – 1.000", f"{min(ratios):.3f} – {max(ratios):.3f}"]
+    assert new[1] == f"{1e3 * sorted(x * ratio for x, ratio in times)[3]:.3f}"
+    assert verdict == ["", "" if good else "slower than 1.03"]
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commits whose build/python says that a step takes 1 s or 1.2 s, and two that must fail."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    git(tmp_path, "init", "--quiet")
+    rule = "build/python:\n\tmkdir build && cp fake build/python && chmod +x build/python\n"
+    (tmp_path / "Makefile").write_text(rule)
+    (tmp_path / ".gitignore").write_text("build\n")
+    packages = {"one": "$PWD/x.py", "two": "$PWD/x.py", "other": "/x.py", "broken": ""}
+    for tag, package in packages.items():
+        seconds = 1.2 if tag == "two" else 1
+        said = f"""echo '{{"package": "'{package}'", "seconds": {{"plain": {seconds}}}}}'"""
+        (tmp_path / "fake").write_text(f"#!/bin/sh\necho {tag} $* >>{tmp_path}/build/log\n{said}\n")
+        if tag == "broken":
+            (tmp_path / "Makefile").write_text("build/python:\n\techo no compiler >&2; false\n")
+        git(tmp_path, "add", ".")
+        git(tmp_path, "commit", "--quiet", "-m", tag)
+        git(tmp_path, "tag", tag)
+    monkeypatch.setattr(bench_compare, "ROOT", tmp_path)
+    monkeypatch.setenv("MAKEFLAGS", "--touch")  # as an outer make may say
+    return tmp_path
+
+
+def test_two_commits_are_timed_in_turn(repository: Path, capsys: pytest.CaptureFixture) -> None:
+    options = ["--pairs", "3", "--modes", "plain", "--rows", "2"]
+    assert bench_compare.main(["one", "two", *options]) == 1
+    shown = capsys.readouterr().out
+    assert "1.200" in shown and "slower than 1.03" in shown
+    assert all(git(repository, "rev-parse", tag)[:12] in shown for tag in ("one", "two"))
+    runs = [line.split() for line in (repository / "build" / "log").read_text().splitlines()]
+    assert [run[0] for run in runs] == ["one", "two", "two", "one", "one", "two"]
+    handed = "--modes plain --size small --rows 2 --context 256 --steps 40 --threads 1"
+    assert runs[0][1:] == [str(bench_compare.TIMER), *handed.split()]
+    assert bench_compare.main(["one", "two", "--pairs", "1", "--limit", "1.3"]) == 0
+    assert bench_compare.main(["two", "two", "--pairs", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("commit", "message"),
+    [("none", "rev-parse"), ("other", "expected the package of"), ("broken", "no compiler")],
+)
+@pytest.mark.usefixtures("repository")
+def test_a_commit_that_cannot_be_timed(
+    commit: str,
+    message: str,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    assert bench_compare.main(["one", commit, "--pairs", "1"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_both_files_name_the_same_modes() -> None:
+    assert bench_compare.MODES == time_decode_steps.MODES
+    assert tuple(time_decode_steps.SIZES) == bench_compare.SIZES
+
+
+def test_a_mode_is_called_as_the_signature_says() -> None:
+    def today(ids: Tensor, *, fast: bool | None = False, compiled: bool = False) -> None: ...
+
+    def tomorrow(ids: Tensor, *, mode: str, compile: bool) -> None: ...
+
+    def other(ids: Tensor, *, fast: bool) -> None: ...
+
+    arguments = time_decode_steps.mode_arguments
+    assert arguments(today, "two_stream") == {"mode": "two_stream", "compiled": False}
+    assert arguments(today, "shared_cache") == {"mode": "shared_cache", "compiled": False}
+    assert arguments(today, "compiled") == {"mode": "shared_cache", "compiled": True}
+    assert arguments(tomorrow, "two_pass") == {"mode": "two_pass", "compile": False}
+    assert arguments(tomorrow, "compiled") == {"mode": "shared_cache", "compile": True}
+    with pytest.raises(ValueError, match=r"expected generate\(mode=.*got ids, fast"):
+        arguments(other, "compiled")
+
+
+def test_the_steps_that_are_timed_are_of_their_mode() -> None:
+    model, ids = time_decode_steps.build_model("tiny"), torch.arange(3, 11).unsqueeze(0)
+    ways = {}
+    for mode in ("two_pass", "two_stream", "shared_cache"):
+        with time_decode_steps.attach(model, mode) as patcher:
+            steps = [*time_decode_steps.patched_steps(patcher, mode, ids, 2)]
+            assert len(steps) == 2
+            ways[mode] = steps[-1].mode
+    assert ways == {"two_pass": "two passes", "two_stream": "two streams", "shared_cache": "fast"}
+    with time_decode_steps.attach(model, "replay") as patcher:
+        replayed = [*time_decode_steps.patched_steps(patcher, "replay", ids, 2)]
+    plain = itertools.islice(time_decode_steps.plain_steps(model, ids), 2)
+    with torch.no_grad():
+        logits = model(ids).logits[:, -1]
+        assert torch.equal(next(plain), logits.argmax(-1, keepdim=True))
+    assert len(replayed) == 2
+    assert (torch.cat(replayed)[:, -1] - logits).abs().max() <= 1e-4 * logits.abs().max()
+
+
+def test_every_mode_is_timed(
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler has tests of its own: here it is left out."""
+    modes = [mode for mode in time_decode_steps.MODES if mode != "compiled"]
+    numbers = ("--rows", "2", "--context", "8", "--steps", "3", "--threads", "1")
+    assert time_decode_steps.main(["--modes", *modes, "--size", "tiny", *numbers]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["seconds"]) == modes
+    assert all(0 < seconds < 60 for seconds in found["seconds"].values())
+    clock = itertools.accumulate([1, 4, 1, 2, 1, 3, 1, 1])  # steps of 4, 2, 3 and 1 s
+    monkeypatch.setattr(time_decode_steps.time, "perf_counter", lambda: next(clock))
+    steps = iter(range(100))
+    assert time_decode_steps.step_seconds(steps, 4) == 1.25
+    assert next(steps) == 4 + time_decode_steps.WARM_UP > 5
+
+
+def test_help(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as left:
+        bench_compare.main(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    options = ("OLD", "NEW", "--pairs", "--modes", "--rows", "--context", "--limit")
+    assert all(option in shown for option in options)

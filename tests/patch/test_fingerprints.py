@@ -1,0 +1,439 @@
+"""The hash of a model's weights: what it finds, when it is taken, and which patches it refuses."""
+
+import copy
+import gc
+import hashlib
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import tokens
+from support.small import IDS, KEPT, small, works
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch
+from icl_patch.evaluation import tiny_models
+from icl_patch.patch import fingerprints
+from icl_patch.patch.fingerprints import hash_weights, weight_fingerprint, weight_state
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ROW = 8192  # bytes that have a pair of checksums
+
+
+class Holder(nn.Module):
+    """Tensors as buffers, which may have any dtype."""
+
+    def __init__(self, **buffers: Tensor) -> None:
+        super().__init__()
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+
+def hash_of(tensor: Tensor) -> str:
+    return weight_fingerprint(Holder(x=tensor))
+
+
+def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.5
+    size = torch.empty((), dtype=dtype).element_size()
+    return torch.randint(0, 256, (*shape, size), dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+# -- what is found
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [1, ROW - 1, ROW, ROW + 1, 129 * ROW + 13], ids=str)
+def test_a_change_of_any_element(dtype: torch.dtype, size: int) -> None:
+    """The first, the last, those beside the ends of rows, and some others; one bit of each."""
+    count = max(size // torch.empty((), dtype=dtype).element_size(), 1)
+    x = random_bits(dtype, count)
+    data, before = x.view(torch.uint8), hash_of(x)
+    places = {0, ROW - 1, ROW, 128 * ROW, len(data) - 1, *torch.randint(len(data), (5,)).tolist()}
+    for place in sorted(place for place in places if place < len(data)):
+        data[place] ^= 1 if dtype == torch.bool else 1 << place % 8
+        assert hash_of(x) != before, place
+        data[place] ^= 1 if dtype == torch.bool else 1 << place % 8
+    assert hash_of(x) == before
+
+
+def swapped(x: Tensor, first: Any, second: Any) -> Tensor:
+    changed = x.clone()
+    changed[first], changed[second] = x[second].clone(), x[first].clone()
+    return changed
+
+
+def hadamard(size: int) -> Tensor:
+    """Rows that differ in signs only, half of them."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ["random", "identity", "Hadamard"])
+def test_swapped_rows_columns_and_elements(dtype: torch.dtype, kind: str) -> None:
+    """Sums without factors miss swapped rows of the identity, sums without a shift high bits."""
+    made = {"identity": torch.eye(64), "Hadamard": hadamard(64)}
+    x = made.get(kind, random_bits(dtype, 64, 64)).to(dtype)
+    before, data = hash_of(x), x.view(torch.uint8)
+    rows = [swapped(x, first, second) for first, second in ((0, 1), (3, 40), (62, 63))]
+    columns = [swapped(x.T, first, second).T for first, second in ((0, 1), (3, 40), (62, 63))]
+    pairs = (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((5, 7), (40, 7)), ((63, 63), (63, 8)))
+    elements = [swapped(x, first, second) for first, second in pairs]
+    for changed in (*rows, *columns, *elements):
+        same = torch.equal(changed.contiguous().view(torch.uint8), data)
+        assert (hash_of(changed) == before) == same
+
+
+def test_rows_of_high_bits_only() -> None:
+    """Swapped rows of doubles that differ in signs: every row of the hash is one of them."""
+    x = hadamard(1024).double()
+    before = hash_of(x)
+    for row in range(1, 1024, 13):
+        assert hash_of(swapped(x, 0, row)) != before, row
+
+
+def test_shape_dtype_and_name_count() -> None:
+    x = torch.zeros(6, dtype=torch.int32)
+    others = [x, x.view(2, 3), x.view(3, 2), x[:5], torch.tensor(0)]
+    others += [x.view(dtype) for dtype in (torch.float32, torch.int16, torch.int64)]
+    hashes = {hash_of(y) for y in others}
+    hashes |= {weight_fingerprint(Holder(y=x)), weight_fingerprint(Holder())}
+    assert len(hashes) == len(others) + 2
+
+
+@every_dtype
+def test_the_layout_in_memory_does_not_count(dtype: torch.dtype) -> None:
+    x = random_bits(dtype, 70, 90)
+    expected = hash_of(x)
+    assert hash_of(x.T.contiguous().T) == expected
+    assert hash_of(random_bits(dtype, 80, 100)[5:75, 3:93].copy_(x)) == expected
+    for offset in (1, 3, 8):  # a part of other memory, from no multiple of 8 bytes on
+        other = random_bits(dtype, x.numel() + 9)[offset : x.numel() + offset]
+        assert hash_of(other.view(70, 90).copy_(x)) == expected
+    with torch.inference_mode():
+        assert hash_of(x.clone()) == expected
+    with torch.autocast("cpu"):
+        assert hash_of(x) == expected
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1, 1, 1)], ids=str)
+def test_tensors_of_no_or_one_element(shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape)
+    assert hash_of(x) == hash_of(x.clone())
+    assert (hash_of(x) == hash_of(x + 1)) == (x.numel() == 0)
+
+
+def test_checksums_are_as_documented() -> None:
+    """The formula with Python's integers; and one hash, which files hold and must not change."""
+    stream = hashlib.shake_256(b"icl-patch").digest(ROW)
+    factors = [int.from_bytes(stream[i : i + 8], "little") | 1 for i in range(0, ROW, 8)]
+    assert len({factor % 2**32 for factor in factors}) == 1024
+    x = torch.randint(-(2**63), 2**63 - 1, (1500,))
+    words = [*x.tolist(), *[0] * 548]
+    rows = [words[:1024], words[1024:]]
+    sums = [sum(f * y for f, y in zip(factors, row, strict=True)) for row in rows]
+    high = [sum(f * (y >> 32) for f, y in zip(factors, row, strict=True)) for row in rows]
+    got = [value % 2**64 for value in fingerprints._checksums(x).tolist()]
+    assert got == [value % 2**64 for value in (sums[0], high[0], sums[1], high[1])]
+    expected = "a0f195501b06e0f02a654ced68d0be79ef40ed44ba6793559dc4959e1610b1a7"
+    assert hash_of(torch.arange(3000.0)) == expected
+
+
+def test_products_and_sums_of_other_devices_agree() -> None:
+    """Devices other than the CPU take another way to the same numbers."""
+    rows, factors = torch.randint(-(2**63), 2**63 - 1, (5, 1024)), fingerprints._factors()
+    assert torch.equal(rows.mv(factors), (rows * factors).sum(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_does_not_count() -> None:
+    model = small("llama")
+    expected = weight_fingerprint(model)
+    assert weight_fingerprint(model.cuda()) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2", "mamba"])
+def test_every_weight_of_a_model_counts(family: str) -> None:
+    """One bit of one element of each; buffers that the model computes itself do not."""
+    model = tiny_models.build(family)
+    before = weight_fingerprint(model)
+    for name, tensor in model.state_dict().items():
+        data = tensor.view(-1)[-1:].view(torch.uint8)
+        data ^= 1
+        assert weight_fingerprint(model) != before, name
+        data ^= 1
+    assert weight_fingerprint(model) == before
+    for name, buffer in model.named_buffers():
+        if name not in model.state_dict():
+            buffer.data += 1
+            assert weight_fingerprint(model) == before
+
+
+def test_attaching_changes_no_hash() -> None:
+    for family in ("gemma2", "mixtral", "gpt2"):
+        model = tiny_models.build(family)
+        before = weight_fingerprint(model)
+        with ContextPatcher(model, "stable") as patcher:
+            assert patcher.fingerprint == patcher.check_weights().fingerprint == before
+
+
+def test_tied_weights_are_read_once() -> None:
+    model = small("llama", tie_word_embeddings=True)
+    assert hash_weights(model)[1] == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_the_parts_of_a_quantised_weight_count() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(3, 4), torch.ones(3, 4)), requires_grad=False)
+    before, state = hash_weights(model), weight_state(model)
+    assert before[1] == 2 * 3 * 4 * 4
+    for part in ("a", "b"):
+        inner = getattr(model.weight.data, part)
+        inner[2, 3] += 1
+        assert hash_weights(model) != before
+        assert weight_state(model) != state
+        inner[2, 3] -= 1
+        assert hash_weights(model) == before
+
+
+class Packed(nn.Module):
+    """A module that saves more than it holds as parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(3)
+
+    def get_extra_state(self) -> str:
+        return "a text"
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = self.scale
+
+
+def test_what_a_module_saves_beside_its_parameters_counts() -> None:
+    model = Packed()
+    before = weight_fingerprint(model)
+    model.scale[1] = 2
+    assert weight_fingerprint(model) != before
+
+
+# -- when it is taken
+
+
+def write(weight: nn.Parameter, through: str) -> None:
+    with torch.no_grad():
+        if through == "in place":
+            weight.mul_(1.5)
+        elif through == "another tensor":
+            weight.data = weight.data * 1.5
+        else:
+            weight.data.mul_(1.5)
+
+
+LAYERS = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj")
+PARTS = (*LAYERS, "model.embed_tokens", "model.norm")
+every_part = pytest.mark.parametrize("part", PARTS)
+
+
+@every_part
+@pytest.mark.parametrize("through", ["in place", "another tensor", "load_state_dict"])
+def test_changes_that_torch_counts(part: str, through: str, tmp_path: Path) -> None:
+    """They are found at once: an older patch is refused; a new one has the new weights' hash."""
+    model = small("llama")
+    with ContextPatcher(model) as patcher:
+        old = patcher.compute(IDS, KEPT)
+        if through == "load_state_dict":
+            state = copy.deepcopy(model.state_dict())
+            state[f"{part}.weight"] *= 1.5
+            model.load_state_dict(state)
+        else:
+            write(model.get_submodule(part).weight, through)
+        with pytest.raises(FingerprintMismatch):
+            patcher.forward(KEPT, old)
+        works(patcher)
+        patcher.compute(IDS, KEPT).save(tmp_path / "new.safetensors")
+    ContextPatch.load(tmp_path / "new.safetensors", model)
+
+
+@every_part
+@pytest.mark.parametrize("through", [".data", "inference mode"])
+def test_changes_that_torch_does_not_count(part: str, through: str, tmp_path: Path) -> None:
+    """They are found at the next hash: no patch is saved under a hash of other weights."""
+    path = tmp_path / "p.safetensors"
+    with torch.inference_mode(through == "inference mode"):
+        model = small("llama")
+    with ContextPatcher(model) as patcher:
+        old = patcher.compute(IDS, KEPT)
+        old.save(path)
+        with torch.inference_mode(through == "inference mode"):
+            write(model.get_submodule(part).weight, ".data")
+        with pytest.raises(FingerprintMismatch):
+            ContextPatch.load(path, model)
+        unaware = patcher.compute(IDS, KEPT)
+        with pytest.raises(FingerprintMismatch, match="Compute it again"):
+            unaware.save(tmp_path / "unaware.safetensors")
+        assert not (tmp_path / "unaware.safetensors").exists()
+        for patch in (old, unaware):
+            with pytest.raises(FingerprintMismatch):
+                patcher.forward(KEPT, patch)
+        works(patcher)
+        patcher.compute(IDS, KEPT).save(path)
+    ContextPatch.load(path, model)
+    with pytest.raises(FingerprintMismatch):
+        ContextPatch.load(path, small("llama"))
+
+
+@every_part
+def test_check_weights_finds_them_too(part: str) -> None:
+    model = small("llama")
+    with ContextPatcher(model) as patcher:
+        old, first = patcher.compute(IDS, KEPT), patcher.check_weights()
+        write(model.get_submodule(part).weight, ".data")
+        second, third = patcher.check_weights(), patcher.check_weights()
+        assert [check.changed for check in (first, second, third)] == [False, True, False]
+        assert first.fingerprint == old.info.fingerprint != second.fingerprint == third.fingerprint
+        with pytest.raises(FingerprintMismatch):
+            patcher.forward(KEPT, old)
+        assert patcher.compute(IDS, KEPT).info.fingerprint == second.fingerprint
+
+
+def test_check_weights_reports_bytes_and_speed() -> None:
+    model = tiny_models.build("gpt2")
+    check = ContextPatcher(model).check_weights()
+    assert not check.changed
+    assert check.nbytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert check.gb_per_second == check.nbytes / check.seconds / 1e9
+
+
+@pytest.fixture
+def hashes(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models that were hashed, in order."""
+    models: list[nn.Module] = []
+
+    def counted(model: nn.Module) -> tuple[str, int]:
+        models.append(model)
+        return hash_weights(model)
+
+    monkeypatch.setattr(fingerprints, "hash_weights", counted)
+    return models
+
+
+def compute(patcher: ContextPatcher) -> None:
+    patcher.compute(IDS, KEPT)
+
+
+def forward(patcher: ContextPatcher) -> None:
+    patcher.forward(KEPT, patcher.compute(IDS, KEPT))
+
+
+def generate(patcher: ContextPatcher) -> None:
+    for step in patcher.generate(IDS, max_new_tokens=3, check_every=1):
+        assert step.patch.info.fingerprint == patcher.fingerprint
+
+
+def generate_fast(patcher: ContextPatcher) -> None:
+    for step in patcher.generate(IDS, max_new_tokens=3, mode="shared_cache"):
+        assert step.patch.info.fingerprint == patcher.fingerprint
+
+
+@pytest.mark.parametrize("update", ["exact", "stable"])
+@pytest.mark.parametrize("call", [compute, forward, generate, generate_fast])
+def test_how_often_weights_are_hashed(update: str, call: Callable, hashes: list[nn.Module]) -> None:
+    if (update, call) == ("exact", generate_fast):
+        pytest.skip("one pass a step is not exact")
+    model = small("llama")
+    with ContextPatcher(model, update) as patcher:
+        for _ in range(3):
+            call(patcher)
+        assert hashes == [model]  # attaching made a first patch to try
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] += 1
+        call(patcher)
+        assert hashes == [model, model]
+
+
+def test_saving_and_loading_hash_once_each(hashes: list[nn.Module], tmp_path: Path) -> None:
+    path, model = tmp_path / "p.safetensors", small("llama")
+    with ContextPatcher(model) as patcher:
+        patch = patcher.compute(IDS, KEPT)
+    patch.save(path)  # detached, the model still has the weights
+    assert len(hashes) == 2
+    ContextPatch.load(path, model).save(path)  # the hash that was read goes on
+    assert len(hashes) == 3
+    ContextPatch.load(path)
+    assert len(hashes) == 3
+
+
+def test_positions_of_long_sequences_are_no_weights(hashes: list[nn.Module]) -> None:
+    """Some models replace their rotary frequencies as a sequence grows."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = small("llama", rope_parameters=scaling, max_position_embeddings=16)
+    with ContextPatcher(model) as patcher:
+        patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
+        frequencies = model.model.rotary_emb.inv_freq.clone()
+        with torch.no_grad():
+            model(tokens(0, 1, 40))
+        assert not torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+        patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
+    assert hashes == [model]
+
+
+# -- what a patch keeps
+
+
+def test_a_patch_outlives_its_model(tmp_path: Path) -> None:
+    model = small("llama")
+    with ContextPatcher(model) as patcher:
+        patch = patcher.compute(IDS, KEPT)
+    alive = weakref.ref(model)
+    del model, patcher
+    gc.collect()
+    assert alive() is None
+    patch.save(tmp_path / "p.safetensors")
+    assert ContextPatch.load(tmp_path / "p.safetensors", small("llama")).info == patch.info
+
+
+def test_copies_of_a_patch(llama_patcher: ContextPatcher) -> None:
+    """They hold tensors, no model."""
+    patch = llama_patcher.compute(IDS, KEPT)
+    for other in (pickle.loads(pickle.dumps(patch)), copy.copy(patch), copy.deepcopy(patch)):
+        assert torch.equal(llama_patcher.forward(KEPT, other), llama_patcher.forward(KEPT, patch))
+        assert other.weights is None
+    assert patch.weights is llama_patcher.attached_model.weights
+
+
+def test_a_copied_patcher_watches_its_own_model() -> None:
+    with ContextPatcher(small("llama")) as patcher:
+        old = patcher.compute(IDS, KEPT)
+        copied = copy.deepcopy(patcher)
+        copied.model.lm_head.weight.data[0, 0] += 1
+        assert copied.check_weights().fingerprint != patcher.check_weights().fingerprint
+        with pytest.raises(FingerprintMismatch):
+            copied.forward(KEPT, old)
+        patcher.forward(KEPT, old)

@@ -1,0 +1,171 @@
+"""Models that are put back without their patcher: one that nobody refers to any more, one of
+somebody else, none at all.
+"""
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support.models import tokens
+from support.small import IDS, KEPT, Snapshot, plain_logits, small, works
+from torch import nn
+
+import icl_patch
+from icl_patch import ContextPatcher, PatchedLinear
+from icl_patch.evaluation import tiny_models
+from icl_patch.layers.patched_module import PatchedModule
+
+
+def used(model: Any, what: str) -> None:
+    """Attach, use the patcher for something that it keeps, and let go of it."""
+    patcher = ContextPatcher(model, "exact" if what == "compute" else "stable")
+    if what == "compute":
+        works(patcher)
+    elif what == "generate":
+        list(patcher.generate(IDS, max_new_tokens=2, mode="shared_cache"))
+    elif what == "a generation that is left":
+        next(patcher.generate(IDS, max_new_tokens=2))
+    elif what == "a cycle":
+        patcher.decoder.compiled_steps["me"] = patcher  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", "compute", "generate", "a generation that is left", "a cycle"]
+)
+def test_a_patcher_that_is_collected_detaches(what: str) -> None:
+    model = small("llama")
+    before = Snapshot(model)
+    used(model, what)
+    gc.collect()
+    before.check(model)
+    with ContextPatcher(model) as patcher:
+        works(patcher)
+
+
+def test_a_patcher_that_is_referred_to_stays() -> None:
+    """By a generation that goes on, if by nothing else; and what has been detached is not put back
+    a second time.
+    """
+    model = small("llama")
+    before = Snapshot(model)
+    steps = ContextPatcher(model, "stable").generate(IDS, max_new_tokens=3, eos_token_id=None)
+    gc.collect()
+    assert len(list(steps)) == 3
+    del steps
+    gc.collect()
+    before.check(model)
+    patcher = ContextPatcher(model)
+    patcher.detach()
+    with ContextPatcher(model) as other:
+        del patcher
+        gc.collect()
+        works(other)
+
+
+def test_a_model_that_nobody_refers_to_is_collected() -> None:
+    """Attached or not: what detaching would undo does not keep it."""
+    model = small("llama")
+    patcher, seen = ContextPatcher(model), weakref.ref(model)
+    del model, patcher
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_patcher_that_could_not_attach_leaves_nothing() -> None:
+    model = tiny_models.build("mpt")
+    modules = dict(model.named_modules())
+    with pytest.raises(icl_patch.UnsupportedModelError):
+        ContextPatcher(model)
+    assert dict(model.named_modules()) == modules
+    assert "forward" not in vars(model)
+    icl_patch.detach(model)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_detach_whoever_attached(family: str) -> None:
+    """The patcher knows of it, and the model is what it was; where there is nothing to detach
+    nothing happens.
+    """
+    model = small(family)
+    before = Snapshot(model)
+    icl_patch.detach(model)
+    before.check(model)
+    patcher = ContextPatcher(model, "stable")
+    steps = patcher.generate(IDS, max_new_tokens=3, eos_token_id=None)
+    next(steps)
+    patch = patcher.compute(IDS, KEPT)
+    icl_patch.detach(model)
+    icl_patch.detach(model)
+    before.check(model)
+    assert not patcher.attached
+    for call in (lambda: next(steps), lambda: patcher.forward(KEPT, patch)):
+        with pytest.raises(
+            ValueError, match="expected an attached patcher, this one has been detached"
+        ):
+            call()
+    with ContextPatcher(model) as other:
+        patcher.detach()  # it has been: the other one stays
+        works(other)
+    before.check(model)
+
+
+def test_detach_a_patch_that_is_applied() -> None:
+    model = small("llama")
+    before = Snapshot(model)
+    patcher = ContextPatcher(model)
+    with patcher.applied(patcher.compute(IDS, KEPT)):
+        icl_patch.detach(model)
+        assert torch.equal(plain_logits(model), before.logits)
+    before.check(model)
+
+
+def test_detach_layers_that_somebody_swapped() -> None:
+    """One in a model, one within a module of one's own, beside a patcher; a wrapper is taken for
+    the model in it.
+    """
+    model: Any = small("llama")
+    before = Snapshot(model)
+    u, v = torch.ones(1, 1, 97), torch.ones(1, 1, 48)
+    model.lm_head = PatchedLinear(model.lm_head)
+    model.lm_head.set_patch(u, v)
+    with pytest.raises(ValueError, match=r"or call icl_patch\.detach\(model\)"):
+        ContextPatcher(model)
+    icl_patch.detach(model)
+    before.check(model)
+    patcher = ContextPatcher(model)
+    model.model.layers[1].mlp.gate_proj = nn.Sequential(model.model.layers[1].mlp.gate_proj)
+    model.lm_head = PatchedLinear(model.lm_head)
+    icl_patch.detach(nn.Sequential(model))
+    assert not patcher.attached
+    assert not any(isinstance(module, PatchedModule) for module in model.modules())
+    assert torch.equal(plain_logits(model), before.logits)
+
+
+@torch.no_grad()
+def test_a_copy_of_an_attached_model_is_its_own() -> None:
+    """It runs its own weights, waits for no pass of the other, and is detached by itself."""
+    model: Any = small("llama")
+    before, ids = Snapshot(model), tokens(90, 2, 9)
+    with ContextPatcher(model) as patcher:
+        copied = copy.deepcopy(model)
+        copied.lm_head.weight.mul_(2)
+        assert torch.equal(copied(ids).logits, 2 * before.logits)
+        assert torch.equal(model(ids).logits, before.logits)
+        icl_patch.detach(copied)
+        assert not any(isinstance(module, PatchedModule) for module in copied.modules())
+        assert torch.equal(copied(ids).logits, 2 * before.logits)
+        works(patcher)
+        other = copy.deepcopy(patcher)
+        patcher.detach()
+        works(other)
+        before.check(model)
+        copied, _ = other.model, other.detach()
+        before_copied = Snapshot(copied)
+        used(copied, "compute")
+        other = copy.deepcopy(ContextPatcher(copied))
+        gc.collect()
+        before_copied.check(copied)
+        works(other)
