@@ -28,8 +28,9 @@ class PatchInfo:
 
     model, revision: the name or path and the commit the model was loaded from, as far as it knows; fingerprint: SHA-256 of the weights
     that are patched and of a sample of the others; tokenizer: SHA-256 of the tokenizer, None if none was given; family, update, dtype
-    (of the model); passes: forward passes over the kept tokens that the patch took; replayable: False once tokens or layers were cut out
-    that a replay needs.
+    (of the model); passes: forward passes over the kept tokens that the patch took; divisible: whether
+    some rows or the first tokens can be replayed without the others; replayable: False once tokens or
+    layers were cut out that a replay needs.
     """
 
     model: str
@@ -40,6 +41,7 @@ class PatchInfo:
     update: str
     dtype: str
     passes: int
+    divisible: bool
     replayable: bool = True
 
 

@@ -16,7 +16,16 @@ from icl_patch.attached import AttachedBlock, replaying
 from icl_patch.attention import check_attention
 from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import Writer, blocks_of, check_language_model, check_length, check_vocabulary, counts_slots, family_of
+from icl_patch.families import (
+    Writer,
+    blocks_of,
+    check_language_model,
+    check_length,
+    check_vocabulary,
+    chooses_tokens,
+    depends_on_cache,
+    family_of,
+)
 from icl_patch.fast import FoldedStreams
 from icl_patch.fusing import Fusions
 from icl_patch.modules import PatchedModule
@@ -93,7 +102,8 @@ class ContextPatcher(Passes):
     def _attach(self) -> None:
         self.forms = tuple(blocks_of(self.model))
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        self._counts_slots = counts_slots(self.model)
+        self._depends_on_cache = depends_on_cache(self.model)
+        self._divisible = not (self._magnifies or chooses_tokens(self.model))
         probe = Probe(self.model, self.recurrent)
         for block in self.forms:
             self.blocks.append(AttachedBlock(self.model, block))
@@ -187,12 +197,20 @@ class ContextPatcher(Passes):
         divides by activations and so magnifies any difference in rounding between its recording and its replay. And so must every
         update of a recurrent model: no mask hides anything from its state, a pass that starts from the prefix alone does.
         """
-        scales = any(block.form.writer is Writer.SCALE for block in self.blocks)
-        return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
+        return self.update == "exact" or self.recurrent or self._magnifies
+
+    @property
+    def _magnifies(self) -> bool:
+        """Whether the update divides by activations, and so magnifies their rounding."""
+        scales = any(block.form.writer is Writer.SCALE for block in self.forms)
+        return self.update == "direct" and scales
 
     def _closes_for(self, sequences: Sequences) -> bool:
-        """Whether they do for these tokens: of a model that counts its cache's slots, also for those that have others before them."""
-        if self.closes or not self._counts_slots:
+        """Whether they are for these tokens.
+
+        They also are if attention depends on the cache and kept tokens attend to more than themselves.
+        """
+        if self.closes or not self._depends_on_cache:
             return self.closes
         prefixed = bool((sequences.head_mask & ~sequences.head_absorbed).any())
         return prefixed or len(sequences.kept_columns) > 1
@@ -261,6 +279,7 @@ class ContextPatcher(Passes):
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
+            divisible=self._divisible,
         )
 
     @property

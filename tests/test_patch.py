@@ -385,7 +385,8 @@ def test_positions_that_the_model_does_not_have(family: str, tmp_path: Path) -> 
                 ContextPatch.load(path, model)
 
 
-HEADER = ("format", "model", "fingerprint", "family", "update", "dtype", "passes", "replayable", "layers", "blocks", *TOKEN_TENSORS)
+HEADER = ("format", "model", "fingerprint", "family", "update", "dtype", "passes", "divisible", "replayable")
+HEADER += ("layers", "blocks", *TOKEN_TENSORS)
 # Nothing that any of these entries may be: there are 7 kept tokens and 5 of the prefix.
 NEVER_RIGHT = (None, -1, 0.5, {}, [], [[]], [1], [[1, 2, 3]] * 3, [["a"]], [[None]], [[1], [2, 3]], [[[1]]])
 ELEMENTS = (0.5, -1, "1", None, math.nan)

@@ -1,7 +1,7 @@
 """What is asked of a model as a whole: its language model, its blocks, its vocabulary."""
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 
@@ -72,15 +72,26 @@ def check_vocabulary(model: PreTrainedModel, *ids: Tensor) -> None:
             raise ValueError(f"expected ids from 0 to {size - 1}, got {int(given.min())} to {int(given.max())}")
 
 
-def counts_slots(model: PreTrainedModel) -> bool:
-    """Whether a block's attention depends on how many tokens are in the cache, where no mask and no position can say otherwise.
+def depends_on_cache(model: PreTrainedModel) -> bool:
+    """Whether attention depends on how many tokens the cache holds, not only on mask and positions.
 
-    GPT-Neo's windows and the temperature of Llama 4's layers without positions do. Tokens on top of a shorter cache are another
-    computation then, unless each is alone.
+    GPT-Neo's windows and the temperature of Llama 4's layers without positions count the tokens in
+    the cache. Sparse attention (:func:`chooses_tokens`) breaks ties by where the tokens lie. With a
+    shorter cache such attention computes something else, except for a token that is alone.
     """
     config = text_config(model)
     windows = family_of(model) == "gpt_neo" and "local" in getattr(config, "attention_layers", ())
-    return windows or bool(getattr(config, "attn_temperature_tuning", False))
+    temperature = bool(getattr(config, "attn_temperature_tuning", False))
+    return windows or temperature or chooses_tokens(model)
+
+
+def chooses_tokens(model: PreTrainedModel) -> bool:
+    """Whether some layers attend only to the tokens that an indexer scores highest.
+
+    DeepSeek-V3.2 and GLM-MoE-DSA do. Scores can be equal: a ReLU makes negative ones 0.
+    """
+    layers = DynamicCache(config=model.config).layers
+    return any(hasattr(layer, "update_indexer") for layer in layers)
 
 
 def _has_head(model: PreTrainedModel) -> bool:
