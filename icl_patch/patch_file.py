@@ -28,9 +28,10 @@ class PatchInfo:
 
     model, revision: the name or path and the commit the model was loaded from, as far as it knows; fingerprint: SHA-256 of the weights
     that are patched and of a sample of the others; tokenizer: SHA-256 of the tokenizer, None if none was given; family, update, dtype
-    (of the model); passes: forward passes over the kept tokens that the patch took; divisible: whether
-    some rows or the first tokens can be replayed without the others; replayable: False once tokens or
-    layers were cut out that a replay needs.
+    (of the model); passes: forward passes over the kept tokens that the patch took; longest: number
+    of tokens, context included, of the longest row of the batch that it was computed in; divisible:
+    whether some rows or the first tokens can be replayed without the others; replayable: False once
+    tokens or layers were cut out that a replay needs.
     """
 
     model: str
@@ -41,6 +42,7 @@ class PatchInfo:
     update: str
     dtype: str
     passes: int
+    longest: int
     divisible: bool
     replayable: bool = True
 
@@ -72,8 +74,9 @@ def parse_header(text: str | None, path: Any) -> dict[str, Any]:
     indices = header["layers"]
     if not indices or not all(type(index) is int and index >= 0 for index in indices) or len(set(indices)) < len(indices):
         raise PatchFormatError(f"expected layers as distinct numbers ≥ 0, at least one, got {indices!r:.80}")
-    if header["passes"] < 1:
-        raise PatchFormatError(f"expected at least one pass, got {header['passes']}")
+    for name in ("passes", "longest"):
+        if header[name] < 1:
+            raise PatchFormatError(f"expected {name} ≥ 1, got {header[name]}")
     return header
 
 
@@ -102,6 +105,9 @@ def token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
     if read["kept_ids"].numel() == 0:
         raise PatchFormatError(f"expected at least one kept token, got kept_ids {tuple(read['kept_ids'].shape)}")
     _check_order(read)
+    last, longest = int(read["position_ids"].max()), header["longest"]
+    if longest <= last:
+        raise PatchFormatError(f"expected longest > {last}, the last position, got {longest}")
     return read
 
 
@@ -193,6 +199,8 @@ def _check_tokens(patch: "ContextPatch", model: PreTrainedModel) -> None:
         tensor, limit = getattr(patch, name), limits[kind]
         if tensor.numel() and int(tensor.max()) >= limit:
             raise PatchFormatError(f"expected {name} from 0 to {limit - 1}, as many {kind} as the model has, got {int(tensor.max())}")
+    if patch.info.longest > (most := limits["positions"]):
+        raise PatchFormatError(f"expected longest of at most {most}, as many positions as the model has, got {patch.info.longest}")
 
 
 def _check_change(path: str, change: Change, model: PreTrainedModel) -> None:

@@ -184,7 +184,7 @@ class ContextPatcher(Passes):
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
         self.require_attached()
-        check_vocabulary(self.model, sequences.head_ids, sequences.tail_ids)
+        check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
         cache = self.prefill(sequences, **model_inputs)
         return self.compute_from(cache, sequences)
@@ -253,7 +253,7 @@ class ContextPatcher(Passes):
         # a stable sort moves the prefix to the right end, in order
         prefix_slots = prefix.long().sort(dim=1, stable=True).indices[:, prefix.shape[1] - width :]
         return ContextPatch(
-            info=self._info(passes),
+            info=self._info(passes, int(sequences.longest)),
             layers=(),
             layer_indices=tuple(range(len(self.forms))),
             blocks=self.forms,
@@ -268,7 +268,7 @@ class ContextPatcher(Passes):
             logits=logits,
         )
 
-    def _info(self, passes: int) -> PatchInfo:
+    def _info(self, passes: int, longest: int) -> PatchInfo:
         config = self.model.config
         return PatchInfo(
             model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
@@ -279,6 +279,7 @@ class ContextPatcher(Passes):
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
+            longest=longest,
             divisible=self._divisible,
         )
 

@@ -13,6 +13,7 @@ from icl_patch.families.model import (
     family_of,
     layers_of,
     position_limit,
+    random_tokens,
     text_config,
     vocabulary,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "family_of",
     "layers_of",
     "position_limit",
+    "random_tokens",
     "text_config",
     "vocabulary",
 ]
