@@ -211,7 +211,7 @@ def grow(patcher: "ContextPatcher", sequences: Sequences, start: int, layers: sl
 
     One cache grows by a token a step; each step runs the kept tokens on a copy of it.
     """
-    check_vocabulary(patcher.model, sequences.head_ids, sequences.tail_ids)
+    check_vocabulary(patcher.model, sequences.ids, sequences.mask)
     model, width, positions = patcher.model, sequences.head_ids.shape[1], sequences.positions
 
     def head(stop: int) -> Sequences:
@@ -224,7 +224,12 @@ def grow(patcher: "ContextPatcher", sequences: Sequences, start: int, layers: sl
         streams.run_head(model, first, cache)
     for stop in range(start + 1, width + 1):
         part, new = head(stop), slice(stop - 1, stop)
-        streams.run(model, part.head_ids[:, new], part.head_mask, positions[:, new], cache, last_logits=1)
+        if streams.switches(model, part):
+            cache = streams.new_cache(model)
+            streams.run_head(model, part, cache)
+        else:
+            given = (part.head_ids[:, new], part.head_mask, positions[:, new], cache)
+            streams.run(model, *given, longest=part.longest, last_logits=1)
         copied = copy.deepcopy(cache)
         if patches[0].passes == 1:  # one pass over both streams, and rows for both
             streams.stack_cache(copied, len(part.head_ids))

@@ -194,7 +194,7 @@ def _filled(state: Decoding) -> Any:
     if feed.length:
         return feed.cache
     cache, one = streams.new_cache(state.patcher.model), torch.zeros_like(feed.current)
-    streams.run(state.patcher.model, one, torch.ones_like(one), one, cache, last_logits=1)
+    streams.run(state.patcher.model, one, torch.ones_like(one), one, cache, longest=1, last_logits=1)
     return cache
 
 

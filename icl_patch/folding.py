@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import vocabulary
+from icl_patch.families import random_tokens
 from icl_patch.metrics import rounding_limit
 from icl_patch.modules import PatchedModule
 from icl_patch.reads import Readers, watch_readers
@@ -192,7 +192,7 @@ def fold(model: PreTrainedModel, norms: Iterable[str] | None = None, *, untie: b
     for path in asked:
         if path not in candidates:
             raise ValueError(f"expected the path of a norm with a weight and an eps, got {path!r}")
-    ids = torch.randint(0, vocabulary(model), (2, 7), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = random_tokens(model, 7, seed=0)
     with watch_readers(model, candidates) as found:
         expected = model(input_ids=ids, use_cache=False).logits
     folding = Folding(model)

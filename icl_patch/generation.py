@@ -84,7 +84,8 @@ class History:
         ids, mask = streams.check_context(context_ids, context_mask)
         self._patcher = patcher
         self._sequences = streams.absorb_all_but_last(ids, mask)
-        check_vocabulary(patcher.model, ids)
+        check_vocabulary(patcher.model, ids, mask)
+        self._model_inputs = model_inputs
         with torch.inference_mode(False), torch.no_grad():
             self._cache = patcher.prefill(self._sequences, **model_inputs)
 
@@ -93,6 +94,8 @@ class History:
     def step(self) -> Computation:
         """The patch for the current token; call once a token."""
         self._patcher.require_attached()
+        if streams.switches(self._patcher.model, self._sequences):
+            self._cache = self._patcher.prefill(self._sequences, **self._model_inputs)
         return self._patcher.compute_from(self._cache, self._sequences)
 
     def append(self, token_ids: Tensor) -> None:
@@ -212,7 +215,7 @@ def generate(
     if cache is not None and not cache.is_compileable:
         raise ValueError(f"expected a static cache or none, got a {type(cache).__name__}: a dynamic one is made for every context")
     ids, mask = streams.check_context(context_ids, context_mask)
-    check_vocabulary(patcher.model, ids)
+    check_vocabulary(patcher.model, ids, mask)
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -249,7 +252,7 @@ def decoding_method(patcher: ContextPatcher, streamer: BaseStreamer | None, opti
             raise ValueError(f"expected the model that the patcher is attached to, got another {type(model).__name__}")
         patcher.require_attached()
         prepared = _prepare(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-        check_vocabulary(model, streams.check_context(prepared.ids, prepared.mask)[0])
+        check_vocabulary(model, *streams.check_context(prepared.ids, prepared.mask))
         asked = [name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")]
         found: dict[str, Any] = {name: () for name in asked if generation_config.return_dict_in_generate}
         sequences = [input_ids]

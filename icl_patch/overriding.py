@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.families import Block
 from icl_patch.modules import PatchedModule, is_hooked
+
+if TYPE_CHECKING:
+    from icl_patch.families import Block
 
 Forward = Callable[..., Any]
 
@@ -87,7 +89,7 @@ def linear_forward(module: nn.Linear) -> Forward:
     return forward
 
 
-def plain_linears(model: nn.Module, blocks: Iterable[Block]) -> list[nn.Linear]:
+def plain_linears(model: nn.Module, blocks: "Iterable[Block]") -> list[nn.Linear]:
     """The linear maps in these blocks that are not patched ones."""
     found: list[nn.Linear] = []
     for block in blocks:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.atomic_file import write_atomically
 from icl_patch.changes import Change, changes_of
 from icl_patch.errors import FingerprintMismatch
-from icl_patch.families import Block, Writer
+from icl_patch.families import Block
 from icl_patch.fingerprints import WatchedWeights, tokenizer_fingerprint, weight_fingerprint
 from icl_patch.patch_file import (
     DTYPES,
@@ -140,9 +140,11 @@ class ContextPatch:
         """A part of the patch: rows of the batch, kept tokens, layers.
 
         Any part can be measured and saved. It can be replayed if all layers are there and the tokens start at the first (each kept
-        token attends to the ones before it), except that a direct patch of a scale writer, which divides by activations, must be
-        replayed whole: in other shapes they round differently. An exact patch is bit-identical when it is replayed whole; a part of
-        one is right up to rounding.
+        token attends to the ones before it). Two kinds of patches must be replayed whole, because
+        other shapes change the result: a direct patch of a scale writer, which divides by
+        activations, and a patch of a model with sparse attention, which breaks ties between tokens
+        by their places. An exact patch is bit-identical when it is replayed whole; a part of one is
+        right up to rounding.
 
         Raises:
             ValueError: nothing would be left, or the layers would change their order.
@@ -157,7 +159,7 @@ class ContextPatch:
             raise ValueError(f"expected rows, tokens and layers that leave something, got {rows}, {tokens}, {layers} of {self!r}")
         kept = range(self.kept_ids.shape[1])[tokens]
         whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
-        if self.info.update == "direct" and any(block.form.writer is Writer.SCALE for block in self.blocks):
+        if not self.info.divisible:
             whole = whole and cut["kept_ids"].shape == self.kept_ids.shape
         report = self.report
         if report is not None:

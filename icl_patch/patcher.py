@@ -18,7 +18,16 @@ from icl_patch.attachment import one_pass
 from icl_patch.attention import check_attention
 from icl_patch.calling import check_inputs, names_of
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.families import Writer, blocks_of, check_language_model, check_length, check_vocabulary, counts_slots, family_of
+from icl_patch.families import (
+    Writer,
+    blocks_of,
+    check_language_model,
+    check_length,
+    check_vocabulary,
+    chooses_tokens,
+    depends_on_cache,
+    family_of,
+)
 from icl_patch.fast import FoldedStreams
 from icl_patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
 from icl_patch.fusing import Fusions
@@ -97,7 +106,8 @@ class ContextPatcher(Passes):
     def _attach(self) -> None:
         self.forms = tuple(blocks_of(self.model))
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        self._counts_slots = counts_slots(self.model)
+        self._depends_on_cache = depends_on_cache(self.model)
+        self._divisible = not (self._magnifies or chooses_tokens(self.model))
         probe = Probe(self.model, self.recurrent)
         for block in self.forms:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
@@ -192,7 +202,7 @@ class ContextPatcher(Passes):
     def compute_sequences(self, sequences: Sequences, **model_inputs: Any) -> Computation:
         """:meth:`compute` on sequences that are laid out already, with all that was observed on the way."""
         self.require_attached()
-        check_vocabulary(self.model, sequences.head_ids, sequences.tail_ids)
+        check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
         cache = self.prefill(sequences, **model_inputs)
         return self.compute_from(cache, sequences)
@@ -205,12 +215,20 @@ class ContextPatcher(Passes):
         divides by activations and so magnifies any difference in rounding between its recording and its replay. And so must every
         update of a recurrent model: no mask hides anything from its state, a pass that starts from the prefix alone does.
         """
-        scales = any(block.form.writer is Writer.SCALE for block in self.blocks)
-        return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
+        return self.update == "exact" or self.recurrent or self._magnifies
+
+    @property
+    def _magnifies(self) -> bool:
+        """Whether the update divides by activations, and so magnifies their rounding."""
+        scales = any(block.form.writer is Writer.SCALE for block in self.forms)
+        return self.update == "direct" and scales
 
     def _closes_for(self, sequences: Sequences) -> bool:
-        """Whether they do for these tokens: of a model that counts its cache's slots, also for those that have others before them."""
-        if self.closes or not self._counts_slots:
+        """Whether they are for these tokens.
+
+        They also are if attention depends on the cache and kept tokens attend to more than themselves.
+        """
+        if self.closes or not self._depends_on_cache:
             return self.closes
         prefixed = bool((sequences.head_mask & ~sequences.head_absorbed).any())
         return prefixed or len(sequences.kept_columns) > 1
@@ -255,7 +273,7 @@ class ContextPatcher(Passes):
         # a stable sort moves the prefix to the right end, in order
         prefix_slots = prefix.long().sort(dim=1, stable=True).indices[:, prefix.shape[1] - width :]
         return ContextPatch(
-            info=self._info(passes),
+            info=self._info(passes, int(sequences.longest)),
             layers=(),
             layer_indices=tuple(range(len(self.forms))),
             blocks=self.forms,
@@ -271,7 +289,7 @@ class ContextPatcher(Passes):
             weights=self.weights,
         )
 
-    def _info(self, passes: int) -> PatchInfo:
+    def _info(self, passes: int, longest: int) -> PatchInfo:
         config = self.model.config
         return PatchInfo(
             model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
@@ -282,6 +300,8 @@ class ContextPatcher(Passes):
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
+            longest=longest,
+            divisible=self._divisible,
         )
 
     @property

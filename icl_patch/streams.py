@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from icl_patch.attention import Visibility, restricted_attention
 from icl_patch.calling import call
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.positions import rotated_as_one_call, switch_lengths
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -109,7 +110,10 @@ def static_cache(cache: Cache, capacity: int) -> Cache:
 
 
 def copy_cache(cache: Cache, static: Cache, length: int) -> None:
-    """Put a dynamic cache of ``length`` tokens into one of :func:`static_cache`, in place; what a window has left behind stays 0."""
+    """Put a dynamic cache of ``length`` tokens into a static one, in place.
+
+    Tokens that a window of the dynamic cache has dropped stay 0.
+    """
     layers: list[Any] = static.layers
     for index, layer in enumerate(layers):
         if not isinstance(layer, StaticLayer):
@@ -117,7 +121,10 @@ def copy_cache(cache: Cache, static: Cache, length: int) -> None:
         layer.reset()
         if length:
             held: Any = cache.layers[index]
-            layer.cumulative_length += length - held.keys.shape[-2]
+            gone = length - held.keys.shape[-2]
+            layer.cumulative_length += gone
+            if isinstance(layer, StaticSlidingWindowLayer):
+                layer.cumulative_length_int += gone
             layer.update(held.keys, held.values)
 
 
@@ -142,6 +149,11 @@ class Sequences:
     tail_absorbed: Tensor
 
     @property
+    def ids(self) -> Tensor:
+        """(B, H + S)."""
+        return torch.cat([self.head_ids, self.tail_ids], 1)
+
+    @property
     def mask(self) -> Tensor:
         """(B, H + S)."""
         return torch.cat([self.head_mask, self.tail_mask], 1)
@@ -155,6 +167,11 @@ class Sequences:
     def positions(self) -> Tensor:
         """(B, H + S) int64; padding has the position of the token before it, or 0."""
         return (self.mask.long().cumsum(1) - 1).clamp(min=0)
+
+    @property
+    def longest(self) -> Tensor:
+        """() int64, the tokens of the longest row."""
+        return self.mask.sum(1).max()
 
     @property
     def kept_columns(self) -> Tensor:
@@ -257,15 +274,18 @@ def run(
     cache: Cache,
     visibility: Visibility | None = None,
     *,
+    longest: Tensor | int,
     last_logits: int = 0,
     **model_inputs: Any,
 ) -> Tensor:
     """One forward of the model: ids (B, T), mask over all slots of the cache (B, S), positions (B, T) -> logits (B, T, V).
 
-    The cache grows by T tokens. With ``visibility`` the attention is restricted to what it allows. ``last_logits``: how many of the
-    last tokens' logits are wanted, 0 for all.
+    The cache grows by T tokens. With ``visibility`` the attention is restricted to what it allows.
+    ``longest``: the number of tokens of the longest row of the whole sequences; this call may get a
+    part of them. ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
     """
-    with nullcontext() if visibility is None else restricted_attention(model, visibility):
+    restricted = nullcontext() if visibility is None else restricted_attention(model, visibility)
+    with restricted, rotated_as_one_call(model, longest):
         logits = call(model, ids, mask, positions, cache, last_logits, **model_inputs)
     if mask.shape[1] == 1:  # recurrent layers leave padding out in calls of several tokens only
         _forget(cache, ~mask[:, 0].bool())
@@ -293,9 +313,16 @@ def run_head(model: PreTrainedModel, sequences: Sequences, cache: Cache, *, chun
             sequences.head_mask[:, : part.stop],
             positions[:, part],
             cache,
+            longest=sequences.longest,
             last_logits=1,
             **model_inputs,
         )
+
+
+def switches(model: PreTrainedModel, sequences: Sequences) -> bool:
+    """Whether LongRoPE takes other factors for these sequences than without their last token."""
+    lengths = switch_lengths(model)
+    return bool(lengths) and int(sequences.longest) - 1 in lengths
 
 
 def run_tail(model: PreTrainedModel, sequences: Sequences, cache: Cache, columns: slice = slice(None)) -> Tensor:
@@ -303,14 +330,17 @@ def run_tail(model: PreTrainedModel, sequences: Sequences, cache: Cache, columns
     start = sequences.head_ids.shape[1]
     columns = slice(*columns.indices(sequences.tail_ids.shape[1]))
     positions = sequences.positions[:, start:][:, columns]
-    return run(model, sequences.tail_ids[:, columns], sequences.mask[:, : start + columns.stop], positions, cache)
+    mask = sequences.mask[:, : start + columns.stop]
+    ids, longest = sequences.tail_ids[:, columns], sequences.longest
+    return run(model, ids, mask, positions, cache, longest=longest)
 
 
 def run_two_streams(model: PreTrainedModel, sequences: Sequences, cache: Cache) -> Tensor:
     """Both streams of the tail on top of a cache of the head of 2B rows -> logits (2B, S, V)."""
     positions = sequences.positions[:, sequences.head_ids.shape[1] :]
     ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, positions))
-    return run(model, ids, mask, positions, cache, two_stream_visibility(sequences))
+    visibility = two_stream_visibility(sequences)
+    return run(model, ids, mask, positions, cache, visibility, longest=sequences.longest)
 
 
 def two_stream_visibility(sequences: Sequences) -> Visibility:

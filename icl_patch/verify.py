@@ -193,7 +193,7 @@ def verify(
     if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
         raise ValueError(f"expected contexts of more than {keep_last + 1} tokens, got one of {int(mask.sum(1).min())}")
     check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
-    check_vocabulary(loaded, ids)
+    check_vocabulary(loaded, ids, mask)
 
     references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _null_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
@@ -330,7 +330,7 @@ def baseline(
     cache = streams.new_cache(model)
     for step in range(steps):
         sequences = _sequences(ids, mask, keep_last)
-        if keep_last or not step:
+        if keep_last or not step or streams.switches(model, sequences):
             cache = streams.new_cache(model)
             streams.run_head(model, sequences, cache, **over_columns(inputs or {}, sequences.head_ids.shape[1]))
         logits.append(streams.run_tail(model, sequences, cache)[:, -1])
@@ -361,7 +361,8 @@ def _null_floor(
         whole, whole_mask = _extend(whole, whole_mask, token_ids)
     positions = (whole_mask.long().cumsum(1) - 1).clamp(min=0)
     further: dict[str, Any] = dict(over_columns(inputs, whole.shape[1]))
-    at_once = streams.run(model, whole, whole_mask, positions, streams.new_cache(model), last_logits=steps, **further)
+    given, longest = (whole, whole_mask, positions, streams.new_cache(model)), whole_mask.sum(1).max()
+    at_once = streams.run(model, *given, longest=longest, last_logits=steps, **further)
     others = (doubled[:batch], at_once)
     return {
         "linf_max": max(float(metrics.linf(other, references).max()) for other in others),

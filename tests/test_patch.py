@@ -372,17 +372,20 @@ def test_positions_that_the_model_does_not_have(family: str, tmp_path: Path) -> 
         assert patcher.forward(patch.kept_ids, patch).isfinite().all()
         header, tensors = read(path)
         for name, places in (("position_ids", [127, 128]), ("prefix_positions", [128])):
-            changed = {name: [places]}
+            changed = {name: [places], "longest": 129}
             if name == "prefix_positions":
                 changed |= {"prefix_ids": [[1]], "prefix_mask": [[False]], "prefix_slots": [[0]]}
             write(path, header | changed, tensors)
             with pytest.raises(PatchFormatError, match=f"expected {name} from 0 to 127, as many positions as the model has, got 128"):
                 ContextPatch.load(path, model)
+        write(path, header | {"longest": 129}, tensors)
+        with pytest.raises(PatchFormatError, match="expected longest of at most 128, as many positions as the model has, got 129"):
+            ContextPatch.load(path, model)
 
 
 STRINGS = ("model", "fingerprint", "family", "update", "dtype", "kind", "arithmetic")
-NUMBERS = ("format", "passes", "tensor_parallel")
-HEADER = (*STRINGS, *NUMBERS, "replayable", "layers", "blocks", *TOKEN_TENSORS)
+NUMBERS = ("format", "passes", "longest", "tensor_parallel")
+HEADER = (*STRINGS, *NUMBERS, "divisible", "replayable", "layers", "blocks", *TOKEN_TENSORS)
 # Nothing that any of these entries may be: there are 7 kept tokens and 5 of the prefix.
 NEVER_RIGHT = (None, -1, 0.5, {}, [], [[]], [1], [[1, 2, 3]] * 3, [["a"]], [[None]], [[1], [2, 3]], [[[1]]])
 ELEMENTS = (0.5, -1, "1", None, math.nan)

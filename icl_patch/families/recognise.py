@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.families.forms import Block, Form, Writer
-from icl_patch.families.model import check_language_model, check_not_shared, layers_of, vocabulary
+from icl_patch.families.model import check_language_model, check_not_shared, layers_of, random_tokens
 from icl_patch.families.trace import BlockTrace, Call, Value, inside, trace
 from icl_patch.modules import rms_norm_form
 
@@ -31,7 +31,7 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     check_language_model(model)
     layers = layers_of(model)
     check_not_shared(layers)
-    ids = torch.randint(0, vocabulary(model), (2, 3), generator=torch.Generator().manual_seed(1)).to(model.device)
+    ids = random_tokens(model, 3, seed=1)
     traces = trace(model, layers, ids)
     blocks = []
     for path in layers:
