@@ -513,6 +513,12 @@ def test_nothing_cannot_be_selected(chosen: dict, patch_of: Callable) -> None:
         patch_of("gemma3", "exact").select(**chosen)
 
 
+def test_layers_keep_their_order(patch_of: Callable) -> None:
+    """A file has them in increasing order."""
+    with pytest.raises(ValueError, match="expected layers in increasing order"):
+        patch_of("gemma3", "exact").select(layers=slice(None, None, -1))
+
+
 # -- measures
 
 
