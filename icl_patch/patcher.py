@@ -27,7 +27,8 @@ from icl_patch.models.language_model import (
     check_language_model,
     check_length,
     check_vocabulary,
-    counts_slots,
+    chooses_tokens,
+    depends_on_cache,
     family_of,
 )
 from icl_patch.models.recurrent_state import is_recurrent
@@ -124,7 +125,8 @@ class ContextPatcher(Passes):
     def _attach(self) -> None:
         self.block_specs = tuple(blocks_of(self.model))
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        self._counts_slots = counts_slots(self.model)
+        self._depends_on_cache = depends_on_cache(self.model)
+        self._divisible = not (self._magnifies or chooses_tokens(self.model))
         probe = Probe(self.model, self.recurrent)
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
@@ -236,7 +238,7 @@ class ContextPatcher(Passes):
         way.
         """
         self.require_attached()
-        check_vocabulary(self.model, sequences.head_ids, sequences.tail_ids)
+        check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
         cache = self.prefill(sequences, **model_inputs)
         return self.compute_from(cache, sequences)
@@ -252,14 +254,21 @@ class ContextPatcher(Passes):
         update of a recurrent model: no mask hides anything from its state, a pass that starts from
             the prefix alone does.
         """
-        scales = any(block.spec.writer is Writer.SCALE for block in self.blocks)
-        return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
+        return self.update == "exact" or self.recurrent or self._magnifies
+
+    @property
+    def _magnifies(self) -> bool:
+        """Whether the update divides by activations, and so magnifies their rounding."""
+        scales = any(block.spec.writer is Writer.SCALE for block in self.block_specs)
+        return self.update == "direct" and scales
 
     def _closes_for(self, sequences: Sequences) -> bool:
-        """Whether they do for these tokens: of a model that counts its cache's slots, also for
-        those that have others before them.
+        """Whether they are for these tokens.
+
+        They also are if attention depends on the cache and kept tokens attend to more than
+        themselves.
         """
-        if self.closes or not self._counts_slots:
+        if self.closes or not self._depends_on_cache:
             return self.closes
         prefixed = bool((sequences.head_mask & ~sequences.head_absorbed).any())
         return prefixed or len(sequences.kept_columns) > 1
@@ -316,7 +325,7 @@ class ContextPatcher(Passes):
         # a stable sort moves the prefix to the right end, in order
         prefix_slots = prefix.long().sort(dim=1, stable=True).indices[:, prefix.shape[1] - width :]
         return ContextPatch(
-            info=self._info(passes),
+            info=self._info(passes, int(sequences.longest)),
             layers=(),
             layer_indices=tuple(range(len(self.block_specs))),
             blocks=self.block_specs,
@@ -332,7 +341,7 @@ class ContextPatcher(Passes):
             weights=self.weights,
         )
 
-    def _info(self, passes: int) -> PatchInfo:
+    def _info(self, passes: int, longest: int) -> PatchInfo:
         config = self.model.config
         return PatchInfo(
             model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
@@ -343,6 +352,8 @@ class ContextPatcher(Passes):
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
+            longest=longest,
+            divisible=self._divisible,
         )
 
     @property

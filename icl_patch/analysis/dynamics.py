@@ -20,7 +20,7 @@ from icl_patch.models.language_model import check_vocabulary
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.recording import forward_passes
-from icl_patch.recording.sequences import Sequences, assemble
+from icl_patch.recording.sequences import Sequences, assemble, switches
 
 if TYPE_CHECKING:
     from icl_patch.patcher import ContextPatcher
@@ -257,7 +257,7 @@ def grow(
 
     One cache grows by a token a step; each step runs the kept tokens on a copy of it.
     """
-    check_vocabulary(patcher.model, sequences.head_ids, sequences.tail_ids)
+    check_vocabulary(patcher.model, sequences.ids, sequences.mask)
     model, width, positions = patcher.model, sequences.head_ids.shape[1], sequences.positions
 
     def head(stop: int) -> Sequences:
@@ -276,9 +276,12 @@ def grow(
         forward_passes.run_head(model, first, cache)
     for stop in range(start + 1, width + 1):
         part, new = head(stop), slice(stop - 1, stop)
-        forward_passes.run(
-            model, part.head_ids[:, new], part.head_mask, positions[:, new], cache, last_logits=1
-        )
+        if switches(model, part):
+            cache = kv_cache.new_cache(model)
+            forward_passes.run_head(model, part, cache)
+        else:
+            given = (part.head_ids[:, new], part.head_mask, positions[:, new], cache)
+            forward_passes.run(model, *given, longest=part.longest, last_logits=1)
         copied = copy.deepcopy(cache)
         if patches[0].passes == 1:  # one pass over both streams, and rows for both
             kv_cache.stack_cache(copied, len(part.head_ids))

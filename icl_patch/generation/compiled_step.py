@@ -222,7 +222,9 @@ def _filled(state: Decoding) -> Any:
     if step_inputs.length:
         return step_inputs.cache
     cache, one = kv_cache.new_cache(state.patcher.model), torch.zeros_like(step_inputs.current)
-    forward_passes.run(state.patcher.model, one, torch.ones_like(one), one, cache, last_logits=1)
+    forward_passes.run(
+        state.patcher.model, one, torch.ones_like(one), one, cache, longest=1, last_logits=1
+    )
     return cache
 
 

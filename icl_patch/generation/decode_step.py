@@ -32,14 +32,15 @@ from icl_patch.models.forward_override import (
     overriding,
     plain_linears,
 )
-from icl_patch.models.language_model import check_vocabulary, vocabulary
+from icl_patch.models.language_model import check_vocabulary, random_tokens
+from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.block_recorder import BlockRecorder, recording
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.passes import report_of
-from icl_patch.recording.sequences import Sequences, absorb_all_but_last
+from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
 if TYPE_CHECKING:
     from icl_patch.patcher import ContextPatcher
@@ -218,6 +219,8 @@ class Decoding:
             said about them.
         cache: all tokens but the current one.
         fingerprint: of the weights at the start.
+        fill: puts a head into the given empty cache, or into a new one, with the rows of a step.
+        switching: whether the model takes other rotary factors from some length on (LongRoPE).
     """
 
     patcher: "ContextPatcher"
@@ -229,6 +232,8 @@ class Decoding:
     live: Tensor
     cache: Cache
     fingerprint: str
+    fill: Callable[[Sequences, Cache | None], Cache]
+    switching: bool
     steps: int = 0
 
     def append(self, token_ids: Tensor) -> None:
@@ -322,10 +327,7 @@ def _trial_error(patcher: "ContextPatcher") -> float:
 
 
 def _replay_errors(patcher: "ContextPatcher") -> Iterator[float]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, vocabulary(patcher.model), (2, 9), generator=generator).to(
-        patcher.model.device
-    )
+    ids = random_tokens(patcher.model, 9, seed=1)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :3] = False
     state = prefill(patcher, ids[:, :7], mask[:, :7], 9, DecodeMode.SHARED_CACHE)
@@ -374,14 +376,19 @@ def prefill(
         raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
     sequences = absorb_all_but_last(context_ids, context_mask)
-    check_vocabulary(patcher.model, context_ids)
-    cache = kv_cache.new_cache(patcher.model) if cache is None else cache
-    if width > 1:
-        forward_passes.run_head(patcher.model, sequences, cache, chunk=chunk, **model_inputs)
-    if way is DecodeMode.TWO_STREAM:
-        kv_cache.stack_cache(cache, batch)
-    if reserve:
-        kv_cache.reserve(cache, capacity)
+    check_vocabulary(patcher.model, context_ids, context_mask)
+
+    def fill(head: Sequences, cache: Cache | None) -> Cache:
+        cache = kv_cache.new_cache(patcher.model) if cache is None else cache
+        if head.head_ids.shape[1]:
+            forward_passes.run_head(patcher.model, head, cache, chunk=chunk, **model_inputs)
+        if way is DecodeMode.TWO_STREAM:
+            kv_cache.stack_cache(cache, batch)
+        if reserve:
+            kv_cache.reserve(cache, capacity)
+        return cache
+
+    cache = fill(sequences, cache)
     ids = context_ids.new_zeros(batch, capacity)
     ids[:, : width - 1] = context_ids[:, :-1]
     return Decoding(
@@ -398,6 +405,8 @@ def prefill(
         live=torch.ones_like(context_mask[:, :1]),
         cache=cache,
         fingerprint=patcher.fingerprint,
+        fill=fill,
+        switching=bool(switch_lengths(patcher.model)),
     )
 
 
@@ -467,6 +476,8 @@ def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) 
     with state.patcher.attachment.one_pass():
         state.patcher.require_attached()
         state.append(token_ids)
+        if state.switching and state.steps > 1:
+            _renew(state)
         if state.step is None:
             return _close(state)
         made = state.step(token_ids, both)
@@ -477,6 +488,18 @@ def decode_one_token(state: Decoding, token_ids: Tensor, *, both: bool = False) 
     return Decoded(
         made.logits[-batch:], made.logits[:batch] if both else None, _Recorded(state, made, both)
     )
+
+
+def _renew(state: Decoding) -> None:
+    """Fill the cache again, in place, if with the current token LongRoPE changes its factors."""
+    sequences = _sequences(state.ids[:, : state.length], state.context_mask)
+    if not switches(state.patcher.model, sequences):
+        return
+    made = state.fill(sequences, None)
+    if state.cache.is_compileable:
+        kv_cache.copy_cache(made, state.cache, state.length - 1)
+    else:
+        state.cache.layers[:] = made.layers
 
 
 class _Recorded:

@@ -41,7 +41,7 @@ from icl_patch.models.language_model import check_length, check_vocabulary, posi
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.passes import Computation
-from icl_patch.recording.sequences import absorb_all_but_last, check_context
+from icl_patch.recording.sequences import absorb_all_but_last, check_context, switches
 
 LOGITS = ("reduced", "context", "replay")
 DEFAULT_NEW_TOKENS = 64
@@ -117,7 +117,8 @@ class History:
         ids, mask = check_context(context_ids, context_mask)
         self._patcher = patcher
         self._sequences = absorb_all_but_last(ids, mask)
-        check_vocabulary(patcher.model, ids)
+        check_vocabulary(patcher.model, ids, mask)
+        self._model_inputs = model_inputs
         with torch.inference_mode(False), torch.no_grad():
             self._cache = patcher.prefill(self._sequences, **model_inputs)
 
@@ -126,6 +127,8 @@ class History:
     def step(self) -> Computation:
         """The patch for the current token; call once a token."""
         self._patcher.require_attached()
+        if switches(self._patcher.model, self._sequences):
+            self._cache = self._patcher.prefill(self._sequences, **self._model_inputs)
         return self._patcher.compute_from(self._cache, self._sequences)
 
     def append(self, token_ids: Tensor) -> None:
@@ -282,7 +285,7 @@ def generate(
             " for every context"
         )
     ids, mask = check_context(context_ids, context_mask)
-    check_vocabulary(patcher.model, ids)
+    check_vocabulary(patcher.model, ids, mask)
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -337,7 +340,7 @@ def decoding_method(
         prepared = _prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
-        check_vocabulary(model, check_context(prepared.ids, prepared.mask)[0])
+        check_vocabulary(model, *check_context(prepared.ids, prepared.mask))
         asked = [
             name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")
         ]

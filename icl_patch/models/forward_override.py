@@ -5,7 +5,7 @@ cheaper than a hook.
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.layers.patched_module import PatchedModule, is_hooked
-from icl_patch.models.block_spec import Block
+
+if TYPE_CHECKING:
+    from icl_patch.models.block_spec import Block
 
 Forward = Callable[..., Any]
 
@@ -101,7 +103,7 @@ def linear_forward(module: nn.Linear) -> Forward:
     return forward
 
 
-def plain_linears(model: nn.Module, blocks: Iterable[Block]) -> list[nn.Linear]:
+def plain_linears(model: nn.Module, blocks: "Iterable[Block]") -> list[nn.Linear]:
     """The linear maps in these blocks that are not patched ones."""
     found: list[nn.Linear] = []
     for block in blocks:

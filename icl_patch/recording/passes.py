@@ -190,14 +190,8 @@ class Passes(ABC):
         """A cache of the prefix alone, as the untouched model makes it."""
         cache = kv_cache.new_cache(self.model)
         if patch.prefix_ids.shape[1]:
-            forward_passes.run(
-                self.model,
-                patch.prefix_ids,
-                patch.prefix_mask,
-                patch.prefix_positions,
-                cache,
-                last_logits=1,
-            )
+            given = (patch.prefix_ids, patch.prefix_mask, patch.prefix_positions)
+            forward_passes.run(self.model, *given, cache, longest=patch.info.longest, last_logits=1)
         return cache
 
     def _run_kept(self, patch: ContextPatch, cache: Cache, part: slice = slice(None)) -> Tensor:
@@ -216,14 +210,8 @@ class Passes(ABC):
         visibility = Visibility(
             torch.ones_like(mask)[:, until], slots[:, until], positions[:, until]
         )
-        return forward_passes.run(
-            self.model,
-            patch.kept_ids[:, part],
-            mask[:, until],
-            patch.position_ids[:, part],
-            cache,
-            visibility,
-        )
+        given = (patch.kept_ids[:, part], mask[:, until], patch.position_ids[:, part])
+        return forward_passes.run(self.model, *given, cache, visibility, longest=patch.info.longest)
 
 
 def _joined_layers(parts: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
