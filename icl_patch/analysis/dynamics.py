@@ -21,7 +21,7 @@ from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_model import AttachedModel, HasAttachedModel
-from icl_patch.recording.sequences import Sequences, assemble
+from icl_patch.recording.sequences import Sequences, assemble, switches
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +255,7 @@ def grow(
 
     One cache grows by a token a step; each step runs the kept tokens on a copy of it.
     """
-    check_vocabulary(attached.model, sequences.head_ids, sequences.tail_ids)
+    check_vocabulary(attached.model, sequences.ids, sequences.mask)
     model, width, positions = attached.model, sequences.head_ids.shape[1], sequences.positions
 
     def head(stop: int) -> Sequences:
@@ -274,9 +274,12 @@ def grow(
         forward_passes.run_head(model, first, cache)
     for stop in range(start + 1, width + 1):
         part, new = head(stop), slice(stop - 1, stop)
-        forward_passes.run(
-            model, part.head_ids[:, new], part.head_mask, positions[:, new], cache, last_logits=1
-        )
+        if switches(model, part):
+            cache = kv_cache.new_cache(model)
+            forward_passes.run_head(model, part, cache)
+        else:
+            given = (part.head_ids[:, new], part.head_mask, positions[:, new], cache)
+            forward_passes.run(model, *given, longest=part.longest, last_logits=1)
         copied = copy.deepcopy(cache)
         if patches[0].passes == 1:  # one pass over both streams, and rows for both
             kv_cache.stack_cache(copied, len(part.head_ids))

@@ -22,7 +22,7 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.metrics import rounding_limit
 from icl_patch.models.consumers import Consumers, watch_consumers
-from icl_patch.models.language_model import vocabulary
+from icl_patch.models.language_model import random_tokens
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -247,9 +247,7 @@ def fold(
     for path in asked:
         if path not in candidates:
             raise ValueError(f"expected the path of a norm with a weight and an eps, got {path!r}")
-    ids = torch.randint(
-        0, vocabulary(model), (2, 7), generator=torch.Generator().manual_seed(0)
-    ).to(model.device)
+    ids = random_tokens(model, 7, seed=0)
     with watch_consumers(model, candidates) as found:
         expected = model(input_ids=ids, use_cache=False).logits
     folding = Folding(model)

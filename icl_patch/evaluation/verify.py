@@ -37,7 +37,7 @@ from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.compute import Computation
-from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
+from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble, switches
 
 MARS_PROMPT = (
     "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed"
@@ -227,7 +227,7 @@ def verify(
             f" {int(mask.sum(1).min())}"
         )
     check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
-    check_vocabulary(loaded, ids)
+    check_vocabulary(loaded, ids, mask)
 
     references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _noise_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
@@ -405,7 +405,7 @@ def baseline(
     cache = kv_cache.new_cache(model)
     for step in range(steps):
         sequences = _sequences(ids, mask, keep_last)
-        if keep_last or not step:
+        if keep_last or not step or switches(model, sequences):
             cache = kv_cache.new_cache(model)
             forward_passes.run_head(
                 model, sequences, cache, **over_columns(inputs or {}, sequences.head_ids.shape[1])
@@ -450,9 +450,11 @@ def _noise_floor(
         whole, whole_mask = _extend(whole, whole_mask, token_ids)
     positions = (whole_mask.long().cumsum(1) - 1).clamp(min=0)
     further: dict[str, Any] = dict(over_columns(inputs, whole.shape[1]))
-    at_once = forward_passes.run(
-        model, whole, whole_mask, positions, kv_cache.new_cache(model), last_logits=steps, **further
+    given, longest = (
+        (whole, whole_mask, positions, kv_cache.new_cache(model)),
+        whole_mask.sum(1).max(),
     )
+    at_once = forward_passes.run(model, *given, longest=longest, last_logits=steps, **further)
     others = (doubled[:batch], at_once)
     return {
         "linf_max": max(float(metrics.linf(other, references).max()) for other in others),
@@ -471,8 +473,11 @@ def _computations(
     """The patch of every step, along the baseline's tokens."""
     if keep_last == 0:
         sequences = absorb_all_but_last(ids, mask)
-        cache = attached.prefill(sequences, **over_columns(inputs, ids.shape[1] - 1))
+        head_inputs = over_columns(inputs, ids.shape[1] - 1)
+        cache = attached.prefill(sequences, **head_inputs)
         for token_ids in tokens.unbind(1):
+            if switches(attached.model, sequences):
+                cache = attached.prefill(sequences, **head_inputs)
             yield attached.compute_from(cache, sequences)
             sequences = sequences.advanced(token_ids)
         return

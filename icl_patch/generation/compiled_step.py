@@ -248,7 +248,7 @@ def _filled_cache(state: DecodeState) -> Cache:
         return state.step_inputs.cache
     model = state.decoder.attached.model
     cache, one = kv_cache.new_cache(model), torch.zeros_like(state.step_inputs.current)
-    forward_passes.run(model, one, torch.ones_like(one), one, cache, last_logits=1)
+    forward_passes.run(model, one, torch.ones_like(one), one, cache, longest=1, last_logits=1)
     return cache
 
 

@@ -109,6 +109,8 @@ class DecodeState:
         live: (B, 1) bool, the rows that still generate. The others get no patch.
         cache: all tokens but the current one.
         fingerprint: of the weights at the start.
+        fill: puts a head into an empty cache, or into a new one, with the rows of a step.
+        switches_factors: whether the rotary factors change at some length (LongRoPE).
         steps: the number of steps taken.
     """
 
@@ -122,6 +124,8 @@ class DecodeState:
     live: Tensor
     cache: Cache
     fingerprint: str
+    fill: Callable[[Sequences, Cache | None], Cache]
+    switches_factors: bool
     steps: int = 0
 
     def advance(self, token_ids: Tensor) -> None:

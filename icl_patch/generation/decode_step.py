@@ -38,13 +38,14 @@ from icl_patch.models.forward_override import (
     plain_linears,
 )
 from icl_patch.models.language_model import check_vocabulary
+from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.decode_recorder import DecodeRecorder
 from icl_patch.recording.patch_assembly import report_of, scales_of
 from icl_patch.recording.record import recording
-from icl_patch.recording.sequences import absorb_all_but_last
+from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,14 +189,19 @@ def _prefill(
         raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
     sequences = absorb_all_but_last(context_ids, context_mask)
-    check_vocabulary(attached.model, context_ids)
-    cache = kv_cache.new_cache(attached.model) if cache is None else cache
-    if width > 1:
-        forward_passes.run_head(attached.model, sequences, cache, chunk=chunk, **model_inputs)
-    if mode is DecodeMode.TWO_STREAM:
-        kv_cache.stack_cache(cache, batch)
-    if reserve:
-        kv_cache.reserve(cache, capacity)
+    check_vocabulary(attached.model, context_ids, context_mask)
+
+    def fill(head: Sequences, cache: Cache | None) -> Cache:
+        cache = kv_cache.new_cache(attached.model) if cache is None else cache
+        if head.head_ids.shape[1]:
+            forward_passes.run_head(attached.model, head, cache, chunk=chunk, **model_inputs)
+        if mode is DecodeMode.TWO_STREAM:
+            kv_cache.stack_cache(cache, batch)
+        if reserve:
+            kv_cache.reserve(cache, capacity)
+        return cache
+
+    cache = fill(sequences, cache)
     step = None
     if mode is not DecodeMode.TWO_PASS:
         past = context_mask[:, :-1].repeat(2 if mode is DecodeMode.TWO_STREAM else 1, 1)
@@ -213,6 +219,8 @@ def _prefill(
         live=torch.ones_like(context_mask[:, :1]),
         cache=cache,
         fingerprint=attached.fingerprint,
+        fill=fill,
+        switches_factors=bool(switch_lengths(attached.model)),
     )
 
 
@@ -269,6 +277,8 @@ def decode_one_token(
     with attached.attachment.one_pass():
         attached.require_attached()
         state.advance(token_ids)
+        if state.switches_factors and state.steps > 1:
+            _refill(state)
         if state.run_step is None:
             return _two_passes(state)
         output = state.run_step(token_ids, return_context_logits)
@@ -280,6 +290,18 @@ def decode_one_token(
     return DecodeResult(
         output.logits[-batch:], context_logits, _DeferredPatch(state, output, context_logits)
     )
+
+
+def _refill(state: DecodeState) -> None:
+    """Fill the cache again, in place, if LongRoPE changes its factors with the current token."""
+    sequences = state.sequences()
+    if not switches(state.decoder.attached.model, sequences):
+        return
+    filled = state.fill(sequences, None)
+    if state.cache.is_compileable:
+        kv_cache.copy_cache(filled, state.cache, state.length - 1)
+    else:
+        state.cache.layers[:] = filled.layers
 
 
 def _two_passes(state: DecodeState) -> DecodeResult:

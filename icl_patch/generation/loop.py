@@ -238,7 +238,7 @@ def generate(
             " for every context"
         )
     ids, mask = check_context(context_ids, context_mask)
-    check_vocabulary(decoder.attached.model, ids)
+    check_vocabulary(decoder.attached.model, ids, mask)
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -293,7 +293,7 @@ def decoding_method(
         prepared = _prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
-        check_vocabulary(model, check_context(prepared.ids, prepared.mask)[0])
+        check_vocabulary(model, *check_context(prepared.ids, prepared.mask))
         asked = [
             name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")
         ]

@@ -10,7 +10,7 @@ from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.shared_cache import SharedCacheStreams
-from icl_patch.models.language_model import vocabulary
+from icl_patch.models.language_model import random_tokens
 
 
 def require_shared_cache(decoder: Decoder) -> None:
@@ -64,8 +64,7 @@ def _replay_error(decoder: Decoder) -> float:
 
 def _replay_errors(decoder: Decoder) -> Iterator[float]:
     model = decoder.attached.model
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, vocabulary(model), (2, 9), generator=generator).to(model.device)
+    ids = random_tokens(model, 9, seed=1)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :3] = False
     state = prefill(decoder, ids[:, :7], mask[:, :7], 9, DecodeMode.SHARED_CACHE)

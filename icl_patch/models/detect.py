@@ -15,7 +15,7 @@ from icl_patch.models.language_model import (
     check_language_model,
     check_not_shared,
     layers_of,
-    vocabulary,
+    random_tokens,
 )
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 
@@ -38,9 +38,7 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     check_language_model(model)
     layers = layers_of(model)
     check_not_shared(layers)
-    ids = torch.randint(
-        0, vocabulary(model), (2, 3), generator=torch.Generator().manual_seed(1)
-    ).to(model.device)
+    ids = random_tokens(model, 3, seed=1)
     traces = trace(model, layers, ids)
     blocks = []
     for path in layers:

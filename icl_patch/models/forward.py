@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.positions import first_position
 from icl_patch.models.recurrent_state import module_states
 
 # Given by us, or not to be had beside the ids; and what would change what comes back.
@@ -94,13 +95,16 @@ def call(
     model: PreTrainedModel,
     ids: Tensor,
     mask: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     cache: Cache,
     last_logits: int = 0,
     **model_inputs: Any,
 ) -> Tensor:
     """One forward: ids (B, T), mask over all slots of the cache (B, S), positions (B, T) -> logits
     (B, T, V); the cache grows by T.
+
+    ``positions`` count the tokens of a row from 0; :func:`first_position` is added for the model.
+    With None the model numbers its tokens itself.
 
     ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
 
@@ -118,7 +122,7 @@ def inputs(
     model: PreTrainedModel,
     ids: Tensor,
     mask: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     cache: Cache,
     last_logits: int = 0,
 ) -> dict[str, Any]:
@@ -135,8 +139,7 @@ def inputs(
         mask = F.pad(mask, (0, width - mask.shape[1]))
     given: dict[str, Any] = {"input_ids": ids, "use_cache": True, "attention_mask": mask.long()}
     given["cache_params" if attentionless else "past_key_values"] = cache
-    return given | {
-        name: value
-        for name, value in (("position_ids", positions), ("logits_to_keep", last_logits))
-        if name in names
-    }
+    if "position_ids" in names and positions is not None:
+        first = first_position(model)
+        given["position_ids"] = positions + first if first else positions
+    return given | ({"logits_to_keep": last_logits} if "logits_to_keep" in names else {})

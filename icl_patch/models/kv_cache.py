@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from icl_patch.errors import UnsupportedModelError
 
@@ -123,8 +128,9 @@ def static_cache(cache: Cache, capacity: int) -> Cache:
 
 
 def copy_cache(cache: Cache, static: Cache, length: int) -> None:
-    """Put a dynamic cache of ``length`` tokens into one of :func:`static_cache`, in place; what a
-    window has left behind stays 0.
+    """Put a dynamic cache of ``length`` tokens into a static one, in place.
+
+    Tokens that a window of the dynamic cache has dropped stay 0.
     """
     layers: list[Any] = static.layers
     for index, layer in enumerate(layers):
@@ -133,5 +139,8 @@ def copy_cache(cache: Cache, static: Cache, length: int) -> None:
         layer.reset()
         if length:
             held: Any = cache.layers[index]
-            layer.cumulative_length += length - held.keys.shape[-2]
+            gone = length - held.keys.shape[-2]
+            layer.cumulative_length += gone
+            if isinstance(layer, StaticSlidingWindowLayer):
+                layer.cumulative_length_int += gone
             layer.update(held.keys, held.values)

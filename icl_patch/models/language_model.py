@@ -1,9 +1,11 @@
-"""What is asked of a model as a whole: its language model, its blocks, its vocabulary."""
+"""What is asked of a model as a whole: its language model, blocks, vocabulary and positions."""
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.positions import first_position, steady_length
 
 
 def text_config(model: PreTrainedModel) -> object:
@@ -67,10 +69,19 @@ def vocabulary(model: PreTrainedModel) -> int:
     return int(getattr(text_config(model), "vocab_size"))  # noqa: B009 (the configuration classes declare it each for itself)
 
 
+def random_tokens(model: PreTrainedModel, columns: int, seed: int) -> Tensor:
+    """Random ids (2, columns) int64 to try a model on; each of them gets a position."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocabulary(model), (2, columns), generator=generator)
+    padding = first_position(model) - 1
+    return ids.where(ids != padding, 0 if padding else 1).to(model.device)
+
+
 def position_limit(model: PreTrainedModel) -> int:
     """How many positions the model has; more than there can be tokens if it sets no limit."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else 2**62
+    positions = limit - first_position(model) if isinstance(limit, int) and limit > 0 else 2**62
+    return min(positions, steady_length(model))
 
 
 def check_length(model: PreTrainedModel, tokens: int, new: int = 0) -> None:
@@ -79,32 +90,49 @@ def check_length(model: PreTrainedModel, tokens: int, new: int = 0) -> None:
     """
     if (limit := position_limit(model)) < tokens + new:
         more = f" and {new} new ones" if new else ""
+        why = "as many as the model has positions for"
+        if limit == steady_length(model):
+            why = "beyond which dynamic NTK changes the rotary frequencies from call to call"
+        raise ValueError(f"expected at most {limit} tokens, {why}, got {tokens}{more}")
+
+
+def check_vocabulary(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
+    """Raises ValueError if an id is not in the vocabulary, or a token has no position.
+
+    RoBERTa and its relatives number only the tokens with another id than the padding id.
+    """
+    size, padding = vocabulary(model), first_position(model) - 1
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        low, high = int(ids.min()), int(ids.max())
+        raise ValueError(f"expected ids from 0 to {size - 1}, got {low} to {high}")
+    if padding >= 0 and (found := (ids == padding) & mask).any():
+        name, row = type(model).__name__, int(found.nonzero()[0, 0])
+        why = f"{name} gives it no position"
         raise ValueError(
-            f"expected at most {limit} tokens, as many as the model has positions for, got"
-            f" {tokens}{more}"
+            f"expected no token with the padding id {padding}, {why}, got one in row {row}: mask it"
         )
 
 
-def check_vocabulary(model: PreTrainedModel, *ids: Tensor) -> None:
-    """Raises ValueError if an id is not one of the model's."""
-    size = vocabulary(model)
-    for given in ids:
-        if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < size:
-            raise ValueError(
-                f"expected ids from 0 to {size - 1}, got {int(given.min())} to {int(given.max())}"
-            )
+def depends_on_cache(model: PreTrainedModel) -> bool:
+    """Whether attention depends on how many tokens the cache holds, not only on mask and positions.
 
-
-def counts_slots(model: PreTrainedModel) -> bool:
-    """Whether a block's attention depends on how many tokens are in the cache, where no mask and no
-    position can say otherwise.
-
-    GPT-Neo's windows and the temperature of Llama 4's layers without positions do. Tokens on top of
-    a shorter cache are another computation then, unless each is alone.
+    GPT-Neo's windows and the temperature of Llama 4's layers without positions count the tokens in
+    the cache. Sparse attention (:func:`chooses_tokens`) breaks ties by where the tokens lie. With a
+    shorter cache such attention computes something else, except for a token that is alone.
     """
     config = text_config(model)
     windows = family_of(model) == "gpt_neo" and "local" in getattr(config, "attention_layers", ())
-    return windows or bool(getattr(config, "attn_temperature_tuning", False))
+    temperature = bool(getattr(config, "attn_temperature_tuning", False))
+    return windows or temperature or chooses_tokens(model)
+
+
+def chooses_tokens(model: PreTrainedModel) -> bool:
+    """Whether some layers attend only to the tokens that an indexer scores highest.
+
+    DeepSeek-V3.2 and GLM-MoE-DSA do. Scores can be equal: a ReLU makes negative ones 0.
+    """
+    layers = DynamicCache(config=model.config).layers
+    return any(hasattr(layer, "update_indexer") for layer in layers)
 
 
 def _has_head(model: PreTrainedModel) -> bool:

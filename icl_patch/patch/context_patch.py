@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import FingerprintMismatch
-from icl_patch.models.block_spec import Block, Writer
+from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, tokenizer_fingerprint, weight_fingerprint
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
@@ -162,10 +162,12 @@ class ContextPatch:
         """A part of the patch: rows of the batch, kept tokens, layers.
 
         Any part can be measured and saved. It can be replayed if all layers are there and the
-        tokens start at the first (each kept token attends to the ones before it), except that a
-        direct patch of a scale writer, which divides by activations, must be
-        replayed whole: in other shapes they round differently. An exact patch is bit-identical when
-        it is replayed whole; a part of one is right up to rounding.
+        tokens start at the first (each kept token attends to the ones before it). Two kinds of
+        patches must be replayed whole, because
+        other shapes change the result: a direct patch of a scale writer, which divides by
+        activations, and a patch of a model with sparse attention, which breaks ties between tokens
+        by their places. An exact patch is bit-identical when it is replayed whole; a part of one is
+        right up to rounding.
 
         Raises:
             ValueError: nothing would be left, or the layers would change their order.
@@ -183,9 +185,7 @@ class ContextPatch:
             )
         kept = range(self.kept_ids.shape[1])[tokens]
         whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
-        if self.info.update == "direct" and any(
-            block.spec.writer is Writer.SCALE for block in self.blocks
-        ):
+        if not self.info.divisible:
             whole = whole and cut["kept_ids"].shape == self.kept_ids.shape
         report = self.report
         if report is not None:

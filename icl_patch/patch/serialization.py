@@ -62,10 +62,12 @@ class PatchInfo:
     model, revision: the name or path and the commit the model was loaded from, as far as it knows;
     fingerprint: SHA-256 of the weights; tokenizer: SHA-256 of the tokenizer, None if there was
     none; family, update, dtype (of the model); passes: forward passes over the kept tokens that the
-    patch took; replayable: False once tokens or layers were cut out that a replay needs; kind:
-    "per_token", a change of the weights for each kept token; arithmetic: "model", the run that the
-    patch reproduces rounds as the model's own modules do; tensor_parallel: devices that share a
-    weight in that run.
+    patch took; longest: tokens, context
+    included, of the longest row of the batch that it was computed in; divisible: whether some rows
+    or the first tokens can be replayed without the others; replayable: False once tokens or layers
+    were cut out that a replay needs; kind: "per_token", a change of the weights for each kept
+    token; arithmetic: "model", the run that the patch reproduces rounds as the model's own modules
+    do; tensor_parallel: devices that share a weight in that run.
     """
 
     model: str
@@ -76,6 +78,8 @@ class PatchInfo:
     update: str
     dtype: str
     passes: int
+    longest: int
+    divisible: bool
     replayable: bool = True
     kind: str = "per_token"
     arithmetic: str = "model"
@@ -191,7 +195,7 @@ def check_header(header: Header) -> None:
     numbers = all(type(index) is int and index >= 0 for index in indices)
     if not indices or not numbers or indices != sorted(set(indices)):
         raise PatchFormatError(f"expected layers as increasing numbers ≥ 0, got {indices!r:.80}")
-    for name in ("passes", "tensor_parallel"):
+    for name in ("passes", "longest", "tensor_parallel"):
         if header[name] < 1:
             raise PatchFormatError(f"expected {name} ≥ 1, got {header[name]}")
 
@@ -241,6 +245,9 @@ def token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
             f"expected at least one kept token, got kept_ids {tuple(read['kept_ids'].shape)}"
         )
     _check_order(read)
+    last, longest = int(read["position_ids"].max()), header["longest"]
+    if longest <= last:
+        raise PatchFormatError(f"expected longest > {last}, the last position, got {longest}")
     return read
 
 
@@ -389,6 +396,11 @@ def _check_tokens(patch: "ContextPatch", model: PreTrainedModel) -> None:
                 f"expected {name} from 0 to {limit - 1}, as many {kind} as the model has, got"
                 f" {int(tensor.max())}"
             )
+    if patch.info.longest > (most := limits["positions"]):
+        raise PatchFormatError(
+            f"expected longest of at most {most}, as many positions as the model has, got"
+            f" {patch.info.longest}"
+        )
 
 
 def _check_change(path: str, change: ParameterChange, model: PreTrainedModel) -> None:

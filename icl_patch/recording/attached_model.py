@@ -25,7 +25,8 @@ from icl_patch.models.language_model import (
     check_language_model,
     check_length,
     check_vocabulary,
-    counts_slots,
+    chooses_tokens,
+    depends_on_cache,
     family_of,
 )
 from icl_patch.models.recurrent_state import is_recurrent
@@ -110,7 +111,8 @@ class AttachedModel:
     def _attach(self) -> None:
         self.block_specs: tuple[Block, ...] = tuple(blocks_of(self.model))
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        self._counts_slots = counts_slots(self.model)
+        self._depends_on_cache = depends_on_cache(self.model)
+        self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         check = SelfCheck(self.model, self.recurrent)
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
@@ -174,14 +176,19 @@ class AttachedModel:
         difference in rounding between its recording and its replay. So does every update of a
         recurrent model: no mask hides a token from its state.
         """
-        scales = any(block.spec.writer is Writer.SCALE for block in self.blocks)
-        return self.update == "exact" or self.recurrent or (self.update == "direct" and scales)
+        return self.update == "exact" or self.recurrent or self._magnifies_rounding
+
+    @property
+    def _magnifies_rounding(self) -> bool:
+        """Whether the update divides by activations."""
+        scales = any(block.spec.writer is Writer.SCALE for block in self.block_specs)
+        return self.update == "direct" and scales
 
     def _needs_two_passes_for(self, sequences: Sequences) -> bool:
-        """The same for these tokens: a model whose attention counts the tokens in its cache needs
-        two passes if the kept token is not alone.
+        """The same for these tokens: a model whose attention depends on its cache needs two passes
+        if kept tokens attend to more than themselves.
         """
-        if self.needs_two_passes or not self._counts_slots:
+        if self.needs_two_passes or not self._depends_on_cache:
             return self.needs_two_passes
         return sequences.has_prefix or len(sequences.kept_columns) > 1
 
@@ -212,7 +219,7 @@ class AttachedModel:
                 :meth:`icl_patch.ContextPatcher.compute`.
         """
         self.require_attached()
-        check_vocabulary(self.model, sequences.head_ids, sequences.tail_ids)
+        check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
         return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
 
@@ -293,9 +300,11 @@ class AttachedModel:
 
     def empty_patch(self, sequences: Sequences, passes: int) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
-        return empty_patch(sequences, self._info(passes), self.block_specs, self.weights)
+        return empty_patch(
+            sequences, self._info(passes, int(sequences.longest)), self.block_specs, self.weights
+        )
 
-    def _info(self, passes: int) -> PatchInfo:
+    def _info(self, passes: int, longest: int) -> PatchInfo:
         config = self.model.config
         return PatchInfo(
             model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
@@ -306,6 +315,8 @@ class AttachedModel:
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
+            longest=longest,
+            divisible=self._divisible,
         )
 
     @property

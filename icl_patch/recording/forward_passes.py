@@ -9,6 +9,7 @@ from transformers import Cache, PreTrainedModel
 
 from icl_patch.models.attention_mask import Visibility, restricted_attention
 from icl_patch.models.forward import call
+from icl_patch.models.positions import rotated_as_one_call
 from icl_patch.recording.sequences import Sequences
 
 
@@ -20,6 +21,7 @@ def run(
     cache: Cache,
     visibility: Visibility | None = None,
     *,
+    longest: Tensor | int,
     last_logits: int = 0,
     **model_inputs: Any,
 ) -> Tensor:
@@ -27,9 +29,11 @@ def run(
     T) -> logits (B, T, V).
 
     The cache grows by T tokens. With ``visibility`` the attention is restricted to what it allows.
-    ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
+    ``longest``: the number of tokens of the longest row of the whole sequences; this call may get a
+    part of them. ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
     """
-    with nullcontext() if visibility is None else restricted_attention(model, visibility):
+    restricted = nullcontext() if visibility is None else restricted_attention(model, visibility)
+    with restricted, rotated_as_one_call(model, longest):
         logits = call(model, ids, mask, positions, cache, last_logits, **model_inputs)
     if mask.shape[1] == 1:  # recurrent layers leave padding out in calls of several tokens only
         _forget(cache, ~mask[:, 0].bool())
@@ -66,6 +70,7 @@ def run_head(
             sequences.head_mask[:, : part.stop],
             positions[:, part],
             cache,
+            longest=sequences.longest,
             last_logits=1,
             **model_inputs,
         )
@@ -80,20 +85,17 @@ def run_tail(
     start = sequences.head_ids.shape[1]
     columns = slice(*columns.indices(sequences.tail_ids.shape[1]))
     positions = sequences.positions[:, start:][:, columns]
-    return run(
-        model,
-        sequences.tail_ids[:, columns],
-        sequences.mask[:, : start + columns.stop],
-        positions,
-        cache,
-    )
+    mask = sequences.mask[:, : start + columns.stop]
+    ids, longest = sequences.tail_ids[:, columns], sequences.longest
+    return run(model, ids, mask, positions, cache, longest=longest)
 
 
 def run_two_streams(model: PreTrainedModel, sequences: Sequences, cache: Cache) -> Tensor:
     """Both streams of the tail on top of a cache of the head of 2B rows -> logits (2B, S, V)."""
     positions = sequences.positions[:, sequences.head_ids.shape[1] :]
     ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, positions))
-    return run(model, ids, mask, positions, cache, two_stream_visibility(sequences))
+    visibility = two_stream_visibility(sequences)
+    return run(model, ids, mask, positions, cache, visibility, longest=sequences.longest)
 
 
 def two_stream_visibility(sequences: Sequences) -> Visibility:

@@ -75,6 +75,7 @@ def prefix_cache(model: PreTrainedModel, patch: ContextPatch) -> DynamicCache:
             patch.prefix_mask,
             patch.prefix_positions,
             cache,
+            longest=patch.info.longest,
             last_logits=1,
         )
     return cache
@@ -102,4 +103,5 @@ def run_kept(
         patch.position_ids[:, part],
         cache,
         visibility,
+        longest=patch.info.longest,
     )

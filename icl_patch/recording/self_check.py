@@ -13,8 +13,9 @@ from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
-from icl_patch.models.forward import takes_positions
-from icl_patch.models.language_model import vocabulary
+from icl_patch.models.forward import call, takes_positions
+from icl_patch.models.language_model import random_tokens
+from icl_patch.models.positions import first_position
 from icl_patch.patch.context_patch import PatchReport
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
@@ -25,17 +26,16 @@ from icl_patch.recording.sequences import Sequences, assemble
 class SelfCheck:
     """A small forward on random tokens, made before attaching and compared with after it.
 
-    Swapped modules that are off must not change a bit; the context rows must match the untouched
-    model; the absorbed tokens must not reach the reduced rows; the kept tokens alone must see what
-    the reduced rows see; an exact patch must need no more correction than rounding does, which a
-    reader that was missed, a residual stream or a scale that was misread would; and its replay must
-    give the untouched model's logits, which a block would not that looks at its context again after
-    its sum.
+    The model must number its tokens as they are numbered here. Swapped modules that are off must
+    not change a bit. The context rows must match the untouched model, the absorbed tokens must not
+    reach the reduced rows, and the kept tokens alone must see what the reduced rows see. An exact
+    patch must need no more correction than rounding does: a missed reader, a misread residual
+    stream or a misread scale needs more. Its replay must give the logits of the untouched model: a
+    block that looks at its context again after its sum does not.
     """
 
     def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocabulary(model), (2, 9), generator=generator).to(model.device)
+        ids = random_tokens(model, 9, seed=0)
         self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
         prefix, context, kept = ids[:, :2], ids[:, 2:7], ids[:, 7:]
         if recurrent:
@@ -43,7 +43,23 @@ class SelfCheck:
         self._sequences = assemble(context, kept, prefix_ids=prefix)
         self._other = assemble(context.flip(1), kept, prefix_ids=prefix)
         with torch.no_grad():
+            self._check_positions(ids)
             self._expected = self._logits()
+
+    def _check_positions(self, ids: Tensor) -> None:
+        """Raises UnsupportedModelError unless the model itself takes the positions given here."""
+
+        def logits(positions: Tensor | None) -> Tensor:
+            cache = kv_cache.new_cache(self._model)
+            return call(self._model, ids, torch.ones_like(ids), positions, cache)
+
+        counted = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        if not self._alike(logits(counted), logits(None)):
+            first = first_position(self._model)
+            raise UnsupportedModelError(
+                f"expected {self._name} to number its tokens one by one from {first}, "
+                "but without position_ids its logits are others: it numbers them in another way"
+            )
 
     def _logits(self) -> Tensor:
         cache = kv_cache.new_cache(self._model)
@@ -98,10 +114,7 @@ class SelfCheck:
             raise UnsupportedModelError(
                 f"the context rows of {self._name} do not match the untouched model"
             )
-        # which rows an expert gets, and so how its product rounds, depends on the context rows too
-        has_experts = any(parameter.dim() == 3 for parameter in self._model.parameters())
-        same = self._near if has_experts else _same
-        if not same(first[batch:], second[batch:]):
+        if not self._alike(first[batch:], second[batch:]):
             raise UnsupportedModelError(
                 f"{self._name} lets the reduced rows see absorbed tokens: its attention does not"
                 " take the mask"
@@ -117,6 +130,14 @@ class SelfCheck:
             raise UnsupportedModelError(
                 f"{self._name} has positions that the kept tokens alone cannot be given"
             )
+
+    def _alike(self, logits: Tensor, expected: Tensor) -> bool:
+        """Whether the logits are equal to the last bit, or near if the model has experts.
+
+        The rows that an expert gets, and so the rounding of its products, depend on all rows.
+        """
+        has_experts = any(parameter.dim() == 3 for parameter in self._model.parameters())
+        return self._near(logits, expected) if has_experts else _same(logits, expected)
 
     @property
     def _epsilon(self) -> float:
@@ -138,17 +159,16 @@ class SelfCheck:
         """The kept tokens over a cache of the prefix, with the modules off."""
         sequences, cache = self._sequences, kv_cache.new_cache(self._model)
         width = sequences.head_ids.shape[1]
-        prefix = torch.arange(2, device=self._model.device)
-        slots = torch.cat([prefix, sequences.kept_slots]).expand(len(sequences.head_ids), -1)
+        first = torch.arange(2, device=self._model.device)
+        slots = torch.cat([first, sequences.kept_slots]).expand(len(sequences.head_ids), -1)
         mask = torch.ones_like(slots, dtype=torch.bool)
-        forward_passes.run(
-            self._model, sequences.head_ids[:, :2], mask[:, :2], slots[:, :2], cache, last_logits=1
-        )
+        longest = sequences.longest
+        prefix = (sequences.head_ids[:, :2], mask[:, :2], slots[:, :2])
+        forward_passes.run(self._model, *prefix, cache, longest=longest, last_logits=1)
         visibility = Visibility(mask, slots, slots)
         assert width == int(slots[0, 2])
-        logits = forward_passes.run(
-            self._model, sequences.tail_ids, mask, slots[:, 2:], cache, visibility
-        )
+        kept = (sequences.tail_ids, mask, slots[:, 2:])
+        logits = forward_passes.run(self._model, *kept, cache, visibility, longest=longest)
         if any(
             getattr(layer, "is_sliding", False) for layer in cache.layers
         ) and visibility.windows <= {None}:

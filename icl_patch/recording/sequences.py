@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from icl_patch.models.positions import switch_lengths
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Sequences:
     tail_absorbed: Tensor
 
     @property
+    def ids(self) -> Tensor:
+        """(B, H + S)."""
+        return torch.cat([self.head_ids, self.tail_ids], 1)
+
+    @property
     def mask(self) -> Tensor:
         """(B, H + S)."""
         return torch.cat([self.head_mask, self.tail_mask], 1)
@@ -47,6 +55,11 @@ class Sequences:
     def has_prefix(self) -> bool:
         """Whether some token before the first kept one is not absorbed."""
         return bool((self.head_mask & ~self.head_absorbed).any())
+
+    @property
+    def longest(self) -> Tensor:
+        """() int64, the tokens of the longest row."""
+        return self.mask.sum(1).max()
 
     @property
     def kept_columns(self) -> Tensor:
@@ -159,6 +172,12 @@ def absorb_all_but_last(ids: Tensor, mask: Tensor) -> Sequences:
         tail_mask=mask[:, -1:],
         tail_absorbed=torch.zeros_like(mask[0, -1:]),
     )
+
+
+def switches(model: PreTrainedModel, sequences: Sequences) -> bool:
+    """Whether LongRoPE takes other factors for these sequences than without their last token."""
+    lengths = switch_lengths(model)
+    return bool(lengths) and int(sequences.longest) - 1 in lengths
 
 
 def assemble(

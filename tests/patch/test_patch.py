@@ -485,7 +485,7 @@ def test_positions_that_the_model_does_not_have(family: str, tmp_path: Path) -> 
         assert patcher.forward(patch.kept_ids, patch).isfinite().all()
         header, tensors = read(path)
         for name, places in (("position_ids", [127, 128]), ("prefix_positions", [128])):
-            changed = {name: [places]}
+            changed = {name: [places], "longest": 129}
             if name == "prefix_positions":
                 changed |= {"prefix_ids": [[1]], "prefix_mask": [[False]], "prefix_slots": [[0]]}
             write(path, header | changed, tensors)
@@ -494,11 +494,17 @@ def test_positions_that_the_model_does_not_have(family: str, tmp_path: Path) -> 
                 match=f"expected {name} from 0 to 127, as many positions as the model has, got 128",
             ):
                 ContextPatch.load(path, model)
+        write(path, header | {"longest": 129}, tensors)
+        with pytest.raises(
+            PatchFormatError,
+            match="expected longest of at most 128, as many positions as the model has, got 129",
+        ):
+            ContextPatch.load(path, model)
 
 
 STRINGS = ("model", "fingerprint", "family", "update", "dtype", "kind", "arithmetic")
-NUMBERS = ("format", "passes", "tensor_parallel")
-HEADER = (*STRINGS, *NUMBERS, "replayable", "layers", "blocks", *TOKEN_TENSORS)
+NUMBERS = ("format", "passes", "longest", "tensor_parallel")
+HEADER = (*STRINGS, *NUMBERS, "divisible", "replayable", "layers", "blocks", *TOKEN_TENSORS)
 # Nothing that any of these entries may be: there are 7 kept tokens and 5 of the prefix.
 NEVER_RIGHT = (
     None,
@@ -666,6 +672,12 @@ def test_other_parts_are_measured_but_not_replayed(
 def test_nothing_cannot_be_selected(chosen: dict, patch_of: Callable) -> None:
     with pytest.raises(ValueError, match="leave something"):
         patch_of("gemma3", "exact").select(**chosen)
+
+
+def test_layers_keep_their_order(patch_of: Callable) -> None:
+    """A file has them in increasing order."""
+    with pytest.raises(ValueError, match="expected layers in increasing order"):
+        patch_of("gemma3", "exact").select(layers=slice(None, None, -1))
 
 
 # -- measures

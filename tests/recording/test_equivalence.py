@@ -219,6 +219,45 @@ def test_attention_that_counts_its_cache(make: Callable[[], nn.Module], update: 
         assert computed.patch.passes == (2 if update == "exact" else 1)
 
 
+def _sparse(kind: str) -> nn.Module:
+    """With an indexer that lets a token attend to 6 others; its two heads often give scores of
+    0.
+    """
+    settings = tiny_models.ZOO["deepseek_v3"].settings | {
+        "index_topk": 6,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+    }
+    del settings["first_k_dense_replace"]
+    settings["mlp_layer_types"] = ["dense", "sparse", "dense", "sparse"]
+    config = getattr(transformers, f"{kind}Config")(**tiny_models._COMMON | settings)
+    return randomised(getattr(transformers, f"{kind}ForCausalLM"), config)
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_attention_to_the_tokens_with_the_highest_scores(kind: str, update: str) -> None:
+    """Which of several tokens with a score of 0 they are depends on how many tokens there are."""
+    model = _sparse(kind)
+    prefix, context, kept = tokens(0, 2, 4), tokens(1, 2, 9), tokens(2, 2, 9)
+    cases = [
+        {"context_ids": context, "kept_ids": kept[:, :4], "prefix_ids": prefix},
+        {"context_ids": context[:, :3], "kept_ids": kept},
+        {"context_ids": context, "kept_ids": kept[:, :1]},
+    ]
+    with ContextPatcher(model, update) as patcher:
+        for inputs in cases:
+            patch = patcher.compute(**inputs)
+            expected = untouched_logits(model, inputs)
+            assert metrics.linf(patch.logits, expected).max() <= 1e-5
+            assert metrics.linf(replayed(patcher, patch), expected).max() <= 1e-5
+            if patch.kept_ids.shape[1] > 1:
+                part = patch.select(tokens=slice(0, 1))
+                with pytest.raises(ValueError, match="got a part of one"):
+                    patcher.forward(part.kept_ids, part)
+        assert patch.passes == (2 if update == "exact" else 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_context_matters(family: str) -> None:
     """The claim would be empty if the kept tokens gave the same logits without any patch."""

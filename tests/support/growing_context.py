@@ -5,7 +5,7 @@ from torch import Tensor
 
 from icl_patch import ContextPatcher
 from icl_patch.recording.compute import Computation
-from icl_patch.recording.sequences import absorb_all_but_last, check_context
+from icl_patch.recording.sequences import absorb_all_but_last, check_context, switches
 
 
 class GrowingContext:
@@ -22,6 +22,8 @@ class GrowingContext:
     @torch.no_grad()
     def step(self) -> Computation:
         """The patch of the current token; call once a token."""
+        if switches(self.attached.model, self.sequences):
+            self.cache = self.attached.prefill(self.sequences)
         return self.attached.compute_from(self.cache, self.sequences)
 
     def append(self, token_ids: Tensor) -> None:

@@ -1,0 +1,109 @@
+"""Positions: the first one of a model, and rotary frequencies that depend on how long a call is.
+
+LongRoPE rotates all tokens of a call by its long factors if the last position of the call is beyond
+a length, and by its short factors otherwise. A context, a prefix and kept tokens run in several
+calls, and queries rotated by one set of factors do not fit keys rotated by the other. So every call
+here takes the factors that one call over the whole sequence would take.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache as memoize
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from icl_patch.models.forward_override import overriding
+
+_FROM_PADDING = "create_position_ids_from_input_ids"
+_NO_LIMIT = 2**62  # more tokens than there can be
+
+
+@memoize
+def _counts_from_padding(source: str) -> bool:
+    """Whether a Python module of transformers has embeddings that count from the padding id."""
+    return any(hasattr(named, _FROM_PADDING) for named in vars(sys.modules[source]).values())
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """The position of the first token: 0, or the padding id + 1 in RoBERTa and its relatives."""
+    if not _counts_from_padding(type(model).__module__):
+        return 0
+    for module in model.modules():
+        if hasattr(type(module), _FROM_PADDING):
+            return int(getattr(module, "padding_idx")) + 1  # noqa: B009 (nn.Module hides its type)
+    return 0
+
+
+def _rope_types(module: nn.Module) -> dict[str | None, str]:
+    """The ``rope_type`` of a rotary embedding by type of layer; by None if all layers share it.
+
+    Empty for other modules.
+    """
+    found = vars(module).get("rope_type")
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {None: found}
+
+
+def _rotaries(model: nn.Module, kind: str) -> list[Any]:
+    """The rotary embeddings that have this ``rope_type`` for some type of layer at least."""
+    found = []
+    for module in model.modules():
+        if any(kind in rope_type for rope_type in _rope_types(module).values()):
+            found.append(module)
+    return found
+
+
+def switch_lengths(model: nn.Module) -> frozenset[int]:
+    """The numbers of tokens beyond which LongRoPE takes its long factors; none without LongRoPE."""
+    lengths = set()
+    for rotary in _rotaries(model, "longrope"):
+        for layer_type, rope_type in _rope_types(rotary).items():
+            if rope_type == "longrope":
+                parameters = rotary.config.rope_parameters
+                of_type = parameters if layer_type is None else parameters[layer_type]
+                lengths.add(int(of_type["original_max_position_embeddings"]))
+    return frozenset(lengths)
+
+
+def steady_length(model: nn.Module) -> int:
+    """The most tokens for which the frequencies of dynamic NTK do not depend on the calls before.
+
+    One fewer than ``original_max_seq_len``: a call of that many tokens keeps the frequencies of a
+    longer call before it. Without dynamic NTK there is no limit.
+    """
+    lengths = [int(rotary.original_max_seq_len) - 1 for rotary in _rotaries(model, "dynamic")]
+    return min(lengths, default=_NO_LIMIT)
+
+
+@contextmanager
+def rotated_as_one_call(model: nn.Module, tokens: Tensor | int) -> Iterator[None]:
+    """Within this context LongRoPE takes the factors of one call over ``tokens`` tokens.
+
+    Args:
+        model: any model; without LongRoPE nothing changes.
+        tokens: the number of tokens of the longest row, () int64 if a tensor. A call within this
+            context may be given a part of them.
+    """
+    rotaries = _rotaries(model, "longrope")
+    with overriding([(rotary, _with_last(rotary.forward, tokens - 1)) for rotary in rotaries]):
+        yield
+
+
+def _with_last(forward: Callable[..., Any], last: Tensor | int) -> Callable[..., Any]:
+    """``forward`` of a rotary embedding that also sees the position ``last`` and drops its
+    output.
+    """
+
+    def rotated(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        column = torch.as_tensor(last, dtype=position_ids.dtype, device=position_ids.device)
+        column = column.expand(*position_ids.shape[:-1], 1)
+        rotations = forward(x, torch.cat([position_ids, column], -1), *args, **kwargs)
+        return tree_map(lambda rotation: rotation[..., :-1, :], rotations)
+
+    return rotated

@@ -1,0 +1,339 @@
+"""Positions and rotary frequencies that a model does not take from each position alone: LongRoPE,
+dynamic NTK, RoBERTa.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.models import VOCABULARY, case, ragged, randomised, tokens
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, StaticCache
+
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.evaluation.verify import baseline
+from icl_patch.generation import graph_partition
+from icl_patch.generation.loop import History
+from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
+
+UPDATES = ("direct", "stable", "exact")
+updates = pytest.mark.parametrize("update", UPDATES)
+SWITCH = 16  # tokens beyond which the models here take LongRoPE's long factors
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0, 4.0, 7.0, 10.0],
+    "factor": 8.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": SWITCH,
+}
+LENGTH = {"original_max_position_embeddings": SWITCH}
+
+
+def phi3(**changes: Any) -> PreTrainedModel:
+    return tiny_models.build("phi3", rope_parameters=LONGROPE, **LENGTH, **changes)
+
+
+def gemma3() -> PreTrainedModel:
+    """LongRoPE in every other layer."""
+    kinds = {
+        "full_attention": LONGROPE,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return tiny_models.build("gemma3", rope_parameters=kinds)
+
+
+def phimoe() -> PreTrainedModel:
+    """A scale of queries and keys that switches with the factors."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.7}
+    config = transformers.PhimoeConfig(
+        **tiny_models._COMMON, **experts, **LENGTH, rope_parameters=rope
+    )
+    return randomised(transformers.PhimoeForCausalLM, config)
+
+
+longropes = pytest.mark.parametrize("make", [phi3, gemma3, phimoe])
+
+
+@torch.no_grad()
+def one_call(model: nn.Module, sequences: Sequences) -> Tensor:
+    """The untouched model over all tokens in one call: logits of the tail (B, S, V)."""
+    ids, mask, positions = sequences.ids, sequences.mask.long(), sequences.positions
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    return logits[:, sequences.head_ids.shape[1] :]
+
+
+def off(logits: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
+    error = metrics.linf(logits, expected)
+    return float((error if mask is None else error[mask]).max())
+
+
+def of_lengths(prefix: int, context: int, kept: int) -> dict:
+    """Two rows, the second shorter by 3 tokens of the context."""
+    mask = torch.ones(2, context, dtype=torch.bool)
+    mask[1, :3] = False
+    inputs = {
+        "context_ids": tokens(1, 2, context),
+        "context_mask": mask,
+        "kept_ids": tokens(2, 2, kept),
+    }
+    return inputs | ({"prefix_ids": tokens(0, 2, prefix)} if prefix else {})
+
+
+# prefix, context, kept tokens: the switch lies in the context, in the kept tokens, in those of the
+# longer row alone
+LENGTHS = [(4, 20, 3), (4, 20, 1), (0, 20, 4), (0, 10, 8), (4, 8, 8), (4, 8, 5), (2, 8, 3)]
+
+
+# -- LongRoPE
+
+
+@longropes
+@updates
+def test_longrope_is_that_of_one_call(make: Callable[[], PreTrainedModel], update: str) -> None:
+    """Whether prefix, context and kept tokens are on one side of the switch or not; of a part of a
+    batch too.
+    """
+    model = make()
+    with ContextPatcher(model, update) as patcher:
+        for lengths in LENGTHS:
+            inputs = of_lengths(*lengths)
+            patch = patcher.compute(**inputs)
+            logits = patcher.forward(patch.kept_ids, patch)
+            expected = one_call(model, assemble(**inputs))
+            assert patch.logits is not None
+            assert off(patch.logits, expected) <= 1e-5, lengths
+            assert off(logits, expected) <= 1e-5, lengths
+            if update == "exact":
+                assert torch.equal(logits, patch.logits)
+            if patch.info.divisible:
+                part = patch.select(rows=slice(1, 2), tokens=slice(0, 1))
+                assert off(patcher.forward(part.kept_ids, part), expected[1:, :1]) <= 1e-5, lengths
+
+
+IDS, MASK, NEW = tokens(5, 3, 13), ragged(3, 13, side="left"), 7
+GENERATE: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+
+
+def grown(ids: Tensor, mask: Tensor, made: Tensor, step: int) -> Sequences:
+    """A context after ``step`` of the generated tokens (B, n), the last token kept."""
+    ids = torch.cat([ids, made[:, :step]], 1)
+    mask = torch.cat([mask, torch.ones_like(made[:, :step], dtype=torch.bool)], 1)
+    return absorb_all_but_last(ids, mask)
+
+
+WAYS: dict[str, dict] = {
+    "two streams": {"update": "stable"},
+    "two passes": {"update": "exact"},
+    "fast": {"update": "stable", "mode": "shared_cache"},
+    "chunks": {"update": "stable", "prefill_chunk": 5},
+    "static": {"update": "stable", "static": True},
+    "compiled": {"update": "stable", "compiled": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_longrope_switches_while_tokens_are_generated(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All keys in the cache are rotated again, as transformers does it for these classes; windows
+    and ragged rows.
+    """
+    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    model, options = phi3(sliding_window=6, num_hidden_layers=2), dict(WAYS[way])
+    expected = model.generate(IDS, attention_mask=MASK.long(), **GENERATE)[:, IDS.shape[1] :]
+    with ContextPatcher(model, options.pop("update")) as patcher:
+        if options.pop("static", False):
+            options["past_key_values"] = StaticCache(config=model.config, max_cache_len=32)
+        steps = list(patcher.generate(IDS, context_mask=MASK, check_every=1, **options, **GENERATE))
+    made = torch.stack([step.token_ids for step in steps], 1)
+    assert torch.equal(made, expected)
+    for number, step in enumerate(steps):
+        assert off(step.logits, one_call(model, grown(IDS, MASK, made, number))[:, -1]) <= 1e-5
+        assert step.check is not None
+        assert float(step.check.linf.max()) <= (0 if way == "two passes" else 1e-5)
+
+
+@updates
+def test_longrope_switches_in_histories(update: str) -> None:
+    """What verify is made of: its baseline, and a patch a step."""
+    model = phi3()
+    logits, made = baseline(model, IDS, MASK, NEW)
+    expected = torch.stack(
+        [one_call(model, grown(IDS, MASK, made, step))[:, -1] for step in range(NEW)], 1
+    )
+    assert off(logits, expected) <= 1e-5
+    with ContextPatcher(model, update) as patcher:
+        history = History(patcher, IDS, MASK)
+        for step in range(NEW):
+            patch = history.step().patch
+            assert off(patcher.forward(patch.kept_ids, patch)[:, -1], expected[:, step]) <= 1e-5
+            history.append(made[:, step])
+
+
+@pytest.mark.parametrize("update", ["stable", "exact"])
+def test_longrope_switches_while_a_context_grows(update: str) -> None:
+    model = phi3()
+    prefix, context, kept = tokens(0, 2, 3), tokens(1, 2, 14), tokens(2, 2, 2)
+    with ContextPatcher(model, update) as patcher:
+        dynamics = patcher.dynamics(context, kept, prefix_ids=prefix)
+        for length, patch in enumerate(dynamics.patches):
+            tail = assemble(context[:, : max(length, 1)], kept, prefix_ids=prefix)
+            if length:
+                assert off(patcher.forward(kept, patch), one_call(model, tail)) <= 1e-5, length
+
+
+# -- dynamic NTK
+
+
+def test_dynamic_ntk_is_refused_where_its_frequencies_depend_on_other_calls() -> None:
+    """With as many tokens as it was trained for, the untouched model keeps the frequencies of a
+    longer call before.
+    """
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny_models.build("llama", max_position_embeddings=16, rope_parameters=rope)
+    inputs = of_lengths(3, 7, 5)
+    prefix, context, kept = inputs["prefix_ids"], inputs["context_ids"], inputs["kept_ids"]
+    ids, longer = torch.cat([prefix, context, kept], 1), tokens(6, 2, 40)
+    with torch.no_grad():
+        expected, of_16 = model(ids).logits[:, -5:], model(torch.cat([ids, kept[:, :1]], 1)).logits
+        model(longer)
+        assert off(model(torch.cat([ids, kept[:, :1]], 1)).logits, of_16) > 0.1
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(context, kept, prefix_ids=prefix)
+        with torch.no_grad():
+            model(longer)
+        assert off(patcher.forward(kept, patch), expected) <= 1e-5
+        message = (
+            "expected at most 15 tokens, beyond which dynamic NTK changes the rotary frequencies"
+            " from call to call, got"
+        )
+        with pytest.raises(ValueError, match=f"{message} 16"):
+            patcher.compute(context, tokens(2, 2, 6), prefix_ids=prefix)
+        with pytest.raises(ValueError, match=f"{message} 13 and 3 new ones"):
+            patcher.generate(tokens(1, 2, 13), max_new_tokens=3)
+
+
+# -- positions from the padding id on
+
+PADDING = 1
+ROBERTA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "type_vocab_size": 2,
+    "max_position_embeddings": 30,
+    "pad_token_id": PADDING,
+    "is_decoder": True,
+}
+KINDS = (
+    "Roberta",
+    "RobertaPreLayerNorm",
+    "XLMRoberta",
+    "XLMRobertaXL",
+    "Camembert",
+    "Data2VecText",
+)
+roberta_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def roberta(kind: str) -> PreTrainedModel:
+    config = getattr(transformers, f"{kind}Config")(**ROBERTA)
+    return randomised(getattr(transformers, f"{kind}ForCausalLM"), config)
+
+
+def without_padding_id(inputs: dict) -> dict:
+    return {
+        name: x.where(x != PADDING, 2) if name.endswith("ids") else x for name, x in inputs.items()
+    }
+
+
+@torch.no_grad()
+def left_alone(model: nn.Module, sequences: Sequences) -> Tensor:
+    """The untouched model over padded ids, which numbers them itself: logits of the tail (B, S,
+    V).
+    """
+    ids = sequences.ids.masked_fill(~sequences.mask, PADDING)
+    return model(ids, attention_mask=sequences.mask.long()).logits[:, sequences.head_ids.shape[1] :]
+
+
+@roberta_kinds
+def test_positions_from_the_padding_id_on(kind: str) -> None:
+    model = roberta(kind)
+    for update in UPDATES:
+        with ContextPatcher(model, update) as patcher:
+            for name in ("single", "prefix", "spans"):
+                inputs = without_padding_id(case(name))
+                sequences = assemble(**inputs)
+                patch = patcher.compute(**inputs)
+                expected = left_alone(model, sequences)[:, sequences.kept_columns]
+                assert (
+                    off(patcher.forward(patch.kept_ids, patch), expected, patch.kept_mask) <= 1e-5
+                )
+
+
+@pytest.mark.parametrize("mode", ["two_stream", "shared_cache"])
+def test_generation_with_positions_from_the_padding_id_on(mode: str) -> None:
+    model, ids = roberta("Roberta"), IDS.where(IDS != PADDING, 2)
+    with ContextPatcher(model, "stable") as patcher:
+        steps = list(patcher.generate(ids, context_mask=MASK, mode=mode, **GENERATE))
+    made = torch.stack([step.token_ids for step in steps], 1)
+    assert (made != PADDING).all()
+    for number, step in enumerate(steps):
+        assert off(step.logits, left_alone(model, grown(ids, MASK, made, number))[:, -1]) <= 1e-5
+
+
+def test_what_positions_from_the_padding_id_on_leave_no_room_for() -> None:
+    """Two rows of the position embeddings are before the first token's; the padding id as a token
+    has none.
+    """
+    with ContextPatcher(roberta("Roberta"), "stable") as patcher:
+        patcher.compute(tokens(0, 1, 25) + 2, torch.tensor([[4, 5, 6]]))
+        with pytest.raises(
+            ValueError,
+            match="expected at most 28 tokens, as many as the model has positions for, got 29",
+        ):
+            patcher.compute(tokens(0, 1, 26) + 2, torch.tensor([[4, 5, 6]]))
+        message = (
+            "expected no token with the padding id 1, RobertaForCausalLM gives it no position, got"
+            " one in row 1: mask it"
+        )
+        padded = torch.tensor([[4, 5, 6], [PADDING, 5, 6]])
+        mask = padded != PADDING
+        for call in (lambda: patcher.compute(padded, padded + 2), lambda: patcher.generate(padded)):
+            with pytest.raises(ValueError, match=message):
+                call()
+        patcher.compute(padded, padded + 2, context_mask=mask)
+
+
+class Odd(GPT2LMHeadModel):
+    """A model that skips every other position, unless it is told."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if position_ids is None:
+            position_ids = 2 * torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return super().forward(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+        )
+
+
+def test_other_positions_are_refused() -> None:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    message = (
+        "expected Odd to number its tokens one by one from 0, but without position_ids its logits"
+        " are others"
+    )
+    with pytest.raises(UnsupportedModelError, match=message):
+        ContextPatcher(randomised(Odd, config))
