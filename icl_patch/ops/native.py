@@ -110,7 +110,7 @@ def _warn(device_type: str) -> None:
     reason = _lacking or "it was built where there was no nvcc"
     warnings.warn(
         f"icl_patch runs on plain torch for {device_type} tensors; the native library: {reason}",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

@@ -341,7 +341,7 @@ class BlockRecorder:
         )
         u, v = wanted.reshape(self.rows, 1, -1), v.unsqueeze(1)
         out = ops.patched_linear(
-            rows, weight, u, v, bias, index=self.patches, regime=ops.regime_of(rows, self.rows)
+            rows, weight, u, v, bias, index=self.patches, path=ops.product_path(rows, self.rows)
         )
         return out.reshape(*h.shape[:-1], out.shape[-1])
 

@@ -39,12 +39,12 @@ def record_experts(
     _note_index(recorder, layer, index_own, index_ctx)
     weights = recorder.split(weights)[1].flatten(0, 1)
     z_ctx, z_own, chosen = (x.flatten(0, 1) for x in (z_ctx, z_own, index_own))
-    at_once = layer.uses_expert_linear(z, *recorder.shape)
-    read = layer.read(z_own, chosen, at_once)
+    fused = layer.uses_expert_linear(z, *recorder.shape)
+    read = layer.read(z_own, chosen, fused)
     if recorder.spec.reads:
-        read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, at_once))
-    h = layer.inner(read.to(z.dtype) if at_once else read)
-    out = recorder.unflat(layer.write(h, chosen, weights, at_once))
+        read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, fused))
+    h = layer.inner(read.to(z.dtype) if fused else read)
+    out = recorder.unflat(layer.write(h, chosen, weights, fused))
     return recorder.join(out_ctx, _end(recorder, layer, h, weights, out), z)
 
 
@@ -59,15 +59,15 @@ def _record_step(
     _note_index(recorder, layer, index_own, index_ctx)
     if recorder.spec.reads:
         # the context's rows by the experts of either stream, which should be the same ones
-        read = layer.read(torch.cat([z, z[:rows]]), torch.cat([index, index[rows:]]), at_once=True)
+        read = layer.read(torch.cat([z, z[:rows]]), torch.cat([index, index[rows:]]), fused=True)
         own = _read(recorder, layer, z, read[rows : 2 * rows], read[2 * rows :])
     else:
-        read = layer.read(z, index, at_once=True)
+        read = layer.read(z, index, fused=True)
         own = read[rows:]
     # of as many rows as in a replay: torch's exp has other bits in other places
     h = layer.inner(own.to(z.dtype))
     both = torch.cat([layer.inner(read[:rows].to(z.dtype)), h])
-    out_ctx, out = recorder.split(layer.write(both, index, weights, at_once=True))
+    out_ctx, out = recorder.split(layer.write(both, index, weights, fused=True))
     return recorder.join(out_ctx, _end(recorder, layer, h, weights[rows:], out), z)
 
 

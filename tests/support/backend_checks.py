@@ -1,12 +1,15 @@
-"""What a patched model must do in whichever implementation runs its products; ``test_backends.py``
+"""What a patched model must do in whichever implementation runs its products; ``test_dispatch.py``
 starts this in a process of its own.
 """
 
+import inspect
 import sys
+from typing import Any
 
 import torch
 from support import derivatives, expert_products, row_ops, traced
 from support.models import build
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from icl_patch import ContextPatcher, metrics, ops
@@ -36,8 +39,48 @@ MODELS = {
 }
 
 
+EVERY_OP = traced.CALLS | {"rms_normalize": lambda z, *_: ops.rms_normalize(z, 1e-5)}
+NO_OPS = {"product_path"}  # functions of icl_patch.ops that compute nothing
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operators of the native library and of Triton that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.calls += function.namespace == "icl_patch"
+        return function(*args, **kwargs or {})
+
+
+def kernels_of(name: str, dtype: torch.dtype) -> int:
+    """How many kernels of ours one call of an op takes, with gradients recorded and without."""
+    given = [x.to(dtype) if x.is_floating_point() else x for x in traced.arguments(0)]
+    with Kernels() as kernels:
+        EVERY_OP[name](*given)
+        with torch.no_grad():
+            EVERY_OP[name](*given)
+    return kernels.calls
+
+
+def check_plain_torch() -> None:
+    """No public op runs a kernel of ours; an op that is in no table here fails too."""
+    public = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
+    assert {name.partition(",")[0] for name in EVERY_OP} == public - NO_OPS
+    for name in EVERY_OP:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            assert kernels_of(name, dtype) == 0, name
+    assert "icl_patch.kernels" not in sys.modules
+
+
 def main(backend: str) -> None:
-    assert dispatch.wanted == backend
+    assert dispatch.backend == backend
+    if backend == "torch":
+        check_plain_torch()
     row_ops.check_all(widths=(1, 70))
     for dtype in (torch.float64, torch.float32):
         kernels = backend == "triton" and dtype == torch.float32
