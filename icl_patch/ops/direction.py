@@ -7,7 +7,7 @@ from torch import Tensor
 
 from icl_patch.ops import reference
 from icl_patch.ops.checks import FLOATS
-from icl_patch.ops.dispatch import Op, native_serves, triton_supports_inference, wants_gradients
+from icl_patch.ops.dispatch import Op
 
 
 class Direction(NamedTuple):
@@ -71,12 +71,7 @@ _read_direction = Op(
     "read_direction",
     _check,
     _reference,
-    # also for fp64 rows, which it reads exactly
-    native_supports=lambda rows, wide: (
-        rows.is_cpu and not wants_gradients(rows) and native_serves("cpu")
-    ),
-    triton_supports=lambda rows, wide: (
-        not wide and rows.shape[-1] > 0 and triton_supports_inference(rows)
-    ),
+    native_fp64=True,
+    triton_if=lambda rows, wide: not wide and rows.shape[-1] > 0,
     triton=lambda kernels, rows, wide: kernels.read_direction(rows),
 )

@@ -50,12 +50,12 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def wants_gradients(*args: Any) -> bool:
+def wants_gradients(args: tuple[Any, ...]) -> bool:
     """Whether autograd may ask for a derivative of these tensors, backwards or forwards."""
     if forward_ad._current_level >= 0:
         return True
     if torch.is_grad_enabled():
-        for x in args:  # not any(), as below
+        for x in args:
             if isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
@@ -64,45 +64,41 @@ def wants_gradients(*args: Any) -> bool:
 def _is_narrow(args: tuple[Any, ...]) -> bool:
     """Whether fp32 is wide enough to accumulate in, for all floating tensors and output dtypes."""
     for x in args:  # not any(): this stands before every launch of a decode step
-        dtype = x.dtype if isinstance(x, Tensor) else x
-        if isinstance(dtype, torch.dtype) and dtype not in _NARROW and dtype.is_floating_point:
+        if x is None:
+            continue
+        dtype = getattr(x, "dtype", x)
+        if dtype not in _NARROW and isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             return False
     return True
 
 
-def triton_supports(*args: Any) -> bool:
-    """Whether Triton's kernels can run: they have no forward-mode derivatives, and no transform of
-    torch.func sees into them.
+def _triton_for(args: tuple[Any, ...], differentiable: bool) -> Any:
+    """Triton's kernels if they serve these arguments, else None.
+
+    They have no forward-mode derivatives, and no transform of torch.func sees into them.
     """
-    if forward_ad._current_level >= 0 or is_transformed():
-        return False
-    on_device = args[0].is_cuda if backend == "auto" else backend == "triton"
-    return on_device and _is_narrow(args) and _kernels() is not None
+    if not (args[0].is_cuda if backend == "auto" else backend == "triton"):
+        return None
+    if forward_ad._current_level >= 0 or is_transformed() or not _is_narrow(args):
+        return None
+    return _kernels() if differentiable or not wants_gradients(args) else None
 
 
-def triton_supports_inference(*args: Any) -> bool:
-    """:func:`triton_supports` for the kernels without derivatives."""
-    return not wants_gradients(*args) and triton_supports(*args)
-
-
-def native_supports(*args: Any) -> bool:
-    """Whether the native library's CPU ops can run: they compute in fp32 and have no derivatives.
-
-    Tensors on several devices are refused here: torch would send the call to the first's.
+def _native_serves(args: tuple[Any, ...], fp64: bool) -> bool:
+    """Whether the native library's CPU ops serve these arguments: they have no derivatives, and
+    most of them compute in fp32.
     """
-    if backend == "torch" or not _is_narrow(args) or wants_gradients(*args):
-        return False
     first = args[0]
-    if not (first.is_cpu or first.is_meta):
+    if not (first.is_cpu or first.is_meta) or not (fp64 or _is_narrow(args)):
         return False
-    for x in args:
+    for x in args:  # torch would send a mixed call to the device of one of them
         if isinstance(x, Tensor) and x.device != first.device:
             return False
-    return native.serves("cpu")
+    return not wants_gradients(args) and native_serves("cpu")
 
 
 def native_serves(device_type: str) -> bool:
-    """Whether native ops may and can run on a device."""
+    """Whether native ops may and can run on a type of device."""
     return backend != "torch" and native.serves(device_type)
 
 
@@ -110,23 +106,28 @@ def native_serves(device_type: str) -> bool:
 class Op:
     """An op and its implementations: :meth:`native_first` and :meth:`dispatch` run one of them.
 
-    name: of the op in ``torch.ops.icl_patch``; its positional arguments are ``args``.
-    check: raises for arguments that no implementation can take; gets ``args`` and ``options``, as
-        all functions below do.
-    reference: computes it in plain torch.
-    native_supports: whether the native op serves the arguments.
-    triton_supports: the same for Triton's kernel, which checks its arguments itself, once for all
+    name: of the op in ``torch.ops.icl_patch``, and of the kernel's function in
+        :mod:`icl_patch.kernels`. The native op's positional arguments are ``args``; all other
+        functions get ``options`` too.
+    check: raises for arguments that no implementation can take.
+    reference: computes the op in plain torch.
+    native_if: a further condition for the native op, beside device, dtypes and derivatives.
+    native_fp64: whether the native op serves fp64 too.
+    triton_if: a further condition for Triton's kernel. It checks its arguments itself, once for all
         tensors of the same sizes, strides, dtypes and devices.
-    triton: calls the kernel; its first argument is :mod:`icl_patch.kernels`. By default the
-        kernel's function of the op's name.
+    triton: calls the kernel, where its arguments or results differ from the native op's; its first
+        argument is :mod:`icl_patch.kernels`.
+    differentiable: whether the kernel has derivatives.
     """
 
     name: str
     check: Callable[..., None]
     reference: Callable[..., Any]
-    native_supports: Callable[..., bool] = native_supports
-    triton_supports: Callable[..., bool] = triton_supports_inference
+    native_if: Callable[..., bool] | None = None
+    native_fp64: bool = False
+    triton_if: Callable[..., bool] | None = None
     triton: Callable[..., Any] | None = None
+    differentiable: bool = False
     _native: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,14 +157,16 @@ class Op:
         return self.dispatch(*args, **options)
 
     def dispatch(self, *args: Any, **options: Any) -> Any:
-        """Triton's kernel, the native op or plain torch: the first that supports the arguments."""
-        if self.triton_supports(*args, **options):
-            kernels = _kernels()
+        """Triton's kernel, the native op or plain torch: the first that serves the arguments."""
+        kernels = _triton_for(args, self.differentiable)
+        if kernels is not None and (self.triton_if is None or self.triton_if(*args, **options)):
             if self.triton is not None:
                 return self.triton(kernels, *args, **options)
             return getattr(kernels, self.name)(*args, **options)
         self.check(*args, **options)
-        if self.native_supports(*args, **options):
+        if _native_serves(args, self.native_fp64) and (
+            self.native_if is None or self.native_if(*args, **options)
+        ):
             return self._native(*map(_as_native, args))
         return self.reference(*args, **options)
 

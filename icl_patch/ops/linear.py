@@ -3,6 +3,7 @@ to an output that is there already.
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +18,7 @@ from icl_patch.ops.checks import (
     is_integer,
 )
 from icl_patch.ops.direction import Direction, read_direction
-from icl_patch.ops.dispatch import (
-    Op,
-    backend,
-    is_traced,
-    native_supports,
-    triton_supports,
-    triton_supports_inference,
-)
+from icl_patch.ops.dispatch import Op, backend, is_traced
 
 GEMV, GEMM = "gemv", "gemm"
 _GEMV_ROWS = 16
@@ -282,11 +276,6 @@ def _check_index(z: Tensor, index: Tensor, pool: int) -> None:
         raise ValueError(f"expected index from -1 to {pool - 1}, got {least} to {most}")
 
 
-def _rank(u: Tensor | None) -> int:
-    """R of factors (·, R, N), 1 of factors (M, N)."""
-    return 1 if u is None or u.dim() < 3 else u.shape[1]
-
-
 def _reference_patched_linear(
     z: Tensor,
     weight: Tensor,
@@ -323,38 +312,44 @@ def _reference_record_linear(
     return torch.cat([plain_ctx.to(z_pair.dtype), y]), u
 
 
+def _reference_add_low_rank(
+    y: Tensor,
+    z: Tensor,
+    u: Tensor,
+    v: Tensor,
+    index: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    return reference.add_low_rank(y, z, u, v, index, out_dtype or y.dtype)
+
+
+def _is_native_gemv(z: Tensor, weight: Tensor, *_: Any, path: str, **__: Any) -> bool:
+    return path == GEMV and 1 in weight.stride()
+
+
 _patched_linear = Op(
     "patched_linear",
     _check_patched_linear,
     _reference_patched_linear,
-    native_supports=lambda z, weight, *factors, path: (
-        path == GEMV and 1 in weight.stride() and native_supports(z, weight, *factors)
+    native_if=_is_native_gemv,
+    triton_if=lambda z, weight, u, *_, path: (
+        u is None or u.dim() < 3 or u.shape[1] <= _TRITON_RANKS
     ),
-    triton_supports=lambda z, weight, u, *others, path: (
-        _rank(u) <= _TRITON_RANKS and triton_supports(z, weight, u, *others)
-    ),
+    differentiable=True,
 )
 _record_linear = Op(
     "record_linear",
     _check_record_linear,
     _reference_record_linear,
-    native_supports=lambda z_pair, weight, *others, direction, path: (
-        path == GEMV and 1 in weight.stride() and native_supports(z_pair, weight, *others)
-    ),
-    triton_supports=lambda *args, direction, path: (
-        direction.coeff is not None and triton_supports_inference(*args)
-    ),
-    triton=lambda kernels, z_pair, weight, v, bias, **options: kernels.record_linear(
-        z_pair, weight, bias, **options
+    native_if=_is_native_gemv,
+    triton_if=lambda *_, direction, path: direction.coeff is not None,
+    triton=lambda kernels, z_pair, weight, v, bias, direction, path: kernels.record_linear(
+        z_pair, weight, bias, direction=direction, path=path
     )[:2],
 )
 _add_low_rank = Op(
     "add_low_rank",
     _check_add_low_rank,
-    reference=lambda y, z, u, v, index, out_dtype: reference.add_low_rank(
-        y, z, u, v, index, out_dtype or y.dtype
-    ),
-    triton_supports=lambda y, z, u, *others: (
-        1 <= _rank(u) <= _TRITON_RANKS and triton_supports_inference(y, z, u, *others)
-    ),
+    _reference_add_low_rank,
+    triton_if=lambda y, z, u, *_: u.dim() < 3 or 1 <= u.shape[1] <= _TRITON_RANKS,
 )

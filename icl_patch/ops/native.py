@@ -1,5 +1,5 @@
 """The native library: C++ and CUDA behind ``torch.ops.icl_patch``, loaded when this module is
-imported, if it was built.
+imported.
 
 Nothing is compiled and no device is touched here. Where the library or its CUDA part is missing,
 :mod:`icl_patch.ops` runs the plain torch of :mod:`icl_patch.ops.reference` and says so once, at the
@@ -33,7 +33,7 @@ _LIBRARY = Path(__file__).with_name("_native.so")
 
 
 def _load() -> str | None:
-    """None, or why there is no library."""
+    """Load the library: None, or the reason why there is none."""
     if not _LIBRARY.exists():
         return "it was not built: see the line that the installation printed"
     try:
@@ -51,7 +51,7 @@ def _load() -> str | None:
 _lacking = _load()
 
 is_loaded = _lacking is None
-"""Whether there is a library; :func:`serves` says what for."""
+"""Whether there is a library; :func:`serves` says for which devices."""
 
 
 def _text(name: str) -> str:
@@ -83,7 +83,7 @@ built without CUDA.
 
 
 def serves(device_type: str) -> bool:
-    """Whether the native ops run on such a device; warns once where one could expect it."""
+    """Whether the native ops run on a type of device; warns once if a build could have them."""
     if _lacking is None and (
         device_type in ("cpu", "meta") or (device_type == "cuda" and cuda_architectures)
     ):
@@ -94,7 +94,7 @@ def serves(device_type: str) -> bool:
 
 
 def describe() -> str:
-    """One line on what was built."""
+    """The library's instruction set and GPUs, or the reason why there is none, in one line."""
     if _lacking is not None:
         return f"no native library: {_lacking}"
     devices = (
@@ -115,12 +115,13 @@ def _warn(device_type: str) -> None:
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], None]:
-    """Register what an op returns without running it. It is what is asked, too, where a meta tensor
-    is among others: they do not mix.
+    """Register the shapes and dtypes that an op returns, for torch.compile and meta tensors.
+
+    Torch also asks it where meta tensors are mixed with others: that is an error.
     """
 
     def register(results: Callable[..., Any]) -> None:
-        def made(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> Any:
             devices = {x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
             if len(devices) > 1:
                 raise RuntimeError(
@@ -128,13 +129,12 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], None]:
                 )
             return results(*args, **kwargs)
 
-        torch.library.register_fake(f"icl_patch::{name}", made)
+        torch.library.register_fake(f"icl_patch::{name}", checked)
 
     return register
 
 
 if _lacking is None:
-    # What the ops return, for torch.compile and for meta tensors.
 
     def _results(
         like: Tensor, hidden_dtype: torch.dtype
