@@ -1,4 +1,4 @@
-"""``expert_linear`` in the implementation that runs here; ``test_dispatch.py`` checks the others."""
+"""``expert_linear`` in the implementation that runs here; ``test_dispatch.py`` checks the rest."""
 
 from collections.abc import Iterator
 

@@ -54,15 +54,25 @@ for dtype, n in itertools.product(FLOATS.values(), (1, 3, 8, 15, 31, 64, 257, 51
     h = normal(seeded(n), *g.shape, dtype=dtype)
     rms = torch.rand(len(g), generator=seeded(0)).to(dtype)
     for scale, method in itertools.product((m, m[2]), ("newton", "bisection")):
-        inverses = [ops.invert_rmsnorm(g, scale, rms, eps, fallback, method) for eps, fallback in ((0.0, None), (0.1, h))]
-        for result in (*inverses, ops.stable_scale(g, scale, h, 1e-6, method), ops.stable_scale(g * (h > 1), scale, h, 1.0, method)):
+        results = [
+            *(
+                ops.invert_rmsnorm(g, scale, rms, eps, fallback, method)
+                for eps, fallback in ((0.0, None), (0.1, h))
+            ),
+            ops.stable_scale(g, scale, h, 1e-6, method),
+            ops.stable_scale(g * (h > 1), scale, h, 1.0, method),
+        ]
+        for result in results:
             for part in vars(result).values():
                 digest.update(part.numpy().tobytes())
     if dtype == torch.float64:
         continue
-    parts = [*torch.ops.icl_patch.norm_pair(g, m[3], 1e-5, 1.0, dtype == torch.float16), torch.ops.icl_patch.rms_norm(g, m, 0.0)]
-    parts += [torch.ops.icl_patch.gated_product(x, h, act) for x in (m, 1e3 * g, h / 9) for act in ("gelu_tanh", "silu")]
-    for part in (*parts, *torch.ops.icl_patch.read_direction(m)):
+    compiled = torch.ops.icl_patch
+    parts = [*compiled.norm_pair(g, m[3], 1e-5, 1.0, dtype == torch.float16)]
+    parts += [compiled.rms_norm(g, m, 0.0), *compiled.read_direction(m)]
+    for x, act in itertools.product((m, 1e3 * g, h / 9), ("gelu_tanh", "silu")):
+        parts.append(compiled.gated_product(x, h, act))
+    for part in parts:
         digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
 test_native_linear.check_products()
 print(native.cpu_instructions, digest.hexdigest())
@@ -313,8 +323,8 @@ def test_importing_never_warns(tmp_path: Path) -> None:
     )
     (package / "ops" / "_native.so").unlink(missing_ok=True)
     show = (
-        "import icl_patch, icl_patch.ops; from icl_patch.ops import native; print(icl_patch.__file__,"
-        " native.describe(), sep='|')"
+        "import icl_patch; from icl_patch.ops import native;"
+        " print(icl_patch.__file__, native.describe(), sep='|')"
     )
     for where in (Path(native.__file__).parents[2], tmp_path):
         script = (
