@@ -199,12 +199,7 @@ def _check_linear(
 
 
 def _check_record_linear(
-    z_pair: Tensor,
-    weight: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    direction: Direction,
-    path: str,
+    z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None, **_: Any
 ) -> None:
     _check_linear(z_pair, weight, bias)
     if len(z_pair) % 2:
@@ -312,17 +307,6 @@ def _reference_record_linear(
     return torch.cat([plain_ctx.to(z_pair.dtype), y]), u
 
 
-def _reference_add_low_rank(
-    y: Tensor,
-    z: Tensor,
-    u: Tensor,
-    v: Tensor,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    return reference.add_low_rank(y, z, u, v, index, out_dtype or y.dtype)
-
-
 def _is_native_gemv(z: Tensor, weight: Tensor, *_: Any, path: str, **__: Any) -> bool:
     return path == GEMV and 1 in weight.stride()
 
@@ -350,6 +334,8 @@ _record_linear = Op(
 _add_low_rank = Op(
     "add_low_rank",
     _check_add_low_rank,
-    _reference_add_low_rank,
+    lambda y, z, u, v, index, out_dtype: reference.add_low_rank(
+        y, z, u, v, index, out_dtype or y.dtype
+    ),
     triton_if=lambda y, z, u, *_: u.dim() < 3 or 1 <= u.shape[1] <= _TRITON_RANKS,
 )
