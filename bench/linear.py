@@ -143,7 +143,7 @@ def prepare(cases: Sequence[Case], device: torch.device) -> None:
     """Compile side by side what the cases will launch: it takes longer than to measure them."""
     if find_spec("triton") is None:
         return
-    from icl_patch.kernels import config_for, regime_of, tuning
+    from icl_patch.kernels import config_for, product_path, tuning
     from icl_patch.kernels.config import gpu_name
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -151,7 +151,7 @@ def prepare(cases: Sequence[Case], device: torch.device) -> None:
     for case in cases:
         n, k, rows, rank = (int(case.parameters[name]) for name in ("n", "k", "rows", "rank"))
         dtype = getattr(torch, str(case.parameters["dtype"]))
-        config = config_for(gpu_name(device), dtype, n, k, regime_of(rows))
+        config = config_for(gpu_name(device), dtype, n, k, product_path(rows))
         variants.append(tuning.Variant(dtype, n, k, rows, rank, config))
     with tuning.compilers() as pool:
         tuning.compile_all(pool, variants, 10 * major + minor)

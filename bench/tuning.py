@@ -17,8 +17,8 @@ from icl_patch.bench.results import environment, write_whole
 from icl_patch.kernels import tuning
 from icl_patch.kernels.config import (
     DTYPES,
-    REGIMES,
-    STREAM,
+    PATHS,
+    GEMV,
     Config,
     Entry,
     dump,
@@ -28,8 +28,8 @@ from icl_patch.kernels.config import (
 )
 from icl_patch.kernels.linear import launch_linear
 
-ROWS = {"stream": (1, 2, 4, 8, 16), "tile": (32, 64, 512)}
-QUICK_ROWS = {"stream": (1, 8), "tile": (32, 512)}
+ROWS = {"gemv": (1, 2, 4, 8, 16), "gemm": (32, 64, 512)}
+QUICK_ROWS = {"gemv": (1, 8), "gemm": (32, 512)}
 QUICK_SHAPES = ("Gemma-3-1B down", "Gemma-3-4B up", "Gemma-3-27B up")  # one in each class of N
 # rows and rank, where the coefficients' place matters
 FUSED_CASES = ((1, 1), (8, 1), (16, 1), (4, 4), (1, 16))
@@ -53,11 +53,11 @@ class Plan:
         stored = {name: shape for name, shape in SHAPES.items() if CONV1D not in name}
         return [shape for name, shape in stored.items() if not self.quick or name in QUICK_SHAPES]
 
-    def rows(self, regime: str) -> tuple[int, ...]:
-        """The numbers of rows a regime is measured at: one configuration serves them all, as it
+    def rows(self, path: str) -> tuple[int, ...]:
+        """The numbers of rows a path is measured at: one configuration serves them all, as it
         fixes the order of summation.
         """
-        return (QUICK_ROWS if self.quick else ROWS)[regime]
+        return (QUICK_ROWS if self.quick else ROWS)[path]
 
 
 def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tuple[Entry, ...]]:
@@ -90,26 +90,26 @@ def choose(
     measuring: "Callable[[torch.dtype, str], Measuring]",
     progress: Progress,
 ) -> tuple[Entry, ...]:
-    """The entries of the tuned dtypes, by what ``measuring(dtype, regime)`` says, then those of the
+    """The entries of the tuned dtypes, by what ``measuring(dtype, path)`` says, then those of the
     others as they were.
     """
     chosen: list[Entry] = []
     for dtype in plan.dtypes:
-        for regime in REGIMES:
-            progress(f"{DTYPES[dtype]}, {regime}")
-            chosen += _choose(plan, dtype, regime, measuring(dtype, regime))
+        for path in PATHS:
+            progress(f"{DTYPES[dtype]}, {path}")
+            chosen += _choose(plan, dtype, path, measuring(dtype, path))
     tuned = {DTYPES[dtype] for dtype in plan.dtypes}
     return tuple(chosen + [entry for entry in known if entry.dtype not in tuned])
 
 
-def _choose(plan: Plan, dtype: torch.dtype, regime: str, measuring: "Measuring") -> list[Entry]:
+def _choose(plan: Plan, dtype: torch.dtype, path: str, measuring: "Measuring") -> list[Entry]:
     """Blocks first, then, with them, how many coefficients a program sums itself."""
-    tried = tuning.candidates(dtype, regime)
-    measuring.compile(tried, [(rows, 1) for rows in plan.rows(regime)], plan.shapes)
+    tried = tuning.candidates(dtype, path)
+    measuring.compile(tried, [(rows, 1) for rows in plan.rows(path)], plan.shapes)
     blocks = tuning.tune(
-        dtype, regime, plan.shapes, measuring.blocks, problem=measuring.problem, tried=tried
+        dtype, path, plan.shapes, measuring.blocks, problem=measuring.problem, tried=tried
     )
-    if regime != STREAM:
+    if path != GEMV:
         return list(blocks)
     found, lower = [], 0
     for entry in blocks:
@@ -122,7 +122,7 @@ def _choose(plan: Plan, dtype: torch.dtype, regime: str, measuring: "Measuring")
         measuring.compile(variants, FUSED_CASES, mine)
         [best] = tuning.tune(
             dtype,
-            regime,
+            path,
             mine,
             measuring.fused,
             limits=(),
@@ -135,19 +135,19 @@ def _choose(plan: Plan, dtype: torch.dtype, regime: str, measuring: "Measuring")
 
 
 class Measuring:
-    """Times of configurations of one dtype and regime on a GPU, relative to ``F.linear``; results
+    """Times of configurations of one dtype and path on a GPU, relative to ``F.linear``; results
     are checked before.
     """
 
     def __init__(
-        self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, regime: str
+        self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, path: str
     ) -> None:
-        self._plan, self._pool, self._progress, self._dtype, self._regime = (
+        self._plan, self._pool, self._progress, self._dtype, self._path = (
             plan,
             pool,
             progress,
             dtype,
-            regime,
+            path,
         )
         self._plains: dict[tuple[int, int, int], float] = {}
         self._weights: dict[tuple[int, int], list[Tensor]] = {}
@@ -181,8 +181,8 @@ class Measuring:
         return found
 
     def blocks(self, config: Config, n: int, k: int) -> float | None:
-        """Over the regime's numbers of rows, at rank 1."""
-        return self._measure(config, n, k, [(rows, 1) for rows in self._plan.rows(self._regime)])
+        """Over the path's numbers of rows, at rank 1."""
+        return self._measure(config, n, k, [(rows, 1) for rows in self._plan.rows(self._path)])
 
     def fused(self, config: Config, n: int, k: int) -> float | None:
         """Over rows and ranks."""

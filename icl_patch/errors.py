@@ -1,18 +1,17 @@
-"""What can go wrong, by name."""
+"""The package's own exceptions."""
 
 from typing import Any
 
 
 class UnsupportedModelError(ValueError):
-    """The model, or its attention implementation, has a form that is not known to be covered."""
+    """The package does not support the model, or its attention implementation."""
 
 
 class ControllabilityError(ValueError):
-    """No change of the weights can have the wanted effect: an input is zero where the update
+    """No change of the weights can have the context's effect: an input is zero where the update
     divides by it.
 
-    ``violations``: everything that was found on the way, by block, see
-        :func:`icl_patch.controllability`.
+    violations: all that were found, by block; see :func:`icl_patch.controllability`.
     """
 
     def __init__(self, message: str, violations: tuple[tuple[Any, ...], ...] = ()) -> None:
@@ -21,12 +20,10 @@ class ControllabilityError(ValueError):
 
 
 class PatchFormatError(ValueError):
-    """A patch file, or a patch, that is not well formed: missing, extra, wrong-shape, non-finite or
-    truncated tensors.
+    """A patch or its file is not well formed: tensors are missing, extra, non-finite, truncated or
+    of another shape.
     """
 
 
 class FingerprintMismatch(ValueError):
-    """A well-formed patch that was computed with other weights, another dtype or another
-    tokenizer.
-    """
+    """A well-formed patch was computed with other weights, another dtype or another tokenizer."""

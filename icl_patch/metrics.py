@@ -1,4 +1,4 @@
-"""How far two sets of logits are apart: the papers' measures."""
+"""Distances between two sets of logits: the papers' measures."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def linf(logits: Tensor, reference: Tensor) -> Tensor:
     difference = torch.where(logits == reference, 0.0, difference).nan_to_num(
         nan=torch.inf, posinf=torch.inf
     )
-    size = reference.double().abs().nan_to_num(0.0, 0.0).amax(-1)  # of what is finite
+    size = reference.double().abs().nan_to_num(0.0, 0.0).amax(-1)  # of finite logits
     return difference.amax(-1) / torch.where(size > 0, size, 1.0)
 
 

@@ -19,7 +19,7 @@ from icl_patch.kernels.direction import Direction, read_direction
 from icl_patch.kernels.experts import expert_linear
 from icl_patch.kernels.gated import gated_product
 from icl_patch.kernels.launching import INTERPRETED
-from icl_patch.kernels.linear import patched_linear, regime_of
+from icl_patch.kernels.linear import patched_linear, product_path
 from icl_patch.kernels.low_rank import add_low_rank
 from icl_patch.kernels.norms import NormPair, norm_pair, rms_norm
 from icl_patch.kernels.recording import Recorded, record_linear
@@ -41,7 +41,7 @@ __all__ = [
     "patched_linear",
     "read_direction",
     "record_linear",
-    "regime_of",
+    "product_path",
     "rms_norm",
     "tune",
 ]

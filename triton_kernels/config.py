@@ -1,7 +1,7 @@
 """Which block sizes the kernels use: data files by GPU, dtype and shape class, in ``configs/``.
 
 A configuration fixes the order in which K is summed. It is chosen from (N, K, dtype, GPU) and the
-regime, never from M within a regime, so a row has the same bits however many rows there are.
+path, never from M within a path, so a row has the same bits however many rows there are.
 """
 
 import json
@@ -12,11 +12,11 @@ from importlib.resources import files
 
 import torch
 
-STREAM, TILE = "stream", "tile"
-REGIMES = (STREAM, TILE)
-STREAM_ROWS = 16
-"""The regime ``stream`` serves up to so many rows, and reads the weight once for all of them;
-``tile`` serves more.
+GEMV, GEMM = "gemv", "gemm"
+PATHS = (GEMV, GEMM)
+GEMV_ROWS = 16
+"""The path ``gemv`` serves up to so many rows, and reads the weight once for all of them;
+``gemm`` serves more.
 """
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -24,7 +24,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 @dataclass(frozen=True)
 class Config:
-    """How one regime of the linear kernels is compiled.
+    """How one path of the linear kernels is compiled.
 
     dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows a program serves;
     block_n: outputs a program computes (for multiply-adds: with up to 4 rows, fewer with more);
@@ -61,16 +61,16 @@ class Config:
 class Entry:
     """A configuration and the shapes it is for: N up to max_n, K up to max_k; None is any."""
 
-    regime: str
+    path: str
     dtype: str
     max_n: int | None
     max_k: int | None
     config: Config
 
-    def serves(self, regime: str, dtype: str, n: int, k: int) -> bool:
+    def serves(self, path: str, dtype: str, n: int, k: int) -> bool:
         """Whether the shape is one of those."""
         within = (self.max_n is None or n <= self.max_n) and (self.max_k is None or k <= self.max_k)
-        return self.regime == regime and self.dtype == dtype and within
+        return self.path == path and self.dtype == dtype and within
 
 
 def slug(gpu: str) -> str:
@@ -88,16 +88,16 @@ def parse(text: str) -> tuple[Entry, ...]:
     for item in json.loads(text)["entries"]:
         try:
             item = dict(item)
-            shape = {name: item.pop(name) for name in ("regime", "dtype", "max_n", "max_k")}
+            shape = {name: item.pop(name) for name in ("path", "dtype", "max_n", "max_k")}
             entry = Entry(**shape, config=Config(**item))
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"expected regime, dtype, max_n, max_k and a configuration, got {item}: {error}"
+                f"expected path, dtype, max_n, max_k and a configuration, got {item}: {error}"
             ) from error
-        if entry.regime not in REGIMES or entry.dtype not in DTYPES.values():
+        if entry.path not in PATHS or entry.dtype not in DTYPES.values():
             raise ValueError(
-                f"expected one of {REGIMES} and one of {tuple(DTYPES.values())}, got"
-                f" {entry.regime}, {entry.dtype}"
+                f"expected one of {PATHS} and one of {tuple(DTYPES.values())}, got"
+                f" {entry.path}, {entry.dtype}"
             )
         entries.append(entry)
     return tuple(entries)
@@ -108,7 +108,7 @@ def dump(gpu: str, note: str, entries: tuple[Entry, ...]) -> str:
     rows = []
     for entry in entries:
         shape = {
-            "regime": entry.regime,
+            "path": entry.path,
             "dtype": entry.dtype,
             "max_n": entry.max_n,
             "max_k": entry.max_k,
@@ -139,26 +139,26 @@ def data_files() -> dict[str, tuple[Entry, ...]]:
 
 
 @cache
-def config_for(gpu: str, dtype: torch.dtype, n: int, k: int, regime: str) -> Config:
+def config_for(gpu: str, dtype: torch.dtype, n: int, k: int, path: str) -> Config:
     """The configuration for a weight (N, K): the first entry that serves it.
 
     Args:
         gpu: the device's name as CUDA tells it; a name without a data file gets the default.
         dtype: the weight's.
         n, k: its size.
-        regime: ``"stream"`` or ``"tile"``.
+        path: ``"gemv"`` or ``"gemm"``.
 
     Raises:
         LookupError: no entry serves the shape.
-        ValueError: there is no such regime.
+        ValueError: there is no such path.
     """
-    if regime not in REGIMES:
-        raise ValueError(f"expected regime {' or '.join(map(repr, REGIMES))}, got {regime!r}")
+    if path not in PATHS:
+        raise ValueError(f"expected path {' or '.join(map(repr, PATHS))}, got {path!r}")
     for entry in entries_for(gpu):
-        if entry.serves(regime, DTYPES[dtype], n, k):
+        if entry.serves(path, DTYPES[dtype], n, k):
             return entry.config
     raise LookupError(
-        f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, K = {k}, {regime}"
+        f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, K = {k}, {path}"
     )
 
 

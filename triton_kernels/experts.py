@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from icl_patch.kernels import library
-from icl_patch.kernels.config import STREAM, Config, config_for, gpu_name
+from icl_patch.kernels.config import GEMV, Config, config_for, gpu_name
 from icl_patch.kernels.launching import Launch, ceil_div, check, dtype_of, needs_op, serve
 from icl_patch.kernels.linear import check_operands
 from icl_patch.kernels.linear_kernels import _add_lanes, _add_products
@@ -113,7 +113,7 @@ def _find(
     config: Config | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     _check(x, weight, expert, bias, out_dtype)
-    config = config or config_for(gpu_name(x.device), weight.dtype, *weight.shape[1:], STREAM)
+    config = config or config_for(gpu_name(x.device), weight.dtype, *weight.shape[1:], GEMV)
     launch = plan_experts(x, weight, expert, bias, out_dtype or x.dtype, config)
     return lambda x, weight, expert, bias: launch(x, weight, bias, expert)
 
@@ -137,7 +137,6 @@ def expert_linear(
     weight: Tensor,
     expert: Tensor,
     bias: Tensor | None = None,
-    *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``y_mj = W_e x_m + b_e`` with ``e = expert[m, j]``, accumulated in fp32 and rounded once.

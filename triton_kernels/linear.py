@@ -8,7 +8,7 @@ from torch import Tensor
 
 from icl_patch.kernels import library
 from icl_patch.kernels.coefficients import LANES, plan_coefficients
-from icl_patch.kernels.config import STREAM, STREAM_ROWS, TILE, Config, config_for, gpu_name
+from icl_patch.kernels.config import GEMV, GEMV_ROWS, GEMM, Config, config_for, gpu_name
 from icl_patch.kernels.gradients import backward, setup
 from icl_patch.kernels.launching import (
     FLOATS,
@@ -27,9 +27,9 @@ from icl_patch.kernels.linear_kernels import _linear_kernel
 MAX_RANK = 64
 
 
-def regime_of(rows: int) -> str:
-    """``"stream"`` up to 16 rows, else ``"tile"``."""
-    return STREAM if rows <= STREAM_ROWS else TILE
+def product_path(rows: int) -> str:
+    """``"gemv"`` up to 16 rows, else ``"gemm"``."""
+    return GEMV if rows <= GEMV_ROWS else GEMM
 
 
 @cache
@@ -145,11 +145,11 @@ def launch_linear(
     bias: Tensor | None = None,
     index: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    regime: str | None = None,
+    path: str | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """:func:`patched_linear` without gradients, straight to the kernel."""
-    return serve(_find, (z, weight, u, v, bias, index), out_dtype, regime, config)
+    return serve(_find, (z, weight, u, v, bias, index), out_dtype, path, config)
 
 
 def _find(
@@ -160,17 +160,17 @@ def _find(
     bias: Tensor | None,
     index: Tensor | None,
     out_dtype: torch.dtype | None,
-    regime: str | None,
+    path: str | None,
     config: Config | None,
 ) -> Callable[..., Tensor]:
     _check(z, weight, u, v, bias, index, out_dtype)
     if u is not None and not len(u):  # an empty pool: no row has a patch
-        plain = _find(z, weight, None, None, bias, None, out_dtype, regime, config)
+        plain = _find(z, weight, None, None, bias, None, out_dtype, path, config)
         return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
     if u is not None and v is not None and u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
     config = config or config_for(
-        gpu_name(z.device), weight.dtype, *weight.shape, regime or regime_of(len(z))
+        gpu_name(z.device), weight.dtype, *weight.shape, path or product_path(len(z))
     )
     before = plan_before(z, v, index, config)
     launch = plan_linear(z, weight, u, v, bias, index, out_dtype or z.dtype, config)
@@ -190,7 +190,7 @@ def _find(
 
 library.define(
     "triton_patched_linear(Tensor z, Tensor weight, Tensor? u, Tensor? v, Tensor? bias, Tensor?"
-    " index, ScalarType? out_dtype, str? regime) -> Tensor",
+    " index, ScalarType? out_dtype, str? path) -> Tensor",
     launch_linear,
 )
 
@@ -204,7 +204,7 @@ def _(
     bias: Tensor | None,
     index: Tensor | None,
     out_dtype: torch.dtype | None,
-    regime: str | None,
+    path: str | None,
 ) -> Tensor:
     return z.new_empty((z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype)
 
@@ -215,10 +215,9 @@ def patched_linear(
     u: Tensor | None = None,
     v: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
     index: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    regime: str | None = None,
+    path: str | None = None,
 ) -> Tensor:
     """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r``, accumulated in fp32 and rounded once.
 
@@ -233,8 +232,8 @@ def patched_linear(
         index: (M,) integer rows of the pool, which are not looked at on the host; a negative one
             gives the row the bits of the plain map.
         out_dtype: of the result; z's dtype by default.
-        regime: ``"stream"`` or ``"tile"`` for any number of rows; by default ``"stream"`` up to 16
-            rows. Within a regime a row's bits depend on nothing but the row, its factors, the
+        path: ``"gemv"`` or ``"gemm"`` for any number of rows; by default ``"gemv"`` up to 16
+            rows. Within a path a row's bits depend on nothing but the row, its factors, the
             weight, the bias and the GPU.
 
     Returns:
@@ -249,9 +248,9 @@ def patched_linear(
     if needs_op(z, weight, u, v, bias):
         _check(z, weight, u, v, bias, index, out_dtype)
         return torch.ops.icl_patch.triton_patched_linear(
-            z, weight, u, v, bias, index, out_dtype, regime
+            z, weight, u, v, bias, index, out_dtype, path
         )
-    return launch_linear(z, weight, u, v, bias, index, out_dtype, regime)
+    return launch_linear(z, weight, u, v, bias, index, out_dtype, path)
 
 
 def _check(

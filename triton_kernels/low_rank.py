@@ -113,7 +113,6 @@ def add_low_rank(
     z: Tensor,
     u: Tensor,
     v: Tensor,
-    *,
     index: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:

@@ -233,7 +233,6 @@ def norm_pair(
     hidden: Tensor,
     weight: Tensor,
     eps: float,
-    *,
     scale_offset: float = 0.0,
     cast_first: bool = True,
 ) -> NormPair:
@@ -276,7 +275,7 @@ def _check_norm_pair(hidden: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def rms_norm(
-    x: Tensor, scale: Tensor, eps: float, *, scale_offset: float = 0.0, cast_first: bool = True
+    x: Tensor, scale: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
 ) -> Tensor:
     """``y = (o + m') ⊙ x / sqrt(mean(x²) + eps)``, with a scale per row.
 

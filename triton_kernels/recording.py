@@ -12,7 +12,7 @@ from icl_patch.kernels import library
 from icl_patch.kernels.config import Config, config_for, gpu_name
 from icl_patch.kernels.direction import Direction, read_direction
 from icl_patch.kernels.launching import check, needs_op, serve
-from icl_patch.kernels.linear import check_linear, plan_linear, regime_of
+from icl_patch.kernels.linear import check_linear, plan_linear, product_path
 
 
 class Recorded(NamedTuple):
@@ -40,11 +40,11 @@ def launch_record(
     weight: Tensor,
     bias: Tensor | None,
     coeff: Tensor,
-    regime: str | None = None,
+    path: str | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`record_linear` for given coefficients, straight to the kernel: y_pair and u."""
-    return serve(_find, (z_pair, weight, bias, coeff), regime, config)
+    return serve(_find, (z_pair, weight, bias, coeff), path, config)
 
 
 def _find(
@@ -52,19 +52,19 @@ def _find(
     weight: Tensor,
     bias: Tensor | None,
     coeff: Tensor,
-    regime: str | None,
+    path: str | None,
     config: Config | None,
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]:
     _check(z_pair, weight, bias, coeff)
     config = config or config_for(
-        gpu_name(z_pair.device), weight.dtype, *weight.shape, regime or regime_of(len(z_pair) // 2)
+        gpu_name(z_pair.device), weight.dtype, *weight.shape, path or product_path(len(z_pair) // 2)
     )
     launch = plan_linear(z_pair, weight, None, None, bias, None, z_pair.dtype, config, record=True)
     return lambda z_pair, weight, bias, coeff: launch(z_pair, weight, bias, None, None, None, coeff)
 
 
 library.define(
-    "triton_record_linear(Tensor z_pair, Tensor weight, Tensor? bias, Tensor coeff, str? regime) ->"
+    "triton_record_linear(Tensor z_pair, Tensor weight, Tensor? bias, Tensor coeff, str? path) ->"
     " (Tensor, Tensor)",
     launch_record,
 )
@@ -72,7 +72,7 @@ library.define(
 
 @library.fake("triton_record_linear")
 def _(
-    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, regime: str | None
+    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, path: str | None
 ) -> tuple[Tensor, Tensor]:
     y_pair = z_pair.new_empty((z_pair.shape[0], weight.shape[0]))
     return y_pair, z_pair.new_empty((z_pair.shape[0] // 2, weight.shape[0]), dtype=torch.float32)
@@ -84,14 +84,14 @@ def record_linear(
     bias: Tensor | None = None,
     *,
     direction: Direction | None = None,
-    regime: str | None = None,
+    path: str | None = None,
 ) -> Recorded:
     """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``,
     reading W once.
 
     u is the difference of the two fp32 sums, before the bias. ``patched_linear(z, weight, u, v,
     bias)`` gives y again bit for bit, and ``patched_linear(z_ctx, weight, None, None, bias)``
-    y_ctx, in the regime of M rows.
+    y_ctx, in the path of M rows.
 
     Args:
         z_pair: (2M, K) fp32, bf16 or fp16: M rows of the context stream, then M of the reduced
@@ -100,7 +100,7 @@ def record_linear(
         direction: of the reduced rows, from :func:`read_direction` or
             :func:`icl_patch.kernels.norm_pair`; it is shared by all linear maps that read one z.
             Computed by a launch of its own if not given.
-        regime: ``"stream"`` or ``"tile"``; by default as ``patched_linear`` chooses for M rows.
+        path: ``"gemv"`` or ``"gemm"``; by default as ``patched_linear`` chooses for M rows.
 
     Returns:
         Recorded(y_pair, u, direction). Not differentiable.
@@ -117,10 +117,10 @@ def record_linear(
     if needs_op(z_pair, weight, bias):
         _check(z_pair, weight, bias, direction.coeff)
         y_pair, u = torch.ops.icl_patch.triton_record_linear(
-            z_pair, weight, bias, direction.coeff, regime
+            z_pair, weight, bias, direction.coeff, path
         )
     else:
-        y_pair, u = launch_record(z_pair, weight, bias, direction.coeff, regime)
+        y_pair, u = launch_record(z_pair, weight, bias, direction.coeff, path)
     return Recorded(y_pair, u, direction)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from icl_patch.kernels.coefficients import plan_coefficients
-from icl_patch.kernels.config import STREAM, Entry, data_files
+from icl_patch.kernels.config import GEMV, Entry, data_files
 from icl_patch.kernels.direction import plan_direction
 from icl_patch.kernels.experts import plan_experts
 from icl_patch.kernels.gated import ACTIVATIONS, plan_gated
@@ -17,7 +17,7 @@ from icl_patch.kernels.linear import plan_linear
 from icl_patch.kernels.low_rank import plan_low_rank
 from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
 
-# Name, rank, rows for the regimes "stream" and "tile"; where a rank is not given there is no patch.
+# Name, rank, rows for the paths "gemv" and "gemm"; where a rank is not given there is no patch.
 VARIANTS = (
     ("plain", 0, 1, 64),
     ("rank 1", 1, 1, 64),
@@ -71,16 +71,16 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
     seen = set()
     for file, entries in data_files().items():
         for entry in entries:
-            key = (entry.regime, entry.dtype.replace("bfloat", "float"), entry.config)
+            key = (entry.path, entry.dtype.replace("bfloat", "float"), entry.config)
             if key in seen:
                 continue
             seen.add(key)
             size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
-            for variant, rank, stream_rows, tile_rows in VARIANTS:
-                rows = stream_rows if entry.regime == STREAM else tile_rows
+            for variant, rank, gemv_rows, gemm_rows in VARIANTS:
+                rows = gemv_rows if entry.path == GEMV else gemm_rows
                 if rows is not None:
                     yield (
-                        f"{file}: {entry.regime} {entry.dtype}{size}, {variant}",
+                        f"{file}: {entry.path} {entry.dtype}{size}, {variant}",
                         linear_launch(entry, variant, rank, rows),
                     )
 
@@ -91,7 +91,7 @@ def expert_launches() -> Iterator[tuple[str, Launch]]:
     """
     for file, entries in data_files().items():
         for entry in entries:
-            if entry.regime == STREAM and entry.dtype != "float16":
+            if entry.path == GEMV and entry.dtype != "float16":
                 dtype, n, k = (
                     getattr(torch, entry.dtype),
                     min(entry.max_n or 21504, 21504),

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from icl_patch.kernels import aot, specialisations
-from icl_patch.kernels.config import DTYPES, STREAM, Config, Entry
+from icl_patch.kernels.config import DTYPES, GEMV, Config, Entry
 from icl_patch.kernels.launching import Launch
 from icl_patch.kernels.linear import plan_before, plan_linear
 
@@ -26,12 +26,12 @@ the same.
 """
 
 
-def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
-    """The configurations a tuning run tries for one regime. Which of them compile without spills
+def candidates(dtype: torch.dtype, path: str) -> tuple[Config, ...]:
+    """The configurations a tuning run tries for one path. Which of them compile without spills
     depends on the GPU.
     """
     found: list[dict[str, Any]] = []
-    if regime == STREAM and dtype == torch.float32:
+    if path == GEMV and dtype == torch.float32:
         for block_n in (4, 8, 16, 32, 64):
             found += [
                 {
@@ -45,7 +45,7 @@ def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
                 for warps in (4, 8)
                 for stages in (4, 8)
             ]
-    elif regime == STREAM:
+    elif path == GEMV:
         for block_n in (16, 32, 64, 128):
             found += [
                 {
@@ -95,7 +95,7 @@ def classes(
 
 def tune(
     dtype: torch.dtype,
-    regime: str,
+    path: str,
     shapes: Sequence[tuple[int, int]],
     measure: Callable[[Config, int, int], float | None],
     limits: Sequence[int] = (4096, 16384),
@@ -106,7 +106,7 @@ def tune(
     class's shapes, on average.
 
     Args:
-        dtype, regime: what the entries are for.
+        dtype, path: what the entries are for.
         shapes: weights (N, K) to measure.
         measure: the time of a configuration at (N, K), over whatever numbers of rows matter; None
             if it does not run there or its result is wrong.
@@ -124,7 +124,7 @@ def tune(
     for lower, upper, mine in classes(shapes, limits):
         times = {
             config: [measure(config, n, k) for n, k in mine]
-            for config in tried or candidates(dtype, regime)
+            for config in tried or candidates(dtype, path)
         }
         whole = {config: [t for t in found if t is not None] for config, found in times.items()}
         whole = {config: found for config, found in whole.items() if len(found) == len(mine)}
@@ -137,7 +137,7 @@ def tune(
             if mine
             else []
         )
-        possible = (Entry(regime, DTYPES[dtype], upper, None, config) for config in ranked)
+        possible = (Entry(path, DTYPES[dtype], upper, None, config) for config in ranked)
         entry = next((entry for entry in possible if problem(entry) is None), None)
         if entry is None:
             raise ValueError(
@@ -240,8 +240,8 @@ def entry_problem(
     that it is compiled ahead for.
     """
     calls = []
-    for variant, rank, stream_rows, tile_rows in specialisations.VARIANTS:
-        rows = stream_rows if entry.regime == STREAM else tile_rows
+    for variant, rank, gemv_rows, gemm_rows in specialisations.VARIANTS:
+        rows = gemv_rows if entry.path == GEMV else gemm_rows
         if rows is not None:
             calls += [(entry, variant, rank, rows, capability) for capability in capabilities]
     return next(

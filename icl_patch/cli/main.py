@@ -782,10 +782,10 @@ def _tune(options: argparse.Namespace) -> int:
         plan, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
     )
     rows = [
-        [entry.regime, entry.dtype, entry.max_n or "any", *vars(entry.config).values()]
+        [entry.path, entry.dtype, entry.max_n or "any", *vars(entry.config).values()]
         for entry in entries
     ]
-    columns = ["regime", "dtype", "N up to", *vars(entries[0].config)]
+    columns = ["path", "dtype", "N up to", *vars(entries[0].config)]
     result = {"file": str(path), "entries": [dict(zip(columns, row, strict=True)) for row in rows]}
     _print(options, result, report.table(str(path), columns, rows))
     return 0

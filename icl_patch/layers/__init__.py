@@ -1,1 +1,1 @@
-"""The modules that take another module's place, with a patch."""
+"""The modules that replace a module of the model and apply a patch to it."""

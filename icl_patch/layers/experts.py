@@ -1,10 +1,9 @@
-"""Patched modules of a mixture of experts: the router that chooses, and the experts with a change
-of weights per token.
+"""PatchedExperts: the experts of a mixture, with a change of weights per token.
 
-The experts of transformers hold their matrices as one parameter of three dimensions each. A patch
-holds factors for a token's active
-experts only, its *slots*: ``gate_up_proj[e] + u_j vᵀ`` for the readers, ``down_proj[e] + u v_jᵀ``
-or ``down_proj_bias[e] + Δb`` for the writer. Nothing of a weight's size is built.
+The experts of transformers hold each of their matrices as one parameter of three dimensions. A
+patch holds factors for a token's active experts only, its *slots*: ``gate_up_proj[e] + u_j vᵀ`` for
+the readers, ``down_proj[e] + u v_jᵀ`` or ``down_proj_bias[e] + Δb`` for the writer. No tensor of a
+weight's size is built.
 """
 
 from collections.abc import Callable
@@ -15,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import Mode, PatchedModule, is_hooked
-from icl_patch.layers.router import _Product
+from icl_patch.layers.patched_module import Mode, PatchedModule
+from icl_patch.layers.product_interception import call_with_changed_product
 
-# rows of several tokens: with more of them an expert has enough for a product of its own
-_AT_ONCE = 64
+# tokens of several a row: with more of them an expert has enough for a product of its own
+_FUSED_TOKENS = 64
 
 
 class PatchedExperts(PatchedModule):
@@ -37,16 +36,16 @@ class PatchedExperts(PatchedModule):
     """
 
     base_layer: Any  # a module with the experts' matrices
-    _FACTORS = ("read_u", "read_v", "index", "write_u", "write_v")
+    _PATCH = ("read_u", "read_v", "index", "write_u", "write_v")
+    read_u: Tensor | None  # (M, k, 2I)
+    read_v: Tensor | None  # (M, K)
+    index: Tensor | None  # (M, k), the experts that the factors are for
+    write_u: Tensor | None  # (M, d)
+    write_v: Tensor | None  # (M, k, I); None for a bias
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
-        self.read_u: Tensor | None = None  # (M, k, 2I)
-        self.read_v: Tensor | None = None  # (M, K)
-        self.index: Tensor | None = None  # (M, k)
-        self.write_u: Tensor | None = None  # (M, d)
-        self.write_v: Tensor | None = None  # (M, k, I); None for a bias
-        self.tokens = 1  # of the rows that are replayed
+        self.tokens = 1  # a row of a replay
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -76,13 +75,12 @@ class PatchedExperts(PatchedModule):
         return bool(getattr(module, "is_transposed", False))
 
     def off(self) -> None:
-        """Be the base module again, bit for bit; the factors are dropped."""
+        """Be the base module again, bit for bit, and drop the patch."""
         super().off()
-        self.read_u = self.read_v = self.index = self.write_u = self.write_v = None
         self.tokens = 1
 
     def replay(self, tokens: int = 1) -> None:
-        """Apply the factors that were set, from now on: of rows of so many tokens each."""
+        """Apply the factors that were set, from now on, to rows of ``tokens`` tokens each."""
         self.tokens, self.mode = tokens, Mode.REPLAY
 
     def _run(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -99,32 +97,28 @@ class PatchedExperts(PatchedModule):
     # -- the parts, expert by expert
 
     def gathers(self, z: Tensor) -> bool:
-        """Whether :func:`icl_patch.ops.expert_linear` serves the base module's matrices: nobody has
-        touched it, nor said another dtype.
+        """Whether :func:`icl_patch.ops.expert_linear` may multiply by the base module's matrices in
+        its place.
         """
-        base = self.base_layer
-        if (
-            is_hooked(base)
-            or "forward" in vars(base)
-            or (not z.is_meta and torch.is_autocast_enabled(z.device.type))
-        ):
-            return False
-        matrices = (base.gate_up_proj, base.down_proj)
-        return all(type(matrix) is nn.Parameter and matrix.dtype == z.dtype for matrix in matrices)
+        matrices = (self.base_layer.gate_up_proj, self.base_layer.down_proj)
+        return self.runs_plainly(z) and all(
+            type(matrix) is nn.Parameter and matrix.dtype == z.dtype for matrix in matrices
+        )
 
     def uses_expert_linear(self, z: Tensor, rows: int, tokens: int) -> bool:
-        """Whether that op multiplies (rows, tokens) of the reduced stream: a token a row, as in a
-        decode step, or few of all.
+        """Whether that op multiplies (rows, tokens) of the reduced stream: one token a row, as in a
+        decode step, or few tokens in all.
 
-        The same when they are recorded as when they are replayed, whose bits are to be the same.
+        Recording and replay decide alike, so that their bits agree.
         """
-        return (tokens == 1 or rows * tokens <= _AT_ONCE) and self.gathers(z)
+        return (tokens == 1 or rows * tokens <= _FUSED_TOKENS) and self.gathers(z)
 
-    def _product(self, name: str, x: Tensor, index: Tensor, at_once: bool) -> Tensor:
+    def _product(self, name: str, x: Tensor, index: Tensor, fused: bool) -> Tensor:
         """``W_e x + b_e`` for every slot: x (M, K), or (M, k, K) where the slots differ -> (M, k,
         N).
 
-        With ``at_once`` in one op that looks at nothing on the host, and before its rounding.
+        With ``fused`` by :func:`icl_patch.ops.expert_linear`, without a look from the host and
+        before its rounding; else expert by expert.
         """
         matrix: Tensor = getattr(self.base_layer, name)
         bias: Tensor | None = (
@@ -133,34 +127,34 @@ class PatchedExperts(PatchedModule):
             else None
         )
         weight = matrix.mT if self.is_transposed(self.base_layer) else matrix
-        if at_once:
+        if fused:
             return ops.expert_linear(
                 x, weight, index, bias, out_dtype=torch.promote_types(x.dtype, torch.float32)
             )
         out = x.new_empty(*index.shape, weight.shape[1])
         for expert in index.unique().tolist():
             rows, slots = (index == expert).nonzero(as_tuple=True)
-            given = x[rows] if x.dim() == 2 else x[rows, slots]
-            made = F.linear(given, weight[expert], None if bias is None else bias[expert])
-            out = out.to(made.dtype)  # another one under autocast
-            out[rows, slots] = made
+            inputs = x[rows] if x.dim() == 2 else x[rows, slots]
+            y = F.linear(inputs, weight[expert], None if bias is None else bias[expert])
+            out = out.to(y.dtype)  # another one under autocast
+            out[rows, slots] = y
         return out
 
-    def read(self, z: Tensor, index: Tensor, at_once: bool = False) -> Tensor:
-        """What the active experts' input matrices make of z: (M, d) -> (M, k, 2I); ``at_once`` as
-        :meth:`_product` has it.
+    def read(self, z: Tensor, index: Tensor, fused: bool = False) -> Tensor:
+        """``W_gate_up,j z`` of the active experts: (M, d) -> (M, k, 2I); ``fused`` as in
+        :meth:`_product`.
         """
-        return self._product("gate_up_proj", z, index, at_once)
+        return self._product("gate_up_proj", z, index, fused)
 
     def inner(self, read: Tensor) -> Tensor:
         """h: (M, k, 2I) -> (M, k, I)."""
         return self.base_layer._apply_gate(read)
 
-    def write(self, h: Tensor, index: Tensor, weights: Tensor, at_once: bool = False) -> Tensor:
+    def write(self, h: Tensor, index: Tensor, weights: Tensor, fused: bool = False) -> Tensor:
         """``Σ_j s_j (W_down,j h_j + b_j)``, summed in fp32 (fp64 for fp64): (M, k, I) -> (M, d)."""
-        made = self._product("down_proj", h, index, at_once)
-        wide = torch.promote_types(made.dtype, torch.float32)
-        return (made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1)
+        outputs = self._product("down_proj", h, index, fused)
+        wide = torch.promote_types(outputs.dtype, torch.float32)
+        return (outputs.to(wide) * weights.to(wide).unsqueeze(-1)).sum(1)
 
     def add_read(self, read: Tensor, z: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """``y_j + u_j (v·z)`` rounded to the model's dtype: read, u (M, k, 2I), z, v (M, d)."""
@@ -169,27 +163,27 @@ class PatchedExperts(PatchedModule):
 
     @staticmethod
     def gain(h: Tensor, weights: Tensor, v: Tensor | None) -> Tensor:
-        """κ, what u is multiplied by, (M, 1) fp64: ``Σ_j s_j (v_j·h_j)``, or S for a bias."""
+        """κ, the factor of u, (M, 1) fp64: ``Σ_j s_j (v_j·h_j)``, or S for a bias."""
         shares = (
             weights.double() if v is None else weights.double() * (h.double() * v.double()).sum(-1)
         )
         return shares.sum(-1, keepdim=True)
 
     def _replay(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        at_once = self.uses_expert_linear(z, len(z) // self.tokens, self.tokens)
-        read = self.read(z, index, at_once)
+        fused = self.uses_expert_linear(z, len(z) // self.tokens, self.tokens)
+        read = self.read(z, index, fused)
         if self.read_u is not None and self.read_v is not None:
             read = self.add_read(read, z, self._of_slots(self.read_u, index), self.read_v)
-        h = self.inner(read.to(z.dtype) if at_once else read)
-        out = self.write(h, index, weights, at_once)
+        h = self.inner(read.to(z.dtype) if fused else read)
+        out = self.write(h, index, weights, fused)
         if self.write_u is None:
             return out.to(z.dtype)
         v = None if self.write_v is None else self._of_slots(self.write_v, index)
         return self.add_written(out, self.gain(h, weights, v), self.write_u, z.dtype)
 
     def _of_slots(self, factor: Tensor, index: Tensor) -> Tensor:
-        """The factors of the experts that are active now; an expert that was not when they were
-        recorded has none.
+        """The factors of the experts that are active now; 0 for an expert that was not active when
+        the factors were recorded.
         """
         assert self.index is not None
         same = index.unsqueeze(-1) == self.index.unsqueeze(-2)  # (M, k, recorded k)
@@ -204,12 +198,12 @@ class PatchedExperts(PatchedModule):
 
 
 class PatchedScaledExperts(PatchedExperts):
-    """Experts whose weight multiplies what they read instead of what they write, all of them at
-    once: ``Σ_e f(W_e s_e z)``.
+    """Experts whose weight multiplies their input instead of their output: ``Σ_e f(W_e s_e z)``
+    over all experts.
 
     ``s_e = 0`` for those that are not active, and ``f(0) = 0``. With ``(v·z) = 1`` the coefficient
-    of an expert's ``u`` is ``s_e``. They
-    only read: their sum over the experts has no weights by which Lemma 11 could share delta out.
+    of an expert's ``u`` is ``s_e``. They only read: their sum over the experts has no weights by
+    which Lemma 11 could share delta out.
 
     Source: Goldwaser et al. (2025), Lemma 7, with ``s_e z`` in place of z.
     """
@@ -228,8 +222,8 @@ class PatchedScaledExperts(PatchedExperts):
         return True
 
     def active(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The slots of rows x (E·M, d), expert after expert: which experts (M, k), and what those
-        read (M, k, d).
+        """The slots of rows x (E·M, d), expert after expert: the experts (M, k) and their inputs
+        (M, k, d).
         """
         by_row = x.reshape(self.base_layer.gate_up_proj.shape[0], -1, x.shape[-1]).transpose(0, 1)
         used = (by_row != 0).any(-1)
@@ -238,9 +232,8 @@ class PatchedScaledExperts(PatchedExperts):
 
     def with_read(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """The base experts, with their first product (E, M, 2I) replaced by ``change`` of it."""
-        first = iter([change])
-        with _Product(lambda made: next(first, lambda same: same)(made), torch.bmm):
-            out: Tensor = self.base_layer(x)
+        out: Tensor
+        out, _ = call_with_changed_product(self.base_layer, torch.bmm, change, x)
         return out
 
     def _run(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -256,17 +249,17 @@ class PatchedScaledExperts(PatchedExperts):
         assert self.index is not None and self.read_u is not None and self.read_v is not None
         index, slots = self.active(x)
         u, v = self._of_slots(self.read_u, index), self.read_v
-        return self.with_read(x, lambda made: self.add_to_all(made, slots, index, u, v))
+        return self.with_read(x, lambda product: self.add_to_all(product, slots, index, u, v))
 
     def add_to_all(
-        self, made: Tensor, slots: Tensor, index: Tensor, u: Tensor, v: Tensor
+        self, product: Tensor, slots: Tensor, index: Tensor, u: Tensor, v: Tensor
     ) -> Tensor:
         """The product (E, M, 2I) with the active experts' changes added; slots (M, k, d), index (M,
         k), u (M, k, 2I), v (M, d).
         """
-        by_row = made.transpose(0, 1)
+        by_row = product.transpose(0, 1)
         read = by_row.take_along_dim(index.unsqueeze(-1), 1)
         coefficient = (slots.to(v.dtype) * v.unsqueeze(1)).sum(-1, keepdim=True)
-        changed = (read + coefficient * u).to(made.dtype)
+        changed = (read + coefficient * u).to(product.dtype)
         wide = index.unsqueeze(-1).expand_as(changed)
         return by_row.scatter(1, wide, changed).transpose(0, 1).contiguous()

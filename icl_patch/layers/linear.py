@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import Mode, PatchedModule, is_hooked
+from icl_patch.layers.patched_module import Mode, PatchedModule, is_hooked, matches_rows
 
 
 class PatchedLinear(PatchedModule):
@@ -21,25 +21,22 @@ class PatchedLinear(PatchedModule):
     matrix. With no patch set it is the base module, bit for bit::
 
         layer = PatchedLinear(model.lm_head)
-        layer.set_patch(u, v)      # u (1, R, N), v (1, R, K): the same change for every row; u (M, N), v (M, K): one a row
-        layer.update_patch(u, v)   # other numbers in the same places: a captured CUDA graph goes on with them
-        merged = layer.merge()     # a plain module with W + Σ_r u_r v_rᵀ, rounded to its dtype
-        layer.set_bias_change(bias_change)     # a change of the bias instead
+        # one change for all rows: u (1, R, N), v (1, R, K); one for each row: u (M, N), v (M, K)
+        layer.set_patch(u, v)
+        layer.update_patch(u, v)  # new values in the same memory: a captured CUDA graph sees them
+        merged = layer.merge()    # a plain module with W + Σ_r u_r v_rᵀ, rounded to its dtype
+        layer.set_bias_change(bias_change)  # a change of the bias instead
         layer.clear_patch()
 
     Source: Goldwaser et al. (2025), Lemmas 6, 8 and 9.
     """
 
-    _FACTORS = ("u", "v", "bias_change")
-    _STATE = PatchedModule._STATE | {*_FACTORS, "shared", "out_dtype"}
-
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__(base_layer)
-        self.u: Tensor | None = None
-        self.v: Tensor | None = None
-        self.bias_change: Tensor | None = None
-        self.shared: bool | None = None
-        self.out_dtype: torch.dtype | None = None
+    _PATCH = ("u", "v", "bias_change", "shared", "out_dtype")
+    u: Tensor | None
+    v: Tensor | None
+    bias_change: Tensor | None
+    shared: bool | None
+    out_dtype: torch.dtype | None
 
     def set_patch(
         self,
@@ -84,7 +81,7 @@ class PatchedLinear(PatchedModule):
         )
 
     def update_patch(self, u: Tensor, v: Tensor) -> None:
-        """Copy other factors into those that are set, which keep their places in memory.
+        """Copy new factors into the memory of those that are set.
 
         Raises:
             ValueError: no patch is set, or its factors have other shapes; nothing is changed then.
@@ -99,7 +96,7 @@ class PatchedLinear(PatchedModule):
                 f"expected {expected}, as they were set, got {tuple(u.shape)} and {tuple(v.shape)}"
             )
         with torch.no_grad():
-            # v is made ready before u is written: it may fail, or lie where u does
+            # v is converted before u is written: that may fail, and v may share u's memory
             v = v.to(
                 self.v.device,
                 self.v.dtype,
@@ -110,13 +107,13 @@ class PatchedLinear(PatchedModule):
 
     def merge(self) -> nn.Module:
         """A copy of the base module with the patch in its parameters: ``W + Σ_r u_r v_rᵀ`` or ``b +
-        Δb``, in fp64, rounded to their dtype.
+        Δb``, computed in fp64 and rounded to their dtype.
 
         Raises:
             TypeError: the base module is not an ``nn.Linear`` or a Conv1D with a plain weight, or
-                somebody hooked it.
-            ValueError: the patch is not the same for all rows or does not fit, or a bias is to
-                change and there is none.
+                it has hooks.
+            ValueError: the patch is not the same for all rows or does not fit, or it changes a bias
+                that the module lacks.
         """
         base = self.base_layer
         if type(base) not in (nn.Linear, Conv1D) or type(base.weight) is not nn.Parameter:
@@ -162,25 +159,12 @@ class PatchedLinear(PatchedModule):
         self.off()
         self.bias_change, self.out_dtype, self.mode = bias_change, out_dtype, Mode.REPLAY
 
-    def clear_patch(self) -> None:
-        """Drop the patch and be the base module again."""
-        self.off()
-
-    def off(self) -> None:
-        """Be the base module again, bit for bit; the factors are dropped."""
-        super().off()
-        self.u = self.v = self.bias_change = self.shared = self.out_dtype = None
-
     def linear_map(self, z: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """The base module's matrix (N, K) and bias, if ``F.linear(z, matrix, bias)`` is all that
-        the module does.
+        """The base module's matrix (N, K) and bias, if the module computes ``F.linear(z, matrix,
+        bias)`` and nothing else.
         """
         base = self.base_layer
-        if (
-            is_hooked(base)
-            or "forward" in vars(base)
-            or (not z.is_meta and torch.is_autocast_enabled(z.device.type))
-        ):
+        if not self.runs_plainly(z):
             return None
         weight = base.weight if type(base) in (nn.Linear, Conv1D) else None
         if type(weight) is not nn.Parameter or weight.dtype != z.dtype:
@@ -190,11 +174,11 @@ class PatchedLinear(PatchedModule):
         return (weight.T if type(base) is Conv1D else weight), bias
 
     def plain(self, z: Tensor, rows: int | None = None) -> tuple[Tensor, torch.dtype]:
-        """What the patch is added to, (..., K) -> (..., N), and the dtype of the base module's
-        output.
+        """The plain output to which the patch is added, (..., K) -> (..., N), and the dtype of the
+        base module's output.
 
-        It is that output, in fp32 before its rounding where our kernels compute it. ``rows``: of
-        how many rows the regime is to be (:func:`icl_patch.ops.regime_of`), those of z by default.
+        The plain output is the base module's, in fp32 before its rounding where our kernels compute
+        it, by the path of ``rows`` rows (:func:`icl_patch.ops.product_path`; z's by default).
         """
         linear = self.linear_map(z)
         if linear is None:
@@ -202,8 +186,8 @@ class PatchedLinear(PatchedModule):
             return plain, plain.dtype
         flat = z.reshape(-1, z.shape[-1])
         wide = torch.promote_types(z.dtype, torch.float32)
-        regime = ops.regime_of(flat, len(flat) if rows is None else rows)
-        y = ops.patched_linear(flat, linear[0], bias=linear[1], out_dtype=wide, regime=regime)
+        path = ops.product_path(flat, len(flat) if rows is None else rows)
+        y = ops.patched_linear(flat, linear[0], bias=linear[1], out_dtype=wide, path=path)
         return y.reshape(*z.shape[:-1], y.shape[-1]), z.dtype
 
     def _replay(self, z: Tensor) -> Tensor:
@@ -251,16 +235,11 @@ class PatchedLinear(PatchedModule):
         return factor
 
 
-def _is_for(change: Tensor, x: Tensor) -> bool:
-    """Whether a change is (n,), or for rows x (..., n) one each: (..., n), or flat (M, n)."""
-    return change.shape in (x.shape, x.shape[-1:], (x.shape[:-1].numel(), x.shape[-1]))
-
-
 def add_bias_change(y: Tensor, bias_change: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """``y + Δb`` for rows y (..., N) and Δb (..., N), flat (M, N) or (N,), rounded once to
     ``out_dtype`` or y's dtype.
     """
-    if not _is_for(bias_change, y):
+    if not matches_rows(bias_change, y):
         raise ValueError(
             f"expected bias_change {tuple(y.shape)}, flat or ({y.shape[-1]},), got"
             f" {tuple(bias_change.shape)}"

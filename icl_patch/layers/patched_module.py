@@ -1,11 +1,11 @@
-"""Patched modules: the module that was there, a mode, and the factors of a change of its weights.
+"""PatchedModule: a module of the model, a mode, and the factors of a change of its weights.
 
 A patched module takes the base module's place in the model. It shares the base's parameters,
 buffers and children under their own names, so the model's state dict, its parameters and
 ``model.to(...)`` do not notice it.
 
 Three modes: ``off`` (the base module, bit for bit), ``record`` (a recorder computes the factors
-from what passes through and applies them) and ``replay`` (the given factors are applied).
+from the module's input and applies them) and ``replay`` (the factors that were set are applied).
 """
 
 import threading
@@ -13,13 +13,14 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from icl_patch.layers.attachment import Attachment
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody has hooked the module: its forward, or its gradients."""
+    """Whether a hook is registered on the module's forward or its gradients."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -28,8 +29,13 @@ def is_hooked(module: nn.Module) -> bool:
     )
 
 
+def matches_rows(change: Tensor, x: Tensor) -> bool:
+    """Whether a change is (n,), or one for each row of x (..., n): (..., n), or flat (M, n)."""
+    return change.shape in (x.shape, x.shape[-1:], (x.shape[:-1].numel(), x.shape[-1]))
+
+
 class Mode(Enum):
-    """What a patched module does with its input."""
+    """How a patched module treats its input."""
 
     OFF = "off"
     RECORD = "record"
@@ -37,7 +43,17 @@ class Mode(Enum):
 
 
 class PatchedModule(nn.Module):
-    """What the patched modules have in common: the base module, the mode and the recorder."""
+    """The common part of the patched modules: the base module, the mode and the recorder."""
+
+    base_layer: nn.Module
+    _replay: Callable[..., Tensor]  # the base module's output with the patch
+
+    _PATCH: ClassVar[tuple[str, ...]] = ()  # the attributes that hold it, None without one
+    _STATE: ClassVar[frozenset[str]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._STATE = frozenset(("mode", "recorder", "observer", *cls._PATCH))
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -45,7 +61,7 @@ class PatchedModule(nn.Module):
             raise TypeError(
                 f"expected a module that is not patched yet, got {type(base_layer).__name__}"
             )
-        # The base's own dictionaries: names stay as they were, and whatever moves or replaces a
+        # The base's own dictionaries: names stay as they were, and code that moves or replaces a
         # parameter does it for both.
         self._parameters, self._buffers, self._modules = (
             base_layer._parameters,
@@ -57,15 +73,11 @@ class PatchedModule(nn.Module):
         self.training, self._version = base_layer.training, base_layer._version
         self.mode = Mode.OFF
         self.recorder: Callable[..., Tensor] | None = None
-        # of what is no output of the module's: a router's logits, the choice of experts
+        # Called with values that are no output: a router's logits, the choice of experts.
         self.observer: Callable[..., None] | None = None
-        self.attachment: Attachment | None = None  # that the module is part of
-
-    base_layer: nn.Module
-    _replay: Callable[..., Tensor]  # what the base module makes of its input with the patch
-
-    _FACTORS: ClassVar[tuple[str, ...]] = ()  # the attributes that hold them
-    _STATE: ClassVar[frozenset[str]] = frozenset(("mode", "recorder", "observer"))
+        self.attachment: Attachment | None = None  # the attached model that the module is part of
+        for name in self._PATCH:
+            setattr(self, name, None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # past torch's bookkeeping of parameters and modules: a decode step sets hundreds of these
@@ -93,8 +105,8 @@ class PatchedModule(nn.Module):
         self.base_layer.train(mode)
         return super().train(mode)
 
-    # What a base saves, loads and moves beside its parameters and buffers (a quantised one's
-    # scales, say) goes with them.
+    # State that a base saves, loads and moves beside its parameters and buffers (the scales of a
+    # quantised one, say) goes with them.
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self.base_layer._save_to_state_dict(*args)
@@ -105,9 +117,9 @@ class PatchedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PatchedModule":
         """Factors follow a move to another device; their dtype is their own."""
         self.base_layer._apply(fn, recurse)
-        for name in self._FACTORS:
+        for name in self._PATCH:
             factor = getattr(self, name)
-            if factor is not None:
+            if isinstance(factor, Tensor):
                 setattr(self, name, factor.to(fn(factor[:0]).device))
         return self
 
@@ -118,11 +130,28 @@ class PatchedModule(nn.Module):
         self.recorder, self.mode = recorder, Mode.RECORD
 
     def off(self) -> None:
-        """Be the base module again, bit for bit; the factors are dropped."""
+        """Be the base module again, bit for bit, and drop the patch."""
         self.recorder, self.mode = None, Mode.OFF
+        for name in self._PATCH:
+            setattr(self, name, None)
+
+    def clear_patch(self) -> None:
+        """Drop the patch and be the base module again."""
+        self.off()
+
+    def runs_plainly(self, x: Tensor) -> bool:
+        """Whether only the base class's own forward runs, in x's dtype: no hook, no replaced
+        forward and no autocast stand between.
+        """
+        base = self.base_layer
+        return not (
+            is_hooked(base)
+            or "forward" in vars(base)
+            or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the base module is called with -> what it returns."""
+        """The base module's arguments -> its output."""
         if self.mode is Mode.OFF and self.observer is None:
             return self.base_layer(*args, **kwargs)
         attachment = self.attachment

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from icl_patch import ops
-from icl_patch.layers.linear import _is_for
-from icl_patch.layers.patched_module import Mode, PatchedModule
+from icl_patch.layers.patched_module import Mode, PatchedModule, matches_rows
 
 
 class PatchedRMSNorm(PatchedModule):
@@ -16,16 +15,16 @@ class PatchedRMSNorm(PatchedModule):
             ``variance_epsilon``.
         scale_offset: the scale is ``offset + weight`` (1 for Gemma, 0 for Llama).
         cast_first: whether the normalised input is rounded to the model's dtype before it is scaled
-            (Llama) or after (Gemma). Where neither is given, both are found by trying the module.
+            (Llama) or after (Gemma). By default a trial of the module decides both.
 
     Raises:
-        TypeError: the module has no weight or no eps, or what it does is no RMSNorm.
+        TypeError: the module has no weight or no eps, or does not compute an RMSNorm.
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
 
-    _FACTORS = ("new_scale",)
-    _STATE = PatchedModule._STATE | {*_FACTORS}
+    _PATCH = ("new_scale",)
+    new_scale: Tensor | None
 
     def __init__(
         self,
@@ -44,13 +43,10 @@ class PatchedRMSNorm(PatchedModule):
         if scale_offset is None and cast_first is None:
             scale_offset, cast_first = _tried_form(base_layer)
         self.scale_offset, self.cast_first = scale_offset or 0.0, cast_first is not False
-        self.new_scale: Tensor | None = None
 
     @property
     def scale(self) -> Tensor:
-        """m, the base module's effective scale: (n,) fp32, as the base computes it whatever the
-        model's dtype.
-        """
+        """m, the base module's effective scale: (n,) fp32, as the base computes it in any dtype."""
         weight = self.base_layer.weight
         assert isinstance(weight, Tensor)
         return self.scale_offset + weight.float()
@@ -77,19 +73,10 @@ class PatchedRMSNorm(PatchedModule):
         self.new_scale = new_scale
         self.recorder, self.mode = None, Mode.REPLAY
 
-    def clear_patch(self) -> None:
-        """Drop the patch and be the base module again."""
-        self.off()
-
-    def off(self) -> None:
-        """Be the base module again, bit for bit; the factors are dropped."""
-        super().off()
-        self.new_scale = None
-
     def _replay(self, x: Tensor) -> Tensor:
         """(..., n) -> (..., n)."""
         assert self.new_scale is not None
-        if not _is_for(self.new_scale, x):
+        if not matches_rows(self.new_scale, x):
             raise ValueError(
                 f"expected new_scale (n,) or one for each row of x {tuple(x.shape)}, got"
                 f" {tuple(self.new_scale.shape)}"
@@ -107,8 +94,8 @@ class PatchedRMSNorm(PatchedModule):
         return y if new_scale.dtype == torch.float64 else y.to(x.dtype)
 
     def in_one_launch(self, x: Tensor, new_scale: Tensor | None = None) -> Tensor:
-        """``m' ⊙ Norm(x)``, or the base module's output, by our op: theirs to rounding; with the
-        base's scale both have the same bits.
+        """``m' ⊙ Norm(x)``, or the base module's output, by our op: equal to theirs up to rounding;
+        with the base's scale both have the same bits.
         """
         rows = x.reshape(-1, x.shape[-1])
         scale, offset = (
@@ -122,9 +109,9 @@ class PatchedRMSNorm(PatchedModule):
         ).reshape(x.shape)
 
 
-def rms_norm_form(module: nn.Module, x: Tensor, made: Tensor) -> tuple[float, bool] | None:
-    """``scale_offset`` and ``cast_first`` of an RMSNorm that makes ``made`` of x, bit for bit; None
-    if it is no such norm.
+def rms_norm_form(module: nn.Module, x: Tensor, output: Tensor) -> tuple[float, bool] | None:
+    """``scale_offset`` and ``cast_first`` of an RMSNorm that maps x to ``output``, bit for bit;
+    None if the module is no such norm.
 
     Raises:
         TypeError: the module has no weight or no eps.
@@ -132,8 +119,8 @@ def rms_norm_form(module: nn.Module, x: Tensor, made: Tensor) -> tuple[float, bo
     for scale_offset in (0.0, 1.0):
         for cast_first in (True, False):
             norm = PatchedRMSNorm(module, scale_offset=scale_offset, cast_first=cast_first)
-            mine = norm.apply_scale(x, norm.scale)
-            if bool(((mine == made) | (mine.isnan() & made.isnan())).all()):
+            y = norm.apply_scale(x, norm.scale)
+            if bool(((y == output) | (y.isnan() & output.isnan())).all()):
                 return scale_offset, cast_first
     return None
 

@@ -1,4 +1,4 @@
-"""Putting a patched module in the place of the module that it wraps, and back."""
+"""Replacing a module by a patched module that wraps it, and putting it back."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -20,8 +20,8 @@ def swap(model: nn.Module, path: str, wrap: Callable[[nn.Module], _Module]) -> _
 
 
 def restore(roots: Iterable[nn.Module], patched: PatchedModule) -> bool:
-    """Put the base module back wherever the roots hold the patched one, at any depth, and say
-    whether they did.
+    """Put the base module back in every place where the roots hold the patched one, at any depth;
+    False if they hold it nowhere.
     """
     holders = [module for root in roots for module in root.modules()]
     places = [

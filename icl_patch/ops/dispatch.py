@@ -1,13 +1,15 @@
-"""Which implementation serves a product: Triton's kernels, the native library or plain torch.
+"""Which implementation runs an op: the native library, Triton's kernels or plain torch.
 
-``ICL_PATCH_OPS`` in the environment says it for all calls: ``auto`` (the default: Triton on CUDA,
-the native library on the CPU), ``torch`` (the specification, :mod:`icl_patch.ops.reference`,
-everywhere) or ``triton`` (also on the CPU, in Triton's interpreter).
+Every op is one :class:`Op`, which tries its implementations in a fixed order. The environment
+variable ``ICL_PATCH_OPS`` restricts all ops: ``auto`` (the default: Triton on CUDA, the native
+library on the CPU), ``torch`` (:mod:`icl_patch.ops.reference` everywhere) or ``triton`` (Triton on
+the CPU too, in its interpreter).
 """
 
 import logging
 import os
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -15,37 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from icl_patch.ops import native
 
-STREAM, TILE = "stream", "tile"
-_STREAM_ROWS = 16
-_STREAM_ROWS_BESIDE_AMX = 4
+backend = os.environ.get("ICL_PATCH_OPS") or "auto"
+if backend not in ("auto", "torch", "triton"):
+    raise ValueError(f"expected ICL_PATCH_OPS=auto, torch or triton, got {backend!r}")
+
 _NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
-
-wanted = os.environ.get("ICL_PATCH_OPS") or "auto"
-if wanted not in ("auto", "torch", "triton"):
-    raise ValueError(f"expected ICL_PATCH_OPS=auto, torch or triton, got {wanted!r}")
-
-
-def _cpu_stream_rows(matrix_units: str, kernels: str) -> int:
-    """Up to how many rows a streamed product is faster than torch's own in a narrow dtype."""
-    if wanted == "triton":
-        return _STREAM_ROWS
-    if getattr(torch.cpu, matrix_units, lambda: False)():
-        return _STREAM_ROWS_BESIDE_AMX
-    if (
-        native.cpu_instructions.startswith("avx")
-        and not getattr(torch.ops.mkldnn, kernels, lambda: True)()
-    ):
-        return sys.maxsize  # torch multiplies number by number
-    return _STREAM_ROWS
-
-
-_CPU_STREAM_ROWS = {
-    torch.bfloat16: _cpu_stream_rows("_is_amx_tile_supported", "_is_mkldnn_bf16_supported"),
-    torch.float16: _cpu_stream_rows("_is_amx_fp16_supported", "_is_mkldnn_fp16_supported"),
-}
 
 
 @cache
@@ -60,99 +40,138 @@ def _kernels() -> Any:
         return None
 
 
-def triton_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None = None) -> Any:
-    """Triton's kernels if they serve these tensors, else None; they have no derivatives forwards,
-    and no torch.func sees into them.
-    """
-    if forward_ad._current_level >= 0 or is_transformed():
-        return None
-    if not (z.is_cuda if wanted == "auto" else wanted == "triton") or not _are_narrow(
-        z, *others, out_dtype=out_dtype
-    ):
-        return None
-    return _kernels()
-
-
-def native_for(z: Tensor, *others: Tensor | None, out_dtype: torch.dtype | None = None) -> Any:
-    """``torch.ops.icl_patch`` if its CPU drivers serve tensors of these dtypes, else None; they
-    have no gradients.
-    """
-    on_cpu = z.is_cpu
-    if not (on_cpu or z.is_meta) or not _are_narrow(z, *others, out_dtype=out_dtype):
-        return None
-    for tensor in others:  # torch would send a mixed call to whichever device comes first with it
-        if tensor is not None and not (tensor.is_cpu if on_cpu else tensor.is_meta):
-            return None
-    if wants_gradients(z, *others):
-        return None
-    return native_on("cpu")
-
-
-def native_on(device_type: str) -> Any:
-    """``torch.ops.icl_patch`` if native ops are wanted and serve such a device, else None; for any
-    dtype, without gradients.
-    """
-    return torch.ops.icl_patch if wanted != "torch" and native.serves(device_type) else None
-
-
-def at_once(z: Tensor) -> Any:
-    """``torch.ops.icl_patch`` where an op may be tried before anything but z was looked at, else
-    None.
-
-    It checks its arguments as it goes and raises a RuntimeError: then what does not fit is to be
-    said, or it is to be served otherwise. Python that stands before a kernel is slow in a decode
-    step, whose weights have driven it out of the caches.
-    """
-    if (
-        not z.is_cpu
-        or wanted != "auto"
-        or torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or not native.is_loaded
-    ):
-        return None
-    if forward_ad._current_level >= 0:
-        return None
-    return torch.ops.icl_patch
-
-
 def is_traced() -> bool:
-    """Whether what is called now is being written down, to run on other numbers."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether this call is traced into a graph, to run on other numbers later."""
+    return is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` looks at what is called now."""
+    """Whether ``torch.func`` transforms this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def wants_gradients(*tensors: Tensor | None) -> bool:
-    """Whether a derivative may be asked for, backwards or forwards."""
+def wants_gradients(args: tuple[Any, ...]) -> bool:
+    """Whether autograd may ask for a derivative of these tensors, backwards or forwards."""
     if forward_ad._current_level >= 0:
         return True
     if torch.is_grad_enabled():
-        for tensor in tensors:  # not any(), as below
-            if tensor is not None and tensor.requires_grad:
+        for x in args:
+            if isinstance(x, Tensor) and x.requires_grad:
                 return True
     return False
 
 
-def _are_narrow(*tensors: Tensor | None, out_dtype: torch.dtype | None) -> bool:
-    """Whether fp32 is wide enough to accumulate in."""
-    for tensor in tensors:  # not any(): this stands before every op of a decoding step
-        if tensor is not None and tensor.dtype not in _NARROW:
+def _is_narrow(args: tuple[Any, ...]) -> bool:
+    """Whether fp32 is wide enough to accumulate in, for all floating tensors and output dtypes."""
+    for x in args:  # not any(): this stands before every launch of a decode step
+        if x is None:
+            continue
+        dtype = getattr(x, "dtype", x)
+        if dtype not in _NARROW and isinstance(dtype, torch.dtype) and dtype.is_floating_point:
             return False
-    return out_dtype is None or out_dtype in _NARROW
+    return True
 
 
-def regime_of(z: Tensor, rows: int) -> str:
-    """``"stream"`` or ``"tile"``: in which of the two products with z's dtype on z's device are
-    computed for so many rows.
+def _triton_for(args: tuple[Any, ...], differentiable: bool) -> Any:
+    """Triton's kernels if they serve these arguments, else None.
 
-    Within a regime a row's bits do not depend on the number of rows. On the CPU a tile is a product
-    of torch's own, from 17 rows on; in bf16 from 5 rows on where the processor has matrix units,
-    and never where torch has no fast product of a dtype (fp16 without AVX512-FP16).
+    They have no forward-mode derivatives, and no transform of torch.func sees into them.
     """
-    if rows > (_CPU_STREAM_ROWS.get(z.dtype, _STREAM_ROWS) if z.is_cpu else _STREAM_ROWS):
-        return TILE
-    return STREAM
+    if not (args[0].is_cuda if backend == "auto" else backend == "triton"):
+        return None
+    if forward_ad._current_level >= 0 or is_transformed() or not _is_narrow(args):
+        return None
+    return _kernels() if differentiable or not wants_gradients(args) else None
+
+
+def _native_serves(args: tuple[Any, ...], fp64: bool) -> bool:
+    """Whether the native library's CPU ops serve these arguments: they have no derivatives, and
+    most of them compute in fp32.
+    """
+    first = args[0]
+    if not (first.is_cpu or first.is_meta) or not (fp64 or _is_narrow(args)):
+        return False
+    for x in args:  # torch would send a mixed call to the device of one of them
+        if isinstance(x, Tensor) and x.device != first.device:
+            return False
+    return not wants_gradients(args) and native_serves("cpu")
+
+
+def native_serves(device_type: str) -> bool:
+    """Whether native ops may and can run on a type of device."""
+    return backend != "torch" and native.serves(device_type)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op and its implementations: :meth:`native_first` and :meth:`dispatch` run one of them.
+
+    name: of the op in ``torch.ops.icl_patch``, and of the kernel's function in
+        :mod:`icl_patch.kernels`. The native op's positional arguments are ``args``; all other
+        functions get ``options`` too.
+    check: raises for arguments that no implementation can take.
+    reference: computes the op in plain torch.
+    native_if: a further condition for the native op, beside device, dtypes and derivatives.
+    native_fp64: whether the native op serves fp64 too.
+    triton_if: a further condition for Triton's kernel. It checks its arguments itself, once for all
+        tensors of the same sizes, strides, dtypes and devices.
+    triton: calls the kernel, where its arguments or results differ from the native op's; its first
+        argument is :mod:`icl_patch.kernels`.
+    differentiable: whether the kernel has derivatives.
+    """
+
+    name: str
+    check: Callable[..., None]
+    reference: Callable[..., Any]
+    native_if: Callable[..., bool] | None = None
+    native_fp64: bool = False
+    triton_if: Callable[..., bool] | None = None
+    triton: Callable[..., Any] | None = None
+    differentiable: bool = False
+    _native: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        packet = getattr(torch.ops.icl_patch, self.name, None) if native.is_loaded else None
+        object.__setattr__(self, "_native", packet and packet.default)
+
+    def native_first(self, *args: Any, **options: Any) -> Any:
+        """In eager inference on the CPU, the native op before any look at the arguments; then
+        :meth:`dispatch`.
+
+        The native op checks its arguments itself and raises a RuntimeError: then the error is to be
+        worded in Python, or another implementation serves the call. Python that stands before a
+        kernel is slow in a decode step, whose weights have driven it out of the caches.
+        """
+        if (
+            args[0].is_cpu
+            and backend == "auto"
+            and not torch.is_grad_enabled()
+            and not is_compiling()
+            and self._native is not None
+            and forward_ad._current_level < 0
+        ):
+            try:
+                return self._native(*args)
+            except RuntimeError:
+                pass
+        return self.dispatch(*args, **options)
+
+    def dispatch(self, *args: Any, **options: Any) -> Any:
+        """Triton's kernel, the native op or plain torch: the first that serves the arguments."""
+        kernels = _triton_for(args, self.differentiable)
+        if kernels is not None and (self.triton_if is None or self.triton_if(*args, **options)):
+            if self.triton is not None:
+                return self.triton(kernels, *args, **options)
+            return getattr(kernels, self.name)(*args, **options)
+        self.check(*args, **options)
+        if _native_serves(args, self.native_fp64) and (
+            self.native_if is None or self.native_if(*args, **options)
+        ):
+            return self._native(*map(_as_native, args))
+        return self.reference(*args, **options)
+
+
+def _as_native(x: Any) -> Any:
+    """An argument as the native ops take it: integers as contiguous int64."""
+    is_index = isinstance(x, Tensor) and not x.is_floating_point()
+    return x.to(torch.int64).contiguous() if is_index else x

@@ -1,5 +1,5 @@
 """The native library: C++ and CUDA behind ``torch.ops.icl_patch``, loaded when this module is
-imported, if it was built.
+imported.
 
 Nothing is compiled and no device is touched here. Where the library or its CUDA part is missing,
 :mod:`icl_patch.ops` runs the plain torch of :mod:`icl_patch.ops.reference` and says so once, at the
@@ -33,7 +33,7 @@ _LIBRARY = Path(__file__).with_name("_native.so")
 
 
 def _load() -> str | None:
-    """None, or why there is no library."""
+    """Load the library: None, or the reason why there is none."""
     if not _LIBRARY.exists():
         return "it was not built: see the line that the installation printed"
     try:
@@ -51,7 +51,7 @@ def _load() -> str | None:
 _lacking = _load()
 
 is_loaded = _lacking is None
-"""Whether there is a library; :func:`serves` says what for."""
+"""Whether there is a library; :func:`serves` says for which devices."""
 
 
 def _text(name: str) -> str:
@@ -83,7 +83,7 @@ built without CUDA.
 
 
 def serves(device_type: str) -> bool:
-    """Whether the native ops run on such a device; warns once where one could expect it."""
+    """Whether the native ops run on a type of device; warns once if a build could have them."""
     if _lacking is None and (
         device_type in ("cpu", "meta") or (device_type == "cuda" and cuda_architectures)
     ):
@@ -94,7 +94,7 @@ def serves(device_type: str) -> bool:
 
 
 def describe() -> str:
-    """One line on what was built."""
+    """The library's instruction set and GPUs, or the reason why there is none, in one line."""
     if _lacking is not None:
         return f"no native library: {_lacking}"
     devices = (
@@ -114,127 +114,74 @@ def _warn(device_type: str) -> None:
     )
 
 
-def _fake(name: str) -> Callable[[Callable[..., Any]], None]:
-    """Register what an op returns without running it. It is what is asked, too, where a meta tensor
-    is among others: they do not mix.
+def _register_fake(name: str, results: Callable[..., Any]) -> None:
+    """Tell torch what an op returns. Torch also asks where meta tensors are mixed with others:
+    that is an error.
     """
 
-    def register(results: Callable[..., Any]) -> None:
-        def made(*args: Any, **kwargs: Any) -> Any:
-            devices = {x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
-            if len(devices) > 1:
-                raise RuntimeError(
-                    f"expected tensors on one device, got {', '.join(sorted(map(str, devices)))}"
-                )
-            return results(*args, **kwargs)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        devices = {x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+        if len(devices) > 1:
+            raise RuntimeError(
+                f"expected tensors on one device, got {', '.join(sorted(map(str, devices)))}"
+            )
+        return results(*args, **kwargs)
 
-        torch.library.register_fake(f"icl_patch::{name}", made)
+    torch.library.register_fake(f"icl_patch::{name}", checked)
 
-    return register
 
+def _inversion(like: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The results for rows like these, in fp64 where a tensor is."""
+    is_wide = torch.float64 in (like.dtype, *(x.dtype for x in others))
+    rows = like.shape[:1]
+    return (
+        like.new_empty(like.shape, dtype=torch.float64 if is_wide else torch.float32),
+        like.new_empty(rows, dtype=torch.float64),
+        like.new_empty(like.shape, dtype=torch.float64),
+        like.new_empty(rows, dtype=torch.int8),
+        like.new_empty(rows, dtype=torch.int32),
+    )
+
+
+def _direction(z: Tensor, wide: bool = False) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if wide else torch.float32
+    return z.new_empty(z.shape, dtype=dtype), z.new_empty(z.shape[:1], dtype=dtype)
+
+
+def _norm_pair(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    delta = hidden.new_empty((hidden.shape[0] // 2, hidden.shape[1]), dtype=torch.float32)
+    return hidden.new_empty(hidden.shape), delta, *_direction(delta)
+
+
+def _product(
+    x: Tensor, size: tuple[int, ...] | torch.Size, out_dtype: torch.dtype | None
+) -> Tensor:
+    return x.new_empty(size, dtype=out_dtype or x.dtype)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "invert_rmsnorm": lambda target, *_, **__: _inversion(target),
+    "stable_scale": lambda delta, scale, hidden_down, *_, **__: _inversion(
+        delta, scale, hidden_down
+    ),
+    "patched_linear": lambda z, weight, u=None, v=None, bias=None, index=None, out_dtype=None: (
+        _product(z, (z.shape[0], weight.shape[0]), out_dtype)
+    ),
+    "record_linear": lambda z_pair, weight, v, bias=None: (
+        z_pair.new_empty((z_pair.shape[0], weight.shape[0])),
+        z_pair.new_empty((z_pair.shape[0] // 2, weight.shape[0]), dtype=torch.float32),
+    ),
+    "add_low_rank": lambda y, z, u, v, index=None, out_dtype=None: _product(y, y.shape, out_dtype),
+    "expert_linear": lambda x, weight, expert, bias=None, out_dtype=None: _product(
+        x, (*expert.shape, weight.shape[1]), out_dtype
+    ),
+    "read_direction": _direction,
+    "rms_norm": lambda x, *_, **__: x.new_empty(x.shape),
+    "norm_pair": _norm_pair,
+    "gated_product": lambda gate, *_, **__: gate.new_empty(gate.shape),
+}
+"""The shapes and dtypes that the ops return, for torch.compile and for meta tensors."""
 
 if _lacking is None:
-    # What the ops return, for torch.compile and for meta tensors.
-
-    def _results(
-        like: Tensor, hidden_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        batch, n = like.shape
-        sizes_and_dtypes = (
-            ((batch, n), hidden_dtype),
-            ((batch,), torch.float64),
-            ((batch, n), torch.float64),
-            ((batch,), torch.int8),
-            ((batch,), torch.int32),
-        )
-        hidden, shift, new_scale, status, evaluations = (
-            like.new_empty(size, dtype=dtype) for size, dtype in sizes_and_dtypes
-        )
-        return hidden, shift, new_scale, status, evaluations
-
-    @_fake("invert_rmsnorm")
-    def _(
-        target: Tensor,
-        scale: Tensor,
-        rms: Tensor,
-        eps: float = 0.0,
-        fallback: Tensor | None = None,
-        bisection: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return _results(target, torch.float64 if target.dtype == torch.float64 else torch.float32)
-
-    @_fake("stable_scale")
-    def _(
-        delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0, bisection: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        wide = torch.float64 in (delta.dtype, scale.dtype, hidden_down.dtype)
-        return _results(delta, torch.float64 if wide else torch.float32)
-
-    @_fake("patched_linear")
-    def _(
-        z: Tensor,
-        weight: Tensor,
-        u: Tensor | None = None,
-        v: Tensor | None = None,
-        bias: Tensor | None = None,
-        index: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return z.new_empty((z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype)
-
-    @_fake("record_linear")
-    def _(
-        z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        rows, n = z_pair.shape[0], weight.shape[0]
-        return z_pair.new_empty((rows, n)), z_pair.new_empty((rows // 2, n), dtype=torch.float32)
-
-    @_fake("add_low_rank")
-    def _(
-        y: Tensor,
-        z: Tensor,
-        u: Tensor,
-        v: Tensor,
-        index: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return z.new_empty(y.shape, dtype=out_dtype or y.dtype)
-
-    @_fake("expert_linear")
-    def _(
-        x: Tensor,
-        weight: Tensor,
-        expert: Tensor,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return x.new_empty((*expert.shape, weight.shape[1]), dtype=out_dtype or x.dtype)
-
-    @_fake("read_direction")
-    def _(z: Tensor, wide: bool = False) -> tuple[Tensor, Tensor]:
-        dtype = torch.float64 if wide else torch.float32
-        return z.new_empty(z.shape, dtype=dtype), z.new_empty(z.shape[:1], dtype=dtype)
-
-    @_fake("rms_norm")
-    def _(
-        x: Tensor, scale: Tensor, eps: float, scale_offset: float = 0.0, cast_first: bool = True
-    ) -> Tensor:
-        return x.new_empty(x.shape)
-
-    @_fake("norm_pair")
-    def _(
-        hidden: Tensor,
-        weight: Tensor,
-        eps: float,
-        scale_offset: float = 0.0,
-        cast_first: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows, d = hidden.shape[0] // 2, hidden.shape[1]
-        delta, v, inverse_norm2 = (
-            hidden.new_empty(size, dtype=torch.float32) for size in ((rows, d), (rows, d), (rows,))
-        )
-        return hidden.new_empty(hidden.shape), delta, v, inverse_norm2
-
-    @_fake("gated_product")
-    def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        return gate.new_empty(gate.shape)
+    for _name, _results in _FAKES.items():
+        _register_fake(_name, _results)

@@ -11,16 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ULP = 2.0**-52
-
-
 MAX_EVALUATIONS = 64
-
-
 BISECTION_STEPS = 64
 
 
 class InversionStatus(IntEnum):
-    """What the RMSNorm inversion found, per row."""
+    """The outcome of an RMSNorm inversion, per row."""
 
     EASY = 0  # a root of the secular equation
     HARD = 1  # no root: the shift is 0 and the coordinates at min m² take up the missing norm
@@ -34,9 +30,11 @@ class InversionStatus(IntEnum):
 class RMSNormInverse:
     """Result of :func:`icl_patch.ops.invert_rmsnorm` for ``B`` rows of ``n`` coordinates.
 
-    hidden: (B, n) fp32 (fp64 for fp64 targets), of the given RMS; shift: (B,) fp64, ``min m² - μ``;
-    new_scale: (B, n) fp64, ``m - μ ⊘ m``; status: (B,) int8, an :class:`InversionStatus`;
-        evaluations: (B,) int32, of the secular function.
+    hidden: (B, n) fp32 (fp64 for fp64 targets), of the given RMS.
+    shift: (B,) fp64, ``min m² - μ``.
+    new_scale: (B, n) fp64, ``m - μ ⊘ m``.
+    status: (B,) int8, an :class:`InversionStatus`.
+    evaluations: (B,) int32, of the secular function.
     """
 
     hidden: Tensor
@@ -50,9 +48,9 @@ class RMSNormInverse:
 class StableScale:
     """Result of :func:`icl_patch.ops.stable_scale` for ``M`` rows of ``d`` coordinates.
 
-    u: (M, d) fp32 (fp64 where an input is), ``h_target - h_down``; shift: (M,) fp64; new_scale: (M,
-        d) fp64; status: (M,) int8, an
-    :class:`InversionStatus`; evaluations: (M,) int32.
+    u: (M, d) fp32 (fp64 where an input is), ``h_target - h_down``.
+    new_scale: (M, d) fp64.
+    shift, status, evaluations: as in :class:`RMSNormInverse`.
     """
 
     u: Tensor
@@ -90,21 +88,6 @@ def low_rank_term(z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None) 
     return (coeff.unsqueeze(-1) * u).sum(1)
 
 
-def patched_linear(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    index: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """``z Wᵀ + bias``, rounded to z's dtype as the stock module does, then ``+ Σ_r (z·v_r) u_r``
-    and one more rounding.
-    """
-    return add_low_rank(F.linear(z, weight, bias), z, u, v, index, out_dtype or z.dtype)
-
-
 def add_low_rank(
     y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -130,22 +113,22 @@ def expert_linear(
     """``W_e x + b_e`` for the experts (M, k), in the accumulation dtype and rounded once: x (M, K)
     or (M, k, K) -> (M, k, N).
 
-    Expert by expert; with ``gather``, where nobody can look which were chosen, by a matrix for
-    every slot, (M, k, N, K).
+    Expert by expert; with ``gather``, where the host cannot read the choice, with a matrix gathered
+    for every slot, (M, k, N, K).
     """
     wide, expert = accumulation_dtype(x), expert.long()
     rows = (x.unsqueeze(1) if x.dim() == 2 else x).to(wide).expand(*expert.shape, -1)
     if gather:
         there = (expert >= 0) & (expert < len(weight))
         expert = torch.where(there, expert, 0)
-        made = (weight[expert].to(wide) @ rows.unsqueeze(-1)).squeeze(-1)
+        y = (weight[expert].to(wide) @ rows.unsqueeze(-1)).squeeze(-1)
     else:
-        made = rows.new_zeros(*expert.shape, weight.shape[1])
+        y = rows.new_zeros(*expert.shape, weight.shape[1])
         for number in expert.unique().tolist():
             slots = expert == number
-            made[slots] = F.linear(rows[slots], weight[number].to(wide))
-    made = made if bias is None else made + bias[expert].to(wide)
-    return (torch.where(there.unsqueeze(-1), made, 0) if gather else made).to(out_dtype)
+            y[slots] = F.linear(rows[slots], weight[number].to(wide))
+    y = y if bias is None else y + bias[expert].to(wide)
+    return (torch.where(there.unsqueeze(-1), y, 0) if gather else y).to(out_dtype)
 
 
 def read_direction(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -295,8 +278,8 @@ def _bisection(problem: _Secular) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _missing_norm(g: Tensor, m: Tensor, problem: _Secular, fallback: Tensor | None) -> Tensor:
-    """A direction on the pole's coordinates for the norm that the others leave over: ``fallback``'s
-    share, else ``g``'s, else the first.
+    """A unit vector on the pole's coordinates, for the norm that the other coordinates leave over:
+    along ``fallback`` there, else along ``g``, else the first coordinate.
     """
     on_pole = torch.where(problem.pole, g, 0.0)
     first = F.one_hot(problem.pole.to(torch.int8).argmax(1), g.shape[1]).to(g.dtype)
@@ -389,8 +372,6 @@ def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
 # A scale below this share of the row's RMS counts as zero: dividing by it costs more digits than
 # fp32 has left.
 _SCALE_IS_ZERO = 2.0**-12
-
-
 _SCALE_FLOOR = 0.25
 
 

@@ -95,7 +95,7 @@ class DecodeRecorder(TwoStreamRecorder):
             v.unsqueeze(1),
             bias,
             index=self.patch_index,
-            regime=ops.regime_of(rows, self.rows),
+            path=ops.product_path(rows, self.rows),
         )
         return output.reshape(*h.shape[:-1], output.shape[-1])
 

@@ -31,12 +31,12 @@ def record_experts(
     _keep_index(recorder, layer, index_own, index_ctx)
     weights = recorder.split(weights)[1].flatten(0, 1)
     z_ctx, z_own, chosen = (x.flatten(0, 1) for x in (z_ctx, z_own, index_own))
-    at_once = layer.uses_expert_linear(z, *recorder.shape)
-    read = layer.read(z_own, chosen, at_once)
+    fused = layer.uses_expert_linear(z, *recorder.shape)
+    read = layer.read(z_own, chosen, fused)
     if recorder.spec.reads:
-        read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, at_once))
-    h = layer.inner(read.to(z.dtype) if at_once else read)
-    output = recorder.unflat(layer.write(h, chosen, weights, at_once))
+        read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, fused))
+    h = layer.inner(read.to(z.dtype) if fused else read)
+    output = recorder.unflat(layer.write(h, chosen, weights, fused))
     return recorder.join(output_ctx, _end(recorder, layer, h, weights, output), z)
 
 
@@ -48,15 +48,15 @@ def _record_decode_step(
     _keep_index(recorder, layer, index_own, index_ctx)
     if recorder.spec.reads:
         # The context's rows go through the experts that either stream chose: normally the same.
-        read = layer.read(torch.cat([z, z[:rows]]), torch.cat([index, index[rows:]]), at_once=True)
+        read = layer.read(torch.cat([z, z[:rows]]), torch.cat([index, index[rows:]]), fused=True)
         own = _read(recorder, layer, z, read[rows : 2 * rows], read[2 * rows :])
     else:
-        read = layer.read(z, index, at_once=True)
+        read = layer.read(z, index, fused=True)
         own = read[rows:]
     # As many rows as in a replay: torch's exp gives other bits at other places of a tensor.
     h = layer.inner(own.to(z.dtype))
     h_pair = torch.cat([layer.inner(read[:rows].to(z.dtype)), h])
-    output_ctx, output = recorder.split(layer.write(h_pair, index, weights, at_once=True))
+    output_ctx, output = recorder.split(layer.write(h_pair, index, weights, fused=True))
     return recorder.join(output_ctx, _end(recorder, layer, h, weights[rows:], output), z)
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from icl_patch.bench import tuning as bench_tuning
 from icl_patch.cli import main as cli
 from icl_patch.kernels import tuning
-from icl_patch.kernels.config import DTYPES, REGIMES, STREAM, Config, Entry, data_files, parse
+from icl_patch.kernels.config import DTYPES, PATHS, GEMV, Config, Entry, data_files, parse
 
 BF16 = torch.bfloat16
 
@@ -71,15 +71,15 @@ def plan(quick: bool = False, *dtypes: torch.dtype) -> bench_tuning.Plan:
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> None:
-    tried = {regime: tuning.candidates(BF16, regime) for regime in REGIMES}
+    tried = {path: tuning.candidates(BF16, path) for path in PATHS}
     fakes = {
-        regime: Fake(found[2:6], wrong=found[2:3], spilling=found[3:4])
-        for regime, found in tried.items()
+        path: Fake(found[2:6], wrong=found[2:3], spilling=found[3:4])
+        for path, found in tried.items()
     }
     known = data_files()["default"]
-    entries = bench_tuning.choose(plan(quick), known, lambda _, regime: fakes[regime], print)
+    entries = bench_tuning.choose(plan(quick), known, lambda _, path: fakes[path], print)
     mine = [entry for entry in entries if entry.dtype == "bfloat16"]
-    for regime in REGIMES:
+    for path in PATHS:
         blocks = {
             (
                 e.config.block_m,
@@ -89,14 +89,14 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
                 e.config.num_stages,
             )
             for e in mine
-            if e.regime == regime
+            if e.path == path
         }
-        best = tried[regime][4]
+        best = tried[path][4]
         assert blocks == {
             (best.block_m, best.block_n, best.block_k, best.num_warps, best.num_stages)
         }
-    # one entry a class of N and none by K or rows: one order of summation in each regime
-    assert [(e.max_n, e.max_k, e.config.fused) for e in mine if e.regime == STREAM] == [
+    # one entry a class of N and none by K or rows: one order of summation in each path
+    assert [(e.max_n, e.max_k, e.config.fused) for e in mine if e.path == GEMV] == [
         (4096, None, 4),
         (16384, None, 64),
         (None, None, 64),
@@ -104,14 +104,14 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
     assert [e for e in entries if e.dtype != "bfloat16"] == [
         e for e in known if e.dtype != "bfloat16"
     ]
-    assert {(e.regime, e.dtype) for e in entries} == {
-        (regime, dtype) for regime in REGIMES for dtype in DTYPES.values()
+    assert {(e.path, e.dtype) for e in entries} == {
+        (path, dtype) for path in PATHS for dtype in DTYPES.values()
     }
-    assert fakes[STREAM].compiled[0] == (len(tried[STREAM]), (3 * 2 if quick else 14 * 5))
+    assert fakes[GEMV].compiled[0] == (len(tried[GEMV]), (3 * 2 if quick else 14 * 5))
 
 
 def test_nothing_that_can_be_kept_is_an_error() -> None:
-    everything = tuning.candidates(BF16, STREAM)
+    everything = tuning.candidates(BF16, GEMV)
     with pytest.raises(ValueError, match="found none"):
         bench_tuning.choose(plan(), (), Fake([], wrong=everything), print)
     with pytest.raises(ValueError, match="found none"):
@@ -136,7 +136,7 @@ def test_the_file_is_whole_and_says_where_it_comes_from(
         "environment",
         lambda device: dict.fromkeys(("icl_patch", "torch", "triton", "cuda"), "1.2"),
     )
-    monkeypatch.setattr(bench_tuning, "Measuring", Fake(tuning.candidates(BF16, STREAM)[5:6]))
+    monkeypatch.setattr(bench_tuning, "Measuring", Fake(tuning.candidates(BF16, GEMV)[5:6]))
     target = tmp_path / "nvidia-test-9.json"
     target.write_text("of another day")
     path, entries = bench_tuning.write(
@@ -149,7 +149,7 @@ def test_the_file_is_whole_and_says_where_it_comes_from(
     assert head["gpu"] == "NVIDIA Test 9"
     assert "torch 1.2, triton 1.2, cuda 1.2" in head["note"]
     # a run that fails leaves what was there
-    monkeypatch.setattr(bench_tuning, "Measuring", Fake([], wrong=tuning.candidates(BF16, STREAM)))
+    monkeypatch.setattr(bench_tuning, "Measuring", Fake([], wrong=tuning.candidates(BF16, GEMV)))
     with pytest.raises(ValueError, match="found none"):
         bench_tuning.write(bench_tuning.Plan(torch.device("cuda"), (BF16,)), tmp_path, print)
     assert parse(target.read_text()) == entries
@@ -170,7 +170,7 @@ def test_entries_of_the_default_file_can_be_kept_and_one_that_takes_too_much_can
     entry = next(
         entry
         for entry in data_files()["default"]
-        if entry.regime == "tile" and entry.dtype == "bfloat16"
+        if entry.path == "gemm" and entry.dtype == "bfloat16"
     )
     with ThreadPoolExecutor(1) as pool:
         assert tuning.entry_problem(pool, entry, [90]) is None

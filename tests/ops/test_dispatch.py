@@ -46,8 +46,8 @@ def test_whole_models(backend: str) -> None:
 
 
 def test_the_count_of_kernels_sees_those_of_the_native_library() -> None:
-    """By which `backend_checks.py` finds that no op runs one with ICL_PATCH_OPS=torch."""
-    if not native.serves("cpu") or dispatch.wanted != "auto":
+    """The count by which `backend_checks.py` finds that no op runs one with ICL_PATCH_OPS=torch."""
+    if not native.serves("cpu") or dispatch.backend != "auto":
         pytest.skip("needs the native library")
     found = {
         name: backend_checks.kernels_of(name, torch.float32) for name in backend_checks.EVERY_OP
@@ -68,7 +68,7 @@ def test_without_triton_plain_torch_runs_and_the_reason_is_logged(
     def missing(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(dispatch, "wanted", "triton")
+    monkeypatch.setattr(dispatch, "backend", "triton")
     monkeypatch.setattr(dispatch, "import_module", missing)
     dispatch._kernels.cache_clear()
     try:
@@ -90,22 +90,22 @@ def test_without_triton_plain_torch_runs_and_the_reason_is_logged(
     ]
 
 
-def test_regimes_of_the_cpu() -> None:
-    """The same row alone and among others of its regime; and the regimes are told apart by rows and
-    dtype.
+def test_product_paths_of_the_cpu() -> None:
+    """A row has the same bits alone and among others of its path; the number of rows and the dtype
+    choose the path.
     """
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         z, weight = torch.randn(20, 33, dtype=dtype), torch.randn(50, 33, dtype=dtype)
-        most = max(rows for rows in range(1, 21) if ops.regime_of(z, rows) == "stream")
+        most = max(rows for rows in range(1, 21) if ops.product_path(z, rows) == "gemv")
         assert most in ((16,) if dtype is torch.float32 else (4, 16, 20))
         together = ops.patched_linear(z[:most], weight)
         assert all(
             torch.equal(ops.patched_linear(z[i : i + 1], weight)[0], row)
             for i, row in enumerate(together)
         )
-        forced = ops.patched_linear(z, weight, regime="stream")
+        forced = ops.patched_linear(z, weight, path="gemv")
         assert torch.equal(forced[:most], together)
         if most < 20:
             assert torch.equal(ops.patched_linear(z, weight), torch.nn.functional.linear(z, weight))
-    with pytest.raises(ValueError, match="expected regime 'stream' or 'tile', got 'row'"):
-        ops.patched_linear(z, weight, regime="row")
+    with pytest.raises(ValueError, match="expected path 'gemv' or 'gemm', got 'row'"):
+        ops.patched_linear(z, weight, path="row")

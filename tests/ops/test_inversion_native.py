@@ -54,15 +54,25 @@ for dtype, n in itertools.product(FLOATS.values(), (1, 3, 8, 15, 31, 64, 257, 51
     h = normal(seeded(n), *g.shape, dtype=dtype)
     rms = torch.rand(len(g), generator=seeded(0)).to(dtype)
     for scale, method in itertools.product((m, m[2]), ("newton", "bisection")):
-        inverses = [ops.invert_rmsnorm(g, scale, rms, eps, fallback, method) for eps, fallback in ((0.0, None), (0.1, h))]
-        for result in (*inverses, ops.stable_scale(g, scale, h, 1e-6, method), ops.stable_scale(g * (h > 1), scale, h, 1.0, method)):
+        results = [
+            *(
+                ops.invert_rmsnorm(g, scale, rms, eps, fallback, method)
+                for eps, fallback in ((0.0, None), (0.1, h))
+            ),
+            ops.stable_scale(g, scale, h, 1e-6, method),
+            ops.stable_scale(g * (h > 1), scale, h, 1.0, method),
+        ]
+        for result in results:
             for part in vars(result).values():
                 digest.update(part.numpy().tobytes())
     if dtype == torch.float64:
         continue
-    parts = [*torch.ops.icl_patch.norm_pair(g, m[3], 1e-5, 1.0, dtype == torch.float16), torch.ops.icl_patch.rms_norm(g, m, 0.0)]
-    parts += [torch.ops.icl_patch.gated_product(x, h, act) for x in (m, 1e3 * g, h / 9) for act in ("gelu_tanh", "silu")]
-    for part in (*parts, *torch.ops.icl_patch.read_direction(m)):
+    compiled = torch.ops.icl_patch
+    parts = [*compiled.norm_pair(g, m[3], 1e-5, 1.0, dtype == torch.float16)]
+    parts += [compiled.rms_norm(g, m, 0.0), *compiled.read_direction(m)]
+    for x, act in itertools.product((m, 1e3 * g, h / 9), ("gelu_tanh", "silu")):
+        parts.append(compiled.gated_product(x, h, act))
+    for part in parts:
         digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
 test_native_linear.check_products()
 print(native.cpu_instructions, digest.hexdigest())
@@ -108,7 +118,7 @@ def test_instruction_sets_agree_bit_for_bit(digests: dict[str, str]) -> None:
 
 @needs_native
 def test_an_unknown_instruction_set_is_refused() -> None:
-    done = run_on("sse9", "import icl_patch")
+    done = run_on("sse9", "import icl_patch.ops")
     assert done.returncode != 0
     assert "expected ICL_PATCH_CPU=avx512_bf16, avx512, avx2 or portable" in done.stderr
     assert "got 'sse9'" in done.stderr
@@ -307,16 +317,16 @@ def test_importing_never_warns(tmp_path: Path) -> None:
     """With the library, and from a copy of the package without it."""
     package = tmp_path / "icl_patch"
     done = subprocess.run(
-        ["cp", "-r", str(Path(native.__file__).parent), str(package)],
+        ["cp", "-r", str(Path(native.__file__).parents[1]), str(package)],
         check=True,
         capture_output=True,
     )
-    (package / "_native.so").unlink(missing_ok=True)
+    (package / "ops" / "_native.so").unlink(missing_ok=True)
     show = (
-        "import icl_patch, icl_patch.ops; from icl_patch.ops import native; print(icl_patch.__file__,"
-        " native.describe(), sep='|')"
+        "import icl_patch; from icl_patch.ops import native;"
+        " print(icl_patch.__file__, native.describe(), sep='|')"
     )
-    for where in (Path(native.__file__).parent.parent, tmp_path):
+    for where in (Path(native.__file__).parents[2], tmp_path):
         script = (
             f"import sys; sys.path.insert(0, {str(where)!r}); import torch, warnings;"
             f" warnings.simplefilter('error'); {show}"

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from icl_patch import kernels
 from icl_patch.kernels import Config, aot, config, launching, specialisations, tuning
-from icl_patch.kernels.config import DTYPES, REGIMES, Entry, config_for
+from icl_patch.kernels.config import DTYPES, PATHS, Entry, config_for
 from icl_patch.kernels.direction import plan_direction
 from icl_patch.kernels.gated import plan_gated
 from icl_patch.kernels.linear import launch_linear, plan_linear
@@ -72,11 +72,11 @@ def test_in_the_interpreter() -> None:
 # Compiled ahead of time; tools/kernel_resources.py compiles every configuration
 
 COMPILED = [
-    "default: stream bfloat16 N ≤ 16384, rank 1",
-    "default: stream bfloat16 N ≤ 4096, Conv1D",
-    "default: stream bfloat16 N ≤ 1728, recording",
+    "default: gemv bfloat16 N ≤ 16384, rank 1",
+    "default: gemv bfloat16 N ≤ 4096, Conv1D",
+    "default: gemv bfloat16 N ≤ 1728, recording",
     "default: tile bfloat16, recording",
-    "default: stream float32, rank 4, 4 rows",
+    "default: gemv float32, rank 4, 4 rows",
     "coefficients K = 5376",
     "direction K = 5376",
     "add_low_rank N = 5376",
@@ -106,7 +106,7 @@ def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> N
     type; the interpreter knows neither.
     """
     rows, n, k = sizes
-    chosen = config_for("", dtype, 8, 8, kernels.regime_of(rows))
+    chosen = config_for("", dtype, 8, 8, kernels.product_path(rows))
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -138,20 +138,20 @@ def test_odd_rows_compile(size: int) -> None:
 
 def test_a_spill_would_be_seen() -> None:
     """A tile far too large for its warps."""
-    entry = Entry("stream", "float32", None, None, Config(False, 16, 32, 64, 1, 1))
+    entry = Entry("gemv", "float32", None, None, Config(False, 16, 32, 64, 1, 1))
     found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 16), 90)
     assert found.problem(90) == "spills registers"
 
 
 def test_too_much_shared_memory_would_be_seen() -> None:
-    entry = Entry("tile", "bfloat16", None, None, Config(True, 128, 128, 128, 8, 5))
+    entry = Entry("gemm", "bfloat16", None, None, Config(True, 128, 128, 128, 8, 5))
     found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 64), 90)
     assert (
         found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {227 * 1024}"
     )
 
 
-@pytest.mark.parametrize("name", ["stream bfloat16 N ≤ 16384", "tile bfloat16", "stream float32"])
+@pytest.mark.parametrize("name", ["gemv bfloat16 N ≤ 16384", "gemm bfloat16", "gemv float32"])
 def test_the_weight_is_read_in_large_pieces(name: str) -> None:
     """16 bytes at a time, past the registers, in either layout."""
     for variant in ("rank 1", "Conv1D"):
@@ -165,9 +165,9 @@ def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> 
     """A step that waited for z or v would hold up the next copy of the weight, and with few
     programs the memory.
     """
-    text = aot.compile_ahead(
-        EVERYTHING[f"default: stream bfloat16{shape}, rank 1"], capability
-    ).asm["ttgir"]
+    text = aot.compile_ahead(EVERYTHING[f"default: gemv bfloat16{shape}, rank 1"], capability).asm[
+        "ttgir"
+    ]
     loop = re.search(r"scf\.for .*?scf\.yield", text, re.S)
     assert loop is not None
     # w and z, and for the coefficient z and v
@@ -177,9 +177,9 @@ def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> 
 
 
 def test_matrix_units_are_used() -> None:
-    ptx = aot.compile_ahead(EVERYTHING["default: stream bfloat16, rank 1"], 90).asm["ptx"]
+    ptx = aot.compile_ahead(EVERYTHING["default: gemv bfloat16, rank 1"], 90).asm["ptx"]
     assert "wgmma.mma_async.sync.aligned" in ptx
-    ptx = aot.compile_ahead(EVERYTHING["default: stream bfloat16, rank 1"], 80).asm["ptx"]
+    ptx = aot.compile_ahead(EVERYTHING["default: gemv bfloat16, rank 1"], 80).asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in ptx
 
 
@@ -195,10 +195,10 @@ def test_no_atomics() -> None:
 def test_every_shape_has_a_configuration() -> None:
     for file in config.data_files():
         for dtype in DTYPES:
-            for regime in REGIMES:
+            for path in PATHS:
                 for n, k in ((1, 1), (640, 2048), (5376, 21504), (262144, 5376), (10**7, 10**6)):
-                    found = config_for(file, dtype, n, k, regime)
-                    assert found.block_m >= (1 if regime == "stream" else 16)
+                    found = config_for(file, dtype, n, k, path)
+                    assert found.block_m >= (1 if path == "gemv" else 16)
 
 
 def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None:
@@ -213,8 +213,8 @@ def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None
 
 
 def test_a_gpu_never_seen_gets_the_default() -> None:
-    assert config_for("NVIDIA Nothing 9000", torch.bfloat16, 100, 100, "stream") == config_for(
-        "", torch.bfloat16, 100, 100, "stream"
+    assert config_for("NVIDIA Nothing 9000", torch.bfloat16, 100, 100, "gemv") == config_for(
+        "", torch.bfloat16, 100, 100, "gemv"
     )
     assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
 
@@ -227,15 +227,15 @@ def test_a_data_file_comes_back() -> None:
 def test_the_first_entry_that_serves() -> None:
     small, large = (Config(True, 16, n, 64, 4, 2) for n in (16, 64))
     entries = (
-        Entry("stream", "bfloat16", 100, 50, small),
-        Entry("stream", "bfloat16", None, None, large),
+        Entry("gemv", "bfloat16", 100, 50, small),
+        Entry("gemv", "bfloat16", None, None, large),
     )
     chosen = [
-        next(e.config for e in entries if e.serves("stream", "bfloat16", n, k))
+        next(e.config for e in entries if e.serves("gemv", "bfloat16", n, k))
         for n, k in ((100, 50), (101, 50), (100, 51))
     ]
     assert chosen == [small, large, large]
-    assert not entries[1].serves("tile", "bfloat16", 1, 1)
+    assert not entries[1].serves("gemm", "bfloat16", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -258,17 +258,17 @@ def test_bad_configurations_are_refused(change: dict, message: str) -> None:
 
 def test_bad_data_files_are_refused() -> None:
     for entry in (
-        '{"regime": "stream"}',
-        '{"regime": "slow", "dtype": "bfloat16", "max_n": null, "max_k": null}',
+        '{"path": "gemv"}',
+        '{"path": "slow", "dtype": "bfloat16", "max_n": null, "max_k": null}',
     ):
         with pytest.raises(ValueError, match="expected"):
             config.parse(f'{{"entries": [{entry}]}}')
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_candidates(regime: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_candidates(path: str) -> None:
     for dtype in DTYPES:
-        found = tuning.candidates(dtype, regime)
+        found = tuning.candidates(dtype, path)
         assert len(found) == len(set(found)) > 4
 
 
@@ -276,7 +276,7 @@ def test_tune_takes_the_best_of_each_class() -> None:
     """Fastest on average, relative to the best at each shape; what fails anywhere in its class is
     out.
     """
-    tried = tuning.candidates(torch.bfloat16, "stream")
+    tried = tuning.candidates(torch.bfloat16, "gemv")
     small, large, broken = tried[3], tried[7], tried[0]
 
     def measure(chosen: Config, n: int, k: int) -> float | None:
@@ -286,20 +286,20 @@ def test_tune_takes_the_best_of_each_class() -> None:
         return k * times.get(chosen, 5.0)
 
     shapes = [(1000, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
-    entries = tuning.tune(torch.bfloat16, "stream", shapes, measure)
+    entries = tuning.tune(torch.bfloat16, "gemv", shapes, measure)
     assert [(entry.max_n, entry.config) for entry in entries] == [
         (4096, small),
         (16384, large),
         (None, large),
     ]
     assert config.parse(config.dump("x", "y", entries)) == entries
-    assert [e.max_n for e in tuning.tune(torch.bfloat16, "stream", shapes[3:], measure)] == [None]
+    assert [e.max_n for e in tuning.tune(torch.bfloat16, "gemv", shapes[3:], measure)] == [None]
     with pytest.raises(
         ValueError, match="expected a candidate that runs at a shape with N > 16384, found none"
     ):
-        tuning.tune(torch.bfloat16, "stream", shapes[:1], measure)
+        tuning.tune(torch.bfloat16, "gemv", shapes[:1], measure)
     with pytest.raises(ValueError, match="found none"):
-        tuning.tune(torch.bfloat16, "stream", shapes, lambda *_: None)
+        tuning.tune(torch.bfloat16, "gemv", shapes, lambda *_: None)
 
 
 # The second call of an op goes to its compiled kernel
@@ -374,7 +374,7 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         kernels.patched_linear,
         LINEAR,
         {},
-        [{"out_dtype": torch.float32}, {"regime": "tile"}],
+        [{"out_dtype": torch.float32}, {"path": "gemm"}],
         1,
     ),
     "patched_linear plain": (
@@ -405,7 +405,7 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         ),
         {"z_pair": (2 * M, K), "weight": (N, K), "bias": (N,), "coeff": (M, 1)},
         {},
-        [{"regime": "tile"}],
+        [{"path": "gemm"}],
         1,
     ),
     "record_linear, its direction": (
@@ -567,7 +567,7 @@ def test_tensors_that_no_kernel_serves() -> None:
         check_refused(ValueError, "expected tensors on cuda, got cpu", call)
 
 
-def test_regimes() -> None:
-    assert [kernels.regime_of(rows) for rows in (0, 1, 16, 17, 512)] == ["stream"] * 3 + [
-        "tile"
+def test_paths() -> None:
+    assert [kernels.product_path(rows) for rows in (0, 1, 16, 17, 512)] == ["gemv"] * 3 + [
+        "gemm"
     ] * 2

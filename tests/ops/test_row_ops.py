@@ -1,5 +1,5 @@
-"""The norms and the gated product behind ``ops.py``, as they are served here; ``test_backends.py``
-runs the checks on the others.
+"""The norms and the gated product in the implementation that runs here; ``test_dispatch.py`` runs
+the checks on the others.
 """
 
 from collections.abc import Iterator

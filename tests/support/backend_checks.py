@@ -1,4 +1,4 @@
-"""What a patched model must do in whichever implementation runs its products; ``test_backends.py``
+"""What a patched model must do in whichever implementation runs its products; ``test_dispatch.py``
 starts this in a process of its own.
 """
 
@@ -41,7 +41,7 @@ MODELS = {
 
 
 EVERY_OP = traced.CALLS | {"rms_normalize": lambda z, *_: ops.rms_normalize(z, 1e-5)}
-NO_OPS = {"regime_of"}  # functions of icl_patch.ops that compute nothing
+NO_OPS = {"product_path"}  # functions of icl_patch.ops that compute nothing
 
 
 class Kernels(TorchDispatchMode):
@@ -79,7 +79,7 @@ def check_plain_torch() -> None:
 
 
 def main(backend: str) -> None:
-    assert dispatch.wanted == backend
+    assert dispatch.backend == backend
     if backend == "torch":
         check_plain_torch()
     row_ops.check_all(widths=(1, 70))

@@ -202,12 +202,12 @@ def test_index_minus_one_gives_the_bits_of_the_plain_map(dtype: torch.dtype, row
 
 
 def rows_keep_their_bits(
-    case: Case, regime: str | None, counts: list[int], run: object = kernels.patched_linear
+    case: Case, path: str | None, counts: list[int], run: object = kernels.patched_linear
 ) -> bool:
     """Whether the rows of the whole batch come out the same alone, in smaller batches and in other
     places.
     """
-    whole = run(**case.arguments, regime=regime, out_dtype=torch.float32)
+    whole = run(**case.arguments, path=path, out_dtype=torch.float32)
     for count in counts:
         for start in {0, len(case.z) - count}:
             part = slice(start, start + count)
@@ -219,7 +219,7 @@ def rows_keep_their_bits(
                 own["v"],
                 case.bias,
                 index=None,
-                regime=regime,
+                path=path,
                 out_dtype=torch.float32,
             )
             if not same_bits(out, whole[part]):
@@ -236,12 +236,12 @@ def test_a_row_does_not_see_its_batch(dtype: torch.dtype) -> None:
     assert rows_keep_their_bits(ranked, None, [1, 8])
 
 
-@pytest.mark.parametrize("regime", ["stream", "tile"])
+@pytest.mark.parametrize("path", ["gemv", "gemm"])
 @every_float
-def test_a_regime_holds_for_any_number_of_rows(dtype: torch.dtype, regime: str) -> None:
+def test_a_path_serves_any_number_of_rows(dtype: torch.dtype, path: str) -> None:
     case = linear_case("row", (40, 24, 100), 1, dtype)
-    assert rows_keep_their_bits(case, regime, [1, 17])
-    check_linear(case, kernels.patched_linear(**case.arguments, regime=regime), dtype)
+    assert rows_keep_their_bits(case, path, [1, 17])
+    check_linear(case, kernels.patched_linear(**case.arguments, path=path), dtype)
 
 
 @every_float
@@ -249,7 +249,7 @@ def test_the_batch_shows_where_the_order_follows_it(dtype: torch.dtype) -> None:
     """The two tests above can fail: here the blocks of K depend on the number of rows."""
 
     def careless(z: Tensor, *args: object, **options: object) -> Tensor:
-        config = config_for("", dtype, 24, 1000, "stream")
+        config = config_for("", dtype, 24, 1000, "gemv")
         return launch_linear(
             z,
             *args,
@@ -281,7 +281,7 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
     case = linear_case("row-rank", (rows, 20, k), rank, dtype)
     coeff = kernels.coefficients(case.z, case.v)
     for n in (20, 5000):  # steps of 256 and of 128 elements
-        config = config_for("", dtype, n, k, "stream")
+        config = config_for("", dtype, n, k, "gemv")
         inside, before = (
             launch_linear(
                 **case.arguments, out_dtype=torch.float32, config=replace(config, fused=limit)
@@ -634,7 +634,7 @@ def operator_calls() -> dict[str, tuple]:
     )
     return {
         "triton_patched_linear": (*case.arguments.values(), torch.float16, None),
-        "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "tile"),
+        "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "gemm"),
         "triton_record_linear": (pair, case.weight, case.bias, wide, None),
         "triton_add_low_rank": (
             torch.ones(3, 5, device=DEVICE),
@@ -771,7 +771,7 @@ LINEAR_ERRORS: dict[str, tuple[dict, type, str]] = {
         TypeError,
         "expected out_dtype fp32, bf16 or fp16, got torch.int32",
     ),
-    "regime": ({"regime": "fast"}, ValueError, "expected regime 'stream' or 'tile', got 'fast'"),
+    "path": ({"path": "fast"}, ValueError, "expected path 'gemv' or 'gemm', got 'fast'"),
 }
 
 

@@ -29,14 +29,14 @@ def unit(dtype: torch.dtype) -> float:
     """The relative error of one rounding: twice as large in Triton's interpreter, which cuts bf16
     off.
     """
-    return UNIT[dtype] * (2 if dispatch.wanted == "triton" and dtype == torch.bfloat16 else 1)
+    return UNIT[dtype] * (2 if dispatch.backend == "triton" and dtype == torch.bfloat16 else 1)
 
 
 def alike(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Bit for bit where a kernel serves ``dtype``; plain torch may sum and multiply in another
     order for another layout.
     """
-    if dtype == torch.float64 or dispatch.wanted == "torch" or not native.serves("cpu"):
+    if dtype == torch.float64 or dispatch.backend == "torch" or not native.serves("cpu"):
         few = 64 * UNIT[dtype]
         return found.dtype == expected.dtype and torch.allclose(found, expected, rtol=few, atol=few)
     return same_bits(found, expected)
@@ -109,7 +109,7 @@ def check_norm_pair(
             # Triton's sum of squares may follow the layout; it is in fp64, and shows in the last
             # bit of v at most.
             close = ((found - separate).abs() <= 2 * UNIT[torch.float32] * separate.abs()).all()
-            assert close if dispatch.wanted == "triton" else same_bits(found, separate)
+            assert close if dispatch.backend == "triton" else same_bits(found, separate)
         assert rows < 2 or not direction.v[-1].any()
 
 

@@ -1,5 +1,5 @@
-"""Every op of ``ops.py`` through ``make_fx`` on real tensors: the graph holds the ops themselves,
-and is right on other numbers.
+"""Every op through ``make_fx`` on real tensors: the graph holds the ops themselves, and is right on
+other numbers.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ CALLS: dict[str, Call] = {
         z, w, pu, pv, b, index=i
     ),
     "add_low_rank, tiles": lambda z, w, u, v, b, pu, pv, i: ops.patched_linear(
-        z, w, pu, pv, b, index=i, regime="tile"
+        z, w, pu, pv, b, index=i, path="gemm"
     ),
     "record_linear": lambda z, w, u, v, b, pu, pv, i: ops.record_linear(z, w, b)[:2],
     "add_low_rank": lambda z, w, u, v, b, pu, pv, i: ops.add_low_rank(u, z, u, v),
@@ -67,7 +67,7 @@ def check_traced(name: str) -> None:
     """The op's node is in the graph, and nothing of the first run's numbers."""
     call, op = CALLS[name], name.partition(",")[0]
     graph = make_fx(call)(*arguments(0))
-    triton = dispatch.wanted == "triton" and op not in INVERSIONS
+    triton = dispatch.backend == "triton" and op not in INVERSIONS
     if triton and "tiles" in name:
         op = "patched_linear"  # Triton's own tiles
     expected = f"icl_patch.{'triton_' if triton else ''}{op}.default"

@@ -1,0 +1,53 @@
+"""Changing the result of one product inside a module of the model's.
+
+A router turns its logits ``F.linear(z, W)`` into a choice of experts; Llama 4's experts multiply by
+``torch.bmm`` and go on with an activation and a second product. A patch belongs between the product
+and the arithmetic that follows it, where the classes of transformers offer no place: their forward
+would have to be copied, one copy a class and version. So the product itself is intercepted by a
+TorchFunctionMode, only while the module runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class _FirstProduct(TorchFunctionMode):
+    """Passes the result of the first call of ``product`` through ``change``; counts the calls."""
+
+    def __init__(self, product: Callable[..., Tensor], change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.product, self.change = product, change
+        self.calls = 0
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **kwargs or {})
+        if function is not self.product:
+            return out
+        self.calls += 1
+        return self.change(out) if self.calls == 1 else out
+
+
+def call_with_changed_product(
+    module: nn.Module,
+    product: Callable[..., Tensor],
+    change: Callable[[Tensor], Tensor],
+    *inputs: Any,
+) -> tuple[Any, int]:
+    """``module(*inputs)`` with the result of its first ``product`` replaced by ``change`` of it.
+
+    Args:
+        module: calls ``product`` in its forward.
+        product: ``torch.nn.functional.linear`` or ``torch.bmm``.
+        change: from the result of the first product to its replacement.
+
+    Returns:
+        The module's output, and how many of these products it computed.
+    """
+    with _FirstProduct(product, change) as products:
+        out = module(*inputs)
+    return out, products.calls

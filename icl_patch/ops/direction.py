@@ -1,0 +1,77 @@
+"""The direction v of a rank-1 change ``u vᵀ``, which the input z reads with coefficient 1."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from icl_patch.ops import reference
+from icl_patch.ops.checks import FLOATS
+from icl_patch.ops.dispatch import Op
+
+
+class Direction(NamedTuple):
+    """v (..., K), ``1/‖z‖²`` (...), and ``z·v`` (M, 1) where a kernel has summed it."""
+
+    v: Tensor
+    inverse_norm2: Tensor
+    coeff: Tensor | None = None
+
+
+def read_direction(
+    z: Tensor, dtype: torch.dtype | None = None, *, for_inductor: bool = False
+) -> Direction:
+    """``v = z / ‖z‖²``, the vector with ``v·z = 1``, and ``1/‖z‖²``, summed in fp64.
+
+    Args:
+        z: (..., K) float.
+        dtype: fp32 or fp64, of the results; fp32 by default (fp64 for fp64 ``z``).
+        for_inductor: use torch's own operations, which a compiler fuses with its neighbours, and
+            compute the coefficients too.
+
+    Returns:
+        Direction(v, inverse_norm2, coeff). Where z = 0 there is no such vector: both are 0, and the
+        caller must check. The same where v leaves its dtype's range.
+
+    Raises:
+        TypeError: z is not floating, or ``dtype`` neither fp32 nor fp64.
+        ValueError: z has no dimension.
+
+    Source: Goldwaser et al. (2025), Lemma 6.
+    """
+    shape = z.shape
+    if not shape:
+        raise ValueError("expected z (..., K), got a tensor without dimensions")
+    if z.dtype not in FLOATS:
+        raise TypeError(f"expected z in fp64, fp32, bf16 or fp16, got {z.dtype}")
+    dtype = dtype or reference.accumulation_dtype(z)
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"expected dtype torch.float32 or torch.float64, got {dtype}")
+    rows = z if len(shape) == 2 else z.unsqueeze(0).flatten(0, -2)
+    if for_inductor:
+        v, inverse = reference.read_direction(rows, dtype)
+        direction = Direction(v, inverse, (rows.to(dtype) * v).sum(-1, keepdim=True))
+    else:
+        direction = Direction(*_read_direction.native_first(rows, dtype == torch.float64))
+    if len(shape) == 2:
+        return direction
+    v, inverse, coeff = direction
+    return Direction(v.reshape(shape), inverse.reshape(shape[:-1]), coeff)
+
+
+def _reference(rows: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
+    return reference.read_direction(rows, torch.float64 if wide else torch.float32)
+
+
+def _check(*_: Any) -> None:
+    """Nothing is left to check."""
+
+
+_read_direction = Op(
+    "read_direction",
+    _check,
+    _reference,
+    native_fp64=True,
+    triton_if=lambda rows, wide: not wide and rows.shape[-1] > 0,
+    triton=lambda kernels, rows, wide: kernels.read_direction(rows),
+)

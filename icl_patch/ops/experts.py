@@ -1,0 +1,86 @@
+"""Few rows through the experts that each of them has chosen."""
+
+import torch
+from torch import Tensor
+
+from icl_patch.ops import reference
+from icl_patch.ops.checks import check_operands, is_integer
+from icl_patch.ops.dispatch import Op, is_traced, is_transformed
+
+
+def expert_linear(
+    x: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``y_mj = W_e x_m + b_e`` with ``e = expert[m, j]``: few rows through the experts that each of
+    them has chosen.
+
+    On the CPU an expert's matrix is read once for all slots that chose it, on CUDA by each of them,
+    in one launch.
+
+    Args:
+        x: (M, K) float, read by all k slots of a row, or (M, k, K).
+        weight: logically (E, N, K), any strides, x's dtype; fast with either of the last two
+            dimensions contiguous.
+        expert: (M, k) integers from 0 to E - 1. Not looked at on the host for CUDA tensors, where
+            any other number gives 0.
+        bias: (E, N), x's dtype.
+        out_dtype: of the result; x's dtype by default.
+
+    Returns:
+        (M, k, N), accumulated in fp32 (fp64 for fp64 x) and rounded once. In our kernels a slot's
+        bits depend only on its row and its expert.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit, or there is no such expert.
+
+    Source: Goldwaser et al. (2025), Lemmas 7 and 11: the products of their experts.
+    """
+    return _expert_linear.native_first(x, weight, expert, bias, out_dtype)
+
+
+def _check(
+    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
+    if expert.dim() != 2 or not is_integer(expert):
+        raise ValueError(
+            f"expected expert (M, k) of integers, got {tuple(expert.shape)} {expert.dtype}"
+        )
+    rows, chosen = expert.shape
+    if weight.dim() != 3 or x.shape not in (
+        (rows, weight.shape[-1]),
+        (rows, chosen, weight.shape[-1]),
+    ):
+        raise ValueError(
+            f"expected x ({rows}, K) or ({rows}, {chosen}, K) and weight (E, N, K), got"
+            f" {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    check_operands("x", x, weight, bias, out_dtype)
+    if expert.device != x.device:
+        raise ValueError(f"expected expert on {x.device}, got {expert.device}")
+    # to look would wait for the device, or there is nothing to look at
+    if expert.is_cuda or expert.is_meta or is_traced() or is_transformed() or not expert.numel():
+        return
+    least, most = int(expert.min()), int(expert.max())
+    if least < 0 or most >= len(weight):
+        raise ValueError(f"expected expert from 0 to {len(weight) - 1}, got {least} to {most}")
+
+
+def _reference(
+    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    gather = is_traced() or is_transformed()
+    return reference.expert_linear(x, weight, expert, bias, out_dtype or x.dtype, gather)
+
+
+_expert_linear = Op(
+    "expert_linear",
+    _check,
+    _reference,
+    native_if=lambda x, weight, *_: 1 in weight.stride()[1:],
+)

@@ -1,0 +1,117 @@
+"""The inversion of RMSNorm, and the stable update that is built on it."""
+
+import torch
+from torch import Tensor
+
+from icl_patch.ops import reference
+from icl_patch.ops.checks import check_eps, check_floats, check_matrix
+from icl_patch.ops.dispatch import native_serves
+from icl_patch.ops.reference import RMSNormInverse, StableScale
+
+_METHODS = ("newton", "bisection")
+
+
+def invert_rmsnorm(
+    target: Tensor,
+    scale: Tensor,
+    rms: Tensor,
+    eps: float = 0.0,
+    fallback: Tensor | None = None,
+    method: str = "newton",
+) -> RMSNormInverse:
+    """The ``x`` with ``RMS(x) = C`` that minimises ``‖m ⊙ Norm(x) - g‖²``, and the scale that makes
+    up for the difference exactly.
+
+    ``y_k = g_k m_k / (m_k² - μ)`` with μ below ``min m²`` such that ``mean(y²) = C²/(C² + eps)``;
+    ``x = y sqrt(C² + eps)`` and ``m'_k = (m_k² - μ)/m_k``, so that ``m' ⊙ Norm(x) = g``.
+
+    Args:
+        target: g, (B, n) of any float dtype and strides. All arithmetic is fp64.
+        scale: m, (n,) or (B, n).
+        rms: C, (B,).
+        eps: the norm's.
+        fallback: (B, n), the direction for the coordinates at ``min m²`` when the secular equation
+            has no root; usually the vector whose norm is inverted.
+        method: ``"newton"`` (natively the two-point Gauss model of ``csrc/rmsnorm_inverse.h``,
+            which takes about half as many evaluations; Newton on ``1/‖y‖`` in plain torch) or
+            ``"bisection"`` (64 geometric steps).
+
+    Returns:
+        RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row of bad input has its
+        status and leaves the others alone; a row's bits depend only on the row. Not differentiable.
+
+    Raises:
+        TypeError: a dtype is not floating.
+        ValueError: a shape, a device, ``eps`` or ``method`` does not fit.
+
+    Source: Goldwaser et al. (2025), Appendix B.2, with the hard case and the norm's eps added.
+    """
+    _check_rows("target", target, scale, eps, method)
+    if rms.shape != target.shape[:1]:
+        raise ValueError(f"expected rms ({target.shape[0]},), got {tuple(rms.shape)}")
+    if fallback is not None and fallback.shape != target.shape:
+        raise ValueError(f"expected fallback {tuple(target.shape)}, got {tuple(fallback.shape)}")
+    check_floats(target=target, scale=scale, rms=rms, fallback=fallback)
+    if not native_serves(target.device.type):
+        return reference.invert_rmsnorm(target, scale, rms, eps, fallback, method)
+    with torch.no_grad():
+        parts = torch.ops.icl_patch.invert_rmsnorm(
+            target, scale, rms, eps, fallback, method == "bisection"
+        )
+    return RMSNormInverse(*parts)
+
+
+def stable_scale(
+    delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float = 0.0, method: str = "newton"
+) -> StableScale:
+    """All of the stable update of ``m ⊙ Norm(h)`` in one launch: ``h_target - h`` and ``m'`` with
+    ``m' ⊙ Norm(h_target) = g``.
+
+    ``g = delta + m ⊙ Norm(h)``; ``h_target`` is :func:`invert_rmsnorm` of g at the RMS of h, with h
+    for a fallback and with the zeros of m moved to ``0.25 max(rms m, rms g)``, so that no
+    coordinate is out of reach (:func:`icl_patch.ops.reference.floor_scale`); ``m' = m - μ ⊘ m``
+    takes the rest. A row whose delta is 0 stays as it is.
+
+    Args:
+        delta: (M, d) of any float dtype and strides. All arithmetic is fp64.
+        scale: m, (d,) or (M, d).
+        hidden_down: h, (M, d). A row of zeros has no RMS to keep and gets ``h_target`` of RMS 1.
+        eps: the norm's.
+        method: as for :func:`invert_rmsnorm`.
+
+    Returns:
+        StableScale(u, shift, new_scale, status, evaluations), ``u = h_target - h`` rounded once.
+        Not differentiable.
+
+    Raises:
+        TypeError: a dtype is not floating.
+        ValueError: a shape, a device, ``eps`` or ``method`` does not fit.
+
+    Source: Goldwaser et al. (2025), Appendix B, with ``Δm = r ⊘ h_norm`` in closed form.
+    """
+    _check_rows("delta", delta, scale, eps, method)
+    if hidden_down.shape != delta.shape:
+        raise ValueError(
+            f"expected hidden_down {tuple(delta.shape)}, got {tuple(hidden_down.shape)}"
+        )
+    check_floats(delta=delta, scale=scale, hidden_down=hidden_down)
+    if not native_serves(delta.device.type):
+        return reference.stable_scale(delta, scale, hidden_down, eps, method)
+    with torch.no_grad():
+        parts = torch.ops.icl_patch.stable_scale(
+            delta, scale, hidden_down, eps, method == "bisection"
+        )
+    return StableScale(*parts)
+
+
+def _check_rows(name: str, rows: Tensor, scale: Tensor, eps: float, method: str) -> None:
+    """Rows (B, n) with n ≥ 1, the norm's scale and its eps, and the method."""
+    check_matrix(name, rows)
+    batch, n = rows.shape
+    if n == 0:
+        raise ValueError(f"expected {name} (B, n) with n ≥ 1, got n = 0")
+    if scale.shape not in ((n,), (batch, n)):
+        raise ValueError(f"expected scale ({n},) or ({batch}, {n}), got {tuple(scale.shape)}")
+    check_eps(eps)
+    if method not in _METHODS:
+        raise ValueError(f"expected method {' or '.join(map(repr, _METHODS))}, got {method!r}")

@@ -1,0 +1,341 @@
+"""Linear maps with a low-rank change of their weight: applied, recorded from two streams, or added
+to an output that is there already.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from icl_patch.ops import native, reference
+from icl_patch.ops.checks import (
+    check_floats,
+    check_matrix,
+    check_operands,
+    check_out_dtype,
+    is_integer,
+)
+from icl_patch.ops.direction import Direction, read_direction
+from icl_patch.ops.dispatch import Op, backend, is_traced
+
+GEMV, GEMM = "gemv", "gemm"
+_GEMV_ROWS = 16
+_GEMV_ROWS_BESIDE_AMX = 4
+_TRITON_RANKS = 64
+
+
+def _cpu_gemv_rows(matrix_units: str, kernels: str) -> int:
+    """Up to how many rows our CPU kernel is faster than torch's product in a 16-bit dtype."""
+    if backend == "triton":
+        return _GEMV_ROWS
+    if getattr(torch.cpu, matrix_units, lambda: False)():
+        return _GEMV_ROWS_BESIDE_AMX
+    if (
+        native.cpu_instructions.startswith("avx")
+        and not getattr(torch.ops.mkldnn, kernels, lambda: True)()
+    ):
+        return sys.maxsize  # torch multiplies number by number
+    return _GEMV_ROWS
+
+
+_CPU_GEMV_ROWS = {
+    torch.bfloat16: _cpu_gemv_rows("_is_amx_tile_supported", "_is_mkldnn_bf16_supported"),
+    torch.float16: _cpu_gemv_rows("_is_amx_fp16_supported", "_is_mkldnn_fp16_supported"),
+}
+
+
+def product_path(z: Tensor, rows: int) -> str:
+    """The path by which ``rows`` rows of z's dtype are multiplied on z's device: ``"gemv"`` for few
+    rows, ``"gemm"`` for many.
+
+    Within a path a row's bits do not depend on the number of rows. On the CPU the path ``"gemm"``
+    is torch's own product, from 17 rows on; in bf16 from 5 rows on where the processor has matrix
+    units, and never where torch has no fast product of a dtype (fp16 without AVX512-FP16).
+    """
+    most = _CPU_GEMV_ROWS.get(z.dtype, _GEMV_ROWS) if z.is_cpu else _GEMV_ROWS
+    return GEMM if rows > most else GEMV
+
+
+def patched_linear(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    index: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    path: str | None = None,
+) -> Tensor:
+    """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r``: a linear map with a low-rank change of its weight,
+    which is never built.
+
+    Args:
+        z: (M, K) float.
+        weight: logically (N, K), any strides, z's dtype; fast with either dimension contiguous.
+        u: per row (M, N) or (M, R, N); shared by all rows (1, R, N); a pool (P, R, N) with
+            ``index``. Any float dtype. Without u and v the op is the plain linear map.
+        v: as ``u`` with K for N.
+        bias: (N,), z's dtype.
+        index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map. Not looked
+            at on the host for CUDA tensors.
+        out_dtype: of the result; z's dtype by default.
+        path: ``"gemv"`` or ``"gemm"`` for any number of rows; by default :func:`product_path` of
+            M rows. Within a path of our kernels a row's bits depend only on the row, its factors,
+            the weight and the bias.
+
+    Returns:
+        (M, N), accumulated in fp32 and rounded once; in fp64 where z, u, v or ``out_dtype`` is. On
+        the CPU in the path ``"gemm"``, and where autograd may ask for a derivative, ``z Wᵀ + bias``
+        is torch's own and rounded to z's dtype first, as ``nn.Linear`` does.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit, or an index lies outside the pool.
+
+    Source: Goldwaser et al. (2025), Lemmas 6 and 9.
+    """
+    if path is None and not z.is_cuda and z.dim() == 2:
+        path = product_path(z, z.shape[0])
+    run = _patched_linear.native_first if path == GEMV else _patched_linear.dispatch
+    return run(z, weight, u, v, bias, index, out_dtype, path=path)
+
+
+def record_linear(
+    z_pair: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    direction: Direction | None = None,
+) -> tuple[Tensor, Tensor, Direction]:
+    """Both streams through one linear map, reading W once: their outputs and the patch between
+    them.
+
+    ``y_ctx = W z_ctx + b``, ``u = W z_ctx - W z`` and ``y = W z + b + (z·v) u`` with ``v =
+    z/‖z‖²``.
+
+    Args:
+        z_pair: (2M, K) float: M rows of the context stream, then M of the reduced stream.
+        weight, bias: as for :func:`patched_linear`.
+        direction: :func:`read_direction` of the reduced rows; all maps that read one z share it.
+
+    Returns:
+        y_pair (2M, N) in z's dtype, u (M, N) fp32 (fp64 for fp64 z), and the direction.
+        ``patched_linear(z, weight, u, direction.v, bias)`` gives y again, bit for bit, where our
+        kernels multiply: not in fp64, nor by a weight of which neither dimension is contiguous.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+
+    Source: Goldwaser et al. (2025), Lemma 6.
+    """
+    rows = z_pair.shape[0] // 2
+    if direction is None:
+        direction = read_direction(z_pair[rows:])
+    path = product_path(z_pair, rows)
+    run = _record_linear.native_first if path == GEMV else _record_linear.dispatch
+    y_pair, u = run(z_pair, weight, direction.v, bias, direction=direction, path=path)
+    return y_pair, u, direction
+
+
+def add_low_rank(
+    y: Tensor,
+    z: Tensor,
+    u: Tensor,
+    v: Tensor,
+    *,
+    index: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``y + Σ_r (z·v_r) u_r``: the low-rank term on an output that some other module computed
+    (quantised, convolutional, …).
+
+    ``patched_linear(z, W, u, v, b)`` bit for bit where y is ``patched_linear(z, W, None, None, b,
+    out_dtype=torch.float32)``.
+
+    Args:
+        y: (M, N) float, the plain output.
+        z: (M, K) float, the input it came from.
+        u, v, index: as for :func:`patched_linear`.
+        out_dtype: of the result; y's dtype by default.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit, or an index lies outside the pool.
+    """
+    return _add_low_rank.native_first(y, z, u, v, index, out_dtype)
+
+
+def _check_patched_linear(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    out_dtype: torch.dtype | None,
+    path: str | None,
+) -> None:
+    _check_linear(z, weight, bias, out_dtype)
+    if path not in (None, GEMV, GEMM):
+        raise ValueError(f"expected path {GEMV!r} or {GEMM!r}, got {path!r}")
+    if u is not None or v is not None:
+        _check_factors(z, u, v, weight.shape[0], index)
+    elif index is not None:
+        raise ValueError("expected u and v with index, got none")
+
+
+def _check_linear(
+    z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
+) -> None:
+    check_matrix("z", z)
+    check_matrix("weight", weight)
+    if weight.shape[1] != z.shape[1]:
+        raise ValueError(f"expected weight (N, {z.shape[1]}), got {tuple(weight.shape)}")
+    check_operands("z", z, weight, bias, out_dtype)
+
+
+def _check_record_linear(
+    z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None, **_: Any
+) -> None:
+    _check_linear(z_pair, weight, bias)
+    if len(z_pair) % 2:
+        raise ValueError(f"expected z_pair (2M, K), got {tuple(z_pair.shape)}")
+    expected = (len(z_pair) // 2, z_pair.shape[1])
+    if v.shape != expected:
+        raise ValueError(f"expected a direction of {expected}, got {tuple(v.shape)}")
+
+
+def _check_add_low_rank(
+    y: Tensor,
+    z: Tensor,
+    u: Tensor,
+    v: Tensor,
+    index: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    check_matrix("y", y)
+    check_matrix("z", z)
+    if y.shape[0] != z.shape[0]:
+        raise ValueError(
+            f"expected y and z with the same number of rows, got {tuple(y.shape)} and"
+            f" {tuple(z.shape)}"
+        )
+    check_floats(y=y, z=z)
+    check_out_dtype(out_dtype)
+    _check_factors(z, u, v, y.shape[1], index)
+
+
+def _check_factors(
+    z: Tensor, u: Tensor | None, v: Tensor | None, n: int, index: Tensor | None
+) -> None:
+    """Factors of a change that maps z (M, K) to (M, n)."""
+    if u is None or v is None:
+        raise ValueError("expected both u and v or neither, got one of them")
+    check_floats(z=z, u=u, v=v)
+    rows, k = z.shape
+    for name, factor, width in (("u", u, n), ("v", v, k)):
+        if index is not None:
+            fits, expected = factor.dim() == 3, f"(P, R, {width})"
+        else:
+            shared = factor.dim() == 3 and factor.shape[0] == 1
+            fits = shared or (factor.dim() in (2, 3) and factor.shape[0] == rows)
+            expected = f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
+        if not fits or factor.shape[-1] != width:
+            raise ValueError(f"expected {name} {expected}, got {tuple(factor.shape)}")
+    if u.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"expected u and v with the same rows and rank, got {tuple(u.shape)} and"
+            f" {tuple(v.shape)}"
+        )
+    if index is not None:
+        _check_index(z, index, u.shape[0])
+
+
+def _check_index(z: Tensor, index: Tensor, pool: int) -> None:
+    rows = len(z)
+    if index.shape != (rows,) or not is_integer(index):
+        raise ValueError(
+            f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}"
+        )
+    if index.device != z.device:
+        raise ValueError(f"expected index on {z.device}, got {index.device}")
+    # to look would wait for the device, or there is nothing to look at
+    if index.is_cuda or index.is_meta or is_traced() or not rows:
+        return
+    least, most = int(index.min()), int(index.max())
+    if least < -1 or most >= pool:
+        raise ValueError(f"expected index from -1 to {pool - 1}, got {least} to {most}")
+
+
+def _reference_patched_linear(
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None,
+    v: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    out_dtype: torch.dtype | None,
+    path: str | None,
+) -> Tensor:
+    out_dtype = out_dtype or z.dtype
+    dtypes = (out_dtype, *(x.dtype for x in (u, v) if x is not None))
+    if torch.float64 in dtypes and z.dtype != torch.float64:
+        plain = patched_linear(z, weight, bias=bias, out_dtype=torch.float32, path=path)
+    else:
+        plain = F.linear(z, weight, bias)
+    if u is None:
+        return plain.to(out_dtype)
+    return _add_low_rank.dispatch(plain, z, u, v, index, out_dtype)
+
+
+def _reference_record_linear(
+    z_pair: Tensor,
+    weight: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    direction: Direction,
+    path: str,
+) -> tuple[Tensor, Tensor]:
+    wide = reference.accumulation_dtype(z_pair)
+    plain_ctx, plain = patched_linear(z_pair, weight, bias=bias, out_dtype=wide, path=path).chunk(2)
+    u = plain_ctx - plain
+    y = _add_low_rank.dispatch(plain, z_pair[len(u) :], u, v, None, z_pair.dtype)
+    return torch.cat([plain_ctx.to(z_pair.dtype), y]), u
+
+
+def _is_native_gemv(z: Tensor, weight: Tensor, *_: Any, path: str, **__: Any) -> bool:
+    return path == GEMV and 1 in weight.stride()
+
+
+_patched_linear = Op(
+    "patched_linear",
+    _check_patched_linear,
+    _reference_patched_linear,
+    native_if=_is_native_gemv,
+    triton_if=lambda z, weight, u, *_, path: (
+        u is None or u.dim() < 3 or u.shape[1] <= _TRITON_RANKS
+    ),
+    differentiable=True,
+)
+_record_linear = Op(
+    "record_linear",
+    _check_record_linear,
+    _reference_record_linear,
+    native_if=_is_native_gemv,
+    triton_if=lambda *_, direction, path: direction.coeff is not None,
+    triton=lambda kernels, z_pair, weight, v, bias, direction, path: kernels.record_linear(
+        z_pair, weight, bias, direction=direction, path=path
+    )[:2],
+)
+_add_low_rank = Op(
+    "add_low_rank",
+    _check_add_low_rank,
+    lambda y, z, u, v, index, out_dtype: reference.add_low_rank(
+        y, z, u, v, index, out_dtype or y.dtype
+    ),
+    triton_if=lambda y, z, u, *_: u.dim() < 3 or 1 <= u.shape[1] <= _TRITON_RANKS,
+)
