@@ -5,175 +5,16 @@ times those that compute it right and writes the table after every one, so that 
 survives a stop and a later run goes on from there.
 """
 
-import itertools
 import math
-import random
-import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-Call = Callable[[], object]
-
-
-class InTurn:
-    """A call that takes the next of several inputs each time, so that none of them is in a cache
-    when its turn comes.
-
-    Calls on the same inputs share a ``turn``, which counts theirs: what one of them has just read
-    is not what the next one reads. On a GPU :func:`compare` replays such calls as a CUDA graph.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[Any], object],
-        inputs: Sequence[Any],
-        turn: Iterator[int] | None = None,
-    ) -> None:
-        self.inputs = inputs
-        self._function, self._turn = function, itertools.count() if turn is None else turn
-
-    def __call__(self) -> object:
-        return self._function(self.inputs[next(self._turn) % len(self.inputs)])
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one call: the median of the rounds and the middle half's ends."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Timing":
-        """The summary of some samples, of one as well."""
-        if len(samples) == 1:
-            return cls(*samples * 3)
-        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, low, high)
-
-
-def compare(
-    calls: Mapping[str, Call],
-    device: torch.device,
-    rounds: int = 15,
-    least_seconds: float = 0.02,
-    most_seconds: float = math.inf,
-) -> dict[str, Timing]:
-    """Time calls side by side: every round times each of them once, in another order, so that what
-    drifts, drifts for all.
-
-    On the CPU a round repeats a call until ``least_seconds`` have passed and takes the mean; other
-    calls, or :class:`InTurn`, keep its inputs out of the caches. On a GPU an :class:`InTurn` call
-    is replayed as a CUDA graph of many calls, at least one an input; any other is one call between
-    two events with L2 overwritten before it. A call that takes long gets fewer rounds, about
-    ``most_seconds`` in all.
-    """
-    timers = {name: _timer(call, device, least_seconds) for name, call in calls.items()}
-    first = {name: timer() for name, timer in timers.items()}
-    wanted = {
-        name: max(1, int(min(rounds, most_seconds / max(value, 1e-9))))
-        for name, value in first.items()
-    }
-    # What is measured once is not measured again.
-    samples: dict[str, list[float]] = {
-        name: [value] if value > most_seconds else [] for name, value in first.items()
-    }
-    order, shuffle = list(timers), random.Random(0).shuffle
-    for turn in range(rounds):
-        shuffle(order)  # a call may have to wait for what the one before it wrote
-        for name in order:
-            if turn < wanted[name] and not (turn == 0 and samples[name]):
-                samples[name].append(timers[name]())
-    return {name: Timing.of(values) for name, values in samples.items()}
-
-
-def _timer(call: Call, device: torch.device, least_seconds: float) -> Callable[[], float]:
-    """What gives the seconds of one call each time; the call is warm."""
-    if device.type != "cuda":
-        return lambda: _host_seconds(call, least_seconds)
-    call()
-    return _graph_timer(call) if isinstance(call, InTurn) else _event_timer(call, device)
-
-
-def _host_seconds(call: Call, least: float) -> float:
-    calls, start = 0, time.perf_counter()
-    while not calls or time.perf_counter() - start < least:
-        call()
-        calls += 1
-    return (time.perf_counter() - start) / calls
-
-
-def _elapsed(run: Call) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def _event_timer(call: Call, device: torch.device) -> Callable[[], float]:
-    flush = torch.empty(
-        2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device
-    )
-
-    def seconds() -> float:
-        flush.zero_()
-        return _elapsed(call)
-
-    return seconds
-
-
-def _graph_timer(
-    call: InTurn, least_seconds: float = 2e-3, most_calls: int = 1000
-) -> Callable[[], float]:
-    """Replays of a graph that takes every input at least once and lasts ``least_seconds``."""
-    count = len(call.inputs)
-    graph = captured(call, count)
-    again = int(least_seconds / max(_elapsed(graph.replay), 1e-6))
-    if again > 1:
-        count *= min(again, max(1, most_calls // count))
-        graph = captured(call, count)
-    graph.replay()
-    return lambda: _elapsed(graph.replay) / count
-
-
-def captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
-    """So many calls as a graph that has run once; ``torch.cuda.graph`` would collect garbage first,
-    which takes longer than the rest.
-    """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # libraries choose their workspaces here, before the capture
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        try:
-            for _ in range(count):
-                call()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def last_level_cache(device: torch.device) -> int:
-    """Bytes, as CUDA or Linux tells; 64 MiB where neither does."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    return max(
-        (int(path.read_text().strip().removesuffix("K")) * 1024 for path in sizes),
-        default=64 * 2**20,
-    )
+from icl_patch.bench.timing import Call, Timing, compare
 
 
 @dataclass(frozen=True)
@@ -219,8 +60,8 @@ class Case:
 UNFINISHED = "unfinished"  # a row's mark until its case is done
 
 
-class Recorder(Protocol):
-    """What takes up what was measured: :class:`icl_patch.bench.results.Results`."""
+class RowSink(Protocol):
+    """Where measured rows go: :class:`icl_patch.bench.results.Results`."""
 
     device: torch.device
 
@@ -241,7 +82,7 @@ def part_of(cases: Sequence[Case], part: tuple[int, int]) -> Sequence[Case]:
 
 def measure(
     cases: Sequence[Case],
-    results: Recorder,
+    results: RowSink,
     rounds: int = 15,
     fresh: bool = False,
     seconds: float = math.inf,
@@ -401,3 +242,17 @@ def format_seconds(value: float) -> str:
         (pair for pair in (("s", 1.0), ("ms", 1e-3)) if value >= pair[1]), ("µs", 1e-6)
     )
     return f"{float(f'{value / size:.3g}'):g} {unit}"
+
+
+def relative_error(result: Tensor, expected: Tensor, most: float) -> float:
+    """The largest difference relative to the largest element; raises AssertionError if it is more
+    than ``most`` or not a number.
+    """
+    if result.shape != expected.shape:
+        raise AssertionError(f"expected {tuple(expected.shape)}, got {tuple(result.shape)}")
+    error = float((result.double() - expected).abs().max() / expected.abs().max())
+    if not error <= most:
+        raise AssertionError(
+            f"expected the fp64 result within {most:.1e} of the largest element, got {error:.1e}"
+        )
+    return error

@@ -79,7 +79,7 @@ def code_fingerprint() -> str:
         if (root / "kernels").exists()
         else [root, Path(__file__).parent.parent / "triton_kernels"]
     )
-    aside = {"bench", "embedded", "cli.py", "report.py", "demo.py"}
+    aside = {"bench", "cli", "evaluation"}
     files = [
         path
         for folder in folders
@@ -253,7 +253,7 @@ def markdown(found: dict[str, Any]) -> str:
     """The table of a results file, or the tables that its benchmark makes (``tables(found)``), with
     what was measured and where.
     """
-    module = importlib.import_module(f"icl_patch.bench.{found['benchmark']}")
+    module = importlib.import_module(f"icl_patch.bench.cases.{found['benchmark']}")
     about = (module.__doc__ or "").strip()
     where = ", ".join(f"{name} {value}" for name, value in found["environment"].items() if value)
     notes = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from icl_patch.bench import BENCHMARKS
+from icl_patch.bench import BENCHMARKS, plots
 from icl_patch.bench.harness import measure, part_of
 from icl_patch.bench.results import Results, load_all, markdown, write_whole
 
@@ -24,11 +24,11 @@ class Plan:
     seconds: float = math.inf
 
 
-def run(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
+def measure_benchmark(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
     """Measure what is not measured yet; yields how it goes and whether nothing failed so far."""
     if results.dropped is not None:
         yield results.dropped, True
-    benchmark = importlib.import_module(f"icl_patch.bench.{results.benchmark}")
+    benchmark = importlib.import_module(f"icl_patch.bench.cases.{results.benchmark}")
     cases = benchmark.cases(plan.device, plan.quick, results)
     cases = part_of(cases, plan.part)
     missing = [case for case in cases if plan.fresh or not results.has(case.name)]
@@ -44,8 +44,6 @@ def run(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
 
 def redraw(folder: Path) -> list[Path]:
     """Tables and pictures of every results file in the folder, made again from it."""
-    from icl_patch.bench import plots
-
     written = []
     for benchmark in BENCHMARKS:
         for found in load_all(folder, benchmark):

@@ -66,7 +66,7 @@ def families_of(row: Row) -> list[str]:
     """The forms of the zoo that use a statement; those that take images are measured elsewhere."""
     return [
         name
-        for name, entry in tiny_models.ZOO.items()
+        for name, entry in tiny_models.SUPPORTED.items()
         if row.statement in entry.lemmas.split(", ") and not entry.images
     ]
 

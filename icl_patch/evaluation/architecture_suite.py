@@ -54,7 +54,7 @@ class FamilyReport:
     @property
     def expected(self) -> bool:
         """Whether the form is among those that are covered."""
-        return self.name in tiny_models.ZOO
+        return self.name in tiny_models.SUPPORTED
 
     @property
     def passed(self) -> bool:
@@ -83,13 +83,13 @@ def run_suite(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FamilyReport]:
-    """Run every entry of the zoo, or those named: patches of ragged rows with a prefix and several
+    """Run every family of the zoo, or those named: patches of ragged rows with a prefix and several
     absorbed spans, replayed.
 
     Raises:
-        KeyError: there is no such entry.
+        KeyError: there is no such family.
     """
-    chosen = list(names) if names is not None else [*tiny_models.ZOO, *tiny_models.REFUSED]
+    chosen = list(names) if names is not None else [*tiny_models.SUPPORTED, *tiny_models.REFUSED]
     reports = []
     for number, name in enumerate(chosen, 1):
         reports.append(_run(name, seed))
@@ -99,13 +99,13 @@ def run_suite(
 
 
 def _run(name: str, seed: int) -> FamilyReport:
-    entry = tiny_models.ZOO.get(name) or tiny_models.REFUSED[name]
+    family = tiny_models.SUPPORTED.get(name) or tiny_models.REFUSED[name]
     known: dict[str, Any] = {
         "name": name,
-        "model": entry.config,
-        "writer": entry.writer,
-        "lemmas": entry.lemmas,
-        "note": entry.note,
+        "model": family.config,
+        "writer": family.writer,
+        "lemmas": family.lemmas,
+        "note": family.note,
     }
     try:
         measures = _measure_fp32(name, seed)

@@ -33,6 +33,10 @@ class Answers:
     without: str
     patched: str
 
+    def texts(self) -> dict[str, str]:
+        """The three answers by name."""
+        return {"with_context": self.with_context, "without": self.without, "patched": self.patched}
+
 
 @torch.no_grad()
 def patched_answers(
@@ -61,7 +65,7 @@ def three_answers(
     """The answers to ``prompts_per_kind`` held-out prompts of every kind; the patched ones by the
     exact update.
     """
-    found = []
+    rows = []
     for kind in embedded.KINDS:
         prompts = embedded.held_out_prompts(kind, prompts_per_kind)
         texts = [prompt.context + prompt.question for prompt in prompts]
@@ -69,10 +73,8 @@ def three_answers(
         without = answers(model, tokenizer, [prompt.question for prompt in prompts])
         with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
             patched = patched_answers(patcher, tokenizer, texts)
-        found += [
-            Answers(*row) for row in zip(prompts, with_context, without, patched, strict=True)
-        ]
-    return found
+        rows += [Answers(*row) for row in zip(prompts, with_context, without, patched, strict=True)]
+    return rows
 
 
 def verify_grid(

@@ -55,7 +55,7 @@ _FLOOR = {"float32": 0.01, "float64": 0.01, "bfloat16": 1.0, "float16": 1.0}
 
 
 @dataclass(frozen=True)
-class Step:
+class VerifiedToken:
     """One generated token: the baseline's choice, and how the replay compares. Errors are relative
     to max |logit|.
     """
@@ -96,7 +96,7 @@ class VerifyReport:
     correction_max: float
     misses: int
     experts_identical: float | None
-    steps: list[Step] = field(repr=False)
+    steps: list[VerifiedToken] = field(repr=False)
 
     def _share(self, name: str) -> float:
         return sum(getattr(step, name) for step in self.steps) / len(self.steps)
@@ -547,14 +547,14 @@ class _Comparison:
         """
         return self.identical_choices / self.choices if self.choices else None
 
-    def steps(self, tokens: Tensor) -> list[Step]:
+    def steps(self, tokens: Tensor) -> list[VerifiedToken]:
         """Prompt by prompt."""
         columns = {
             name: torch.stack([step[name] for step in self._columns], 1).tolist()
             for name in self._columns[0]
         }
         return [
-            Step(token_id, **{name: columns[name][row][step] for name in columns})
+            VerifiedToken(token_id, **{name: columns[name][row][step] for name in columns})
             for row, ids in enumerate(tokens.tolist())
             for step, token_id in enumerate(ids)
         ]

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.bench.harness import Call, Case, Comparison, InTurn, last_level_cache
+from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results
+from icl_patch.bench.timing import Call, InTurn, last_level_cache
 from icl_patch.ops import reference
 
 SHAPES = [(1, 1152), (32, 2560), (4096, 5376)]

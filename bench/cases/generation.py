@@ -48,29 +48,35 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch import ContextPatch, ContextPatcher
-from icl_patch.bench.costs import PARTS, Parts, cache_bytes, profiled, transient_bytes, weight_bytes
-from icl_patch.bench.harness import Case, Comparison, format_seconds
-from icl_patch.bench.linear import ceiling, no_peft, relative_error
-from icl_patch.bench.results import Results, table_lines
-from icl_patch.bench.shapes import CPU_MIXTURE, CPU_SHAPE, GPU_MIXTURE, GPU_SHAPES, Shape
-from icl_patch.bench.steps import (
-    Compiled,
-    Fixed,
-    Graphed,
-    Later,
-    StaticContext,
-    Step,
+from icl_patch.bench.baselines.lora import lora_step, peft_problem
+from icl_patch.bench.baselines.materialised import (
     bare_step,
-    dynamic_cache,
-    lora_step,
     materialised,
     naive_step,
-    own_step,
-    static_cache,
-    static_run,
     uncached_step,
 )
-from icl_patch.bench.throughput import twin
+from icl_patch.bench.baselines.plain import (
+    CompiledStep,
+    GraphedStep,
+    StaticContext,
+    dynamic_cache,
+    plain_step,
+    static_cache,
+    static_plain_step,
+)
+from icl_patch.bench.cases.random_models import (
+    CPU_MIXTURE,
+    CPU_SHAPE,
+    GPU_MIXTURE,
+    GPU_SHAPES,
+    RandomModel,
+    twin,
+)
+from icl_patch.bench.costs import PARTS, Parts, cache_bytes, profiled, transient_bytes, weight_bytes
+from icl_patch.bench.decode_steps import LazyStep, StaticCacheStep, Step
+from icl_patch.bench.harness import Case, Comparison, format_seconds, relative_error
+from icl_patch.bench.results import Results, table_lines
+from icl_patch.bench.timing import ceiling
 from icl_patch.generation.decode_step import DecodeMode, Decoding, decode_one_token, prefill
 from icl_patch.generation.loop import History
 
@@ -91,7 +97,7 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     """The headline first: on a CPU a context of 256, on a GPU one of 1,024, for every model and
     batch.
     """
-    if reason := no_peft():
+    if reason := peft_problem():
         results.skip(PEFT, reason)
     if device.type == "cpu":
         dtype = torch.float32
@@ -135,7 +141,7 @@ class Models:
 
 
 @functools.lru_cache(maxsize=1)
-def models_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Models:
+def models_of(shape: RandomModel, dtype: torch.dtype, device: torch.device) -> Models:
     """The cases of a shape share its weights."""
     model = shape.build(device, dtype)
     return Models(
@@ -145,7 +151,7 @@ def models_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Models:
 
 @torch.no_grad()
 def comparison(
-    shape: Shape, batch: int, context: int, dtype: torch.dtype, device: torch.device
+    shape: RandomModel, batch: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Comparison:
     """What is timed in one case."""
     torch.compiler.reset()  # what the case before it compiled
@@ -163,7 +169,7 @@ def comparison(
     if not shape.experts:
         models.patched.enter_context(models.applied.applied(patch))
     cache = dynamic_cache(models.plain, ids)
-    plain = own_step(models.plain, ids, cache)
+    plain = plain_step(models.plain, ids, cache)
     bucketed_capacity = (
         not ids.is_cuda
         or 8 * cache_bytes(cache) < torch.cuda.get_device_properties(device).total_memory
@@ -173,14 +179,14 @@ def comparison(
     static = StaticContext(models.plain, ids)
     calls = ours(models, ids, bucketed_capacity) | {
         PLAIN: plain,
-        COMPILED: Compiled(static_run(models.plain, ids, static), static),
+        COMPILED: CompiledStep(static_plain_step(models.plain, ids, static), static),
     }
     if not shape.experts:
         calls |= baselines(models, ids, patch, plain, cache, static)
     seen = [models.plain, models.stable.model, models.exact.model, models.applied.model]
-    if no_peft() is None and not shape.experts:
+    if peft_problem() is None and not shape.experts:
         seen.append(twin(models.plain))
-        calls[PEFT] = Later(lambda: lora_step(seen[-1], patch, plain))
+        calls[PEFT] = LazyStep(lambda: lora_step(seen[-1], patch, plain))
     nbytes = weight_bytes(models.plain, patch)
     return Comparison(
         ours=OURS,
@@ -230,18 +236,18 @@ def ours(models: Models, ids: Tensor, bucketed_capacity: bool) -> dict[str, Step
     ``bucketed_capacity``: with those of more caches.
     """
     found: dict[str, Step] = {
-        OURS: Later(lambda: _decoding_step(models.stable, ids, DecodeMode.SHARED_CACHE))
+        OURS: LazyStep(lambda: _decoding_step(models.stable, ids, DecodeMode.SHARED_CACHE))
     }
     if bucketed_capacity:
-        found["recompute and apply, two streams"] = Later(
+        found["recompute and apply, two streams"] = LazyStep(
             lambda: _decoding_step(models.stable, ids, DecodeMode.TWO_STREAM)
         )
-        found["recompute and apply, exact"] = Later(lambda: _exact_step(models.exact, ids))
-    found[OURS_COMPILED] = Later(
+        found["recompute and apply, exact"] = LazyStep(lambda: _exact_step(models.exact, ids))
+    found[OURS_COMPILED] = LazyStep(
         lambda: _fixed_step(models.stable, ids, compiled=True, graph=ids.is_cuda)
     )
     if ids.is_cuda:
-        found["recompute and apply, CUDA graph"] = Later(
+        found["recompute and apply, CUDA graph"] = LazyStep(
             lambda: _fixed_step(models.stable, ids, compiled=False, graph=True)
         )
     return found
@@ -259,14 +265,14 @@ def baselines(
     share that one.
     """
     changed = models.applied.model
-    runs = [static_run(model, ids, static) for model in (models.plain, changed)]
+    runs = [static_plain_step(model, ids, static) for model in (models.plain, changed)]
     # a full one is moved with an index from the host, unless it is compiled
     graph = ids.is_cuda and not _windows(models.plain, ids)
     return {
-        **({"plain step, CUDA graph": Graphed(runs[0], static)} if graph else {}),
-        APPLIED[0]: own_step(changed, ids, cache),
-        APPLIED[1]: Compiled(runs[1], static),
-        **({APPLIED[2]: Graphed(runs[1], static)} if graph else {}),
+        **({"plain step, CUDA graph": GraphedStep(runs[0], static)} if graph else {}),
+        APPLIED[0]: plain_step(changed, ids, cache),
+        APPLIED[1]: CompiledStep(runs[1], static),
+        **({APPLIED[2]: GraphedStep(runs[1], static)} if graph else {}),
         "replay of a given patch": Step(
             lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
         ),
@@ -306,7 +312,7 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, way: DecodeMode) -> Ste
 
 def _fixed_step(patcher: ContextPatcher, ids: Tensor, *, compiled: bool, graph: bool) -> Step:
     state = _state(patcher, ids, DecodeMode.SHARED_CACHE, reserve=False)
-    return Fixed(state, ids[:, -1].clone(), compiled=compiled, graph=graph)
+    return StaticCacheStep(state, ids[:, -1].clone(), compiled=compiled, graph=graph)
 
 
 def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
