@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps, rc_context
+from matplotlib.figure import Figure
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -78,10 +81,8 @@ def _with_lines(rows: list[dict[str, Any]], along: str, across: str) -> list[int
 
 def _steps(
     rows: list[dict[str, Any]], title: str, along: str, across: str, panels: list[int]
-) -> Any:
+) -> Figure:
     """Milliseconds along one parameter, a line a way, a panel for every value of the other."""
-    from matplotlib.figure import Figure
-
     ticks = sorted({row["parameters"][along] for row in rows})
     styles = _styles(list(dict.fromkeys(row["call"] for row in rows)))
     figure = Figure(figsize=(max(8.0, 3.4 + 3.2 * len(panels)), 5.6), layout="constrained")
@@ -134,10 +135,10 @@ def _styles(calls: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _panels(rows: Iterable[dict[str, Any]], title: str, label: str) -> tuple[Any, dict[str, Any]]:
+def _panels(
+    rows: Iterable[dict[str, Any]], title: str, label: str
+) -> tuple[Figure, dict[str, Any]]:
     """A figure with a panel a dtype."""
-    from matplotlib.figure import Figure
-
     present = {row["parameters"]["dtype"] for row in rows}
     dtypes = [dtype for dtype in DTYPES if dtype in present]
     figure = Figure(figsize=(max(7.0, 5.5 * len(dtypes)), 4.6), layout="constrained")
@@ -151,7 +152,7 @@ def _panels(rows: Iterable[dict[str, Any]], title: str, label: str) -> tuple[Any
     return figure, dict(zip(dtypes, axes, strict=True))
 
 
-def _bandwidth(rows: list[dict[str, Any]], title: str) -> Any:
+def _bandwidth(rows: list[dict[str, Any]], title: str) -> Figure:
     figure, axes = _panels(
         rows, f"patched_linear, rank 1: {title}", "share of the bandwidth measured there"
     )
@@ -193,7 +194,7 @@ def _bandwidth(rows: list[dict[str, Any]], title: str) -> Any:
     return figure
 
 
-def _ratios(rows: list[dict[str, Any]], ratios: dict[str, float], title: str) -> Any:
+def _ratios(rows: list[dict[str, Any]], ratios: dict[str, float], title: str) -> Figure:
     figure, axes = _panels(rows, f"patched_linear, rank 1: {title}", "time over that of F.linear")
     matrices = list(dict.fromkeys(row["parameters"]["matrix"] for row in rows))
     for dtype, axis in axes.items():
@@ -226,17 +227,13 @@ def _ratios(rows: list[dict[str, Any]], ratios: dict[str, float], title: str) ->
 
 
 def _shade(number: int, count: int) -> Any:
-    from matplotlib import colormaps
-
     return colormaps["viridis"](0.9 * number / max(1, count - 1))
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
+def _save(figure: Figure, path: Path) -> list[Path]:
     """As PNG and SVG, with the same bytes for the same numbers."""
-    import matplotlib
-
     written = [path.with_name(f"{path.name}{suffix}") for suffix in (".png", ".svg")]
-    with matplotlib.rc_context({"svg.hashsalt": "icl-patch", "svg.fonttype": "none"}):
+    with rc_context({"svg.hashsalt": "icl-patch", "svg.fonttype": "none"}):
         figure.savefig(written[0], dpi=130, metadata={"Software": None})
         figure.savefig(written[1], metadata={"Date": None})
     return written

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     if device.type == "cuda":
-        import triton
-
-        found["triton"] = triton.__version__
+        found["triton"] = version("triton")
     return found
 
 

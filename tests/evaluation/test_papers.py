@@ -5,6 +5,7 @@ shown is what was measured.
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -27,6 +28,7 @@ import table_1  # noqa: E402
 from regression_models import Attention, Block, Recurrence, Stack, StackBlock, sample  # noqa: E402
 from regression_pictures import CLAIMS, stem  # noqa: E402
 
+EXPERIMENTS = re.search(r"^EXPERIMENTS := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
 FIGURES = (2, 3, 4, 5, 6, "E")
 layers = pytest.mark.parametrize("layer", [Attention, Recurrence], ids=["attention", "rnn"])
 
@@ -277,11 +279,26 @@ def test_factors_of_the_appendix_are_those_of_matrices_written_out(
     assert found["total_norm_median"] == pytest.approx(found["size_median"][-1], rel=1e-5)
 
 
+def interpreter() -> list[str]:
+    """What ``make papers`` runs the scripts with, or this interpreter where make has not run."""
+    made = ROOT / "build" / "python"
+    return [str(made) if made.exists() else sys.executable]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_make_papers_starts_every_script(name: str) -> None:
+    """Each imports its neighbours, which the folder of the script must be on the path for."""
+    command = [*interpreter(), f"examples/papers/{name}.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--quick" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("papers")
     command = [
-        sys.executable,
+        *interpreter(),
         str(SCRIPTS / "linear_regression.py"),
         "--quick",
         "--out",
