@@ -1,8 +1,7 @@
-"""Decode steps that can be taken over and over: the model's own, those that apply a patch, and
-Algorithm 1 with every ``W + ΔW`` built.
+"""Decode steps that can be repeated.
 
-A step takes the last token of ``ids`` (B, C) on top of a cache of those before it, gives the next
-logits (B, V), and puts the cache back.
+A step runs the last token of ``ids`` (B, C) on top of a cache of the tokens before it, returns the
+next logits (B, V), and restores the cache.
 """
 
 import time
@@ -20,11 +19,11 @@ from icl_patch.generation.decode_step import Decoding, decode_one_token
 
 
 class Step:
-    """A step: ``run`` takes it, ``rewind`` puts back what it did to the cache.
+    """A step: ``run`` takes it, ``rewind`` restores the cache.
 
     Attributes:
-        traced: whether the model's modules no longer run in it. compile_seconds: what it took to
-            make, where it is compiled.
+        traced: the step is compiled: it calls none of the model's modules.
+        compile_seconds: the time to compile it.
     """
 
     traced = False
@@ -47,49 +46,49 @@ class Step:
 
     @contextmanager
     def observable(self) -> Iterator[None]:
-        """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
+        """Within this context no CUDA graph hides the step from a profiler."""
         yield
 
 
 class LazyStep(Step):
-    """A step that is made when it is first taken: what fails then, fails for it alone."""
+    """A step built at its first call, so that a failure to build it fails no other step."""
 
-    def __init__(self, make: Callable[[], Step]) -> None:
-        super().__init__(lambda: self.made()())
-        self._make = make
-        self._made: Step | None = None
+    def __init__(self, build: Callable[[], Step]) -> None:
+        super().__init__(lambda: self.step()())
+        self._build = build
+        self._step: Step | None = None
 
-    def made(self) -> Step:
-        """The step itself."""
-        if self._made is None:
-            self._made = self._make()
+    def step(self) -> Step:
+        """The step, built now if it is not yet."""
+        if self._step is None:
+            self._step = self._build()
             self.cache, self.traced, self.compile_seconds = (
-                self._made.cache,
-                self._made.traced,
-                self._made.compile_seconds,
+                self._step.cache,
+                self._step.traced,
+                self._step.compile_seconds,
             )
-        return self._made
+        return self._step
 
     @contextmanager
     def observable(self) -> Iterator[None]:
-        """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
-        with self.made().observable():
+        """Within this context no CUDA graph hides the step from a profiler."""
+        with self.step().observable():
             yield
 
 
 class StaticCacheStep(Step):
-    """Our step on buffers that never move: compiled, as a CUDA graph, or both."""
+    """Our step over static buffers: compiled, as a CUDA graph, or both."""
 
-    _WARM_UP = 5  # it is traced, compiled, and captured at the fourth
+    _WARM_UP = 5  # calls until it is traced, compiled and, at the fourth, captured
 
     def __init__(self, state: Decoding, token: Tensor, *, compiled: bool, graph: bool) -> None:
         fix(state, both=False, compiled=compiled, graph=graph)
-        made: Any = state.step
-        self._fixed, self.traced = made, compiled
+        step: Any = state.step
+        self._compiled_step, self.traced = step, compiled
         layers: list[Any] = state.cache.layers
         counters = [
-            made.step_inputs.positions,
-            made.step_inputs.slot,
+            step.step_inputs.positions,
+            step.step_inputs.slot,
             *(layer.cumulative_length for layer in layers if isinstance(layer, StaticLayer)),
         ]
 
@@ -99,18 +98,18 @@ class StaticCacheStep(Step):
             state.steps -= 1
 
         super().__init__(lambda: decode_one_token(state, token).logits, rewind, state.cache)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for number in range(self._WARM_UP):
             self()
             if compiled and number == 1:
-                self.compile_seconds = time.perf_counter() - begun
+                self.compile_seconds = time.perf_counter() - started
 
     @contextmanager
     def observable(self) -> Iterator[None]:
-        """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
-        kept = self._fixed._run
+        """Within this context no CUDA graph hides the step from a profiler."""
+        run = self._compiled_step._run
         try:
-            self._fixed._run = kept._run if isinstance(kept, Captured) else kept
+            self._compiled_step._run = run._run if isinstance(run, Captured) else run
             yield
         finally:
-            self._fixed._run = kept
+            self._compiled_step._run = run

@@ -1,8 +1,8 @@
-"""Timing side by side after a check of the results, and the tables that come of it.
+"""Benchmarks as lists of cases: check the results, time the calls, record the rows.
 
-A benchmark is a list of :class:`Case`. :func:`measure` builds each, checks what its calls compute,
-times those that compute it right and writes the table after every one, so that what was measured
-survives a stop and a later run goes on from there.
+:func:`measure` builds each :class:`Case`, checks the results of its calls, times the correct ones
+and writes the table after every case, so that an interrupted run keeps its rows and a later one
+resumes.
 """
 
 import math
@@ -21,15 +21,18 @@ from icl_patch.bench.timing import Call, Timing, compare
 class Comparison:
     """Calls that do the same work.
 
-    ours: the call that the others are compared with. check: the error of a call's result, by the
-        call's name; raises AssertionError with
-    what was expected and what came. nbytes: what each call must move at least, and ceiling: the
-        bandwidth measured here, in bytes a second,
-    or the call whose bandwidth it is. apart: calls that write so much that the others would wait
-    for their writes, or that take long to be made; they are checked and timed after them. units:
-    how many of something each call does, which then are what is compared, and unit:
-    what they are. notes: further numbers about our call. costs: further numbers about any call, by
-    its name and its seconds, from passes that are not timed.
+    Attributes:
+        ours: the call that the others are compared with.
+        check: ``check(call, result)`` gives the result's error; raises AssertionError with expected
+            and got.
+        nbytes: bytes that each call must move at least.
+        ceiling: the bandwidth measured here in bytes a second, or the call that measures it.
+        apart: calls checked and timed after the others: they write so much that others would wait
+            for their writes, or take long to prepare.
+        units: how many units of work each call does; the ratio then compares time for each unit.
+        unit: the name of a unit.
+        notes: further numbers about our call.
+        costs: ``costs(call, seconds)`` gives further numbers about a call, measured untimed.
     """
 
     ours: str
@@ -48,8 +51,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table: its name, how the comparison is made (when its turn comes: it may take
-    much memory), what it is sorted by.
+    """One line of a table: its name, the function that builds its comparison when its turn comes
+    (it may take much memory), and its parameters.
     """
 
     name: str
@@ -57,7 +60,7 @@ class Case:
     parameters: Mapping[str, str | int] = field(default_factory=dict)
 
 
-UNFINISHED = "unfinished"  # a row's mark until its case is done
+UNFINISHED = "unfinished"  # marks the rows of a case that is not done
 
 
 class RowSink(Protocol):
@@ -87,44 +90,42 @@ def measure(
     fresh: bool = False,
     seconds: float = math.inf,
 ) -> Iterator[tuple[str, bool]]:
-    """Measure the cases that are not among the results; yields lines that say how it goes, and
-    whether nothing failed so far.
+    """Measure the cases that have no results yet; yields lines of progress, each with whether
+    nothing has failed so far.
 
     Args:
-        cases: in the order of their importance.
-        results: what takes up the rows.
+        cases: the most important first.
+        results: where the rows go.
         rounds: how often each call is timed.
-        fresh: measure again what is there.
-        seconds: begin no case after so many.
+        fresh: measure every case again.
+        seconds: begin no case after this time.
     """
     end = time.monotonic() + seconds
     left = [case for case in cases if fresh or not results.has(case.name)]
-    good = True
+    passed = True
     if len(left) < len(cases):
         yield (
             f"{len(cases) - len(left)} of {len(cases)} cases were measured before, with this code",
-            good,
+            passed,
         )
     for number, case in enumerate(left, 1):
         if time.monotonic() > end:
-            yield f"out of time: {len(left) - number + 1} of {len(left)} cases left", good
+            yield f"out of time: {len(left) - number + 1} of {len(left)} cases left", passed
             return
-        yield f"{number}/{len(left)} {case.name}", good
+        yield f"{number}/{len(left)} {case.name}", passed
         rows: list[dict[str, Any]] = []
         for rows in _rows(case, results.device, rounds):
             results.add(case, rows)
-        good = good and not any("failed" in row for row in rows)
-        yield "  " + describe(rows), good
+        passed = passed and not any("failed" in row for row in rows)
+        yield "  " + describe(rows), passed
 
 
 def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows as far as they are known, each time more of them or more of each: whoever is cut off
-    has what was measured.
-    """
+    """The rows known so far, yielded after every stage: an interrupted case keeps them."""
     head = {"case": case.name, **({"parameters": dict(case.parameters)} if case.parameters else {})}
     try:
         comparison = case.build()
-    except Exception as error:  # whatever it is, the other cases are worth having
+    except Exception as error:  # the other cases still run
         yield [head | {"call": "", "ours": True, "failed": reason(error)}]
         return
     failed: dict[str, str] = {}
@@ -133,18 +134,18 @@ def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[s
     costs: dict[str, dict[str, Any]] = {}
 
     def rows() -> list[dict[str, Any]]:
-        found = []
+        known = []
         for name in comparison.calls:
             row = head | {"call": name, "ours": name == comparison.ours}
             if name in failed:
-                found.append(row | {"failed": failed[name]})
+                known.append(row | {"failed": failed[name]})
             elif name in timings:
-                found.append(
+                known.append(
                     row
                     | _numbers(comparison, name, timings, errors[name])
                     | costs.get(name, {UNFINISHED: True})
                 )
-        return found
+        return known
 
     for apart in (False, True):
         calls = {
@@ -157,20 +158,20 @@ def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[s
                 errors[name] = comparison.check(name, call())
             except Exception as error:
                 failed[name] = reason(error)
-        whole = {name: call for name, call in calls.items() if name not in failed}
+        correct = {name: call for name, call in calls.items() if name not in failed}
         try:
             timings |= compare(
-                whole, device, rounds, comparison.least_seconds, comparison.most_seconds
+                correct, device, rounds, comparison.least_seconds, comparison.most_seconds
             )
         except Exception as error:
-            failed |= dict.fromkeys(whole, reason(error))
+            failed |= dict.fromkeys(correct, reason(error))
         yield rows()
     costs |= {name: _costs(comparison, name, timing) for name, timing in timings.items()}
     yield rows()
 
 
 def _costs(comparison: Comparison, name: str, timing: Timing) -> dict[str, Any]:
-    """A profiler that fails costs its own numbers, and not the time."""
+    """The call's further numbers; if the profiler fails, the reason, and the time stays."""
     if comparison.costs is None:
         return {}
     try:
@@ -203,10 +204,10 @@ def _numbers(
 
 
 def _ceiling(comparison: Comparison, timings: Mapping[str, Timing]) -> float | None:
-    found = comparison.ceiling
-    if isinstance(found, str):
-        return comparison.nbytes[found] / timings[found].median if found in timings else None
-    return found
+    ceiling = comparison.ceiling
+    if not isinstance(ceiling, str):
+        return ceiling
+    return comparison.nbytes[ceiling] / timings[ceiling].median if ceiling in timings else None
 
 
 def reason(error: Exception) -> str:
@@ -223,9 +224,7 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cell(row: Mapping[str, Any]) -> str:
-    """What there is to say of a call beside ours: its time, or how many a second, and its ratio to
-    ours, or why there is none.
-    """
+    """A call's time, or its units a second, and its ratio to ours; or the reason it failed."""
     if "failed" in row:
         return f"FAILED: {row['failed']}"
     text = (

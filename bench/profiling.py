@@ -1,8 +1,8 @@
-"""What a profiler sees of the headline kernels and of a decode step: ``make profile``.
+"""Profiles of the headline kernels and of a decode step: ``make profile``.
 
-python -m icl_patch.bench.profiling kernels            # launch every headline kernel once, for
-Nsight Compute to watch python -m icl_patch.bench.profiling page FOLDER [CSV]  # the page of this
-device, with Nsight Compute's CSV if there is one
+python -m icl_patch.bench.profiling kernels            # launch the headline kernels for ncu
+python -m icl_patch.bench.profiling metrics            # the metrics for ncu
+python -m icl_patch.bench.profiling page FOLDER [CSV]  # this device's page, with ncu's CSV
 """
 
 import csv
@@ -22,7 +22,7 @@ from icl_patch.bench.cases.random_models import twin
 from icl_patch.bench.harness import format_seconds
 from icl_patch.bench.results import environment, write_whole
 
-# Matrix, rows and rank of what Nsight Compute watches.
+# Matrix, rows and rank of the calls that Nsight Compute profiles.
 HEADLINE = (
     ("Gemma-3-1B up", 1, 1),
     ("Gemma-3-1B down", 1, 1),

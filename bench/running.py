@@ -1,4 +1,4 @@
-"""Running benchmarks by name, and drawing what they measured."""
+"""Run benchmarks by name, and draw their results."""
 
 import importlib
 import math
@@ -15,7 +15,7 @@ from icl_patch.bench.results import Results, load_all, markdown, write_whole
 
 @dataclass(frozen=True)
 class Plan:
-    """What of a benchmark is measured: see ``icl-patch bench --help``."""
+    """The part of a benchmark to measure: see ``icl-patch bench --help``."""
 
     device: torch.device
     quick: bool = False
@@ -25,7 +25,7 @@ class Plan:
 
 
 def measure_benchmark(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
-    """Measure what is not measured yet; yields how it goes and whether nothing failed so far."""
+    """Measure the cases without results; yields progress and whether nothing failed so far."""
     if results.dropped is not None:
         yield results.dropped, True
     benchmark = importlib.import_module(f"icl_patch.bench.cases.{results.benchmark}")
@@ -43,13 +43,13 @@ def measure_benchmark(results: Results, plan: Plan) -> Iterator[tuple[str, bool]
 
 
 def redraw(folder: Path) -> list[Path]:
-    """Tables and pictures of every results file in the folder, made again from it."""
+    """Write the tables and pictures of every results file in the folder again."""
     written = []
     for benchmark in BENCHMARKS:
-        for found in load_all(folder, benchmark):
-            path = folder / f"{found['file']}.md"
-            write_whole(path, markdown(found))
+        for data in load_all(folder, benchmark):
+            path = folder / f"{data['file']}.md"
+            write_whole(path, markdown(data))
             written.append(path)
             draw = {"linear": plots.draw, "generation": plots.draw_steps}.get(benchmark)
-            written += [] if draw is None else draw(found, folder)
+            written += [] if draw is None else draw(data, folder)
     return written

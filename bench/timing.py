@@ -17,11 +17,10 @@ Call = Callable[[], object]
 
 
 class InTurn:
-    """A call that takes the next of several inputs each time, so that none of them is in a cache
-    when its turn comes.
+    """A call that takes the next of several inputs each time, so that its input is in no cache.
 
-    Calls on the same inputs share a ``turn``, which counts theirs: what one of them has just read
-    is not what the next one reads. On a GPU :func:`compare` replays such calls as a CUDA graph.
+    Calls on the same inputs share the counter ``turn``: the next call does not read the input that
+    the last one has read. On a GPU :func:`compare` replays such calls as a CUDA graph.
     """
 
     def __init__(
@@ -61,36 +60,36 @@ def compare(
     least_seconds: float = 0.02,
     most_seconds: float = math.inf,
 ) -> dict[str, Timing]:
-    """Time calls side by side: every round times each of them once, in another order, so that what
-    drifts, drifts for all.
+    """Time calls side by side: every round times each of them once, in another order, so that a
+    drift of the machine meets all of them.
 
     On the CPU a round repeats a call until ``least_seconds`` have passed and takes the mean; other
     calls, or :class:`InTurn`, keep its inputs out of the caches. On a GPU an :class:`InTurn` call
-    is replayed as a CUDA graph of many calls, at least one an input; any other is one call between
-    two events with L2 overwritten before it. A call that takes long gets fewer rounds, about
+    is replayed as a CUDA graph of many calls, at least one for each input; any other call is timed
+    once between two events, after L2 is overwritten. A slow call gets fewer rounds, about
     ``most_seconds`` in all.
     """
     timers = {name: _timer(call, device, least_seconds) for name, call in calls.items()}
     first = {name: timer() for name, timer in timers.items()}
-    wanted = {
+    counts = {
         name: max(1, int(min(rounds, most_seconds / max(value, 1e-9))))
         for name, value in first.items()
     }
-    # What is measured once is not measured again.
+    # The first, cold call of a very slow one is its only sample.
     samples: dict[str, list[float]] = {
         name: [value] if value > most_seconds else [] for name, value in first.items()
     }
     order, shuffle = list(timers), random.Random(0).shuffle
     for turn in range(rounds):
-        shuffle(order)  # a call may have to wait for what the one before it wrote
+        shuffle(order)  # a call may wait for the writes of the one before it
         for name in order:
-            if turn < wanted[name] and not (turn == 0 and samples[name]):
+            if turn < counts[name] and not (turn == 0 and samples[name]):
                 samples[name].append(timers[name]())
     return {name: Timing.of(values) for name, values in samples.items()}
 
 
 def _timer(call: Call, device: torch.device, least_seconds: float) -> Callable[[], float]:
-    """What gives the seconds of one call each time; the call is warm."""
+    """A function that times one warm call in seconds."""
     if device.type != "cuda":
         return lambda: _host_seconds(call, least_seconds)
     call()
@@ -141,8 +140,8 @@ def _graph_timer(
 
 
 def captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
-    """So many calls as a graph that has run once; ``torch.cuda.graph`` would collect garbage first,
-    which takes longer than the rest.
+    """A CUDA graph of ``count`` calls that has run once. ``torch.cuda.graph`` would collect garbage
+    first, which takes longer than the rest.
     """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -162,7 +161,7 @@ def captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
 
 
 def last_level_cache(device: torch.device) -> int:
-    """Bytes, as CUDA or Linux tells; 64 MiB where neither does."""
+    """The size in bytes that CUDA or Linux reports; else 64 MiB."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
@@ -174,8 +173,8 @@ def last_level_cache(device: torch.device) -> int:
 
 @functools.cache
 def ceiling(device: torch.device) -> float:
-    """Bytes a second at best: on a CPU of reads of 256 MiB, the fastest quarter of them; on a GPU
-    of a large copy.
+    """The best bandwidth in bytes a second: of reads of 256 MiB on a CPU (the fastest quarter of
+    them), of a large copy on a GPU.
     """
     if device.type == "cuda":
         return copy_bandwidth(device)

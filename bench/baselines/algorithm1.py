@@ -1,8 +1,8 @@
-"""Algorithm 1 of Goldwaser et al. (2025) with every ``W + ΔW`` built: what the lazy patch is
-compared with.
+"""Algorithm 1 of Goldwaser et al. (2025) with every ``W + ΔW`` built, to compare lazy patches with.
 
-One sequence at a time, one token at a time, as a changed weight serves one token only. Sequential
-blocks that end in ``W h`` (Lemma 9) or ``m ⊙ Norm(W h)`` (Lemma 10, the direct update).
+It takes one sequence and one token at a time, since a changed weight serves one token only. It
+supports sequential blocks that end in ``W h`` (Lemma 9) or ``m ⊙ Norm(W h)`` (Lemma 10, the direct
+update).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from icl_patch.models.block_spec import Block, Writer
 from icl_patch.models.detect import blocks_of
 from icl_patch.patch.parameter_changes import parameter_changes
 
-Activations = dict[str, Tensor]  # what modules read, by their path: (T, width)
+Activations = dict[str, Tensor]  # inputs of modules by path: (T, width)
 
 
 class Algorithm1:
@@ -110,7 +110,7 @@ class Algorithm1:
 
     @contextmanager
     def _recording(self) -> Iterator[Activations]:
-        """What readers and the norm before them read, while this lasts."""
+        """Record the inputs of the readers and of the norm before them."""
         activations: Activations = {}
         with ExitStack() as stack:
             for block in self.blocks:
@@ -128,8 +128,8 @@ class Algorithm1:
 
     @contextmanager
     def _patching(self, context: Activations) -> Iterator[None]:
-        """Every reader and writer with changed weights, for one token that has the context's
-        tape.
+        """Change every reader's and writer's weights for one token, given its activations with the
+        context.
         """
         with ExitStack() as stack:
             for block in self.blocks:

@@ -17,12 +17,12 @@ from icl_patch.patch.parameter_changes import parameter_changes
 
 @functools.cache
 def peft_problem() -> str | None:
-    """None, or why there is no PEFT to compare with."""
+    """Why PEFT cannot be compared with; None if it can."""
     if find_spec("peft") is None:
         return "peft is not installed"
     try:
         import peft.tuners.lora
-    except Exception as error:  # a half-installed optional library must not cost the other rows
+    except Exception as error:  # a half-installed optional library must not fail the other rows
         return f"peft does not import: {type(error).__name__}: {error}"
     if "config" not in inspect.signature(peft.tuners.lora.Linear.__init__).parameters:
         return f"peft {peft.__version__} makes its layers otherwise than 0.19"
@@ -53,14 +53,14 @@ def lora_layer(weight: Tensor, u: Tensor, v: Tensor) -> nn.Module:
 
 def lora_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -> Step:
     """PEFT: a context step, the patch's factors copied into LoRA layers of rank 1, a reduced step;
-    the update itself is not counted.
+    computing the update is left out.
 
-    The rows of a batch have an adapter each, which PEFT applies in one pass (``adapter_names``).
-    LoRA has no layer for a norm's scale: where the update changes one, the new scales (B, 1, n) are
-    copied into the norm.
+    Every row of a batch has its own adapter, and PEFT applies them in one pass
+    (``adapter_names``). LoRA has no layer for a norm's scale: the new scales (B, 1, n) are copied
+    into the norm.
 
     Args:
-        model: that nobody else uses: its readers and output matrices are replaced by PEFT's layers.
+        model: a model of its own: PEFT's layers replace its readers and output matrices.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -72,9 +72,9 @@ def lora_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -
     names = [block.path_of(change.name) for block, change in changes if change.v is not None]
     config = LoraConfig(r=1, lora_alpha=1, lora_dropout=0.0, target_modules=names)
     adapters = [f"row{row}" for row in range(len(patch.kept_ids))]
-    given: Any = model
+    base: Any = model
     wrapped: Any = get_peft_model(
-        given, config, adapter_name=adapters[0], autocast_adapter_dtype=False
+        base, config, adapter_name=adapters[0], autocast_adapter_dtype=False
     )
     for adapter in adapters[1:]:
         wrapped.add_adapter(adapter, config, autocast_adapter_dtype=False)

@@ -16,10 +16,10 @@ from icl_patch.patch.parameter_changes import parameter_changes
 
 @contextmanager
 def materialised(model: nn.Module, patch: ContextPatch) -> Iterator[None]:
-    """Within this context every changed parameter is ``W + u vᵀ``, ``b + Δb`` or ``m + Δm`` of the
-    first row's first token, built now.
+    """Within this context every changed parameter holds ``W + u vᵀ``, ``b + Δb`` or ``m + Δm`` of
+    the first row's first token.
     """
-    before: list[tuple[nn.Parameter, Tensor]] = []
+    originals: list[tuple[nn.Parameter, Tensor]] = []
     try:
         with record_function("part: building"):
             for block, layer in zip(patch.blocks, patch.layers, strict=True):
@@ -28,7 +28,7 @@ def materialised(model: nn.Module, patch: ContextPatch) -> Iterator[None]:
                         f"{block.path}.{change.name}.{change.parameter}"
                     )
                     base, u = parameter.data, change.u[0, 0].to(parameter.dtype)
-                    before.append((parameter, base))
+                    originals.append((parameter, base))
                     if change.v is None:
                         parameter.data = base + u
                     else:
@@ -38,7 +38,7 @@ def materialised(model: nn.Module, patch: ContextPatch) -> Iterator[None]:
                         )
         yield
     finally:
-        for parameter, data in reversed(before):
+        for parameter, data in reversed(originals):
             parameter.data = data
 
 
@@ -62,9 +62,7 @@ def _by_row(model: PreTrainedModel, patch: ContextPatch) -> Tensor:
 
 
 def naive_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -> Step:
-    """A context step, every matrix materialised, a reduced step; the update's own arithmetic is not
-    counted.
-    """
+    """A context step, every matrix materialised, a reduced step; the update is not computed."""
 
     def step() -> Tensor:
         context_step()
@@ -74,7 +72,7 @@ def naive_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) 
 
 
 def uncached_step(model: PreTrainedModel, ids: Tensor, patch: ContextPatch) -> Step:
-    """The same without a cache: the whole context is run again."""
+    """The same without a cache: the whole context runs again."""
     run: Any = model
 
     def step() -> Tensor:

@@ -14,69 +14,67 @@ from icl_patch.bench.timing import captured
 
 
 class GraphedStep(Step):
-    """A step over a static cache, on a GPU as a CUDA graph; made ready when it is first taken."""
+    """A step over a static cache, on a GPU as a CUDA graph; prepared at its first call."""
 
     def __init__(self, run: Callable[[], Tensor], static: "StaticContext") -> None:
         super().__init__(run, static.rewind, static.cache)
         self._static = static
-        self._whole = run
+        self._run_once = run
         self._replay: Callable[[], Tensor] | None = None
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """The logits (B, V)."""
         if self._replay is None:
-            self._replay = self._ready()
+            self._replay = self._prepare()
         return self._replay()
 
     def _step(self) -> Tensor:
-        logits = self._whole()
+        logits = self._run_once()
         self.rewind()
         return logits
 
-    def _ready(self) -> Callable[[], Tensor]:
+    def _prepare(self) -> Callable[[], Tensor]:
         replay = self._step
         if self._step().is_cuda:
-            held: list[Tensor] = []
-            graph = captured(lambda: held.__setitem__(slice(None), [self._step()]), 1)
+            output: list[Tensor] = []
+            graph = captured(lambda: output.__setitem__(slice(None), [self._step()]), 1)
 
             def replay() -> Tensor:
                 graph.replay()
-                return held[0]
+                return output[0]
 
         self._static.restore()
         return replay
 
     @contextmanager
     def observable(self) -> Iterator[None]:
-        """Within this context the step runs as a profiler can see into it, without a CUDA graph."""
-        kept, self._replay = self._replay, self._step
+        """Within this context no CUDA graph hides the step from a profiler."""
+        replay, self._replay = self._replay, self._step
         try:
             yield
         finally:
-            self._replay = kept
+            self._replay = replay
 
 
 class CompiledStep(GraphedStep):
-    """The same through ``torch.compile``, without a graph break; ``compile_seconds`` is what that
-    took.
-    """
+    """The same through ``torch.compile``, without a graph break."""
 
     traced = True
 
-    def _ready(self) -> Callable[[], Tensor]:
-        begun = time.perf_counter()
-        self._whole = torch.compile(self.run, fullgraph=True, dynamic=False)
+    def _prepare(self) -> Callable[[], Tensor]:
+        started = time.perf_counter()
+        self._run_once = torch.compile(self.run, fullgraph=True, dynamic=False)
         self._step()
-        self.compile_seconds = time.perf_counter() - begun
-        return super()._ready()
+        self.compile_seconds = time.perf_counter() - started
+        return super()._prepare()
 
 
 class StaticContext:
-    """All tokens but the last in a static cache (B rows), and how a step on top of it is undone.
+    """All tokens but the last in a static cache (B rows), and how to undo a step on top of it.
 
-    A layer whose window is full moves it at every step: what it then holds is another token further
-    on, and the work is the same. ``restore`` puts it back to the first.
+    A layer with a full window moves it by a token at every step, which does not change the work.
+    ``restore`` moves it back to the start.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
@@ -89,30 +87,30 @@ class StaticContext:
             layer for layer in self._windows if layer.cumulative_length_int >= layer.max_cache_len
         ]
         self.lengths = [layer.cumulative_length for layer in layers if layer not in full]
-        self._kept = [
+        self._saved = [
             (place, place.clone()) for layer in full for place in (layer.keys, layer.values)
         ]
 
     def rewind(self) -> None:
-        """Take back the length of one token; one launch for all layers."""
+        """Shorten the cache by one token; one launch for all layers."""
         if self.lengths:
             torch._foreach_sub_(self.lengths, 1)
         for layer in self._windows:
             layer.cumulative_length_int -= 1
 
     def restore(self) -> None:
-        """Put back the windows' contents."""
-        for place, kept in self._kept:
-            place.copy_(kept)
+        """Restore the windows' contents."""
+        for place, saved in self._saved:
+            place.copy_(saved)
 
 
 def static_cache(model: PreTrainedModel, ids: Tensor) -> StaticCache:
-    """An empty one with room for ``ids`` and no more."""
+    """An empty static cache with room for exactly ``ids``."""
     return StaticCache(config=model.config, max_cache_len=ids.shape[1])
 
 
 def dynamic_cache(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
-    """All tokens but the last in the model's own cache, which can be cut back by a token."""
+    """All tokens but the last in the model's own cache, which can be cropped by a token."""
     cache = DynamicCache(config=model.config)
     run: Any = model
     run(ids[:, :-1], past_key_values=cache, logits_to_keep=1)

@@ -1,13 +1,13 @@
 """The patched linear map against the plain one, and against other ways to the same result.
 
-`patched_linear` is ours, every row with factors of its own; `F.linear` is the plain map, without a
-patch. `unfused` adds the low-rank term in operations of its own. `W + ΔW` builds the changed weight
-and multiplies, `W + ΔW in a buffer` builds it in memory that is there already, and `PEFT` is that
-library's LoRA layer; these three have one patch for all rows, which is less than what ours does.
-Weights are used in turn, so that none is in a cache. GB/s counts every operand once. The ceiling is
+`patched_linear` is ours; every row has its own factors. `F.linear` is the plain map, without a
+patch. `unfused` adds the low-rank term in separate operations. `W + ΔW` builds the changed weight
+and multiplies, `W + ΔW in a buffer` builds it in existing memory, and `PEFT` is that library's LoRA
+layer; these three have one patch for all rows, which is less work than ours. Several copies of the
+weight are used in turn, so that none is in a cache. GB/s counts every operand once. The ceiling is
 on a CPU the bandwidth of `reading W`, torch's sum of the weight, timed beside the others (in tables
-without that column, of the best of several reads and copies before them); on a GPU that of a large
-copy. The error is the largest difference from fp64, relative to the largest output.
+without that column, of the best of several reads and copies before them); on a GPU the bandwidth of
+a large copy. The error is the largest difference from fp64, relative to the largest output.
 """
 
 import functools

@@ -1,11 +1,11 @@
-"""Patches a second, of one layer and one token each: computed, applied, and both, against weights
-that are built.
+"""Patches a second, of one layer and one token each: computed, applied, and both.
 
 `lazy` is ours with the stable update, `lazy, exact` with the exact one. `W + ΔW built` is Algorithm
 1 with every changed weight built, one sequence and one token at a time. Computing runs a context of
-16 tokens and 4 kept tokens with it and without; applying runs the 4 kept tokens alone. Random
-models with the layers of the named ones, fewer of them, and a vocabulary of 1024. The error is the
-largest difference of the logits from those with the context, relative to the largest.
+16 tokens and 4 kept tokens with it and without it; applying runs the 4 kept tokens alone. The
+models have random weights, layers of the named models' shapes, fewer of them, and a vocabulary of
+1024. The error is the largest difference of the logits from those with the context, relative to the
+largest.
 """
 
 import functools

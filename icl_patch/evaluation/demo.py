@@ -1,6 +1,4 @@
-"""The main job on the embedded model: answers with the context, without it, and without it but with
-the patch.
-"""
+"""The main job on the embedded model: answer with the context, without it, and with its patch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +16,10 @@ from icl_patch.evaluation.embedded.scoring import (
     encode_batch,
 )
 from icl_patch.evaluation.verify import VerifyReport, verify
+from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
 DTYPES = (torch.float32, torch.bfloat16)
-UPDATES = ("direct", "stable", "exact")
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,7 @@ class Answers:
 def patched_answers(
     patcher: ContextPatcher, tokenizer: PreTrainedTokenizerBase, texts: list[str]
 ) -> list[str]:
-    """Greedy answers in which every token comes from a replay: freshly patched weights on the
-    current token alone.
-    """
+    """Greedy answers in which every token comes from a replay on the current token alone."""
     ids, mask = encode_batch(tokenizer, texts)
     generated: list[Tensor] = []
     for step in patcher.generate(
@@ -62,9 +58,7 @@ def patched_answers(
 def three_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int
 ) -> list[Answers]:
-    """The answers to ``prompts_per_kind`` held-out prompts of every kind; the patched ones by the
-    exact update.
-    """
+    """The answers to ``prompts_per_kind`` held-out prompts of every kind; the patch is exact."""
     rows = []
     for kind in embedded.KINDS:
         prompts = embedded.held_out_prompts(kind, prompts_per_kind)
@@ -80,9 +74,7 @@ def three_answers(
 def verify_grid(
     prompts: int, max_new_tokens: int, progress: Callable[[int, int], None] | None = None
 ) -> list[VerifyReport]:
-    """:func:`icl_patch.verify` on the embedded model for every update and dtype of the demo, over
-    held-out prompts of all kinds.
-    """
+    """Verify the embedded model for every update and dtype, on held-out prompts of all kinds."""
     per_kind = -(-prompts // len(embedded.KINDS))
     chosen = [
         prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, per_kind)

@@ -1,7 +1,6 @@
-"""Small random models of every block form: what ``icl-patch verify --all-families`` runs, and what
-the tests prove the forms on.
+"""Small random models of every block form, for ``icl-patch verify --all-families`` and the tests.
 
-Their norms, biases and routers are far from trivial, and nothing is downloaded.
+Nothing is downloaded. Norms, biases and routers are far from their initial values.
 """
 
 from dataclasses import dataclass, field
@@ -43,10 +42,15 @@ _WINDOWS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A block form as a small model: its family's configuration class and settings.
+    """A block form as a small model.
 
-    lemmas: the statements of Goldwaser et al. (2025) that it uses; writer: what takes up delta;
-        note: what is special about it.
+    Attributes:
+        config: the name of its configuration class in transformers, without ``Config``.
+        writer: the parameter that absorbs delta.
+        lemmas: the statements of Goldwaser et al. (2025) that the form uses.
+        settings: the configuration's arguments.
+        note: the form's peculiarity, or the reason it is refused.
+        images: the model takes images.
     """
 
     config: str
@@ -374,7 +378,7 @@ SUPPORTED: dict[str, TinyModel] = {
 }
 
 
-# What is refused, and why: the reason that attaching gives is the first of what it finds.
+# Refused block forms; ``note`` is the reason.
 REFUSED: dict[str, TinyModel] = {
     "deepseek_v4": TinyModel(
         "DeepseekV4",
@@ -428,32 +432,32 @@ REFUSED: dict[str, TinyModel] = {
 def build(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
-    """A random model of an entry of :data:`SUPPORTED` or :data:`REFUSED`, in eval mode.
+    """A random model of :data:`SUPPORTED` or :data:`REFUSED`, in eval mode.
 
     Raises:
-        KeyError: there is no such entry.
+        KeyError: there is no model of this name.
     """
-    entry = SUPPORTED.get(name) or REFUSED[name]
-    config_class = getattr(transformers, f"{entry.config}Config")
+    tiny = SUPPORTED.get(name) or REFUSED[name]
+    config_class = getattr(transformers, f"{tiny.config}Config")
     common = {
         name: value
         for name, value in _COMMON.items()
         if name != "num_key_value_heads" or hasattr(config_class, name)
     }
-    settings = {**common, **entry.settings, **changes}
-    if entry.images:
+    settings = {**common, **tiny.settings, **changes}
+    if tiny.images:
         settings = {
-            **entry.settings,
-            "text_config": {**_COMMON, **entry.settings["text_config"], **changes},
+            **tiny.settings,
+            "text_config": {**_COMMON, **tiny.settings["text_config"], **changes},
             "tie_word_embeddings": False,
         }
     attention = settings.pop("attn_implementation", "sdpa")
     config = config_class(**settings)
     torch.manual_seed(seed)
-    auto: Any = AutoModelForImageTextToText if entry.images else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if tiny.images else AutoModelForCausalLM
     try:
         model = auto.from_config(config, attn_implementation=attention)
-    except ValueError:  # a class without it
+    except ValueError:  # the class has no sdpa
         model = auto.from_config(config, attn_implementation="eager")
     randomise(model)
     return model.to(dtype).eval()
@@ -461,14 +465,9 @@ def build(
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Every parameter away from where it starts: matrices at unit gain, norms and biases far from
-    one and zero.
-    """
+    """Draw every parameter: matrices at unit gain, norms and biases far from one and zero."""
     embeddings = {
-        id(module.weight)
-        for module in model.modules()
-        for _ in [0]
-        if isinstance(module, nn.Embedding)
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
