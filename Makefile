@@ -86,9 +86,10 @@ tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and
 profile: $(RUN) ## what Nsight Compute and torch.profiler see of the kernels and of a decode step; a page in docs/profiles
 	@sh tools/profile.sh
 
-lint: $(RUN) ## ruff and mypy
+lint: $(RUN) ## ruff, the import contracts and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) tools/lint_imports.py
 	$(RUN) -m mypy
 
 format: $(RUN) ## let ruff format the code

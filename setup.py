@@ -246,7 +246,7 @@ if __name__ == "__main__":
         packages=[
             *find_packages(include=["icl_patch", "icl_patch.*"]),
             "icl_patch.kernels",
-            "icl_patch.bench",
+            *(f"icl_patch.{name}" for name in find_packages(include=["bench", "bench.*"])),
         ],
         package_dir={"icl_patch.kernels": "triton_kernels", "icl_patch.bench": "bench"},
         package_data={

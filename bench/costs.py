@@ -1,10 +1,9 @@
-"""What a decode step costs beside its time, from passes that are not timed: operators or launches,
-time by part, memory.
+"""The costs of a decode step beside its time: operators or launches, time by part, memory.
 
-Parts are told apart by the module that runs (attention, readers, writer, head) and by the operators
-of the RMSNorm inversion. In a
-compiled step no module runs: there the shapes of a matrix product tell whose weight it reads, and
-what the compiler has fused is the rest.
+They come from passes that are not timed. A part is recognised by the module that runs (attention,
+readers, writer, head) or by the operators of the RMSNorm inversion. A compiled step runs no
+modules: there the shapes of a matrix product identify the weight, and fused operations belong to
+the rest.
 """
 
 import os
@@ -22,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 from icl_patch import ContextPatch
 from icl_patch.models.block_spec import Block
 
-# Kineto writes a line to stderr for every start and stop otherwise; it reads this when it first
+# Without this Kineto writes a line to stderr for every start and stop; it reads it when it first
 # starts.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -34,11 +33,11 @@ Call = Callable[[], object]
 
 
 class Parts:
-    """Which part the modules and the weights of some models on the same weights belong to.
+    """The parts to which modules and weights belong.
 
     Args:
-        models: of the same class and shape. blocks: theirs; their context layers are called
-            ``self_attn``.
+        models: models of one class on the same weights.
+        blocks: their blocks, with context layers called ``self_attn``.
     """
 
     def __init__(self, models: Iterable[PreTrainedModel], blocks: Iterable[Block]) -> None:
@@ -84,7 +83,7 @@ class Parts:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Within this context every module's call is a range of its part; no module is touched."""
+        """Within this context the profiler sees every module's call as a range of its part."""
         running: list[tuple[nn.Module, Any]] = []
 
         def before(module: nn.Module, _args: Any) -> None:
@@ -104,8 +103,8 @@ class Parts:
 def profiled(
     call: Call, parts: Parts, device: torch.device, *, traced: bool = False
 ) -> dict[str, Any]:
-    """The fastest of some calls under ``torch.profiler``; ``traced``: no module of the model's runs
-    in them.
+    """The costs of the fastest of some calls under ``torch.profiler``; ``traced``: the call is
+    compiled and runs no modules.
 
     Returns:
         ``parts``: the share of each part in the time of the operators and of what calls them (CPU),
@@ -115,7 +114,7 @@ def profiled(
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     call()
-    # a global hook would be traced into a compiled step
+    # the compiler would trace the marks into the step
     with profile(activities=activities, record_shapes=True) as seen, ExitStack() as stack:
         if not traced:
             stack.enter_context(parts.marked())
@@ -124,13 +123,13 @@ def profiled(
                 call()
                 if cuda:
                     torch.cuda.synchronize(device)
-    steps: dict[int, _Seen] = {}
+    steps: dict[int, _StepCosts] = {}
     for event in seen.events() or ():
         line = list(_upwards(event))
         if line[-1].name == _STEP:
-            steps.setdefault(id(line[-1]), _Seen()).take(line, parts, cuda)
+            steps.setdefault(id(line[-1]), _StepCosts()).take(line, parts, cuda)
     fastest = min(steps.values(), key=lambda step: sum(step.times.values()))
-    if cuda:  # what no operator launched, as the compiler's own kernels
+    if cuda:  # kernels that no operator launched, such as the compiler's own
         seen_there = sum(
             event.time_range.elapsed_us() for event in seen.events() or () if _is_kernel(event)
         )
@@ -147,15 +146,15 @@ def profiled(
 
 
 @dataclass
-class _Seen:
-    """What is counted of one step."""
+class _StepCosts:
+    """The counts of one step."""
 
     times: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     calls: int = 0
     launches: int = 0
 
     def take(self, line: list[Any], parts: Parts, cuda: bool) -> None:
-        """Count an event, given with all that it is in, from the inside out."""
+        """Count an event; ``line`` is the event and its parents, from the inside out."""
         event = line[0]
         self.calls += _is_operator(event) and not any(map(_is_operator, line[1:]))
         self.launches += event.name.startswith(_LAUNCHES)
@@ -165,7 +164,7 @@ class _Seen:
 
 
 def _upwards(event: Any) -> Iterator[Any]:
-    """An event, what it is in, and so on."""
+    """An event, its parent, and so on."""
     while event is not None:
         yield event
         event = event.cpu_parent
@@ -182,7 +181,7 @@ def _is_operator(event: Any) -> bool:
 
 
 def _part_of(line: list[Any], parts: Parts) -> str:
-    """The part of an event, given with all that it is in, from the inside out."""
+    """The part of an event, given with its parents, from the inside out."""
     for event in line:
         if any(name in event.name for name in _INVERSION):
             return "inversion"
@@ -195,11 +194,10 @@ def _part_of(line: list[Any], parts: Parts) -> str:
 
 
 def transient_bytes(call: Call, device: torch.device) -> int:
-    """The most memory that a call holds at any time beyond what was held before it.
+    """The peak of the memory that a call allocates, in bytes.
 
-    On CUDA as torch's allocator says. On a CPU from the allocations and releases of torch's
-    allocator, one by one as its profiler sees them; what a library allocates by itself is not among
-    them.
+    On CUDA torch's allocator reports it. On a CPU it is summed from the allocations and releases of
+    torch's allocator that the profiler sees; memory that a library allocates itself is missing.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -209,30 +207,30 @@ def transient_bytes(call: Call, device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        # what this one leaves is released in the next, which a profiler sees of its own allocations
-        # alone
+        # The next call releases what this one leaves, and a profiler sees the release only of
+        # allocations that it saw.
         call()
         with record_function(_STEP):
             call()
-    found: Any = seen.profiler
-    events = sorted(found.kineto_results.events(), key=lambda event: event.start_ns())
-    begun = next(event.start_ns() for event in events if event.name() == _STEP)
-    held = before = most = 0
+    profiler: Any = seen.profiler
+    events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    started = next(event.start_ns() for event in events if event.name() == _STEP)
+    allocated = before = peak = 0
     for event in events:
         if event.name() == "[memory]":
-            held += event.nbytes()
-            if event.start_ns() < begun:
-                before = most = held
-            most = max(most, held)
-    return most - before
+            allocated += event.nbytes()
+            if event.start_ns() < started:
+                before = peak = allocated
+            peak = max(peak, allocated)
+    return peak - before
 
 
 def cache_bytes(cache: Cache | None) -> int:
-    """Of all that a cache's layers hold, with the room that they have beyond their tokens."""
+    """The bytes of a cache's tensors, their spare room included."""
     storages: dict[int, int] = {}
     for layer in () if cache is None else cache.layers:
-        for held in vars(layer).values():
-            for tensor in held.values() if isinstance(held, Mapping) else (held,):
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, Mapping) else (value,):
                 if isinstance(tensor, torch.Tensor):
                     storages[tensor.untyped_storage().data_ptr()] = (
                         tensor.untyped_storage().nbytes()
@@ -241,8 +239,8 @@ def cache_bytes(cache: Cache | None) -> int:
 
 
 def weight_bytes(model: PreTrainedModel, patch: ContextPatch) -> int:
-    """What a decode step must read: every parameter once, but of an embedding table that is not the
-    head's a row alone, and of experts those that the patch's tokens chose.
+    """The bytes that a decode step must read: every parameter once, without an embedding table that
+    is not the head's, and of the experts only those that the patch's tokens chose.
     """
     table: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()

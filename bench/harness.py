@@ -1,194 +1,38 @@
-"""Timing side by side after a check of the results, and the tables that come of it.
+"""Benchmarks as lists of cases: check the results, time the calls, record the rows.
 
-A benchmark is a list of :class:`Case`. :func:`measure` builds each, checks what its calls compute,
-times those that compute it right and writes the table after every one, so that what was measured
-survives a stop and a later run goes on from there.
+:func:`measure` builds each :class:`Case`, checks the results of its calls, times the correct ones
+and writes the table after every case, so that an interrupted run keeps its rows and a later one
+resumes.
 """
 
-import itertools
 import math
-import random
-import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-Call = Callable[[], object]
-
-
-class InTurn:
-    """A call that takes the next of several inputs each time, so that none of them is in a cache
-    when its turn comes.
-
-    Calls on the same inputs share a ``turn``, which counts theirs: what one of them has just read
-    is not what the next one reads. On a GPU :func:`compare` replays such calls as a CUDA graph.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[Any], object],
-        inputs: Sequence[Any],
-        turn: Iterator[int] | None = None,
-    ) -> None:
-        self.inputs = inputs
-        self._function, self._turn = function, itertools.count() if turn is None else turn
-
-    def __call__(self) -> object:
-        return self._function(self.inputs[next(self._turn) % len(self.inputs)])
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one call: the median of the rounds and the middle half's ends."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Timing":
-        """The summary of some samples, of one as well."""
-        if len(samples) == 1:
-            return cls(*samples * 3)
-        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, low, high)
-
-
-def compare(
-    calls: Mapping[str, Call],
-    device: torch.device,
-    rounds: int = 15,
-    least_seconds: float = 0.02,
-    most_seconds: float = math.inf,
-) -> dict[str, Timing]:
-    """Time calls side by side: every round times each of them once, in another order, so that what
-    drifts, drifts for all.
-
-    On the CPU a round repeats a call until ``least_seconds`` have passed and takes the mean; other
-    calls, or :class:`InTurn`, keep its inputs out of the caches. On a GPU an :class:`InTurn` call
-    is replayed as a CUDA graph of many calls, at least one an input; any other is one call between
-    two events with L2 overwritten before it. A call that takes long gets fewer rounds, about
-    ``most_seconds`` in all.
-    """
-    timers = {name: _timer(call, device, least_seconds) for name, call in calls.items()}
-    first = {name: timer() for name, timer in timers.items()}
-    wanted = {
-        name: max(1, int(min(rounds, most_seconds / max(value, 1e-9))))
-        for name, value in first.items()
-    }
-    # What is measured once is not measured again.
-    samples: dict[str, list[float]] = {
-        name: [value] if value > most_seconds else [] for name, value in first.items()
-    }
-    order, shuffle = list(timers), random.Random(0).shuffle
-    for turn in range(rounds):
-        shuffle(order)  # a call may have to wait for what the one before it wrote
-        for name in order:
-            if turn < wanted[name] and not (turn == 0 and samples[name]):
-                samples[name].append(timers[name]())
-    return {name: Timing.of(values) for name, values in samples.items()}
-
-
-def _timer(call: Call, device: torch.device, least_seconds: float) -> Callable[[], float]:
-    """What gives the seconds of one call each time; the call is warm."""
-    if device.type != "cuda":
-        return lambda: _host_seconds(call, least_seconds)
-    call()
-    return _graph_timer(call) if isinstance(call, InTurn) else _event_timer(call, device)
-
-
-def _host_seconds(call: Call, least: float) -> float:
-    calls, start = 0, time.perf_counter()
-    while not calls or time.perf_counter() - start < least:
-        call()
-        calls += 1
-    return (time.perf_counter() - start) / calls
-
-
-def _elapsed(run: Call) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def _event_timer(call: Call, device: torch.device) -> Callable[[], float]:
-    flush = torch.empty(
-        2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device
-    )
-
-    def seconds() -> float:
-        flush.zero_()
-        return _elapsed(call)
-
-    return seconds
-
-
-def _graph_timer(
-    call: InTurn, least_seconds: float = 2e-3, most_calls: int = 1000
-) -> Callable[[], float]:
-    """Replays of a graph that takes every input at least once and lasts ``least_seconds``."""
-    count = len(call.inputs)
-    graph = captured(call, count)
-    again = int(least_seconds / max(_elapsed(graph.replay), 1e-6))
-    if again > 1:
-        count *= min(again, max(1, most_calls // count))
-        graph = captured(call, count)
-    graph.replay()
-    return lambda: _elapsed(graph.replay) / count
-
-
-def captured(call: Call, count: int) -> "torch.cuda.CUDAGraph":
-    """So many calls as a graph that has run once; ``torch.cuda.graph`` would collect garbage first,
-    which takes longer than the rest.
-    """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # libraries choose their workspaces here, before the capture
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        try:
-            for _ in range(count):
-                call()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def last_level_cache(device: torch.device) -> int:
-    """Bytes, as CUDA or Linux tells; 64 MiB where neither does."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    return max(
-        (int(path.read_text().strip().removesuffix("K")) * 1024 for path in sizes),
-        default=64 * 2**20,
-    )
+from icl_patch.bench.timing import Call, Timing, compare
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Calls that do the same work.
 
-    ours: the call that the others are compared with. check: the error of a call's result, by the
-        call's name; raises AssertionError with
-    what was expected and what came. nbytes: what each call must move at least, and ceiling: the
-        bandwidth measured here, in bytes a second,
-    or the call whose bandwidth it is. apart: calls that write so much that the others would wait
-    for their writes, or that take long to be made; they are checked and timed after them. units:
-    how many of something each call does, which then are what is compared, and unit:
-    what they are. notes: further numbers about our call. costs: further numbers about any call, by
-    its name and its seconds, from passes that are not timed.
+    Attributes:
+        ours: the call that the others are compared with.
+        check: ``check(call, result)`` gives the result's error; raises AssertionError with expected
+            and got.
+        nbytes: bytes that each call must move at least.
+        ceiling: the bandwidth measured here in bytes a second, or the call that measures it.
+        apart: calls checked and timed after the others: they write so much that others would wait
+            for their writes, or take long to prepare.
+        units: how many units of work each call does; the ratio then compares time for each unit.
+        unit: the name of a unit.
+        notes: further numbers about our call.
+        costs: ``costs(call, seconds)`` gives further numbers about a call, measured untimed.
     """
 
     ours: str
@@ -207,8 +51,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table: its name, how the comparison is made (when its turn comes: it may take
-    much memory), what it is sorted by.
+    """One line of a table: its name, the function that builds its comparison when its turn comes
+    (it may take much memory), and its parameters.
     """
 
     name: str
@@ -216,11 +60,11 @@ class Case:
     parameters: Mapping[str, str | int] = field(default_factory=dict)
 
 
-UNFINISHED = "unfinished"  # a row's mark until its case is done
+UNFINISHED = "unfinished"  # marks the rows of a case that is not done
 
 
-class Recorder(Protocol):
-    """What takes up what was measured: :class:`icl_patch.bench.results.Results`."""
+class RowSink(Protocol):
+    """Where measured rows go: :class:`icl_patch.bench.results.Results`."""
 
     device: torch.device
 
@@ -241,49 +85,47 @@ def part_of(cases: Sequence[Case], part: tuple[int, int]) -> Sequence[Case]:
 
 def measure(
     cases: Sequence[Case],
-    results: Recorder,
+    results: RowSink,
     rounds: int = 15,
     fresh: bool = False,
     seconds: float = math.inf,
 ) -> Iterator[tuple[str, bool]]:
-    """Measure the cases that are not among the results; yields lines that say how it goes, and
-    whether nothing failed so far.
+    """Measure the cases that have no results yet; yields lines of progress, each with whether
+    nothing has failed so far.
 
     Args:
-        cases: in the order of their importance.
-        results: what takes up the rows.
+        cases: the most important first.
+        results: where the rows go.
         rounds: how often each call is timed.
-        fresh: measure again what is there.
-        seconds: begin no case after so many.
+        fresh: measure every case again.
+        seconds: begin no case after this time.
     """
     end = time.monotonic() + seconds
     left = [case for case in cases if fresh or not results.has(case.name)]
-    good = True
+    passed = True
     if len(left) < len(cases):
         yield (
             f"{len(cases) - len(left)} of {len(cases)} cases were measured before, with this code",
-            good,
+            passed,
         )
     for number, case in enumerate(left, 1):
         if time.monotonic() > end:
-            yield f"out of time: {len(left) - number + 1} of {len(left)} cases left", good
+            yield f"out of time: {len(left) - number + 1} of {len(left)} cases left", passed
             return
-        yield f"{number}/{len(left)} {case.name}", good
+        yield f"{number}/{len(left)} {case.name}", passed
         rows: list[dict[str, Any]] = []
         for rows in _rows(case, results.device, rounds):
             results.add(case, rows)
-        good = good and not any("failed" in row for row in rows)
-        yield "  " + describe(rows), good
+        passed = passed and not any("failed" in row for row in rows)
+        yield "  " + describe(rows), passed
 
 
 def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows as far as they are known, each time more of them or more of each: whoever is cut off
-    has what was measured.
-    """
+    """The rows known so far, yielded after every stage: an interrupted case keeps them."""
     head = {"case": case.name, **({"parameters": dict(case.parameters)} if case.parameters else {})}
     try:
         comparison = case.build()
-    except Exception as error:  # whatever it is, the other cases are worth having
+    except Exception as error:  # the other cases still run
         yield [head | {"call": "", "ours": True, "failed": reason(error)}]
         return
     failed: dict[str, str] = {}
@@ -292,18 +134,18 @@ def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[s
     costs: dict[str, dict[str, Any]] = {}
 
     def rows() -> list[dict[str, Any]]:
-        found = []
+        known = []
         for name in comparison.calls:
             row = head | {"call": name, "ours": name == comparison.ours}
             if name in failed:
-                found.append(row | {"failed": failed[name]})
+                known.append(row | {"failed": failed[name]})
             elif name in timings:
-                found.append(
+                known.append(
                     row
                     | _numbers(comparison, name, timings, errors[name])
                     | costs.get(name, {UNFINISHED: True})
                 )
-        return found
+        return known
 
     for apart in (False, True):
         calls = {
@@ -316,20 +158,20 @@ def _rows(case: Case, device: torch.device, rounds: int) -> Iterator[list[dict[s
                 errors[name] = comparison.check(name, call())
             except Exception as error:
                 failed[name] = reason(error)
-        whole = {name: call for name, call in calls.items() if name not in failed}
+        correct = {name: call for name, call in calls.items() if name not in failed}
         try:
             timings |= compare(
-                whole, device, rounds, comparison.least_seconds, comparison.most_seconds
+                correct, device, rounds, comparison.least_seconds, comparison.most_seconds
             )
         except Exception as error:
-            failed |= dict.fromkeys(whole, reason(error))
+            failed |= dict.fromkeys(correct, reason(error))
         yield rows()
     costs |= {name: _costs(comparison, name, timing) for name, timing in timings.items()}
     yield rows()
 
 
 def _costs(comparison: Comparison, name: str, timing: Timing) -> dict[str, Any]:
-    """A profiler that fails costs its own numbers, and not the time."""
+    """The call's further numbers; if the profiler fails, the reason, and the time stays."""
     if comparison.costs is None:
         return {}
     try:
@@ -362,10 +204,10 @@ def _numbers(
 
 
 def _ceiling(comparison: Comparison, timings: Mapping[str, Timing]) -> float | None:
-    found = comparison.ceiling
-    if isinstance(found, str):
-        return comparison.nbytes[found] / timings[found].median if found in timings else None
-    return found
+    ceiling = comparison.ceiling
+    if not isinstance(ceiling, str):
+        return ceiling
+    return comparison.nbytes[ceiling] / timings[ceiling].median if ceiling in timings else None
 
 
 def reason(error: Exception) -> str:
@@ -382,9 +224,7 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cell(row: Mapping[str, Any]) -> str:
-    """What there is to say of a call beside ours: its time, or how many a second, and its ratio to
-    ours, or why there is none.
-    """
+    """A call's time, or its units a second, and its ratio to ours; or the reason it failed."""
     if "failed" in row:
         return f"FAILED: {row['failed']}"
     text = (
@@ -401,3 +241,17 @@ def format_seconds(value: float) -> str:
         (pair for pair in (("s", 1.0), ("ms", 1e-3)) if value >= pair[1]), ("µs", 1e-6)
     )
     return f"{float(f'{value / size:.3g}'):g} {unit}"
+
+
+def relative_error(result: Tensor, expected: Tensor, most: float) -> float:
+    """The largest difference relative to the largest element; raises AssertionError if it is more
+    than ``most`` or not a number.
+    """
+    if result.shape != expected.shape:
+        raise AssertionError(f"expected {tuple(expected.shape)}, got {tuple(result.shape)}")
+    error = float((result.double() - expected).abs().max() / expected.abs().max())
+    if not error <= most:
+        raise AssertionError(
+            f"expected the fp64 result within {most:.1e} of the largest element, got {error:.1e}"
+        )
+    return error

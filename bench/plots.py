@@ -1,32 +1,37 @@
-"""Pictures of what was measured, from the results files alone."""
+"""Draw the pictures of the results files."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps, rc_context
+from matplotlib.figure import Figure
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def draw(found: dict[str, Any], folder: Path) -> list[Path]:
+def draw(results: dict[str, Any], folder: Path) -> list[Path]:
     """The share of the bandwidth by shape and the ratio to ``F.linear`` by rows, as PNG and SVG.
 
     Args:
-        found: a results file of the benchmark ``linear``, see
+        results: a results file of the benchmark ``linear``, see
             :func:`icl_patch.bench.results.load_all`.
         folder: where the pictures are written, named after the file.
     """
     ours = [
         row
-        for row in found["rows"]
+        for row in results["rows"]
         if row["ours"] and "seconds" in row and row["parameters"]["rank"] == 1
     ]
     plain = {
-        row["case"]: row for row in found["rows"] if row["call"] == "F.linear" and "seconds" in row
+        row["case"]: row
+        for row in results["rows"]
+        if row["call"] == "F.linear" and "seconds" in row
     }
     if not ours:
         return []
-    title = _device(found)
-    written = _save(_bandwidth(ours, title), folder / f"{found['file']}-bandwidth")
+    title = _device(results)
+    written = _save(_bandwidth(ours, title), folder / f"{results['file']}-bandwidth")
     ratios = {
         row["case"]: row["seconds"]["median"] / plain[row["case"]]["seconds"]["median"]
         for row in ours
@@ -34,33 +39,33 @@ def draw(found: dict[str, Any], folder: Path) -> list[Path]:
     }
     return written + _save(
         _ratios([row for row in ours if row["case"] in ratios], ratios, title),
-        folder / f"{found['file']}-ratio",
+        folder / f"{results['file']}-ratio",
     )
 
 
-def draw_steps(found: dict[str, Any], folder: Path) -> list[Path]:
-    """The time of a decode step against the context's length and against the batch, all ways, as
-    PNG and SVG: two pictures a model.
+def draw_steps(results: dict[str, Any], folder: Path) -> list[Path]:
+    """The time of a decode step against the context's length and against the batch, as PNG and SVG:
+    two pictures for each model.
 
     Args:
-        found: a results file of the benchmark ``generation``. folder: where the pictures are
-            written, named after the file and the model.
+        results: a results file of the benchmark ``generation``.
+        folder: where the pictures are written, named after the file and the model.
     """
-    rows = [row for row in found["rows"] if "seconds" in row]
+    rows = [row for row in results["rows"] if "seconds" in row]
     written = []
     for model in dict.fromkeys(row["parameters"]["model"] for row in rows):
         mine = [row for row in rows if row["parameters"]["model"] == model]
         for along, across in (("context", "batch"), ("batch", "context")):
             if panels := _with_lines(mine, along, across):
                 figure = _steps(
-                    mine, f"{model}, random weights: {_device(found)}", along, across, panels
+                    mine, f"{model}, random weights: {_device(results)}", along, across, panels
                 )
-                written += _save(figure, folder / f"{found['file']}-{model.lower()}-{along}")
+                written += _save(figure, folder / f"{results['file']}-{model.lower()}-{along}")
     return written
 
 
-def _device(found: dict[str, Any]) -> str:
-    environment = found["environment"]
+def _device(results: dict[str, Any]) -> str:
+    environment = results["environment"]
     return (
         f"{environment['device']}, {environment['threads']} threads"
         if environment["cuda"] is None
@@ -70,18 +75,16 @@ def _device(found: dict[str, Any]) -> str:
 
 def _with_lines(rows: list[dict[str, Any]], along: str, across: str) -> list[int]:
     """The values of one parameter at which there is more than one value of the other."""
-    found: dict[int, set[int]] = {}
+    values: dict[int, set[int]] = {}
     for row in rows:
-        found.setdefault(row["parameters"][across], set()).add(row["parameters"][along])
-    return sorted(value for value, others in found.items() if len(others) > 1)
+        values.setdefault(row["parameters"][across], set()).add(row["parameters"][along])
+    return sorted(value for value, others in values.items() if len(others) > 1)
 
 
 def _steps(
     rows: list[dict[str, Any]], title: str, along: str, across: str, panels: list[int]
-) -> Any:
-    """Milliseconds along one parameter, a line a way, a panel for every value of the other."""
-    from matplotlib.figure import Figure
-
+) -> Figure:
+    """Milliseconds along one parameter: a line for each way, a panel for each other value."""
     ticks = sorted({row["parameters"][along] for row in rows})
     styles = _styles(list(dict.fromkeys(row["call"] for row in rows)))
     figure = Figure(figsize=(max(8.0, 3.4 + 3.2 * len(panels)), 5.6), layout="constrained")
@@ -117,27 +120,25 @@ def _steps(
 
 
 def _styles(calls: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour for every kind of way, the name up to its comma; lines and markers tell its forms
-    apart.
-    """
+    """A colour for each kind of way (its name up to the comma); lines and markers for its forms."""
     kinds: dict[str, list[str]] = {}
     for call in calls:
         kinds.setdefault(call.split(",")[0], []).append(call)
-    found: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     for number, forms in enumerate(kinds.values()):
         for spec, call in enumerate(forms):
-            found[call] = {
+            styles[call] = {
                 "color": f"C{number % 10}",
                 "linestyle": ("-", "--", ":", "-.")[spec % 4],
                 "marker": "osD^vP"[spec % 6],
             }
-    return found
+    return styles
 
 
-def _panels(rows: Iterable[dict[str, Any]], title: str, label: str) -> tuple[Any, dict[str, Any]]:
-    """A figure with a panel a dtype."""
-    from matplotlib.figure import Figure
-
+def _panels(
+    rows: Iterable[dict[str, Any]], title: str, label: str
+) -> tuple[Figure, dict[str, Any]]:
+    """A figure with one panel for each dtype."""
     present = {row["parameters"]["dtype"] for row in rows}
     dtypes = [dtype for dtype in DTYPES if dtype in present]
     figure = Figure(figsize=(max(7.0, 5.5 * len(dtypes)), 4.6), layout="constrained")
@@ -151,7 +152,7 @@ def _panels(rows: Iterable[dict[str, Any]], title: str, label: str) -> tuple[Any
     return figure, dict(zip(dtypes, axes, strict=True))
 
 
-def _bandwidth(rows: list[dict[str, Any]], title: str) -> Any:
+def _bandwidth(rows: list[dict[str, Any]], title: str) -> Figure:
     figure, axes = _panels(
         rows, f"patched_linear, rank 1: {title}", "share of the bandwidth measured there"
     )
@@ -193,7 +194,7 @@ def _bandwidth(rows: list[dict[str, Any]], title: str) -> Any:
     return figure
 
 
-def _ratios(rows: list[dict[str, Any]], ratios: dict[str, float], title: str) -> Any:
+def _ratios(rows: list[dict[str, Any]], ratios: dict[str, float], title: str) -> Figure:
     figure, axes = _panels(rows, f"patched_linear, rank 1: {title}", "time over that of F.linear")
     matrices = list(dict.fromkeys(row["parameters"]["matrix"] for row in rows))
     for dtype, axis in axes.items():
@@ -226,17 +227,13 @@ def _ratios(rows: list[dict[str, Any]], ratios: dict[str, float], title: str) ->
 
 
 def _shade(number: int, count: int) -> Any:
-    from matplotlib import colormaps
-
     return colormaps["viridis"](0.9 * number / max(1, count - 1))
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
+def _save(figure: Figure, path: Path) -> list[Path]:
     """As PNG and SVG, with the same bytes for the same numbers."""
-    import matplotlib
-
     written = [path.with_name(f"{path.name}{suffix}") for suffix in (".png", ".svg")]
-    with matplotlib.rc_context({"svg.hashsalt": "icl-patch", "svg.fonttype": "none"}):
+    with rc_context({"svg.hashsalt": "icl-patch", "svg.fonttype": "none"}):
         figure.savefig(written[0], dpi=130, metadata={"Software": None})
         figure.savefig(written[1], metadata={"Date": None})
     return written

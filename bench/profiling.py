@@ -1,8 +1,8 @@
-"""What a profiler sees of the headline kernels and of a decode step: ``make profile``.
+"""Profiles of the headline kernels and of a decode step: ``make profile``.
 
-python -m icl_patch.bench.profiling kernels            # launch every headline kernel once, for
-Nsight Compute to watch python -m icl_patch.bench.profiling page FOLDER [CSV]  # the page of this
-device, with Nsight Compute's CSV if there is one
+python -m icl_patch.bench.profiling kernels            # launch the headline kernels for ncu
+python -m icl_patch.bench.profiling metrics            # the metrics for ncu
+python -m icl_patch.bench.profiling page FOLDER [CSV]  # this device's page, with ncu's CSV
 """
 
 import csv
@@ -17,11 +17,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from icl_patch import ContextPatcher
-from icl_patch.bench import linear, throughput
+from icl_patch.bench.cases import linear, throughput
+from icl_patch.bench.cases.random_models import twin
 from icl_patch.bench.harness import format_seconds
 from icl_patch.bench.results import environment, write_whole
 
-# Matrix, rows and rank of what Nsight Compute watches.
+# Matrix, rows and rank of the calls that Nsight Compute profiles.
 HEADLINE = (
     ("Gemma-3-1B up", 1, 1),
     ("Gemma-3-1B down", 1, 1),
@@ -153,11 +154,11 @@ def decode_profile(device: torch.device, name: str, steps: int) -> str:
     ones, by their own time.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = throughput.model_of(name, dtype, device)
+    model = throughput.MODELS[name].build(device, dtype)
     context = torch.randint(1024, (1, 64), generator=torch.Generator().manual_seed(0)).to(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     parts = []
-    with ContextPatcher(throughput.twin(model), "stable") as patcher:
+    with ContextPatcher(twin(model), "stable") as patcher:
         calls = {
             "patched": lambda: list(patcher.generate(context, max_new_tokens=steps)),
             "plain": lambda: model.generate(
@@ -227,8 +228,8 @@ def page(device: torch.device, ncu: str | None, reason: str) -> str:
     lines += [
         "",
         (
-            f"## Decoding, {throughput.LAYERS} layers of {name}, a context of 64 tokens"
-            " (torch.profiler)"
+            f"## Decoding, {throughput.MODELS[name].layers} layers of {name}, a context of 64"
+            " tokens (torch.profiler)"
         ),
         "",
         decode_profile(device, name, STEPS),

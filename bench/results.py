@@ -1,6 +1,4 @@
-"""What was measured: one JSON file and one table a benchmark and device, with the environment they
-come from.
-"""
+"""Results: one JSON file and one table for each benchmark and device, with the environment."""
 
 import hashlib
 import importlib
@@ -11,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ _COLUMNS = (
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Where the numbers come from."""
+    """The machine and the versions that the numbers come from."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     found = {
         "device": name,
@@ -51,9 +50,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     if device.type == "cuda":
-        import triton
-
-        found["triton"] = triton.__version__
+        found["triton"] = version("triton")
     return found
 
 
@@ -70,8 +67,8 @@ def _processor() -> str:
 
 @cache
 def code_fingerprint() -> str:
-    """Of what computes: the package without its benchmarks, command line, reports and embedded
-    model, and the native library.
+    """A hash of the code that computes: the package and its native library, without the benchmarks,
+    the command line and the evaluation.
     """
     root = Path(icl_patch.__file__).parent
     folders = (
@@ -79,12 +76,12 @@ def code_fingerprint() -> str:
         if (root / "kernels").exists()
         else [root, Path(__file__).parent.parent / "triton_kernels"]
     )
-    aside = {"bench", "embedded", "cli.py", "report.py", "demo.py"}
+    excluded = {"bench", "cli", "evaluation"}
     files = [
         path
         for folder in folders
         for path in folder.rglob("*")
-        if path.relative_to(folder).parts[0] not in aside
+        if path.relative_to(folder).parts[0] not in excluded
     ]
     kept = [path for path in files if path.suffix in (".py", ".so", ".json")]
     parts = sorted(
@@ -95,8 +92,8 @@ def code_fingerprint() -> str:
 
 @dataclass
 class Results:
-    """The rows of one benchmark on one device, written after every case. A file of the same
-    environment is gone on with.
+    """The rows of one benchmark on one device, written after every case; resumes a file of the same
+    environment.
     """
 
     benchmark: str
@@ -122,13 +119,13 @@ class Results:
 
     @property
     def path(self) -> Path:
-        """Of the JSON file; the table lies beside it."""
+        """The JSON file; the table lies beside it."""
         words = self.environment["device"].replace("(R)", "").replace("(TM)", "").split()
         return self.folder / f"{self.benchmark}-{'-'.join(words).lower()}.json"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of all cases."""
+        """The rows of all cases."""
         return [row for rows in self.cases.values() for row in rows]
 
     @property
@@ -139,7 +136,7 @@ class Results:
         ]
 
     def has(self, name: str) -> bool:
-        """Whether a case was measured already, all of it, by this code, and did not fail."""
+        """Whether this code has measured the whole case without a failure."""
         rows = self.cases.get(name, [])
         return bool(rows) and all(
             row.get("code") == code_fingerprint() and not {"failed", UNFINISHED} & set(row)
@@ -147,29 +144,29 @@ class Results:
         )
 
     def skip(self, call: str, reason: str) -> None:
-        """Say why no row has this call."""
+        """Record why no row has this call."""
         self.skipped[call] = reason
 
     def add(self, case: Case, rows: list[dict[str, Any]]) -> None:
-        """Put the rows of a case in the place of those it had, and write the files."""
+        """Replace the rows of a case and write the files."""
         self.cases[case.name] = [row | {"code": code_fingerprint()} for row in rows]
         self.write()
 
     def sort(self, names: Sequence[str]) -> None:
-        """Bring the cases into this order; those that are not named come last."""
+        """Order the cases by these names; others come last."""
         place = {name: number for number, name in enumerate(names)}
         self.cases = dict(
             sorted(self.cases.items(), key=lambda entry: place.get(entry[0], len(place)))
         )
 
     def write(self) -> None:
-        """The JSON file and the table, each whole at any time."""
+        """Write the JSON file and the table, each atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, json.dumps(self.to_dict(), indent=1) + "\n")
         write_whole(self.path.with_suffix(".md"), markdown(self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is written."""
+        """The contents of the JSON file."""
         return {
             "benchmark": self.benchmark,
             "environment": self.environment,
@@ -178,7 +175,7 @@ class Results:
         }
 
     def table(self) -> Table:
-        """For a terminal."""
+        """The table for a terminal."""
         names, rows = cells(self.rows)
         made = Table(
             *names,
@@ -193,7 +190,7 @@ class Results:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that whoever opens it sees all of the old text or all of the new."""
+    """Write a file atomically: a reader sees all of the old text or all of the new."""
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
     ) as file:
@@ -210,8 +207,8 @@ def _by_case(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a row of text a case: our call with all its numbers, then the time of every
-    other call and its ratio to ours.
+    """Column names, and a row of text for each case: our call with all its numbers, then every
+    other call's time and its ratio to ours.
     """
     cases = _by_case(rows)
     ours = {case: next((row for row in found if row["ours"]), {}) for case, found in cases.items()}
@@ -249,23 +246,21 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """The table of a results file, or the tables that its benchmark makes (``tables(found)``), with
-    what was measured and where.
+def markdown(data: dict[str, Any]) -> str:
+    """The page of a results file: the benchmark's docstring, the environment, and the table, or the
+    tables of the benchmark's own ``tables(data)``.
     """
-    module = importlib.import_module(f"icl_patch.bench.{found['benchmark']}")
+    module = importlib.import_module(f"icl_patch.bench.cases.{data['benchmark']}")
     about = (module.__doc__ or "").strip()
-    where = ", ".join(f"{name} {value}" for name, value in found["environment"].items() if value)
-    notes = [
-        f"Not measured: {call}, {reason}." for call, reason in found.get("skipped", {}).items()
-    ]
+    where = ", ".join(f"{name} {value}" for name, value in data["environment"].items() if value)
+    notes = [f"Not measured: {call}, {reason}." for call, reason in data.get("skipped", {}).items()]
     notes += [
         f"Failed: {row['case']}, {row['call']}: {row['failed']}"
-        for row in found["rows"]
+        for row in data["rows"]
         if "failed" in row
     ]
     lines = [
-        f"# {found['benchmark']}",
+        f"# {data['benchmark']}",
         "",
         about,
         "",
@@ -274,9 +269,7 @@ def markdown(found: dict[str, Any]) -> str:
         *(f"- {note}" for note in notes),
         *([""] if notes else []),
     ]
-    lines += (
-        module.tables(found) if hasattr(module, "tables") else table_lines(*cells(found["rows"]))
-    )
+    lines += module.tables(data) if hasattr(module, "tables") else table_lines(*cells(data["rows"]))
     return "\n".join([*lines, ""])
 
 

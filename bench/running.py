@@ -1,4 +1,4 @@
-"""Running benchmarks by name, and drawing what they measured."""
+"""Run benchmarks by name, and draw their results."""
 
 import importlib
 import math
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from icl_patch.bench import BENCHMARKS
+from icl_patch.bench import BENCHMARKS, plots
 from icl_patch.bench.harness import measure, part_of
 from icl_patch.bench.results import Results, load_all, markdown, write_whole
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What of a benchmark is measured: see ``icl-patch bench --help``."""
+    """The part of a benchmark to measure: see ``icl-patch bench --help``."""
 
     device: torch.device
     quick: bool = False
@@ -24,11 +24,11 @@ class Plan:
     seconds: float = math.inf
 
 
-def run(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
-    """Measure what is not measured yet; yields how it goes and whether nothing failed so far."""
+def measure_benchmark(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
+    """Measure the cases without results; yields progress and whether nothing failed so far."""
     if results.dropped is not None:
         yield results.dropped, True
-    benchmark = importlib.import_module(f"icl_patch.bench.{results.benchmark}")
+    benchmark = importlib.import_module(f"icl_patch.bench.cases.{results.benchmark}")
     cases = benchmark.cases(plan.device, plan.quick, results)
     cases = part_of(cases, plan.part)
     missing = [case for case in cases if plan.fresh or not results.has(case.name)]
@@ -43,15 +43,13 @@ def run(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
 
 
 def redraw(folder: Path) -> list[Path]:
-    """Tables and pictures of every results file in the folder, made again from it."""
-    from icl_patch.bench import plots
-
+    """Write the tables and pictures of every results file in the folder again."""
     written = []
     for benchmark in BENCHMARKS:
-        for found in load_all(folder, benchmark):
-            path = folder / f"{found['file']}.md"
-            write_whole(path, markdown(found))
+        for data in load_all(folder, benchmark):
+            path = folder / f"{data['file']}.md"
+            write_whole(path, markdown(data))
             written.append(path)
             draw = {"linear": plots.draw, "generation": plots.draw_steps}.get(benchmark)
-            written += [] if draw is None else draw(found, folder)
+            written += [] if draw is None else draw(data, folder)
     return written

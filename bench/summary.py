@@ -13,18 +13,16 @@ BASELINES = ("F.linear", "unfused", "PEFT", "W + ΔW", "W + ΔW in a buffer")
 
 
 def summary_markdown(folder: Path) -> str:
-    """The most telling of what was measured, on every device there is a file of, each with its
-    environment.
-    """
+    """The most telling rows of every device that has a results file, with its environment."""
     parts = []
-    for found in load_all(folder, "linear"):
-        parts += [_where(found), *_linear(found["rows"]), ""]
-    for found in load_all(folder, "throughput"):
-        both = [row for row in found["rows"] if row.get("parameters", {}).get("work") == "both"]
+    for results in load_all(folder, "linear"):
+        parts += [_where(results), *_linear(results["rows"]), ""]
+    for results in load_all(folder, "throughput"):
+        both = [row for row in results["rows"] if row.get("parameters", {}).get("work") == "both"]
         parts += [
             (
                 "Patches computed and applied a second, of one layer and one token each."
-                f" {_where(found)}"
+                f" {_where(results)}"
             ),
             *_throughput(both),
             "",
@@ -32,8 +30,8 @@ def summary_markdown(folder: Path) -> str:
     return "\n".join(parts).strip() or "Nothing is measured yet: `make bench`."
 
 
-def _where(found: dict[str, Any]) -> str:
-    environment = found["environment"]
+def _where(results: dict[str, Any]) -> str:
+    environment = results["environment"]
     place = environment["device"]
     if environment["cuda"] is None:
         place += (
@@ -52,19 +50,19 @@ def _linear(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     )
     yield "|" + "---|" * (5 + len(BASELINES))
     for row in rows:
-        found = row.get("parameters", {})
+        parameters = row.get("parameters", {})
         if (
             not row["ours"]
-            or found["rank"] != 1
-            or found["matrix"] not in MATRICES
-            or found["rows"] not in ROWS
+            or parameters["rank"] != 1
+            or parameters["matrix"] not in MATRICES
+            or parameters["rows"] not in ROWS
         ):
             continue
         others = [_baseline(calls.get((row["case"], name))) for name in BASELINES]
         head = [
-            f"{found['matrix']} ({found['n']}, {found['k']})",
-            found["dtype"],
-            str(found["rows"]),
+            f"{parameters['matrix']} ({parameters['n']}, {parameters['k']})",
+            parameters["dtype"],
+            str(parameters["rows"]),
         ]
         mine = (
             [format_seconds(row["seconds"]["median"]), f"{100 * row['of ceiling']:.0f} %"]

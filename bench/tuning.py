@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from icl_patch.bench.harness import InTurn, compare, reason
-from icl_patch.bench.linear import CONV1D, SHAPES, cold
+from icl_patch.bench.cases.linear import CONV1D, SHAPES, cold
+from icl_patch.bench.harness import reason
 from icl_patch.bench.results import environment, write_whole
+from icl_patch.bench.timing import InTurn, compare
 from icl_patch.kernels import tuning
 from icl_patch.kernels.config import (
     DTYPES,
-    PATHS,
     GEMV,
+    PATHS,
     Config,
     Entry,
     dump,

@@ -25,7 +25,8 @@ part() { # NAME SECONDS COMMAND...
 # Without these the tests would be skipped, one and all.
 $run -c '
 import torch
-from icl_patch import kernels, native
+from icl_patch import kernels
+from icl_patch.ops import native
 assert torch.cuda.is_available(), "expected a CUDA device, torch sees none"
 assert native.cuda_architectures, "expected the CUDA part of the native library, it was built without nvcc"
 ' || exit 1

@@ -43,22 +43,27 @@ from transformers import PreTrainedModel
 # Adapter: all that this tool takes from the package. A renaming edits these lines and no others.
 from icl_patch import ContextPatch, ContextPatcher, embedded
 from icl_patch.cli.main import main as run_command
-from icl_patch.evaluation.tiny_models import IMAGE_TOKEN, REFUSED, ZOO
+from icl_patch.evaluation.tiny_models import IMAGE_TOKEN, REFUSED
+from icl_patch.evaluation.tiny_models import SUPPORTED as ZOO
 from icl_patch.evaluation.tiny_models import build as build_model
 from icl_patch.ops.native import describe as describe_native
 
 UPDATES = ("direct", "stable", "exact")
 COMPILED = {
-    "two_stream, compiled": {"compiled": True},
-    "shared_cache, compiled": {"mode": "shared_cache", "compiled": True},
+    "two_stream, compiled": {"mode": "two_stream", "compile": True},
+    "shared_cache, compiled": {"mode": "shared_cache", "compile": True},
 }
-SHARED_CACHE_FLAGS = ("--fast",)
+SHARED_CACHE_FLAGS = ("--mode", "shared_cache")
 
 
 def generation_modes(patcher: ContextPatcher) -> dict[str, dict[str, Any]]:
     """The arguments of ``ContextPatcher.generate`` by the mode's name in a record."""
     default = "two_pass" if patcher.attached_model.needs_two_passes else "two_stream"
-    return {default: {}, "shared_cache": {"mode": "shared_cache"}, "auto": {"mode": "auto"}}
+    return {
+        default: {"mode": default},
+        "shared_cache": {"mode": "shared_cache"},
+        "auto": {"mode": "auto"},
+    }
 
 
 # End of the adapter.

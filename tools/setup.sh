@@ -43,7 +43,12 @@ else
     run="exec '$here/.venv/bin/python'"
 fi
 
-printf '#!/bin/sh\n%s -P "$@"\n' "$run" >build/python.new
+# -P: -m and -c must not import the checkout in the current folder; a script imports its neighbours.
+cat >build/python.new <<END
+#!/bin/sh
+case \${1-} in -* | "") set -- -P "\$@" ;; esac
+$run "\$@"
+END
 chmod +x build/python.new
 mv build/python.new build/python
 

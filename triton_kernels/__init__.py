@@ -39,9 +39,9 @@ __all__ = [
     "gated_product",
     "norm_pair",
     "patched_linear",
+    "product_path",
     "read_direction",
     "record_linear",
-    "product_path",
     "rms_norm",
     "tune",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from icl_patch.kernels import library
 from icl_patch.kernels.coefficients import LANES, plan_coefficients
-from icl_patch.kernels.config import GEMV, GEMV_ROWS, GEMM, Config, config_for, gpu_name
+from icl_patch.kernels.config import GEMM, GEMV, GEMV_ROWS, Config, config_for, gpu_name
 from icl_patch.kernels.gradients import backward, setup
 from icl_patch.kernels.launching import (
     FLOATS,

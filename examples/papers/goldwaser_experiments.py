@@ -19,7 +19,7 @@ from transformers import AutoProcessor
 from icl_patch import ContextPatch, ContextPatcher, embedded, metrics, verify
 from icl_patch.evaluation.verify import (
     MARS_PROMPT,
-    Step,
+    VerifiedToken,
     baseline,
     encode_contexts,
     encode_inputs,
@@ -152,7 +152,7 @@ def generation(model: Any, tokenizer: Any, inputs: Inputs, tokens: int) -> list[
     return curves
 
 
-def _errors(steps: list[Step]) -> Tensor:
+def _errors(steps: list[VerifiedToken]) -> Tensor:
     """Match, L∞ and TVD of the steps of a report, (N, 3) fp64."""
     return torch.tensor([[step.match, step.linf, step.tvd] for step in steps], dtype=torch.float64)
 
@@ -178,7 +178,7 @@ def figure_4(subject: Subject, sizes: Sizes) -> dict[str, Any]:
         model, tokenizer = subject.load(dtype)
         contexts, chat = subject.contexts(tokenizer, sizes.prompts)
         for update in UPDATES:
-            steps: list[Step] = []
+            steps: list[VerifiedToken] = []
             floor = {"linf_max": 0.0, "tvd_max": 0.0}
             for start in range(0, len(contexts), sizes.batch):
                 batch = contexts[start : start + sizes.batch]
@@ -202,7 +202,7 @@ def figure_4(subject: Subject, sizes: Sizes) -> dict[str, Any]:
     return {"generations": len(contexts), "bin_edges_log10": bin_edges(), "groups": groups}
 
 
-def _group(update: str, dtype: str, steps: list[Step]) -> dict[str, Any]:
+def _group(update: str, dtype: str, steps: list[VerifiedToken]) -> dict[str, Any]:
     identical = sum(step.bit_identical for step in steps) / len(steps)
     return {"dtype": dtype, "update": update, **summary(_errors(steps)), "bit_identical": identical}
 
@@ -441,7 +441,7 @@ def ends(model: Any) -> set[int]:
     return set(found if isinstance(found, list) else [found])
 
 
-def until_end(steps: list[Step], end: set[int]) -> list[Step]:
+def until_end(steps: list[VerifiedToken], end: set[int]) -> list[VerifiedToken]:
     """The steps up to the first end of sequence: what a model is made to say after it would flatter
     the agreement.
     """

@@ -13,7 +13,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from icl_patch.evaluation.report import percent, visible
+from icl_patch.evaluation.figures import visible
+from icl_patch.evaluation.report import percent
 
 matplotlib.use("Agg")
 matplotlib.rcParams["svg.hashsalt"] = "icl-patch"  # the same numbers give the same file

@@ -55,18 +55,20 @@ ROWS = (
 
 _HEAD = """# Table 1 of Goldwaser et al., row by row
 
-Small random models of every block form (`icl-patch verify --all-families`), contexts of two absorbed spans, a prefix, ragged rows. L∞ is
-that of a replay without the context against the untouched model with it, relative to the largest logit, fp32, by the direct update (the
-last row: the stable one), of the worst family; the noise floor is the untouched model against itself at twice the batch. Bit-identical: the
-share of tokens whose logits an exact patch gives to the last bit, in fp32 and in bf16. Controllable: the share of (block, token) pairs that
-`icl_patch.controllability` finds so (Definitions 3 and 4)."""
+Small random models of every block form (`icl-patch verify --all-families`), with a prefix, a
+context of two absorbed spans, and ragged rows. L∞ compares a replay without the context with the
+unmodified model with it, relative to the largest logit, in fp32, for the worst family; the update
+is direct (last row: stable). The noise floor compares the unmodified model with itself at twice the
+batch. Bit-identical: the share of tokens whose logits an exact patch reproduces bit for bit, in
+fp32 and in bf16. Controllable: the share of (block, token) pairs that are controllable according to
+`icl_patch.controllability` (Definitions 3 and 4)."""
 
 
 def families_of(row: Row) -> list[str]:
-    """The forms of the zoo that use a statement; those that take images are measured elsewhere."""
+    """The tiny models that use a statement; those that take images are measured elsewhere."""
     return [
         name
-        for name, entry in tiny_models.ZOO.items()
+        for name, entry in tiny_models.SUPPORTED.items()
         if row.statement in entry.lemmas.split(", ") and not entry.images
     ]
 
@@ -91,7 +93,7 @@ def controllable(name: str, seed: int) -> dict[str, float]:
 
 
 def measure(families: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
-    """Per family what a survey measures, and controllability."""
+    """Per family the architecture suite's measurements, and controllability."""
     reports = {report.name: report.to_dict() for report in run_suite(families, seed=seed)}
     return {name: reports[name] | {"controllable": controllable(name, seed)} for name in families}
 

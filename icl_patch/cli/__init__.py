@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: one module a command, each with ``HELP``, ``add_arguments`` and ``run``."""

@@ -1,3 +1,1 @@
-"""Measuring patches: the papers' protocol, small random models of every architecture, the embedded
-model.
-"""
+"""Evaluation: the papers' protocol, tiny models of every block form, and the embedded model."""

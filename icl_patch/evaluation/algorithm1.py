@@ -1,33 +1,30 @@
-"""Algorithm 1 of Goldwaser et al. (2025) as it is written: every changed weight built, block by
-block.
-"""
+"""Algorithm 1 of Goldwaser et al. (2025) as written: build every changed weight, block by block."""
 
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from icl_patch.models.block_spec import Block
+from icl_patch.models.block_spec import Block
 from icl_patch.ops.reference import rms_normalize, stable_scale
 
 
 @torch.no_grad()
-def algorithm_1(model: Any, blocks: "Sequence[Block]", ids: Tensor, *, stable: bool = False) -> Any:
-    """Algorithm 1: a copy of the model whose weights are ``θ + Δθ`` written out, which does on x
-    alone what the model does on ``[C, x]``.
+def algorithm_1(model: Any, blocks: Sequence[Block], ids: Tensor, *, stable: bool = False) -> Any:
+    """A copy of the model with weights ``θ + Δθ``: on x alone it computes what the model computes
+    on ``[C, x]``.
 
-    Two runs, layer by layer: one of the model on ``[C, x]`` records the target activations; the
-    second, on x alone, stops at every block for its update. As many passes as there are blocks, and
-    a matrix for every change: the specification of
-    :meth:`icl_patch.ContextPatcher.compute`, not a way to compute patches.
+    One run of the model on ``[C, x]`` records the target activations. Then, block by block, the
+    copy runs on x alone up to the block, and the block is updated. This takes a pass for every
+    block and a matrix for every change: it specifies :meth:`icl_patch.ContextPatcher.compute` and
+    is not a way to compute patches.
 
     Args:
-        model: a causal language model. blocks: its blocks, from
-            :func:`icl_patch.models.detect.blocks_of`, without experts.
+        model: a causal language model.
+        blocks: its blocks, from :func:`icl_patch.models.detect.blocks_of`, without experts.
         ids: (1, n + 1) int64, the context and the token x, which keeps its position n.
         stable: Appendix B for the blocks that end in a norm, instead of Theorem 1.
 
@@ -45,50 +42,51 @@ def algorithm_1(model: Any, blocks: "Sequence[Block]", ids: Tensor, *, stable: b
                 f"expected a block with one MLP and one norm behind it at most, got {block.path}"
                 " with others"
             )
-        own = _activations(updated, blocks, input_ids=ids[:, -1:], position_ids=position)
-        _update_block(updated.get_submodule(block.path), block, targets[layer], own[layer], stable)
+        current = _activations(updated, blocks, input_ids=ids[:, -1:], position_ids=position)
+        module = updated.get_submodule(block.path)
+        _update_block(module, block, targets[layer], current[layer], stable)
     return updated
 
 
-def _activations(
-    model: Any, blocks: "Sequence[Block]", **inputs: Tensor
-) -> list[dict[str, Tensor]]:
-    """By name, for every block: the inputs of its patched modules at the last token, and its
-    residual stream before the MLP, ``""``.
+def _activations(model: Any, blocks: Sequence[Block], **inputs: Tensor) -> list[dict[str, Tensor]]:
+    """For every block, at the last token: the inputs of its patched modules by name, and the
+    residual stream before the MLP under ``""``.
     """
-    seen: list[dict[str, Tensor]] = [{} for _ in blocks]
+    recorded: list[dict[str, Tensor]] = [{} for _ in blocks]
 
-    def keep(found: dict[str, Tensor], name: str, given: Any) -> None:
-        while not isinstance(given, Tensor):
-            given = next(iter(given.values())) if isinstance(given, dict) else given[0]
-        last = given.reshape(-1, given.shape[-1])[-1].clone()
-        found[name] = found[name] + last if name == "" and name in found else last
+    def record(activations: dict[str, Tensor], name: str, value: Any) -> None:
+        while not isinstance(value, Tensor):
+            value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+        last = value.reshape(-1, value.shape[-1])[-1].clone()
+        is_sum = name == "" and name in activations  # the residual is a sum of module outputs
+        activations[name] = activations[name] + last if is_sum else last
 
     with ExitStack() as hooks:
-        for block, found in zip(blocks, seen, strict=True):
+        for block, activations in zip(blocks, recorded, strict=True):
             module = model.get_submodule(block.path)
             for name in block.spec.patched:
                 before = module.get_submodule(name).register_forward_pre_hook(
-                    lambda _m, args, f=found, n=name: keep(f, n, args)
+                    lambda _m, args, a=activations, n=name: record(a, n, args)
                 )
                 hooks.callback(before.remove)
             for side, _, path in (part.partition(" of ") for part in block.spec.residual):
                 part = module.get_submodule(path)
                 if side == "input":
                     hook = part.register_forward_pre_hook(
-                        lambda _m, args, kw, f=found: keep(f, "", args or kw), with_kwargs=True
+                        lambda _m, args, kw, a=activations: record(a, "", args or kw),
+                        with_kwargs=True,
                     )
                 else:
                     hook = part.register_forward_hook(
-                        lambda _m, _args, out, f=found: keep(f, "", out)
+                        lambda _m, _args, out, a=activations: record(a, "", out)
                     )
                 hooks.callback(hook.remove)
         model(**inputs, use_cache=False)
-    return seen
+    return recorded
 
 
 def _update_block(
-    module: Any, block: "Block", target: dict[str, Tensor], own: dict[str, Tensor], stable: bool
+    module: Any, block: Block, target: dict[str, Tensor], current: dict[str, Tensor], stable: bool
 ) -> None:
     """ComputeSingleBlockUpdate, and ``θ' = θ + Δθ`` in place."""
     spec = block.spec
@@ -100,10 +98,10 @@ def _update_block(
 
     for name in spec.readers:
         weight = module.get_submodule(name).weight
-        z_ctx, z = target[name], own[name]
+        z_ctx, z = target[name], current[name]
         difference = z_ctx - z
         add(name, difference @ weight if name in spec.transposed else weight @ difference, z)
-    delta = (target[""] - own[""]) / spec.residual_multiplier
+    delta = (target[""] - current[""]) / spec.residual_multiplier
     assert spec.down is not None
     h, down = target[spec.down], module.get_submodule(spec.down)
     if spec.writer.value == "bias":
@@ -116,8 +114,8 @@ def _update_block(
         eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         h_down, scale = target[spec.post_norm], norm.weight + spec.scale_offset
         if stable:
-            found = stable_scale(delta[None], scale, h_down[None], eps)
-            add(spec.down, found.u[0], h)
-            norm.weight.data += (found.new_scale[0] - scale).to(scale.dtype)
+            update = stable_scale(delta[None], scale, h_down[None], eps)
+            add(spec.down, update.u[0], h)
+            norm.weight.data += (update.new_scale[0] - scale).to(scale.dtype)
         else:
             norm.weight.data += delta / rms_normalize(h_down, eps)

@@ -1,6 +1,4 @@
-"""Every block form on small random models: what ``icl-patch verify --all-families`` prints, and the
-table of what is supported.
-"""
+"""Measure every block form on a small random model: ``icl-patch verify --all-families``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,22 +16,22 @@ from icl_patch.patcher import ContextPatcher
 from icl_patch.recording import forward_passes
 from icl_patch.recording.sequences import Sequences, assemble
 
-# Of reader errors and corrections, in units of the dtype's spacing.
+# Limit of the reader error and the correction, in units of the dtype's epsilon.
 _ROUNDINGS = 16
 
 
 @dataclass(frozen=True)
 class FamilyReport:
-    """What one form showed on one random model in fp32 and in bf16.
+    """The measurements of one block form on one random model.
 
     Attributes:
-        noise_floor: fp32, the untouched model at twice the batch against itself. direct, stable:
-            fp32, L∞ of the replay.
-        exact_fp32, exact_bf16: share of tokens whose logits are bit-identical.
-        reader_error, correction: the largest of both dtypes, in units of the dtype's spacing at 1.
+        noise_floor: L∞ between the unmodified model and itself at twice the batch, fp32.
+        direct, stable: L∞ of the replay, fp32.
+        exact_fp32, exact_bf16: share of tokens with bit-identical logits.
+        reader_error, correction: the larger of fp32's and bf16's, in units of the dtype's epsilon.
         experts_identical: share of (token, block) pairs with the same experts; None without
             experts.
-        refused: why, for a form that is not covered; the measures are then None.
+        refused: the error, for a form that is refused; the measurements are then None.
     """
 
     name: str
@@ -53,12 +51,12 @@ class FamilyReport:
 
     @property
     def expected(self) -> bool:
-        """Whether the form is among those that are covered."""
-        return self.name in tiny_models.ZOO
+        """Whether the form is supported."""
+        return self.name in tiny_models.SUPPORTED
 
     @property
     def passed(self) -> bool:
-        """A covered form: within its limits and bit-identical. Another: refused."""
+        """A supported form: within its limits and bit-identical. Another form: refused."""
         if not self.expected:
             return self.refused is not None
         if self.refused is not None:
@@ -83,13 +81,13 @@ def run_suite(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FamilyReport]:
-    """Run every entry of the zoo, or those named: patches of ragged rows with a prefix and several
+    """Run every family of the zoo, or those named: patches of ragged rows with a prefix and several
     absorbed spans, replayed.
 
     Raises:
-        KeyError: there is no such entry.
+        KeyError: there is no such family.
     """
-    chosen = list(names) if names is not None else [*tiny_models.ZOO, *tiny_models.REFUSED]
+    chosen = list(names) if names is not None else [*tiny_models.SUPPORTED, *tiny_models.REFUSED]
     reports = []
     for number, name in enumerate(chosen, 1):
         reports.append(_run(name, seed))
@@ -99,22 +97,22 @@ def run_suite(
 
 
 def _run(name: str, seed: int) -> FamilyReport:
-    entry = tiny_models.ZOO.get(name) or tiny_models.REFUSED[name]
-    known: dict[str, Any] = {
+    family = tiny_models.SUPPORTED.get(name) or tiny_models.REFUSED[name]
+    description: dict[str, Any] = {
         "name": name,
-        "model": entry.config,
-        "writer": entry.writer,
-        "lemmas": entry.lemmas,
-        "note": entry.note,
+        "model": family.config,
+        "writer": family.writer,
+        "lemmas": family.lemmas,
+        "note": family.note,
     }
     try:
         measures = _measure_fp32(name, seed)
         bf16 = _measure_exact(name, seed, torch.bfloat16)
     except UnsupportedModelError as error:
-        return FamilyReport(**known, refused=str(error))
+        return FamilyReport(**description, refused=str(error))
     exact = _measure_exact(name, seed, torch.float32)
     return FamilyReport(
-        **known,
+        **description,
         **measures,
         exact_fp32=exact["identical"],
         exact_bf16=bf16["identical"],
@@ -141,8 +139,8 @@ def _sequences(seed: int) -> Sequences:
 
 
 @torch.no_grad()
-def _stock(model: Any, sequences: Sequences) -> Tensor:
-    """The untouched model's logits of the kept tokens; token by token if it is recurrent."""
+def _baseline(model: Any, sequences: Sequences) -> Tensor:
+    """The unmodified model's logits of the kept tokens; token by token if it is recurrent."""
     cache, width = kv_cache.new_cache(model), sequences.tail_ids.shape[1]
     forward_passes.run_head(model, sequences, cache)
     parts = (
@@ -167,21 +165,21 @@ def _doubled(sequences: Sequences) -> Sequences:
 def _measure_fp32(name: str, seed: int) -> dict[str, Any]:
     """The noise floor, and the L∞ of direct and stable replays."""
     model, sequences = tiny_models.build(name, seed), _sequences(seed)
-    found = {}
+    errors = {}
     for update in ("direct", "stable"):
         with ContextPatcher(model, update) as patcher:
             patch = patcher.attached_model.compute(sequences).patch
             logits = patcher.attached_model.replay_logits(patch)
-        reference, mask = _stock(model, sequences), patch.kept_mask
-        found[update] = float(metrics.linf(logits, reference)[mask].max())
-    twice = _stock(model, _doubled(sequences))[: len(reference)]
-    return found | {"noise_floor": float(metrics.linf(twice, reference)[mask].max())}
+        reference, mask = _baseline(model, sequences), patch.kept_mask
+        errors[update] = float(metrics.linf(logits, reference)[mask].max())
+    twice = _baseline(model, _doubled(sequences))[: len(reference)]
+    return errors | {"noise_floor": float(metrics.linf(twice, reference)[mask].max())}
 
 
 def _measure_exact(name: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Bit identity of an exact replay, and what shows that it is no accident."""
+    """Bit identity of an exact replay, and its reader error, correction and choice of experts."""
     model, sequences = tiny_models.build(name, seed, dtype), _sequences(seed)
-    reference = _stock(model, sequences)
+    reference = _baseline(model, sequences)
     with ContextPatcher(model, "exact") as patcher:
         computed = patcher.attached_model.compute(sequences)
         logits, all_activations = patcher.attached_model.replay(computed.patch)
@@ -189,9 +187,9 @@ def _measure_exact(name: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
     assert report is not None
     epsilon = torch.finfo(dtype).eps
     choices = [
-        (activations.experts[1].sort(-1).values == wanted.experts[1].sort(-1).values).all(-1)[mask]
-        for activations, wanted in zip(all_activations, computed.activations, strict=True)
-        if activations.experts is not None and wanted.experts is not None
+        (replayed.experts[1].sort(-1).values == recorded.experts[1].sort(-1).values).all(-1)[mask]
+        for replayed, recorded in zip(all_activations, computed.activations, strict=True)
+        if replayed.experts is not None and recorded.experts is not None
     ]
     return {
         "identical": float(metrics.bit_identical(logits, reference)[mask].double().mean()),

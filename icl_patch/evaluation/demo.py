@@ -1,6 +1,4 @@
-"""The main job on the embedded model: answers with the context, without it, and without it but with
-the patch.
-"""
+"""The main job on the embedded model: answer with the context, without it, and with its patch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +16,10 @@ from icl_patch.evaluation.embedded.scoring import (
     encode_batch,
 )
 from icl_patch.evaluation.verify import VerifyReport, verify
+from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
 DTYPES = (torch.float32, torch.bfloat16)
-UPDATES = ("direct", "stable", "exact")
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,16 @@ class Answers:
     without: str
     patched: str
 
+    def texts(self) -> dict[str, str]:
+        """The three answers by name."""
+        return {"with_context": self.with_context, "without": self.without, "patched": self.patched}
+
 
 @torch.no_grad()
 def patched_answers(
     patcher: ContextPatcher, tokenizer: PreTrainedTokenizerBase, texts: list[str]
 ) -> list[str]:
-    """Greedy answers in which every token comes from a replay: freshly patched weights on the
-    current token alone.
-    """
+    """Greedy answers in which every token comes from a replay on the current token alone."""
     ids, mask = encode_batch(tokenizer, texts)
     generated: list[Tensor] = []
     for step in patcher.generate(
@@ -58,10 +58,8 @@ def patched_answers(
 def three_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int
 ) -> list[Answers]:
-    """The answers to ``prompts_per_kind`` held-out prompts of every kind; the patched ones by the
-    exact update.
-    """
-    found = []
+    """The answers to ``prompts_per_kind`` held-out prompts of every kind; the patch is exact."""
+    rows = []
     for kind in embedded.KINDS:
         prompts = embedded.held_out_prompts(kind, prompts_per_kind)
         texts = [prompt.context + prompt.question for prompt in prompts]
@@ -69,18 +67,14 @@ def three_answers(
         without = answers(model, tokenizer, [prompt.question for prompt in prompts])
         with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
             patched = patched_answers(patcher, tokenizer, texts)
-        found += [
-            Answers(*row) for row in zip(prompts, with_context, without, patched, strict=True)
-        ]
-    return found
+        rows += [Answers(*row) for row in zip(prompts, with_context, without, patched, strict=True)]
+    return rows
 
 
 def verify_grid(
     prompts: int, max_new_tokens: int, progress: Callable[[int, int], None] | None = None
 ) -> list[VerifyReport]:
-    """:func:`icl_patch.verify` on the embedded model for every update and dtype of the demo, over
-    held-out prompts of all kinds.
-    """
+    """Verify the embedded model for every update and dtype, on held-out prompts of all kinds."""
     per_kind = -(-prompts // len(embedded.KINDS))
     chosen = [
         prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, per_kind)

@@ -1,7 +1,6 @@
-"""Small random models of every block form: what ``icl-patch verify --all-families`` runs, and what
-the tests prove the forms on.
+"""Small random models of every block form, for ``icl-patch verify --all-families`` and the tests.
 
-Their norms, biases and routers are far from trivial, and nothing is downloaded.
+Nothing is downloaded. Norms, biases and routers are far from their initial values.
 """
 
 from dataclasses import dataclass, field
@@ -42,11 +41,16 @@ _WINDOWS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A block form as a small model: its family's configuration class and settings.
+class TinyModel:
+    """A block form as a small model.
 
-    lemmas: the statements of Goldwaser et al. (2025) that it uses; writer: what takes up delta;
-        note: what is special about it.
+    Attributes:
+        config: the name of its configuration class in transformers, without ``Config``.
+        writer: the parameter that absorbs delta.
+        lemmas: the statements of Goldwaser et al. (2025) that the form uses.
+        settings: the configuration's arguments.
+        note: the form's peculiarity, or the reason it is refused.
+        images: the model takes images.
     """
 
     config: str
@@ -57,109 +61,115 @@ class Entry:
     images: bool = False
 
 
-ZOO: dict[str, Entry] = {
+SUPPORTED: dict[str, TinyModel] = {
     # m ⊙ Norm(W h)
-    "gemma2": Entry(
+    "gemma2": TinyModel(
         "Gemma2",
         "scale",
         "7, 10, B",
         {"head_dim": 8, "query_pre_attn_scalar": 8, **_WINDOWS, "attn_implementation": "eager"},
     ),
-    "gemma3": Entry(
+    "gemma3": TinyModel(
         "Gemma3Text", "scale", "7, 10, B", {"head_dim": 8, "query_pre_attn_scalar": 8, **_WINDOWS}
     ),
-    "glm4": Entry("Glm4", "scale", "7, 10, B", {"head_dim": 8}),
-    "olmo2": Entry("Olmo2", "scale", "6, 10, B", note="no norm before the MLP"),
-    "olmo3": Entry("Olmo3", "scale", "6, 10, B", _WINDOWS, note="no norm before the MLP"),
+    "glm4": TinyModel("Glm4", "scale", "7, 10, B", {"head_dim": 8}),
+    "olmo2": TinyModel("Olmo2", "scale", "6, 10, B", note="no norm before the MLP"),
+    "olmo3": TinyModel("Olmo3", "scale", "6, 10, B", _WINDOWS, note="no norm before the MLP"),
     # W h
-    "llama": Entry("Llama", "weight", "7, 9"),
-    "mistral": Entry("Mistral", "weight", "7, 9", {"sliding_window": 6}),
-    "qwen2": Entry("Qwen2", "weight", "7, 9"),
-    "qwen3": Entry("Qwen3", "weight", "7, 9", {"head_dim": 8}),
-    "phi3": Entry("Phi3", "weight", "7, 9", note="gate and up in one matrix"),
-    "granite": Entry(
+    "llama": TinyModel("Llama", "weight", "7, 9"),
+    "mistral": TinyModel("Mistral", "weight", "7, 9", {"sliding_window": 6}),
+    "qwen2": TinyModel("Qwen2", "weight", "7, 9"),
+    "qwen3": TinyModel("Qwen3", "weight", "7, 9", {"head_dim": 8}),
+    "phi3": TinyModel("Phi3", "weight", "7, 9", note="gate and up in one matrix"),
+    "granite": TinyModel(
         "Granite",
         "weight",
         "7, 9",
         {"residual_multiplier": 0.22, "attention_multiplier": 0.3},
         "delta / residual_multiplier",
     ),
-    "cohere": Entry("Cohere", "weight", "12, 9", {"logit_scale": 0.3}, "parallel"),
-    "cohere2": Entry("Cohere2", "weight", "12, 9", _WINDOWS, "parallel"),
-    "smollm3": Entry("SmolLM3", "weight", "7, 9"),
-    "stablelm": Entry("StableLm", "weight", "7, 9"),
-    "stablelm-parallel": Entry(
+    "cohere": TinyModel("Cohere", "weight", "12, 9", {"logit_scale": 0.3}, "parallel"),
+    "cohere2": TinyModel("Cohere2", "weight", "12, 9", _WINDOWS, "parallel"),
+    "smollm3": TinyModel("SmolLM3", "weight", "7, 9"),
+    "stablelm": TinyModel("StableLm", "weight", "7, 9"),
+    "stablelm-parallel": TinyModel(
         "StableLm", "weight", "12, 9", {"use_parallel_residual": True}, "parallel"
     ),
     # W h + b
-    "llama-bias": Entry("Llama", "bias", "7, 8", {"mlp_bias": True, "tie_word_embeddings": True}),
-    "gpt2": Entry("GPT2", "bias", "7, 8", note="Conv1D"),
-    "gpt_neox": Entry("GPTNeoX", "bias", "12, 8", note="parallel"),
-    "gpt_neox-sequential": Entry("GPTNeoX", "bias", "7, 8", {"use_parallel_residual": False}),
-    "gptj": Entry("GPTJ", "bias", "12, 8", {"rotary_dim": 4}, "parallel, one norm"),
-    "codegen": Entry(
+    "llama-bias": TinyModel(
+        "Llama", "bias", "7, 8", {"mlp_bias": True, "tie_word_embeddings": True}
+    ),
+    "gpt2": TinyModel("GPT2", "bias", "7, 8", note="Conv1D"),
+    "gpt_neox": TinyModel("GPTNeoX", "bias", "12, 8", note="parallel"),
+    "gpt_neox-sequential": TinyModel("GPTNeoX", "bias", "7, 8", {"use_parallel_residual": False}),
+    "gptj": TinyModel("GPTJ", "bias", "12, 8", {"rotary_dim": 4}, "parallel, one norm"),
+    "codegen": TinyModel(
         "CodeGen",
         "bias",
         "12, 8",
         {"n_ctx": 128, "n_positions": 128, "rotary_dim": 4},
         "parallel, one norm",
     ),
-    "phi": Entry("Phi", "bias", "12, 8", {"num_key_value_heads": 4}, "parallel, one norm"),
-    "opt": Entry("OPT", "bias", "7, 8", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "opt-post-norm": Entry(
+    "phi": TinyModel("Phi", "bias", "12, 8", {"num_key_value_heads": 4}, "parallel, one norm"),
+    "opt": TinyModel("OPT", "bias", "7, 8", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt-post-norm": TinyModel(
         "OPT",
         "bias",
         "6, 8",
         {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
         "closed before the last norm",
     ),
-    "bloom": Entry("Bloom", "bias", "7, 8", {"n_layer": 4, "n_head": 4}, "alibi"),
-    "bloom-post-norm": Entry(
+    "bloom": TinyModel("Bloom", "bias", "7, 8", {"n_layer": 4, "n_head": 4}, "alibi"),
+    "bloom-post-norm": TinyModel(
         "Bloom",
         "bias",
         "7, 8",
         {"n_layer": 4, "n_head": 4, "apply_residual_connection_post_layernorm": True},
         "the residual is the norm's",
     ),
-    "falcon": Entry(
+    "falcon": TinyModel(
         "Falcon",
         "weight",
         "12, 9",
         {"num_kv_heads": 2, "new_decoder_architecture": True},
         "parallel, two norms",
     ),
-    "falcon-7b": Entry(
+    "falcon-7b": TinyModel(
         "Falcon", "bias", "12, 8", {"bias": True}, "parallel, one norm, one key head"
     ),
-    "falcon-rw": Entry(
+    "falcon-rw": TinyModel(
         "Falcon",
         "bias",
         "7, 8",
         {"bias": True, "alibi": True, "parallel_attn": False, "multi_query": False},
         "sequential, alibi",
     ),
-    "starcoder2": Entry("Starcoder2", "bias", "7, 8", {"sliding_window": 6}),
-    "gpt_bigcode": Entry("GPTBigCode", "bias", "7, 8", {"n_embd": 32, "n_layer": 4, "n_head": 4}),
-    "xglm": Entry("XGLM", "bias", "7, 8", {"num_layers": 4, "attention_heads": 4, "ffn_dim": 48}),
+    "starcoder2": TinyModel("Starcoder2", "bias", "7, 8", {"sliding_window": 6}),
+    "gpt_bigcode": TinyModel(
+        "GPTBigCode", "bias", "7, 8", {"n_embd": 32, "n_layer": 4, "n_head": 4}
+    ),
+    "xglm": TinyModel(
+        "XGLM", "bias", "7, 8", {"num_layers": 4, "attention_heads": 4, "ffn_dim": 48}
+    ),
     # Σ s_j W_j h_j
-    "mixtral": Entry(
+    "mixtral": TinyModel(
         "Mixtral", "experts", "7, 11", {"num_local_experts": 8, "num_experts_per_tok": 2}
     ),
-    "qwen2_moe": Entry(
+    "qwen2_moe": TinyModel(
         "Qwen2Moe",
         "experts",
         "7, 11",
         {**_EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
         "gated shared expert",
     ),
-    "qwen3_moe": Entry(
+    "qwen3_moe": TinyModel(
         "Qwen3Moe",
         "experts",
         "7, 11",
         {**_EXPERTS, "head_dim": 8, "mlp_only_layers": [2]},
         "dense layers between",
     ),
-    "deepseek_v3": Entry(
+    "deepseek_v3": TinyModel(
         "DeepseekV3",
         "weight",
         "7, 9",
@@ -180,7 +190,7 @@ ZOO: dict[str, Entry] = {
         },
         "the shared experts write",
     ),
-    "gpt_oss": Entry(
+    "gpt_oss": TinyModel(
         "GptOss",
         "experts",
         "7, 8, 11",
@@ -193,17 +203,17 @@ ZOO: dict[str, Entry] = {
         },
         "the active experts' biases write; sinks",
     ),
-    "granitemoe": Entry(
+    "granitemoe": TinyModel(
         "GraniteMoe",
         "experts",
         "7, 11",
         {"num_local_experts": 8, "num_experts_per_tok": 2, "residual_multiplier": 0.22},
         "delta / residual_multiplier",
     ),
-    "cohere2_moe": Entry(
+    "cohere2_moe": TinyModel(
         "Cohere2Moe", "experts", "12, 11", {**_EXPERTS, "head_dim": 8, **_WINDOWS}, "parallel"
     ),
-    "qwen3_next": Entry(
+    "qwen3_next": TinyModel(
         "Qwen3Next",
         "experts",
         "7, 11",
@@ -219,9 +229,9 @@ ZOO: dict[str, Entry] = {
         },
         "linear attention; gated shared expert",
     ),
-    "olmoe": Entry("Olmoe", "experts", "7, 11", {"num_experts": 8, "num_experts_per_tok": 2}),
+    "olmoe": TinyModel("Olmoe", "experts", "7, 11", {"num_experts": 8, "num_experts_per_tok": 2}),
     # blocks that go on from their sum
-    "gemma3n": Entry(
+    "gemma3n": TinyModel(
         "Gemma3nText",
         "scale",
         "7, 10, B",
@@ -237,7 +247,7 @@ ZOO: dict[str, Entry] = {
         },
         "AltUp, Laurel: delta is that of (x + attn + laurel)/√2",
     ),
-    "gemma4": Entry(
+    "gemma4": TinyModel(
         "Gemma4Text",
         "scale",
         "7, 10, B",
@@ -251,7 +261,7 @@ ZOO: dict[str, Entry] = {
         },
         "per-layer inputs, layer scalar",
     ),
-    "gemma4-moe": Entry(
+    "gemma4-moe": TinyModel(
         "Gemma4Text",
         "scale",
         "7, 10, 11, B",
@@ -269,7 +279,7 @@ ZOO: dict[str, Entry] = {
         },
         "experts beside the MLP, three norms of the residual stream, norms inside a norm",
     ),
-    "llama4": Entry(
+    "llama4": TinyModel(
         "Llama4Text",
         "weight",
         "7, 9",
@@ -286,7 +296,7 @@ ZOO: dict[str, Entry] = {
         "the scores multiply the experts' input; the shared expert writes; chunked attention",
     ),
     # recurrent context layers
-    "recurrent_gemma": Entry(
+    "recurrent_gemma": TinyModel(
         "RecurrentGemma",
         "bias",
         "7, 8",
@@ -298,14 +308,14 @@ ZOO: dict[str, Entry] = {
         },
         "RG-LRU and local attention",
     ),
-    "mamba": Entry(
+    "mamba": TinyModel(
         "Mamba",
         "weight",
         "9",
         {"state_size": 4, "time_step_rank": 4},
         "no MLP: the mixer's output matrix",
     ),
-    "falcon_h1": Entry(
+    "falcon_h1": TinyModel(
         "FalconH1",
         "weight",
         "7, 9",
@@ -318,7 +328,7 @@ ZOO: dict[str, Entry] = {
         },
         "attention and SSM side by side",
     ),
-    "jamba": Entry(
+    "jamba": TinyModel(
         "Jamba",
         "weight",
         "7, 9, 11",
@@ -336,7 +346,7 @@ ZOO: dict[str, Entry] = {
         "attention or SSM; dense and sparse layers",
     ),
     # images
-    "gemma3-vision": Entry(
+    "gemma3-vision": TinyModel(
         "Gemma3",
         "scale",
         "7, 10, B",
@@ -351,7 +361,7 @@ ZOO: dict[str, Entry] = {
         "vision tower; image tokens attend both ways",
         images=True,
     ),
-    "llava": Entry(
+    "llava": TinyModel(
         "Llava",
         "weight",
         "7, 9",
@@ -368,9 +378,9 @@ ZOO: dict[str, Entry] = {
 }
 
 
-# What is refused, and why: the reason that attaching gives is the first of what it finds.
-REFUSED: dict[str, Entry] = {
-    "deepseek_v4": Entry(
+# Refused block forms; ``note`` is the reason.
+REFUSED: dict[str, TinyModel] = {
+    "deepseek_v4": TinyModel(
         "DeepseekV4",
         "none",
         "",
@@ -395,21 +405,21 @@ REFUSED: dict[str, Entry] = {
         "hyper-connections: attention and MLP write into several residual streams, each in its own"
         " proportions",
     ),
-    "rwkv": Entry(
+    "rwkv": TinyModel(
         "Rwkv",
         "none",
         "",
         {"attention_hidden_size": 32},
         "the channel mix reads the token before too: the context enters the MLP itself",
     ),
-    "mpt": Entry(
+    "mpt": TinyModel(
         "Mpt",
         "none",
         "",
         {"d_model": 32, "n_heads": 4, "n_layers": 4},
         "its alibi counts slots of the cache: a replay has fewer",
     ),
-    "openai-gpt": Entry(
+    "openai-gpt": TinyModel(
         "OpenAIGPT",
         "none",
         "",
@@ -422,32 +432,32 @@ REFUSED: dict[str, Entry] = {
 def build(
     name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
-    """A random model of an entry of :data:`ZOO` or :data:`REFUSED`, in eval mode.
+    """A random model of :data:`SUPPORTED` or :data:`REFUSED`, in eval mode.
 
     Raises:
-        KeyError: there is no such entry.
+        KeyError: there is no model of this name.
     """
-    entry = ZOO.get(name) or REFUSED[name]
-    config_class = getattr(transformers, f"{entry.config}Config")
+    tiny = SUPPORTED.get(name) or REFUSED[name]
+    config_class = getattr(transformers, f"{tiny.config}Config")
     common = {
         name: value
         for name, value in _COMMON.items()
         if name != "num_key_value_heads" or hasattr(config_class, name)
     }
-    settings = {**common, **entry.settings, **changes}
-    if entry.images:
+    settings = {**common, **tiny.settings, **changes}
+    if tiny.images:
         settings = {
-            **entry.settings,
-            "text_config": {**_COMMON, **entry.settings["text_config"], **changes},
+            **tiny.settings,
+            "text_config": {**_COMMON, **tiny.settings["text_config"], **changes},
             "tie_word_embeddings": False,
         }
     attention = settings.pop("attn_implementation", "sdpa")
     config = config_class(**settings)
     torch.manual_seed(seed)
-    auto: Any = AutoModelForImageTextToText if entry.images else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if tiny.images else AutoModelForCausalLM
     try:
         model = auto.from_config(config, attn_implementation=attention)
-    except ValueError:  # a class without it
+    except ValueError:  # the class has no sdpa
         model = auto.from_config(config, attn_implementation="eager")
     randomise(model)
     return model.to(dtype).eval()
@@ -455,14 +465,9 @@ def build(
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Every parameter away from where it starts: matrices at unit gain, norms and biases far from
-    one and zero.
-    """
+    """Draw every parameter: matrices at unit gain, norms and biases far from one and zero."""
     embeddings = {
-        id(module.weight)
-        for module in model.modules()
-        for _ in [0]
-        if isinstance(module, nn.Embedding)
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:

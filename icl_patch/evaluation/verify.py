@@ -1,11 +1,11 @@
-"""The papers' protocol: is the patched model without a context the model with it, token by token?
+"""The papers' protocol: does the patched model without a context match the model with it?
 
 1. The untouched model generates greedily with its context; its logits at every step are the
    baseline.
 2. At every step the patch is recomputed from the prompt and everything generated, and the current
    token is *replayed* with it: no context, no cache, no second stream.
-3. The two are compared; where the replay would choose another token, generation goes on along the
-   baseline's.
+3. The two are compared at every step. Where the replay would choose another token, generation
+   continues along the baseline's.
 
 Source: Goldwaser et al. (2025), section 4.
 """
@@ -46,18 +46,20 @@ MARS_PROMPT = (
 """The prompt of the paper's Figure 3."""
 
 
-# of the dtype's epsilon, allowed to the readers' outputs and to the exact update's correction
+# Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
 _ROUNDINGS = 16
-# Above this a noise floor is no rounding: the model's calls do not go on from each other (bf16,
-# fp16: other experts chosen reach tenths).
-_PROMISED = ("float32", "float64")  # where direct and stable promise to be near
-_FLOOR = {"float32": 0.01, "float64": 0.01, "bfloat16": 1.0, "float16": 1.0}
+# Dtypes in which direct and stable promise an error limit.
+_PROMISED = ("float32", "float64")
+# A larger noise floor is not rounding: the model contradicts itself from call to call. In bf16 and
+# fp16 a different choice of experts reaches tenths.
+_MAX_NOISE_FLOOR = {"float32": 0.01, "float64": 0.01, "bfloat16": 1.0, "float16": 1.0}
 
 
 @dataclass(frozen=True)
-class Step:
-    """One generated token: the baseline's choice, and how the replay compares. Errors are relative
-    to max |logit|.
+class VerifiedToken:
+    """One generated token: the baseline's choice and the replay's errors, relative to max |logit|.
+
+    ``match``: the replay chooses the same token.
     """
 
     token_id: int
@@ -69,17 +71,21 @@ class Step:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`verify` measured.
+    """The measurements of :func:`verify`.
 
-    ``steps`` runs over the prompts one after the other, ``max_new_tokens`` steps each.
-    ``noise_floor`` is the untouched model against
-    itself: the largest difference that batching differently (B against 2B rows) or one pass against
-    cached token by token makes. ``reader_error_max`` compares the readers' outputs in the replay
-    with those in the context run, relative to their largest element; ``blocks_bit_identical`` is
-    the share of (step, block) pairs whose whole output is equal to the last bit; ``correction_max``
-    is the largest correction of the exact update on top of the stable or direct one, relative to
-    the block's output; ``misses`` counts elements of block outputs that the exact update could not
-    hit.
+    Attributes:
+        passes: forward passes of the model for one patch.
+        noise_floor: how much the unmodified model's logits vary (``linf_max``, ``tvd_max``) between
+            B and 2B rows, and between one pass and token by token with a cache.
+        reader_error_max: largest difference of the readers' outputs between the replay and the
+            context run, relative to their largest element.
+        blocks_bit_identical: share of (step, block) pairs with bit-identical block outputs.
+        correction_max: largest correction that the exact update adds to the stable or direct one,
+            relative to the block's output.
+        misses: elements of block outputs that the exact update could not reproduce.
+        experts_identical: share of (token, block) pairs with the same experts; None without
+            experts.
+        steps: ``max_new_tokens`` of the first prompt, then of the second, and so on.
     """
 
     model: str
@@ -96,7 +102,7 @@ class VerifyReport:
     correction_max: float
     misses: int
     experts_identical: float | None
-    steps: list[Step] = field(repr=False)
+    steps: list[VerifiedToken] = field(repr=False)
 
     def _share(self, name: str) -> float:
         return sum(getattr(step, name) for step in self.steps) / len(self.steps)
@@ -121,14 +127,15 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the update keeps its promise; in bf16 and fp16 direct and stable make none.
+        """Whether the update keeps its promise; in bf16 and fp16 direct and stable promise nothing.
 
-        exact: every step and every block bit-identical, and, because that alone would hold with no
-        reader patched, the readers' outputs right and the correction small, both to a few units of
-        the dtype's rounding. fp32, fp64: every token, errors within the limit. Of a model that is
-        not itself when it is called otherwise, as the noise floor shows, nothing is proven.
+        exact: every step and every block is bit-identical. That alone would hold with unpatched
+        readers, so the reader error and the correction must also be a few roundings at most.
+        direct and stable in fp32 and fp64: every token matches and errors are within the limit.
+        Any update: the chosen experts are the same, and the noise floor is small; a model that
+        contradicts itself proves nothing.
         """
-        if not self.noise_floor["linf_max"] <= _FLOOR[self.dtype]:
+        if not self.noise_floor["linf_max"] <= _MAX_NOISE_FLOOR[self.dtype]:
             return False
         if self.experts_identical not in (None, 1.0) and (
             self.update == "exact" or self.dtype in _PROMISED
@@ -189,25 +196,22 @@ def verify(
     progress: Callable[[int, int], None] | None = None,
     name: str | None = None,
 ) -> VerifyReport:
-    """Run the papers' protocol on a model and report how well the patched model without its context
-    matches it.
+    """Run the papers' protocol and report how well the patched model matches the one with context.
 
     Args:
-        model: a model, a local folder or a hub id; by default (or as "embedded") the embedded
-            model.
+        model: a model, a local folder or a hub id; None and "embedded" mean the embedded model.
         tokenizer: by default the one at ``model``, when that is a path or an id.
-        context: a prompt or several, or what a processor makes of text and images: ``input_ids``
-            (B, T), ``attention_mask`` and the model's further inputs; by default the paper's Mars
-            prompt (the embedded model: its first held-out prompt).
-        max_new_tokens: steps; end-of-sequence is ignored, there are exactly as many.
+        context: one prompt or several; or a processor's output for text and images: ``input_ids``
+            (B, T), ``attention_mask`` and the model's further inputs. Default: the paper's Mars
+            prompt; for the embedded model its first held-out prompt.
+        max_new_tokens: number of steps; the end-of-sequence token does not stop them.
         update: ``"direct"``, ``"stable"`` or ``"exact"``.
-        dtype, device: where and in what the model runs; by default as it is, or as its files say. A
-            model that is passed in and has to be changed for it is copied.
+        dtype, device: by default those of the model or of its files. A model object is copied
+            before it is converted or moved.
         keep_last: tokens before the current one that stay in the reduced context.
-        chat: apply the tokenizer's chat template to the context (to text: a processor has applied
-            its own).
+        chat: apply the tokenizer's chat template to a context of text.
         progress: called with (steps done, steps in all).
-        name: of the model in the report; by default where it was loaded from.
+        name: the model's name in the report; by default the path or id it was loaded from.
 
     Raises:
         UnsupportedModelError, ControllabilityError: as :class:`icl_patch.ContextPatcher`.
@@ -267,16 +271,16 @@ def load_model(
     device: torch.device | str | None = None,
     revision: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode and its tokenizer, from an object, a local folder, a hub id, or (None or
-    "embedded") the embedded one.
+    """A model in eval mode and its tokenizer: from an object, a local folder or a hub id; None and
+    "embedded" mean the embedded model.
 
     Raises:
         ValueError: a model object without a tokenizer.
         OSError: nothing can be loaded from the path or id.
     """
     if model is None or model == "embedded":
-        made, own = embedded.load(dtype or torch.float32, device or "cpu")
-        return made, tokenizer or own
+        loaded, its_tokenizer = embedded.load(dtype or torch.float32, device or "cpu")
+        return loaded, tokenizer or its_tokenizer
     if isinstance(model, (str, Path)):
         try:
             options: Any = {
@@ -284,11 +288,11 @@ def load_model(
                 "revision": revision or "main",
                 "output_loading_info": True,
             }
-            read: Any = AutoModelForCausalLM.from_pretrained(model, **options)
+            pretrained: Any = AutoModelForCausalLM.from_pretrained(model, **options)
         except (SafetensorError, RuntimeError) as error:
             raise OSError(f"expected whole weights in {model}, got {error}") from error
-        loaded, found = read
-        if missing := sorted(found["missing_keys"]):
+        loaded, loading_info = pretrained
+        if missing := sorted(loading_info["missing_keys"]):
             raise OSError(
                 f"expected all weights in {model}, {len(missing)} are missing, as {missing[0]}"
             )
@@ -299,11 +303,11 @@ def load_model(
         )
     if tokenizer is None:
         raise ValueError("expected a tokenizer together with a model object, got none")
-    wanted: Any = {"device": torch.device(device or model.device), "dtype": dtype or model.dtype}
-    if (wanted["device"], wanted["dtype"]) == (model.device, model.dtype):
+    device, dtype = torch.device(device or model.device), dtype or model.dtype
+    if (device, dtype) == (model.device, model.dtype):
         return model, tokenizer
     copied: Any = copy.deepcopy(model)
-    return copied.to(**wanted), tokenizer
+    return copied.to(device, dtype), tokenizer
 
 
 def encode_contexts(
@@ -354,8 +358,10 @@ def encode_inputs(
     context: str | Sequence[str] | Mapping[str, Tensor],
     chat: bool = False,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Contexts as ids and mask (B, T) and the model's further inputs, on the model's device and in
-    its dtype.
+    """Contexts as ids and mask (B, T), and the model's further inputs; on its device, in its dtype.
+
+    Raises:
+        ValueError: a mapping without ``input_ids``, or as :func:`encode_contexts`.
     """
     if isinstance(context, Mapping):
         if "input_ids" not in context:
@@ -375,8 +381,9 @@ def encode_inputs(
 
 
 def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Any]:
-    """Further model inputs for the first ``width`` columns: those with an entry a token are cut, or
-    end in 0 for text.
+    """Further model inputs for the first ``width`` columns.
+
+    ``*_type_ids`` have one entry a token: they are cut, or padded with 0, which means text.
     """
     return {
         name: F.pad(x, (0, width - x.shape[1])) if name.endswith("type_ids") else x
@@ -394,11 +401,14 @@ def baseline(
     inputs: Mapping[str, Tensor] | None = None,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The model with its context, greedy or along ``forced`` tokens: logits (B, steps, V) and
-    tokens (B, steps).
+    """The logits (B, steps, V) and tokens (B, steps) of the model with its context.
 
-    Cached, context first; then the kept tokens in one call, or token by token if only the current
-    one is kept. ``inputs`` are the model's further ones for the context.
+    The context is cached. The kept tokens then run in one call, or token by token if only the
+    current one is kept.
+
+    Args:
+        inputs: the model's further inputs for the context.
+        forced: tokens (B, steps) to follow; by default the greedy choice.
     """
     logits: list[Tensor] = []
     tokens: list[Tensor] = []
@@ -437,9 +447,7 @@ def _noise_floor(
     keep_last: int,
     inputs: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    """The untouched model against itself: 2B rows instead of B, and one pass instead of token by
-    token.
-    """
+    """The unmodified model against itself: 2B rows, and one pass over all tokens."""
     steps, batch = tokens.shape[1], len(ids)
     twice = {name: torch.cat([x, x]) for name, x in inputs.items()}
     doubled, _ = baseline(
@@ -450,12 +458,17 @@ def _noise_floor(
         whole, whole_mask = _extend(whole, whole_mask, token_ids)
     positions = (whole_mask.long().cumsum(1) - 1).clamp(min=0)
     further: dict[str, Any] = dict(over_columns(inputs, whole.shape[1]))
-    given, longest = (
-        (whole, whole_mask, positions, kv_cache.new_cache(model)),
-        whole_mask.sum(1).max(),
+    single_pass = forward_passes.run(
+        model,
+        whole,
+        whole_mask,
+        positions,
+        kv_cache.new_cache(model),
+        longest=whole_mask.sum(1).max(),
+        last_logits=steps,
+        **further,
     )
-    at_once = forward_passes.run(model, *given, longest=longest, last_logits=steps, **further)
-    others = (doubled[:batch], at_once)
+    others = (doubled[:batch], single_pass)
     return {
         "linf_max": max(float(metrics.linf(other, references).max()) for other in others),
         "tvd_max": max(float(metrics.total_variation(other, references).max()) for other in others),
@@ -488,12 +501,12 @@ def _computations(
 
 
 def _worse(one: float, other: float) -> float:
-    """The larger error; of NaN nothing is better."""
+    """The larger error; NaN counts as the largest."""
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 class _Comparison:
-    """Gathers what the steps show."""
+    """Compares the replay of every step with the baseline and gathers the errors."""
 
     def __init__(self) -> None:
         self._columns: list[dict[str, Tensor]] = []
@@ -522,15 +535,15 @@ class _Comparison:
             self.identical_blocks += int(same.sum())
             self.blocks += same.numel()
             if activations.experts is not None and other.experts is not None:
-                chosen, wanted = (
+                chosen, expected = (
                     experts[1][:, -1].sort(-1).values
                     for experts in (other.experts, activations.experts)
                 )
-                self.identical_choices += int((chosen == wanted).all(-1).sum())
+                self.identical_choices += int((chosen == expected).all(-1).sum())
                 self.choices += len(chosen)
             for name, y_ctx in activations.readers.items():
-                # a gate's one number may be near 0; the report has its error relative to both its
-                # values
+                # A gate's single output may be near 0: the patch's report has its error, relative
+                # to the values of both streams.
                 if y_ctx.shape[-1] == 1:
                     continue
                 self.reader_error = _worse(
@@ -551,14 +564,14 @@ class _Comparison:
         """
         return self.identical_choices / self.choices if self.choices else None
 
-    def steps(self, tokens: Tensor) -> list[Step]:
-        """Prompt by prompt."""
+    def steps(self, tokens: Tensor) -> list[VerifiedToken]:
+        """The verified tokens, prompt by prompt."""
         columns = {
             name: torch.stack([step[name] for step in self._columns], 1).tolist()
             for name in self._columns[0]
         }
         return [
-            Step(token_id, **{name: columns[name][row][step] for name in columns})
+            VerifiedToken(token_id, **{name: columns[name][row][step] for name in columns})
             for row, ids in enumerate(tokens.tolist())
             for step, token_id in enumerate(ids)
         ]

@@ -1,5 +1,5 @@
-"""The CPU cases of ``bench/linear.py`` under pytest-benchmark: ``make bench``; not part of ``make
-test``, which collects ``test_*.py``.
+"""The CPU cases of ``bench/cases/linear.py`` under pytest-benchmark: ``make bench``; not part of
+``make test``, which collects ``test_*.py``.
 
 The tables come from ``icl-patch bench``, which times the calls of a case in turns, with cold
 weights, and keeps failures in the table; pytest-benchmark times them one after the other. This is
@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("pytest_benchmark")
 
-from icl_patch.bench import linear
+from icl_patch.bench.cases import linear
 
 CPU = torch.device("cpu")
 SETTINGS = [

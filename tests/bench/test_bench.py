@@ -14,18 +14,13 @@ import torch.nn.functional as F
 from transformers import Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from icl_patch import ops
-from icl_patch.bench import (
-    BENCHMARKS,
-    harness,
-    linear,
-    naive,
-    plots,
-    profiling,
-    summary,
-    throughput,
-)
-from icl_patch.bench.harness import Case, Comparison, InTurn, compare, measure, part_of
+from icl_patch.bench import BENCHMARKS, harness, plots, profiling, summary, timing
+from icl_patch.bench.baselines.algorithm1 import Algorithm1
+from icl_patch.bench.cases import linear, throughput
+from icl_patch.bench.cases.random_models import RandomModel
+from icl_patch.bench.harness import Case, Comparison, measure, part_of
 from icl_patch.bench.results import Results, load_all
+from icl_patch.bench.timing import InTurn, compare
 from icl_patch.cli import main as cli
 
 CPU = torch.device("cpu")
@@ -58,7 +53,7 @@ def test_every_round_times_every_call_and_a_slow_one_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, counts = [0.0], {"fast": 0, "slow": 0, "endless": 0}
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def call(name: str, seconds: float) -> Any:
         def run() -> None:
@@ -75,7 +70,7 @@ def test_every_round_times_every_call_and_a_slow_one_less_often(
 
 def test_a_short_call_is_repeated_until_it_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     seen = []
 
     def call() -> None:
@@ -180,7 +175,7 @@ def test_units_are_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         harness,
         "compare",
-        lambda calls, *_: {"ours": harness.Timing(2, 2, 2), "other": harness.Timing(1, 1, 1)},
+        lambda calls, *_: {"ours": timing.Timing(2, 2, 2), "other": timing.Timing(1, 1, 1)},
     )
     results = Results("throughput", CPU, tmp_path)
     list(
@@ -280,7 +275,7 @@ def test_a_graph_takes_every_input() -> None:
     device = torch.device("cuda")
     inputs = [torch.full((2**22,), float(i), device=device) for i in range(5)]
     total = torch.zeros(2**22, device=device)
-    graph = harness.captured(InTurn(total.add_, inputs), 5)
+    graph = timing.captured(InTurn(total.add_, inputs), 5)
     total.zero_()
     graph.replay()
     assert total.unique().tolist() == [10.0]
@@ -316,7 +311,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(linear, "last_level_cache", lambda device: 2**14)
     yield
     linear.cold.cache_clear()
-    linear.ceiling.cache_clear()
+    timing.ceiling.cache_clear()
 
 
 def test_linear_through_the_command_line(
@@ -339,7 +334,7 @@ def test_linear_through_the_command_line(
     assert {"patched_linear", "F.linear", "unfused", "W + ΔW", "W + ΔW in a buffer"} <= {
         row["call"] for row in found["rows"]
     }
-    assert ("PEFT" in found["skipped"]) == (linear.no_peft() is not None)
+    assert ("PEFT" in found["skipped"]) == (linear.peft_problem() is not None)
     assert cli.main(["bench", "--plots", "--out", str(tmp_path)]) == 0
     for kind, start in (("bandwidth", b"\x89PNG"), ("ratio", b"\x89PNG")):
         assert (tmp_path / f"{found['file']}-{kind}.png").read_bytes().startswith(start)
@@ -360,7 +355,7 @@ def test_a_call_without_its_patch_or_with_one_too_many_fails(
 ) -> None:
     comparison = linear.comparison(linear.Setting("one", dtype, 3, 2), CPU)
     if call not in comparison.calls:
-        pytest.skip(linear.no_peft())
+        pytest.skip(linear.peft_problem())
     comparison.check(call, comparison.calls[call]())
     other = comparison.calls["patched_linear" if call == "F.linear" else "F.linear"]()
     with pytest.raises(AssertionError, match="expected the fp64 result"):
@@ -391,7 +386,7 @@ def test_the_grids() -> None:
     for device in (CPU, torch.device("meta")):
         assert set(linear.settings(device, True)) < set(every)
     for name in BENCHMARKS:
-        module = __import__(f"icl_patch.bench.{name}", fromlist=["cases"])
+        module = __import__(f"icl_patch.bench.cases.{name}", fromlist=["cases"])
         names = [
             found.name
             for quick in (False,)
@@ -401,8 +396,8 @@ def test_the_grids() -> None:
 
 
 TINY = {
-    "gemma": (Gemma3TextConfig, 48, 72, 4, 2, 12),
-    "llama": (LlamaConfig, 48, 72, 4, 2, 12),
+    "gemma": RandomModel("gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 1024),
+    "llama": RandomModel("llama", LlamaConfig, 48, 72, 2, 4, 2, 12, 1024),
 }
 
 
@@ -412,26 +407,24 @@ def test_throughput(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     pass.
     """
     monkeypatch.setattr(throughput, "MODELS", TINY)
-    monkeypatch.setattr(throughput, "LAYERS", 2)
     found = throughput.prepared(name, 2, torch.float32, CPU)
     for work in throughput.WORK:
         comparison = throughput.comparison(name, 2, work, torch.float32, CPU)
         assert set(comparison.units.values()) == {8, 16}
         for call, run in comparison.calls.items():
             comparison.check(call, run())
-    bare = found.naive.model(input_ids=found.kept).logits
+    bare = found.algorithm1.model(input_ids=found.kept).logits
     with pytest.raises(AssertionError, match="expected the fp64 result"):
         comparison.check("W + ΔW built", bare)
     throughput.prepared.cache_clear()
-    throughput.model_of.cache_clear()
 
 
-def test_naive_refuses_what_it_does_not_know() -> None:
+def test_algorithm_1_refuses_other_block_forms() -> None:
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2, n_positions=64)
     ).eval()
     with pytest.raises(ValueError, match="expected sequential blocks"):
-        naive.Naive(model)
+        Algorithm1(model)
 
 
 # What is committed
@@ -570,7 +563,6 @@ def test_a_page_without_counters_has_the_decode_step_and_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(throughput, "MODELS", {"Gemma-3-1B": TINY["gemma"]})
-    monkeypatch.setattr(throughput, "LAYERS", 2)
     monkeypatch.setattr(profiling, "STEPS", 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused = tmp_path / "ncu.csv"
@@ -585,7 +577,6 @@ def test_a_page_without_counters_has_the_decode_step_and_the_reason(
     monkeypatch.setattr(profiling, "decode_profile", lambda *_: "")
     assert "Skipped: there is no GPU" in profiling.page(CPU, None, "there is no GPU")
     assert profiling.main(["nonsense"]) == 2
-    throughput.model_of.cache_clear()
 
 
 @pytest.mark.parametrize(

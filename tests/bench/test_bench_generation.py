@@ -21,12 +21,21 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from icl_patch.bench import costs, generation, plots, steps
-from icl_patch.bench.generation import APPLIED, COMPILED, NAIVE, OURS, OURS_COMPILED, PEFT, PLAIN
+from icl_patch.bench import costs, plots
+from icl_patch.bench.baselines import materialised, plain
+from icl_patch.bench.cases import generation
+from icl_patch.bench.cases.generation import (
+    APPLIED,
+    COMPILED,
+    NAIVE,
+    OURS,
+    OURS_COMPILED,
+    PEFT,
+    PLAIN,
+)
+from icl_patch.bench.cases.random_models import RandomModel, twin
 from icl_patch.bench.harness import Case, Comparison, measure
 from icl_patch.bench.results import Results, load_all, markdown
-from icl_patch.bench.shapes import Shape
-from icl_patch.bench.throughput import twin
 from icl_patch.generation import graph_partition
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
@@ -37,10 +46,10 @@ on_cuda = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-QWEN = Shape("tiny qwen", Qwen3Config, 48, 72, 2, 4, 2, 12, 97)
+QWEN = RandomModel("tiny qwen", Qwen3Config, 48, 72, 2, 4, 2, 12, 97)
 
 
-class Mixed(Shape):
+class Mixed(RandomModel):
     """A layer with a window, and one without."""
 
     def config(self) -> PreTrainedConfig:
@@ -50,27 +59,27 @@ class Mixed(Shape):
 
 
 GEMMA = Mixed("tiny gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 97, 8)
-MIXTURE = Shape("tiny mixture", Qwen3MoeConfig, 48, 24, 2, 4, 2, 12, 97, experts=6, chosen=2)
-LLAMA = Shape("tiny llama", LlamaConfig, 24, 40, 1, 2, 1, 12, 61)
+MIXTURE = RandomModel("tiny mixture", Qwen3MoeConfig, 48, 24, 2, 4, 2, 12, 97, experts=6, chosen=2)
+LLAMA = RandomModel("tiny llama", LlamaConfig, 24, 40, 1, 2, 1, 12, 61)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(generation, "ceiling", lambda device: 1e10)
-    monkeypatch.setattr(steps.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     if not torch.cuda.is_available():  # the whole compiler has a test of its own
         monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
     yield
     generation.models_of.cache_clear()
 
 
-def ids_of(batch: int, context: int, shape: Shape) -> Tensor:
+def ids_of(batch: int, context: int, shape: RandomModel) -> Tensor:
     return torch.randint(
         0, shape.vocabulary, (batch, context), generator=torch.Generator().manual_seed(context)
     )
 
 
-def in_fp64(shape: Shape, ids: Tensor, device: torch.device) -> dict[bool, Tensor]:
+def in_fp64(shape: RandomModel, ids: Tensor, device: torch.device) -> dict[bool, Tensor]:
     """The last logits of the fp64 model over the whole context at once, and with the first row's
     patch in its weights; on the CPU.
     """
@@ -81,7 +90,7 @@ def in_fp64(shape: Shape, ids: Tensor, device: torch.device) -> dict[bool, Tenso
         ).make_patch()
     wide = model.double()
     for applied in (False, True):
-        before = steps.dynamic_cache(wide, ids)
+        before = plain.dynamic_cache(wide, ids)
         if applied:
             for block, layer in zip(patch.blocks, patch.layers, strict=True):
                 for change in parameter_changes(block.spec, layer):
@@ -99,7 +108,7 @@ def in_fp64(shape: Shape, ids: Tensor, device: torch.device) -> dict[bool, Tenso
     ("shape", "batch", "context"), [(QWEN, 3, 7), (GEMMA, 1, 11)], ids=["qwen", "gemma"]
 )
 def test_every_way_says_what_the_model_says(
-    shape: Shape, batch: int, context: int, device: torch.device
+    shape: RandomModel, batch: int, context: int, device: torch.device
 ) -> None:
     found = generation.comparison(shape, batch, context, torch.float32, device)
     with torch.no_grad():
@@ -118,7 +127,7 @@ def test_every_way_says_what_the_model_says(
         device == CUDA,
         device == CUDA and shape.window is None,
     )
-    assert (PEFT in found.calls) == (generation.no_peft() is None)
+    assert (PEFT in found.calls) == (generation.peft_problem() is None)
     for name, call in found.calls.items():
         first = call().clone()
         assert (
@@ -129,7 +138,7 @@ def test_every_way_says_what_the_model_says(
             <= limit
         ), name
         assert found.check(name, first) <= limit
-        if shape.window is None or not isinstance(call, steps.Compiled):  # a full window moves
+        if shape.window is None or not isinstance(call, plain.CompiledStep):  # a full window moves
             assert torch.equal(call(), first), name  # it left everything as it found it
         for wrong in (
             expected[name not in APPLIED],
@@ -195,7 +204,7 @@ def test_the_compilers_code_is_right_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def measured(
-    folder: Path, shape: Shape, batch: int, context: int, results: Results | None = None
+    folder: Path, shape: RandomModel, batch: int, context: int, results: Results | None = None
 ) -> dict[str, Any]:
     results = Results("generation", CPU, folder) if results is None else results
     build = functools.partial(generation.comparison, shape, batch, context, torch.float32, CPU)
@@ -212,11 +221,11 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
     def no_compiler(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no C++ compiler\nin the PATH")
 
-    monkeypatch.setattr(steps.torch, "compile", no_compiler)
+    monkeypatch.setattr(torch, "compile", no_compiler)
     monkeypatch.setattr(graph_partition, "BACKEND", no_compiler)
     # Algorithm 1 that changes nothing
-    monkeypatch.setattr(steps, "materialised", lambda model, patch: torch.no_grad())
-    monkeypatch.setattr(generation, "no_peft", lambda: "peft is not installed")
+    monkeypatch.setattr(materialised, "materialised", lambda model, patch: torch.no_grad())
+    monkeypatch.setattr(generation, "peft_problem", lambda: "peft is not installed")
     results = Results("generation", CPU, tmp_path)
     generation.cases(CPU, True, results)
     found = measured(tmp_path, QWEN, 2, 7, results)
@@ -248,16 +257,16 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_context_that_says_nothing_is_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = Shape.build
+    build = RandomModel.build
 
-    def blind(shape: Shape, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    def blind(shape: RandomModel, device: torch.device, dtype: torch.dtype) -> nn.Module:
         model = build(shape, device, dtype)
         for name, parameter in model.named_parameters():
             if "o_proj" in name:
                 parameter.mul_(1e-6)
         return model
 
-    monkeypatch.setattr(Shape, "build", blind)
+    monkeypatch.setattr(RandomModel, "build", blind)
     with pytest.raises(
         AssertionError, match="expected a patch that changes the logits by more than"
     ):

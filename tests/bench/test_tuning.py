@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from icl_patch.bench import tuning as bench_tuning
 from icl_patch.cli import main as cli
 from icl_patch.kernels import tuning
-from icl_patch.kernels.config import DTYPES, PATHS, GEMV, Config, Entry, data_files, parse
+from icl_patch.kernels.config import DTYPES, GEMV, PATHS, Config, Entry, data_files, parse
 
 BF16 = torch.bfloat16
 

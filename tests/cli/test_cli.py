@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,11 @@ import torch
 from support.numeric import noise_limit
 
 from icl_patch import ContextPatch, embedded
+from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import report
+from icl_patch.generation.loop import LOGITS, MODES
+from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording.attached_model import AttachedModel
 
 
@@ -340,6 +344,38 @@ def test_demo_needs_its_folder_first(
     assert status == 2
     assert "file" in err
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], ["--help"], ["verify", "--help"], ["bench", "--help"], ["dance"]],
+    ids=" ".join,
+)
+def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+    script = (
+        "import sys\nfrom icl_patch.cli.main import main\n"
+        f"try:\n    main({arguments})\nexcept SystemExit as stop:\n"
+        "    print(stop.code, {'torch', 'transformers', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"{2 if arguments == ['dance'] else 0} set()"
+    assert "usage: icl-patch" in done.stdout + done.stderr or arguments == ["--version"]
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    names = ("demo", "verify", "generate", "extract", "inspect", "bench", "tune")
+    assert tuple(re.findall(r"^    (\w+)", shown, re.M)) == names
+
+
+def test_options_offer_what_the_package_takes() -> None:
+    """The command line lists them without importing torch."""
+    assert common.UPDATES == UPDATES
+    assert (generate.LOGITS, generate.MODES) == (LOGITS, MODES)
 
 
 def test_the_module_runs_as_a_command() -> None:

@@ -5,6 +5,7 @@ shown is what was measured.
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -35,6 +36,7 @@ from regression_models import (
 )
 from regression_pictures import CLAIMS, stem  # noqa: E402
 
+EXPERIMENTS = re.search(r"^EXPERIMENTS := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
 FIGURES = (2, 3, 4, 5, 6, "E")
 layers = pytest.mark.parametrize("layer", [Attention, Recurrence], ids=["attention", "rnn"])
 
@@ -305,11 +307,26 @@ def test_factors_of_the_appendix_are_those_of_matrices_written_out(
     assert found["total_norm_median"] == pytest.approx(found["size_median"][-1], rel=rounding)
 
 
+def interpreter() -> list[str]:
+    """What ``make papers`` runs the scripts with, or this interpreter where make has not run."""
+    made = ROOT / "build" / "python"
+    return [str(made) if made.exists() else sys.executable]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_make_papers_starts_every_script(name: str) -> None:
+    """Each imports its neighbours, which the folder of the script must be on the path for."""
+    command = [*interpreter(), f"examples/papers/{name}.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--quick" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("papers")
     command = [
-        sys.executable,
+        *interpreter(),
         str(SCRIPTS / "linear_regression.py"),
         "--quick",
         "--out",
@@ -398,7 +415,7 @@ def test_table_1_covers_the_papers_lemmas_and_every_family() -> None:
     assert [row.statement for row in table_1.ROWS] == ["6", "7", "8", "9", "10", "11", "12", "B"]
     assert all(row.family in table_1.families_of(row) for row in table_1.ROWS)
     assert {name for row in table_1.ROWS for name in table_1.families_of(row)} == {
-        name for name, entry in tiny_models.ZOO.items() if not entry.images
+        name for name, entry in tiny_models.SUPPORTED.items() if not entry.images
     }
 
 

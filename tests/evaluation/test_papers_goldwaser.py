@@ -20,7 +20,7 @@ from torch import nn
 
 from icl_patch import ContextPatcher, embedded, metrics, verify
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.verify import Step
+from icl_patch.evaluation.verify import VerifiedToken
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
@@ -211,7 +211,7 @@ def _generated(
 
 
 def test_only_tokens_up_to_the_end_of_sequence_count() -> None:
-    steps = [Step(token_id, True, True, 0.0, 0.0) for token_id in (5, 2, 5, 2)]
+    steps = [VerifiedToken(token_id, True, True, 0.0, 0.0) for token_id in (5, 2, 5, 2)]
     assert experiments.until_end(steps, {2}) == steps[:2]
     assert experiments.until_end(steps, {9}) == steps
 

@@ -65,7 +65,8 @@ def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
         "icl_patch/kernels/__init__.py",
     }
     needed |= {
-        "icl_patch/bench/inversion.py",
+        "icl_patch/bench/cases/inversion.py",
+        "icl_patch/bench/commands/tune.py",
         *(["icl_patch/ops/_native.so"] if native.cpu_instructions else []),
     }
     needed |= {
@@ -81,10 +82,10 @@ def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> No
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     script = (
-        "import icl_patch, icl_patch.kernels; from icl_patch import embedded; from icl_patch.ops import native;"
-        " print(icl_patch.__file__); embedded.load()"
+        "import icl_patch, icl_patch.kernels; from icl_patch import embedded;"
+        " from icl_patch.ops import native; print(icl_patch.__file__); embedded.load();"
+        " print(native.describe())"
     )
-    script += "; print(native.describe())"
     environment = os.environ | {"PYTHONPATH": str(site)}
     done = subprocess.run(
         [sys.executable, "-P", "-c", script],
@@ -95,6 +96,12 @@ def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> No
         check=True,
     )
     assert done.stdout.startswith(str(site))
+    command = [sys.executable, "-P", "-m", "icl_patch", "bench", "--plots", "--out", str(tmp_path)]
+    (tmp_path / "linear-cpu.json").write_text(
+        '{"benchmark": "linear", "environment": {"device": "cpu", "threads": 1}, "rows": []}'
+    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [str(tmp_path / "linear-cpu.md")], done.stderr
 
 
 def test_kernels_are_not_importable_under_the_name_of_another_package() -> None:

@@ -18,7 +18,7 @@ from icl_patch.models.block_spec import Writer
 from icl_patch.recording.sequences import assemble
 
 FP32, BF16 = torch.float32, torch.bfloat16
-families = pytest.mark.parametrize("family", tiny_models.ZOO)
+families = pytest.mark.parametrize("family", tiny_models.SUPPORTED)
 # all cases on one seed, the shortest and the longest on the others
 CASES = {0: ("single", "span", "prefix", "spans"), 1: ("single", "prefix"), 2: ("span",)}
 
@@ -142,7 +142,7 @@ def test_detaching_is_exact(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [name for name in EXPERTS if "parallel" not in tiny_models.ZOO[name].note]
+    "family", [name for name in EXPERTS if "parallel" not in tiny_models.SUPPORTED[name].note]
 )
 def test_an_unpatched_router_chooses_other_experts(
     family: str, monkeypatch: pytest.MonkeyPatch

@@ -223,7 +223,7 @@ def _sparse(kind: str) -> nn.Module:
     """With an indexer that lets a token attend to 6 others; its two heads often give scores of
     0.
     """
-    settings = tiny_models.ZOO["deepseek_v3"].settings | {
+    settings = tiny_models.SUPPORTED["deepseek_v3"].settings | {
         "index_topk": 6,
         "index_n_heads": 2,
         "index_head_dim": 16,

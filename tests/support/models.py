@@ -164,7 +164,7 @@ CASES = ("single", "span", "prefix", "spans")
 
 EXPERTS = [
     name
-    for name, entry in tiny_models.ZOO.items()
+    for name, entry in tiny_models.SUPPORTED.items()
     if "num_experts" in str(entry.settings) or "_experts" in str(entry.settings)
 ]
 

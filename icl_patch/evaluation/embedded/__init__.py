@@ -1,7 +1,6 @@
-"""A small Gemma 3 that ships with the package, and the tasks it was trained on.
+"""A small Gemma 3 that ships with the package, and the tasks it was trained on by ``train.py``.
 
-Its tasks cannot be done without the context, so that what a patch carries can be seen in its
-answers. ``train.py`` made it.
+The tasks cannot be solved without the context, so the answers show whether a patch carries it.
 """
 
 from pathlib import Path
@@ -27,5 +26,5 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The embedded model, in eval mode, and its tokenizer (one token a byte)."""
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype)
-    model.config._name_or_path = "embedded"  # not where it happens to be installed
+    model.config._name_or_path = "embedded"  # instead of the installed path
     return model.to(device).eval(), AutoTokenizer.from_pretrained(MODEL_DIR)

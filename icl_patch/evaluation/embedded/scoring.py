@@ -1,6 +1,4 @@
-"""Score a model on the held-out prompts: is the whole answer right, with the context and without
-it.
-"""
+"""Score a model on the held-out prompts: whole answers right, with the context and without it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.evaluation.embedded.tasks import ANSWER_END, CHANCE, KINDS, Prompt, held_out_prompts
 
-# bytes, line end included: "quattro quattro quattro" is the longest held-out answer
+# In bytes, line end included: "quattro quattro quattro" is the longest held-out answer.
 LONGEST_ANSWER = 26
 
 
@@ -65,10 +63,8 @@ def score(
     """Whole answers right on held-out prompts, with and without the context, by kind."""
 
     def share(prompts: list[Prompt], texts: list[str]) -> float:
-        given = answers(model, tokenizer, texts)
-        return sum(got == prompt.answer for got, prompt in zip(given, prompts, strict=True)) / len(
-            prompts
-        )
+        pairs = zip(answers(model, tokenizer, texts), prompts, strict=True)
+        return sum(answer == prompt.answer for answer, prompt in pairs) / len(prompts)
 
     scores = {}
     for kind in KINDS:

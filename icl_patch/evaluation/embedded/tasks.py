@@ -1,5 +1,4 @@
-"""Synthetic tasks that cannot be done without their context, and the split that keeps evaluation
-honest.
+"""Synthetic tasks that cannot be solved without their context, and their held-out split.
 
 A *document* is a context followed by questions about it, one a line; a *prompt* is a context and
 its first question. Four kinds:

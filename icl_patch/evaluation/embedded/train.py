@@ -1,4 +1,4 @@
-"""Train the embedded model from nothing: ``python -m icl_patch.evaluation.embedded.train OUT_DIR``
+"""Train the embedded model from scratch: ``python -m icl_patch.evaluation.embedded.train OUT_DIR``
 (less than half an hour on one CPU core).
 
 The seed fixes the initial weights, the documents and their order; two runs on one machine give the
@@ -27,8 +27,8 @@ from icl_patch.evaluation.embedded.scoring import score
 from icl_patch.evaluation.embedded.tasks import training_document
 
 _PAD, _BOS, _EOS = "<pad>", "<bos>", "<eos>"
-_OTHER_TOKENS_WEIGHT = 0.1  # of a token outside an answer: most of them are noise
-# batches drawn together and sorted by length, so that a batch holds documents of like length
+_OTHER_TOKENS_WEIGHT = 0.1  # loss weight of tokens outside an answer: most of them are noise
+# Batches drawn together and sorted by length: a batch then holds documents of similar length.
 _POOL = 16
 
 
@@ -162,7 +162,7 @@ def main() -> None:
         "--log-every", type=int, default=250, help="steps between two lines of progress"
     )
     arguments = parser.parse_args()
-    # sums are split by thread: one thread gives the same bits whatever the number of cores
+    # Sums are split by thread: one thread gives the same bits on any number of cores.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     model: Any
@@ -173,7 +173,7 @@ def main() -> None:
         arguments.seed,
         arguments.log_every,
     )
-    model = model.to(torch.bfloat16)  # what is scored is what is shipped
+    model = model.to(torch.bfloat16)  # score the weights as they are shipped
     model.save_pretrained(arguments.out_dir)
     tokenizer.save_pretrained(arguments.out_dir)
     scores = {kind: vars(entry) for kind, entry in score(model.float(), tokenizer).items()}

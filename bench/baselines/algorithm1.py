@@ -1,8 +1,8 @@
-"""Algorithm 1 of Goldwaser et al. (2025) with every ``W + ΔW`` built: what the lazy patch is
-compared with.
+"""Algorithm 1 of Goldwaser et al. (2025) with every ``W + ΔW`` built, to compare lazy patches with.
 
-One sequence at a time, one token at a time, as a changed weight serves one token only. Sequential
-blocks that end in ``W h`` (Lemma 9) or ``m ⊙ Norm(W h)`` (Lemma 10, the direct update).
+It takes one sequence and one token at a time, since a changed weight serves one token only. It
+supports sequential blocks that end in ``W h`` (Lemma 9) or ``m ⊙ Norm(W h)`` (Lemma 10, the direct
+update).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ from icl_patch.models.block_spec import Block, Writer
 from icl_patch.models.detect import blocks_of
 from icl_patch.patch.parameter_changes import parameter_changes
 
-Tape = dict[str, Tensor]  # what modules read, by their path: (T, width)
+Activations = dict[str, Tensor]  # inputs of modules by path: (T, width)
 
 
-class Naive:
+class Algorithm1:
     """Computes and applies patches of one sequence by building the changed weights.
 
     Args:
@@ -57,12 +57,12 @@ class Naive:
         width = context_ids.shape[1]
         cache = DynamicCache(config=self.model.config)
         self.model(input_ids=context_ids, past_key_values=cache, logits_to_keep=1)
-        with self._noting() as activations:
+        with self._recording() as activations:
             self.model(input_ids=kept_ids, past_key_values=cache, logits_to_keep=1)
         return self._by_token(
             kept_ids,
             width,
-            lambda token: self._changing({path: x[token] for path, x in activations.items()}),
+            lambda token: self._patching({path: x[token] for path, x in activations.items()}),
         )
 
     @torch.no_grad()
@@ -109,9 +109,9 @@ class Naive:
         return block.path_of(block.spec.residual[0].removeprefix("input of "))
 
     @contextmanager
-    def _noting(self) -> Iterator[Tape]:
-        """What readers and the norm before them read, while this lasts."""
-        activations: Tape = {}
+    def _recording(self) -> Iterator[Activations]:
+        """Record the inputs of the readers and of the norm before them."""
+        activations: Activations = {}
         with ExitStack() as stack:
             for block in self.blocks:
                 for path in (
@@ -127,9 +127,9 @@ class Naive:
             yield activations
 
     @contextmanager
-    def _changing(self, context: Tape) -> Iterator[None]:
-        """Every reader and writer with changed weights, for one token that has the context's
-        tape.
+    def _patching(self, context: Activations) -> Iterator[None]:
+        """Change every reader's and writer's weights for one token, given its activations with the
+        context.
         """
         with ExitStack() as stack:
             for block in self.blocks:
@@ -154,7 +154,7 @@ class Naive:
                         )
                     )
 
-                def delta(seen: Tape = seen, path: str = path) -> Tensor:
+                def delta(seen: Activations = seen, path: str = path) -> Tensor:
                     return context[path] - seen["hidden"]
 
                 if spec.writer is Writer.WEIGHT:

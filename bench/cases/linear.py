@@ -1,17 +1,16 @@
 """The patched linear map against the plain one, and against other ways to the same result.
 
-`patched_linear` is ours, every row with factors of its own; `F.linear` is the plain map, without a
-patch. `unfused` adds the low-rank term in operations of its own. `W + ΔW` builds the changed weight
-and multiplies, `W + ΔW in a buffer` builds it in memory that is there already, and `PEFT` is that
-library's LoRA layer; these three have one patch for all rows, which is less than what ours does.
-Weights are used in turn, so that none is in a cache. GB/s counts every operand once. The ceiling is
+`patched_linear` is ours; every row has its own factors. `F.linear` is the plain map, without a
+patch. `unfused` adds the low-rank term in separate operations. `W + ΔW` builds the changed weight
+and multiplies, `W + ΔW in a buffer` builds it in existing memory, and `PEFT` is that library's LoRA
+layer; these three have one patch for all rows, which is less work than ours. Several copies of the
+weight are used in turn, so that none is in a cache. GB/s counts every operand once. The ceiling is
 on a CPU the bandwidth of `reading W`, torch's sum of the weight, timed beside the others (in tables
-without that column, of the best of several reads and copies before them); on a GPU that of a large
-copy. The error is the largest difference from fp64, relative to the largest output.
+without that column, of the best of several reads and copies before them); on a GPU the bandwidth of
+a large copy. The error is the largest difference from fp64, relative to the largest output.
 """
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.bench.harness import Case, Comparison, InTurn, compare, last_level_cache
+from icl_patch.bench.baselines.lora import lora_layer, peft_problem
+from icl_patch.bench.harness import Case, Comparison, relative_error
 from icl_patch.bench.results import Results
+from icl_patch.bench.timing import InTurn, copy_bandwidth, last_level_cache
 
 # (N, K) of the readers and writers of an MLP, the most telling first.
 SHAPES = {
@@ -131,7 +132,7 @@ def _quick_on_cpu(setting: Setting) -> bool:
 
 def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     """The cases of the grid."""
-    if reason := no_peft():
+    if reason := peft_problem():
         results.skip("PEFT", reason)
     return [
         Case(found.name, functools.partial(comparison, found, device), found.parameters)
@@ -199,9 +200,9 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
         functions[READ] = _read
     turn = itertools.count()
     calls = {name: InTurn(function, weights, turn) for name, function in functions.items()}
-    if no_peft() is None:
+    if peft_problem() is None:
         calls["PEFT"] = InTurn(
-            lambda layer: layer(z), [_lora(weight, u[0], v[0]) for weight in weights], turn
+            lambda layer: layer(z), [lora_layer(weight, u[0], v[0]) for weight in weights], turn
         )
 
     def check(name: str, result: Any) -> float | None:
@@ -238,20 +239,6 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
         least_seconds=2e-3,
         most_seconds=1.5,
     )
-
-
-def relative_error(result: Tensor, expected: Tensor, most: float) -> float:
-    """The largest difference relative to the largest element; raises AssertionError if it is more
-    than ``most`` or not a number.
-    """
-    if result.shape != expected.shape:
-        raise AssertionError(f"expected {tuple(expected.shape)}, got {tuple(result.shape)}")
-    error = float((result.double() - expected).abs().max() / expected.abs().max())
-    if not error <= most:
-        raise AssertionError(
-            f"expected the fp64 result within {most:.1e} of the largest element, got {error:.1e}"
-        )
-    return error
 
 
 def _plain(weight: Tensor, z: Tensor) -> Tensor:
@@ -308,75 +295,3 @@ def _materialised(
         "W + ΔW": lambda weight: F.linear(z, build(weight)),
         "W + ΔW in a buffer": lambda weight: F.linear(z, rebuild(weight)),
     }
-
-
-@functools.cache
-def no_peft() -> str | None:
-    """None, or why there is no PEFT to compare with."""
-    if find_spec("peft") is None:
-        return "peft is not installed"
-    try:
-        import peft.tuners.lora
-    except Exception as error:  # a half-installed optional library must not cost the other rows
-        return f"peft does not import: {type(error).__name__}: {error}"
-    if "config" not in inspect.signature(peft.tuners.lora.Linear.__init__).parameters:
-        return f"peft {peft.__version__} makes its layers otherwise than 0.19"
-    return None
-
-
-def _lora(weight: Tensor, u: Tensor, v: Tensor) -> nn.Module:
-    """PEFT's layer around this weight, with factors u (R, N) and v (R, K) in its dtype,
-    unmerged.
-    """
-    from peft import LoraConfig
-    from peft.tuners import lora
-
-    base = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    base.weight = nn.Parameter(weight, requires_grad=False)
-    config = LoraConfig(r=len(u), lora_alpha=len(u), lora_dropout=0.0)
-    layer = (
-        lora.Linear(base, "default", config, r=len(u), lora_alpha=len(u))
-        .requires_grad_(False)
-        .eval()
-    )
-    for name, factor in (("lora_A", v), ("lora_B", u.T.contiguous())):
-        getattr(layer, name)["default"].weight = nn.Parameter(
-            factor.to(weight.device, weight.dtype), requires_grad=False
-        )
-    return layer
-
-
-@functools.cache
-def ceiling(device: torch.device) -> float:
-    """Bytes a second at best: on a CPU of reads of 256 MiB, the fastest quarter of them; on a GPU
-    of a large copy.
-    """
-    if device.type == "cuda":
-        return copy_bandwidth(device)
-    buffers = [torch.ones(2**26, device=device) for _ in range(4)]
-    turn = itertools.count()
-    reads = {
-        "sum": lambda x: x.sum(),
-        "dot": lambda x: torch.dot(x, x),
-        "matrix times vector": lambda x: torch.mv(x.view(2**14, 2**12), x[: 2**12]),
-    }
-    timings = compare(
-        {name: InTurn(read, buffers, turn) for name, read in reads.items()},
-        device,
-        rounds=11,
-        least_seconds=2e-3,
-    )
-    return buffers[0].nbytes / min(timing.low for timing in timings.values())
-
-
-@functools.cache
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by copies between tensors of 1 GiB, a quarter of the free
-    memory at most.
-    """
-    size = min(2**30, torch.cuda.mem_get_info(device)[0] // 8)
-    source = [torch.randint(-128, 127, (size,), dtype=torch.int8, device=device) for _ in range(2)]
-    target = torch.empty_like(source[0])
-    return (
-        2 * size / compare({"copy": InTurn(target.copy_, source)}, device, rounds=15)["copy"].median
-    )

@@ -1,10 +1,11 @@
 """The RMSNorm inversion against 64-step bisection in plain torch, and against one RMSNorm of the
 same tensor.
 
-`inversion` is ours, `bisection` the other method of the native library, `whole update` all of the
-stable update in one launch, `torch bisection` 64 steps of the whole batch in plain torch. A row is
-read for its extent, for e and p, for their sums and for the result besides its evaluations; these
-rows have a pole, so no φ(0). On a GPU all but `torch bisection` are replayed as CUDA graphs.
+`inversion` is ours, `bisection` the other method of the native library, `whole update` the whole
+stable update in one launch, `torch bisection` 64 steps of the whole batch in plain torch. `passes`
+counts reads of a row: one for its extent, one for e and p, one for their sums, one for the result,
+and one for each evaluation; these rows have a pole, so φ(0) is not evaluated. On a GPU all but
+`torch bisection` are replayed as CUDA graphs.
 """
 
 import functools
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.bench.harness import Call, Case, Comparison, InTurn, last_level_cache
+from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results
+from icl_patch.bench.timing import Call, InTurn, last_level_cache
 from icl_patch.ops import reference
 
 SHAPES = [(1, 1152), (32, 2560), (4096, 5376)]

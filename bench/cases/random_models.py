@@ -1,5 +1,6 @@
-"""Models with random weights of the shapes that decode steps are timed on."""
+"""The random models that benchmarks run on, with the shapes of real ones."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,12 @@ from transformers import (
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model: its name and what its configuration says. Embedding and head are one matrix.
+class RandomModel:
+    """A model's name and shape; embedding and head share one matrix.
 
-    window: of the layers that have one: five of six. experts: of a layer that is a mixture, of
-    which each token takes ``chosen``; ``inner`` is then an expert's.
+    Attributes:
+        window: of sliding attention, in five layers of six.
+        experts: of a mixture's layer; each token takes ``chosen`` of them, ``inner`` wide.
     """
 
     name: str
@@ -37,10 +39,12 @@ class Shape:
     chosen: int = 0
 
     def config(self) -> PreTrainedConfig:
-        """As transformers has it."""
+        """The configuration of transformers."""
         more: dict[str, int] = {}
+        if self.kind is Gemma3TextConfig:
+            more["query_pre_attn_scalar"] = self.head
         if self.window is not None:
-            more |= {"sliding_window": self.window, "query_pre_attn_scalar": self.head}
+            more["sliding_window"] = self.window
         if self.experts:
             more |= {
                 "moe_intermediate_size": self.inner,
@@ -61,9 +65,7 @@ class Shape:
         )
 
     def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-        """Random weights, seeded: as large as those of trained models, so that a context changes
-        what is said.
-        """
+        """The model with seeded weights, as large as trained ones: a context changes the logits."""
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
@@ -75,16 +77,22 @@ class Shape:
         return model.eval().requires_grad_(False)
 
 
-CPU_SHAPE = Shape("0.22B", Qwen3Config, 1024, 3072, 12, 16, 8, 128, 32000)
-CPU_MIXTURE = Shape(
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Another model on the same weights, for another patcher."""
+    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, weights)
+
+
+CPU_SHAPE = RandomModel("0.22B", Qwen3Config, 1024, 3072, 12, 16, 8, 128, 32000)
+CPU_MIXTURE = RandomModel(
     "0.25B-mixture", Qwen3MoeConfig, 768, 512, 6, 12, 4, 64, 8192, experts=32, chosen=4
 )
 GPU_SHAPES = (
-    Shape("Qwen3-0.6B", Qwen3Config, 1024, 3072, 28, 16, 8, 128, 151936),
-    Shape("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, 26, 4, 1, 256, 262144, 512),
-    Shape("Llama-3.2-1B", LlamaConfig, 2048, 8192, 16, 32, 8, 64, 128256),
-    Shape("Gemma-3-4B", Gemma3TextConfig, 2560, 10240, 34, 8, 4, 256, 262208, 1024),
+    RandomModel("Qwen3-0.6B", Qwen3Config, 1024, 3072, 28, 16, 8, 128, 151936),
+    RandomModel("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, 26, 4, 1, 256, 262144, 512),
+    RandomModel("Llama-3.2-1B", LlamaConfig, 2048, 8192, 16, 32, 8, 64, 128256),
+    RandomModel("Gemma-3-4B", Gemma3TextConfig, 2560, 10240, 34, 8, 4, 256, 262208, 1024),
 )
-GPU_MIXTURE = Shape(
+GPU_MIXTURE = RandomModel(
     "OLMoE-1B-7B", Qwen3MoeConfig, 2048, 1024, 16, 16, 16, 128, 50304, experts=64, chosen=8
 )

@@ -1,40 +1,40 @@
 """A decode step that recomputes and applies every layer's patch, beside the model's own step and
-the ways it is done otherwise.
+other ways to do the same.
 
-Random weights of the shape that is named; one step gives every row one token after a context of
-random tokens, and is taken over and over. The choice of the token is not part of it. All ways run
-in turns, on the same weights and tokens. In the order of the tables:
+The models have random weights and the named shapes. One step gives every row one token after a
+context of random tokens; the same step is timed again and again, without the choice of the token.
+All ways run in turns, on the same weights and tokens. In the order of the tables:
 
-- `recompute and apply`: ours. `fast` keeps one cache for both streams, `two streams` stacks them,
-  `exact` takes two passes (both where eight caches of the case fit into a GPU's memory). `compiled`
-  is `fast` over a static cache, compiled, on a GPU as a CUDA graph; `CUDA graph` the same, not
-  compiled.
-- `plain step`: the model's own, eager, as `model.generate` takes it. `compiled`: the same through
-  `torch.compile` over a static cache, on a GPU as a CUDA graph; what compiling took, with what the
-  compiler had in its caches, is below the table and not in the times. `CUDA
-  graph`: over the static cache, not compiled, where no window is full.
-- `patch applied`: the model's own step while a given patch is applied in every layer, over the same
-  caches; in the same three forms.
-- `replay of a given patch`: the current token alone with its own patch, through `patcher.forward`;
-  no cache.
-- `W + ΔW built`: Algorithm 1 with materialised matrices, row after row, with a cache and without
-  one. `PEFT, factors swapped`: a LoRA of rank 1 on the same matrices, an adapter a row. Both take a
-  context step, change the weights, and take a reduced step; the arithmetic of the update is not
-  counted.
+- `recompute and apply` is ours. `fast` keeps one cache for both streams, `two streams` stacks them,
+  `exact` takes two passes (the latter two only where eight of the case's caches fit into the GPU's
+  memory). `compiled` is `fast` over a static cache, compiled, and on a GPU a CUDA graph; `CUDA
+  graph` is the same without the compiler.
+- `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
+  through `torch.compile` over a static cache, and on a GPU a CUDA graph. The table leaves out the
+  time to compile; the line below it has that, with the compiler's caches as they were. `CUDA graph`
+  is not compiled, over the static cache, where no sliding window is full.
+- `patch applied` is the model's own step with a given patch applied in every layer, over the same
+  caches, in the same three forms.
+- `replay of a given patch` runs the current token alone with its own patch, through
+  `patcher.forward`, without a cache.
+- `W + ΔW built` is Algorithm 1 with materialised matrices, row by row, with a cache and without
+  one. `PEFT, factors swapped` is a LoRA of rank 1 on the same matrices, one adapter a row. Both
+  take a context step, change the weights, and take a reduced step; computing the update is not
+  timed.
 
-Of a mixture of experts there are our own forms and the plain step: what a patch changes in the
-experts that a token chose is no change of the others, and PEFT has no adapter for them. Its plain
-step runs the experts as transformers does by default.
+A mixture of experts has our own forms and the plain step only: a patch changes the experts that a
+token chose and no others, and PEFT has no adapter for experts. The plain step runs the experts as
+transformers does by default.
 
 The error is the largest difference of the logits from the plain step's (`patch applied`: from the
-plain step's with that weight built), relative to the largest; it must be smaller than what the
-patch does. A step that fails prints no time. `of the streaming limit` is the time to read every
-weight once (of experts, those that were chosen), at the best bandwidth measured here, over the
-step's. `cache` is what the way's cache holds, the room in it included; `beyond` is the most memory
-that one step takes beside model and cache, as torch's allocator counts it (on a CPU its allocations
-and releases one by one, as torch.profiler sees them). `calls` are operators called (CPU) or
-launches (GPU; of a CUDA graph those it holds) a step. Parts are shares of a profiled step, by
-module; a part that the compiler has fused into something else is in the rest.
+plain step's with that weight built), relative to the largest logit. It must be smaller than the
+patch's own effect; a step that fails has no time. `of the streaming limit` is the time to read
+every weight once (of the experts, the chosen ones) at the best bandwidth measured here, divided by
+the step's time. `cache` is the size of the way's cache, its spare room included. `beyond` is the
+peak of memory that one step takes beside model and cache, according to torch's allocator (on a CPU:
+from its allocations and releases as torch.profiler sees them). `calls` counts a step's operator
+calls (CPU) or launches (GPU; for a CUDA graph the launches that it holds). Parts are shares of a
+profiled step, by module; operations that the compiler has fused across modules are in the rest.
 """
 
 import functools
@@ -48,29 +48,35 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch import ContextPatch, ContextPatcher
-from icl_patch.bench.costs import PARTS, Parts, cache_bytes, profiled, transient_bytes, weight_bytes
-from icl_patch.bench.harness import Case, Comparison, format_seconds
-from icl_patch.bench.linear import ceiling, no_peft, relative_error
-from icl_patch.bench.results import Results, table_lines
-from icl_patch.bench.shapes import CPU_MIXTURE, CPU_SHAPE, GPU_MIXTURE, GPU_SHAPES, Shape
-from icl_patch.bench.steps import (
-    Compiled,
-    Fixed,
-    Graphed,
-    Later,
-    StaticContext,
-    Step,
+from icl_patch.bench.baselines.lora import lora_step, peft_problem
+from icl_patch.bench.baselines.materialised import (
     bare_step,
-    dynamic_cache,
-    lora_step,
     materialised,
     naive_step,
-    own_step,
-    static_cache,
-    static_run,
     uncached_step,
 )
-from icl_patch.bench.throughput import twin
+from icl_patch.bench.baselines.plain import (
+    CompiledStep,
+    GraphedStep,
+    StaticContext,
+    dynamic_cache,
+    plain_step,
+    static_cache,
+    static_plain_step,
+)
+from icl_patch.bench.cases.random_models import (
+    CPU_MIXTURE,
+    CPU_SHAPE,
+    GPU_MIXTURE,
+    GPU_SHAPES,
+    RandomModel,
+    twin,
+)
+from icl_patch.bench.costs import PARTS, Parts, cache_bytes, profiled, transient_bytes, weight_bytes
+from icl_patch.bench.decode_steps import LazyStep, StaticCacheStep, Step
+from icl_patch.bench.harness import Case, Comparison, format_seconds, relative_error
+from icl_patch.bench.results import Results, table_lines
+from icl_patch.bench.timing import ceiling
 from icl_patch.generation.compiled_step import CompileOptions
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import decode_one_token, prefill
@@ -84,17 +90,16 @@ COMPILED = "plain step, compiled"
 PEFT = "PEFT, factors swapped"
 APPLIED = ("patch applied", "patch applied, compiled", "patch applied, CUDA graph")
 NAIVE = ("W + ΔW built, with a cache", "W + ΔW built, Algorithm 1 without a cache")
-# Of the error: of the ways that round W + ΔW or its factors to the model's dtype, and of the
-# others.
+# Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
 _LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
-_SLOW = 3.0  # seconds: what takes longer is not taken again to be observed
+_SLOW = 3.0  # seconds: a slower step is not repeated for the profiler
 
 
 def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     """The headline first: on a CPU a context of 256, on a GPU one of 1,024, for every model and
     batch.
     """
-    if reason := no_peft():
+    if reason := peft_problem():
         results.skip(PEFT, reason)
     if device.type == "cpu":
         dtype = torch.float32
@@ -126,8 +131,8 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """One set of weights: the model, untouched, and patchers on it. ``applied`` has a patch applied
-    for as long as a case lasts.
+    """An unmodified model and patchers on the same weights; ``applied`` has a patch applied while a
+    case lasts.
     """
 
     plain: PreTrainedModel
@@ -138,7 +143,7 @@ class Models:
 
 
 @functools.lru_cache(maxsize=1)
-def models_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Models:
+def models_of(shape: RandomModel, dtype: torch.dtype, device: torch.device) -> Models:
     """The cases of a shape share its weights."""
     model = shape.build(device, dtype)
     return Models(
@@ -148,10 +153,10 @@ def models_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> Models:
 
 @torch.no_grad()
 def comparison(
-    shape: Shape, batch: int, context: int, dtype: torch.dtype, device: torch.device
+    shape: RandomModel, batch: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Comparison:
-    """What is timed in one case."""
-    torch.compiler.reset()  # what the case before it compiled
+    """The calls of one case."""
+    torch.compiler.reset()  # forget the previous case
     models = models_of(shape, dtype, device)
     ids = torch.randint(
         0,
@@ -166,24 +171,24 @@ def comparison(
     if not shape.experts:
         models.patched.enter_context(models.applied.applied(patch))
     cache = dynamic_cache(models.plain, ids)
-    plain = own_step(models.plain, ids, cache)
-    bucketed_capacity = (
+    plain = plain_step(models.plain, ids, cache)
+    has_room = (
         not ids.is_cuda
         or 8 * cache_bytes(cache) < torch.cuda.get_device_properties(device).total_memory
     )
     rounded, limit = _LIMITS[dtype]
     expected = _expected(models.plain, patch, plain, rounded)
     static = StaticContext(models.plain, ids)
-    calls = ours(models, ids, bucketed_capacity) | {
+    calls = ours(models, ids, has_room) | {
         PLAIN: plain,
-        COMPILED: Compiled(static_run(models.plain, ids, static), static),
+        COMPILED: CompiledStep(static_plain_step(models.plain, ids, static), static),
     }
     if not shape.experts:
         calls |= baselines(models, ids, patch, plain, cache, static)
     seen = [models.plain, models.stable.model, models.exact.model, models.applied.model]
-    if no_peft() is None and not shape.experts:
+    if peft_problem() is None and not shape.experts:
         seen.append(twin(models.plain))
-        calls[PEFT] = Later(lambda: lora_step(seen[-1], patch, plain))
+        calls[PEFT] = LazyStep(lambda: lora_step(seen[-1], patch, plain))
     nbytes = weight_bytes(models.plain, patch)
     return Comparison(
         ours=OURS,
@@ -196,7 +201,7 @@ def comparison(
         units=dict.fromkeys(calls, batch),
         unit="tokens",
         notes={"weights MB": nbytes / 1e6},
-        # the others are there when the compiler has only begun
+        # the others have their times before the compiler begins
         apart=[name for name in calls if ids.is_cuda and "compiled" in name],
         costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
         most_seconds=6.0,
@@ -206,11 +211,11 @@ def comparison(
 def _expected(
     model: PreTrainedModel, patch: ContextPatch, plain: Step, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """The logits (B, V) of the plain step, and of the plain step with the first row's patch in the
-    weights, if it has no experts; fp64.
+    """The logits (B, V), fp64, of the plain step, and of the plain step with the first row's patch
+    built into the weights (if there are no experts).
 
     Raises:
-        AssertionError: the patch does not do more than a check lets pass.
+        AssertionError: the patch's effect is smaller than the checks' tolerance.
     """
     expected = applied = plain().double()
     pairs = [(expected, bare_step(model, patch).double())]
@@ -228,23 +233,21 @@ def _expected(
     return expected, applied
 
 
-def ours(models: Models, ids: Tensor, bucketed_capacity: bool) -> dict[str, Step]:
-    """Every form of our own step by its name, ``OURS`` first, which the others are compared with;
-    ``bucketed_capacity``: with those of more caches.
-    """
+def ours(models: Models, ids: Tensor, has_room: bool) -> dict[str, Step]:
+    """The forms of our step by name, ``OURS`` first; ``has_room``: with those of several caches."""
     found: dict[str, Step] = {
-        OURS: Later(lambda: _decoding_step(models.stable, ids, DecodeMode.SHARED_CACHE))
+        OURS: LazyStep(lambda: _decoding_step(models.stable, ids, DecodeMode.SHARED_CACHE))
     }
-    if bucketed_capacity:
-        found["recompute and apply, two streams"] = Later(
+    if has_room:
+        found["recompute and apply, two streams"] = LazyStep(
             lambda: _decoding_step(models.stable, ids, DecodeMode.TWO_STREAM)
         )
-        found["recompute and apply, exact"] = Later(lambda: _exact_step(models.exact, ids))
-    found[OURS_COMPILED] = Later(
+        found["recompute and apply, exact"] = LazyStep(lambda: _exact_step(models.exact, ids))
+    found[OURS_COMPILED] = LazyStep(
         lambda: _compiled_step(models.stable, ids, CompileOptions(True, ids.is_cuda))
     )
     if ids.is_cuda:
-        found["recompute and apply, CUDA graph"] = Later(
+        found["recompute and apply, CUDA graph"] = LazyStep(
             lambda: _compiled_step(models.stable, ids, CompileOptions(False, True))
         )
     return found
@@ -258,18 +261,16 @@ def baselines(
     cache: DynamicCache,
     static: StaticContext,
 ) -> dict[str, Step]:
-    """The other ways by their names. Those over a static cache share it, those over the model's own
-    share that one.
-    """
+    """The other ways by name; they share one static cache and one cache of the model's own."""
     changed = models.applied.model
-    runs = [static_run(model, ids, static) for model in (models.plain, changed)]
-    # a full one is moved with an index from the host, unless it is compiled
+    runs = [static_plain_step(model, ids, static) for model in (models.plain, changed)]
+    # An eager step moves a full window by an index from the host, which no graph can hold.
     graph = ids.is_cuda and not _windows(models.plain, ids)
     return {
-        **({"plain step, CUDA graph": Graphed(runs[0], static)} if graph else {}),
-        APPLIED[0]: own_step(changed, ids, cache),
-        APPLIED[1]: Compiled(runs[1], static),
-        **({APPLIED[2]: Graphed(runs[1], static)} if graph else {}),
+        **({"plain step, CUDA graph": GraphedStep(runs[0], static)} if graph else {}),
+        APPLIED[0]: plain_step(changed, ids, cache),
+        APPLIED[1]: CompiledStep(runs[1], static),
+        **({APPLIED[2]: GraphedStep(runs[1], static)} if graph else {}),
         "replay of a given patch": Step(
             lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
         ),
@@ -279,7 +280,7 @@ def baselines(
 
 
 def _windows(model: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether a layer sees less than the context, so that its static cache moves."""
+    """Whether a layer's window is shorter than the context, so that its static cache moves."""
     layers: list[Any] = static_cache(model, ids).layers
     return any(layer.is_sliding and layer.max_cache_len < ids.shape[1] for layer in layers)
 
@@ -301,7 +302,7 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode) -> St
 
 def _compiled_step(patcher: ContextPatcher, ids: Tensor, options: CompileOptions) -> Step:
     state = _state(patcher, ids, DecodeMode.SHARED_CACHE, reserve=False)
-    return Fixed(state, ids[:, -1].clone(), options)
+    return StaticCacheStep(state, ids[:, -1].clone(), options)
 
 
 def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
@@ -330,15 +331,15 @@ def _costs(step: Step, seconds: float, parts: Parts, device: torch.device) -> di
 # The tables
 
 
-def tables(found: Mapping[str, Any]) -> list[str]:
-    """Two Markdown tables a case: a row a way, and the time by part."""
+def tables(data: Mapping[str, Any]) -> list[str]:
+    """Two Markdown tables for each case: one row for each way, and the time by part."""
     lines: list[str] = []
-    for case in dict.fromkeys(row["case"] for row in found["rows"]):
-        rows = [row for row in found["rows"] if row["case"] == case and row["call"]]
+    for case in dict.fromkeys(row["case"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["case"] == case and row["call"]]
         times = {row["call"]: row["seconds"]["median"] for row in rows if "seconds" in row}
         missing = [
             [name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
-            for name, reason in found.get("skipped", {}).items()
+            for name, reason in data.get("skipped", {}).items()
         ]
         lines += [
             f"## {case}",

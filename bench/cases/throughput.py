@@ -1,46 +1,41 @@
-"""Patches a second, of one layer and one token each: computed, applied, and both, against weights
-that are built.
+"""Patches a second, of one layer and one token each: computed, applied, and both.
 
 `lazy` is ours with the stable update, `lazy, exact` with the exact one. `W + ΔW built` is Algorithm
 1 with every changed weight built, one sequence and one token at a time. Computing runs a context of
-16 tokens and 4 kept tokens with it and without; applying runs the 4 kept tokens alone. Random
-models with the layers of the named ones, fewer of them, and a vocabulary of 1024. The error is the
-largest difference of the logits from those with the context, relative to the largest.
+16 tokens and 4 kept tokens with it and without it; applying runs the 4 kept tokens alone. The
+models have random weights, layers of the named models' shapes, fewer of them, and a vocabulary of
+1024. The error is the largest difference of the logits from those with the context, relative to the
+largest.
 """
 
-import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
+from torch import Tensor
+from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from icl_patch import ContextPatch, ContextPatcher
-from icl_patch.bench.harness import Call, Case, Comparison
-from icl_patch.bench.linear import relative_error
-from icl_patch.bench.naive import Naive
+from icl_patch.bench.baselines.algorithm1 import Algorithm1
+from icl_patch.bench.cases.random_models import RandomModel, twin
+from icl_patch.bench.harness import Case, Comparison, relative_error
 from icl_patch.bench.results import Results
+from icl_patch.bench.timing import Call
 
-# Family, width, inner width, query heads, key-value heads, size of a head.
-MODELS: dict[str, tuple[type[PreTrainedConfig], int, int, int, int, int]] = {
-    "Gemma-3-1B": (Gemma3TextConfig, 1152, 6912, 4, 1, 256),
-    "Llama-3-8B": (LlamaConfig, 4096, 14336, 32, 8, 128),
-    "Qwen3-0.6B": (Qwen3Config, 1024, 3072, 16, 8, 128),
-    "Gemma-3-4B": (Gemma3TextConfig, 2560, 10240, 8, 4, 256),
-    "Gemma-3-12B": (Gemma3TextConfig, 3840, 15360, 16, 8, 256),
-    "Gemma-3-27B": (Gemma3TextConfig, 5376, 21504, 32, 16, 128),
-    "Llama-3-70B": (LlamaConfig, 8192, 28672, 64, 8, 128),
-}
 LAYERS, CONTEXT, KEPT = 4, 16, 4
+MODELS = {
+    model.name: model
+    for model in (
+        RandomModel("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, LAYERS, 4, 1, 256, 1024),
+        RandomModel("Llama-3-8B", LlamaConfig, 4096, 14336, LAYERS, 32, 8, 128, 1024),
+        RandomModel("Qwen3-0.6B", Qwen3Config, 1024, 3072, LAYERS, 16, 8, 128, 1024),
+        RandomModel("Gemma-3-4B", Gemma3TextConfig, 2560, 10240, LAYERS, 8, 4, 256, 1024),
+        RandomModel("Gemma-3-12B", Gemma3TextConfig, 3840, 15360, LAYERS, 16, 8, 256, 1024),
+        RandomModel("Gemma-3-27B", Gemma3TextConfig, 5376, 21504, LAYERS, 32, 16, 128, 1024),
+        RandomModel("Llama-3-70B", LlamaConfig, 8192, 28672, LAYERS, 64, 8, 128, 1024),
+    )
+}
 BATCHES = (1, 8, 32)
 # the direct update divides by activations; bf16 weights round ΔW away
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3}
@@ -77,39 +72,12 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     return found
 
 
-@functools.lru_cache(maxsize=1)
-def model_of(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A random model with the named model's layers."""
-    kind, width, inner, heads, key_value_heads, head = MODELS[name]
-    config = kind(
-        vocab_size=1024,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        head_dim=head,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        **({"query_pre_attn_scalar": head} if kind is Gemma3TextConfig else {}),
-    )
-    with torch.device(device):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        for path, parameter in model.named_parameters():
-            if "norm" in path:
-                nn.init.normal_(parameter, 0.0 if kind is Gemma3TextConfig else 1.0, 0.3)
-            elif "embed" not in path:
-                nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
-    return model.eval().requires_grad_(False)
-
-
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A model's patchers and what they are given; made once for all kinds of work."""
 
     patchers: dict[str, ContextPatcher]
-    naive: Naive
+    algorithm1: Algorithm1
     patches: dict[str, ContextPatch]
     context: Tensor
     kept: Tensor
@@ -119,7 +87,7 @@ class Prepared:
 @functools.lru_cache(maxsize=1)
 def prepared(name: str, batch: int, dtype: torch.dtype, device: torch.device) -> Prepared:
     """Patchers on one model's weights, random tokens, and the logits with the context."""
-    model = model_of(name, dtype, device)
+    model = MODELS[name].build(device, dtype)
     rng = torch.Generator().manual_seed(1)
     context, kept = (
         torch.randint(1024, (batch, length), generator=rng).to(device) for length in (CONTEXT, KEPT)
@@ -131,7 +99,7 @@ def prepared(name: str, batch: int, dtype: torch.dtype, device: torch.device) ->
         for call, update in (("lazy", "stable"), ("lazy, exact", "exact"))
     }
     patches = {call: patcher.compute(context, kept) for call, patcher in patchers.items()}
-    return Prepared(patchers, Naive(model), patches, context, kept, expected)
+    return Prepared(patchers, Algorithm1(model), patches, context, kept, expected)
 
 
 def comparison(
@@ -153,20 +121,15 @@ def comparison(
         )
         return relative_error(logits, found.expected[: len(logits)], TOLERANCE[dtype])
 
+    layers = MODELS[name].layers
     return Comparison(
         ours="lazy",
         calls=calls,
         check=check,
-        units={call: LAYERS * KEPT * (1 if call == "W + ΔW built" else batch) for call in calls},
+        units={call: layers * KEPT * (1 if call == "W + ΔW built" else batch) for call in calls},
         unit="patches",
         most_seconds=4.0,
     )
-
-
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Another model on the same weights, for another patcher."""
-    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, weights)
 
 
 def _lazy(patcher: ContextPatcher, patch: ContextPatch, work: str, context: Tensor) -> Call:
@@ -182,19 +145,19 @@ def _lazy(patcher: ContextPatcher, patch: ContextPatch, work: str, context: Tens
 
 def _built(found: Prepared, work: str) -> Call:
     """Of the first row alone."""
-    naive, context, kept, patch = (
-        found.naive,
+    algorithm1, context, kept, patch = (
+        found.algorithm1,
         found.context[:1],
         found.kept[:1],
         found.patches["lazy"],
     )
 
     def both() -> Tensor:
-        naive.compute(context, kept)
-        return naive.apply(patch)
+        algorithm1.compute(context, kept)
+        return algorithm1.apply(patch)
 
     return {
-        "computed": lambda: naive.compute(context, kept),
-        "applied": lambda: naive.apply(patch),
+        "computed": lambda: algorithm1.compute(context, kept),
+        "applied": lambda: algorithm1.apply(patch),
         "both": both,
     }[work]

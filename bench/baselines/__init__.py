@@ -1,0 +1,1 @@
+"""Other ways to the same result, which the benchmarks compare with."""

@@ -1,0 +1,72 @@
+"""``icl-patch tune``: choose the Triton kernels' configurations on a GPU."""
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from icl_patch.cli import common
+
+HELP = "choose the kernels' configurations for this GPU, by measuring, and write its data file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "--device",
+        type=common.device,
+        metavar="DEVICE",
+        default="cpu",
+        help="cuda, cuda:1, … (required)",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=common.dtype,
+        nargs="+",
+        metavar="DTYPE",
+        help="default: bf16 fp16 fp32",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="minutes: a shape per class, fewer numbers of rows"
+    )
+    parser.add_argument(
+        "--workers",
+        type=common.positive,
+        metavar="N",
+        default=os.cpu_count(),
+        help="compiling processes (default: the cores)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the data file (default: where the kernels look for it)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write the GPU's data file."""
+    if options.device.type != "cuda":
+        raise ValueError(
+            f"expected a CUDA device (--device cuda), got {options.device}: configurations are"
+            " measured on their own GPU"
+        )
+    if find_spec("triton") is None:
+        raise ValueError("expected triton, whose kernels are what is tuned: it is not installed")
+    from icl_patch.bench import tuning
+    from icl_patch.evaluation.report import table
+
+    dtypes = tuple(options.dtype or map(common.dtype, ("bf16", "fp16", "fp32")))
+    plan = tuning.Plan(options.device, dtypes, options.quick, options.workers)
+    path, entries = tuning.write(
+        plan, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
+    )
+    rows = [
+        [entry.regime, entry.dtype, entry.max_n or "any", *vars(entry.config).values()]
+        for entry in entries
+    ]
+    columns = ["regime", "dtype", "N up to", *vars(entries[0].config)]
+    result = {"file": str(path), "entries": [dict(zip(columns, row, strict=True)) for row in rows]}
+    common.print_result(options, result, table(str(path), columns, rows))
+    return 0

@@ -1,0 +1,195 @@
+"""Options, progress and printing that the commands share.
+
+Nothing here imports torch before an option's value or a command asks for it.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# As in patch.serialization, which imports torch.
+UPDATES = ("direct", "stable", "exact")
+_DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, its device, dtype and seed, for :func:`load`."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="local folder or hub id (default: the embedded model)",
+    )
+    add_revision_and_device(parser)
+    parser.add_argument(
+        "--dtype",
+        type=dtype,
+        metavar="DTYPE",
+        help="fp32, bf16 or fp16 (default: as saved; embedded: fp32)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the random number generators (default 0)"
+    )
+
+
+def add_revision_and_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--revision`` and ``--device``."""
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    parser.add_argument(
+        "--device", type=device, metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cpu)"
+    )
+
+
+def add_context(parser: argparse.ArgumentParser, default: str, required: bool = False) -> None:
+    """Add ``--context``, ``--context-file`` and ``--chat``, for :func:`context_text`."""
+    source = parser.add_mutually_exclusive_group(required=required)
+    source.add_argument(
+        "--context",
+        metavar="TEXT",
+        help="the context" if required else f"the context (default: {default})",
+    )
+    source.add_argument(
+        "--context-file", type=Path, metavar="FILE", help="read the context from a UTF-8 file"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="apply the tokenizer's chat template to the context"
+    )
+
+
+def add_update(parser: argparse.ArgumentParser) -> None:
+    """Add ``--update``."""
+    parser.add_argument("--update", choices=UPDATES, default="exact", help="default: exact")
+
+
+def positive(text: str) -> int:
+    """An integer option ≥ 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number ≥ 1, got {text}")
+    return number
+
+
+def dtype(text: str) -> "torch.dtype":
+    """The dtype option."""
+    if text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
+    import torch
+
+    value: torch.dtype = getattr(torch, _DTYPES[text])
+    return value
+
+
+def device(text: str) -> "torch.device":
+    """A device option; the device must exist on this machine."""
+    import torch
+
+    try:
+        value = torch.device(text)
+        torch.empty(0, device=value)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a device of this machine, got {text!r}: {str(error).splitlines()[0]}"
+        ) from error
+    return value
+
+
+def writable(*suffixes: str) -> Callable[[str], Path]:
+    """An output file in an existing folder, so that no result is lost to a mistyped name."""
+
+    def check(text: str) -> Path:
+        path = Path(text)
+        if path.suffix not in suffixes:
+            raise argparse.ArgumentTypeError(
+                f"expected a file name ending in {', '.join(suffixes)}, got {text!r}"
+            )
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(
+                f"expected a folder that exists, got {str(path.parent)!r}"
+            )
+        return path
+
+    return check
+
+
+def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model that the options name, and its tokenizer; seeds torch.
+
+    Raises:
+        ValueError: a revision of the embedded model.
+        OSError: nothing can be loaded.
+    """
+    import torch
+    from transformers.utils import logging
+
+    from icl_patch.evaluation.verify import load_model
+
+    if options.revision is not None and options.model in (None, "embedded"):
+        raise ValueError("expected no --revision of the embedded model")
+    torch.manual_seed(options.seed)
+    logging.disable_progress_bar()
+    return load_model(options.model, None, options.dtype, options.device, options.revision)
+
+
+def context_text(options: argparse.Namespace) -> str | None:
+    """The context that the options give, if they give one."""
+    if options.context_file is not None:
+        return str(options.context_file.read_text(encoding="utf-8"))
+    context: str | None = options.context
+    return context
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to ``main``, for which it is no error."""
+        raise BrokenPipeError
+
+
+def print_result(options: argparse.Namespace, result: dict[str, Any], *renderables: Any) -> None:
+    """Print the result as one JSON object with ``--json``, else the texts and tables."""
+    from icl_patch.evaluation.report import to_json
+
+    if options.json:
+        print(to_json(result))
+        return
+    console = _Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = 160  # a file has no width to fit
+    for renderable in renderables:
+        if isinstance(renderable, str):
+            print(renderable)  # as it is: rich would fold it
+        else:
+            console.print(renderable)

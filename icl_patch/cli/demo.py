@@ -1,0 +1,125 @@
+"""``icl-patch demo``: answers with, without and with the patch, verified, and a report of them."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from icl_patch.cli import common
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from icl_patch.evaluation.demo import Answers
+
+HELP = "show the main job on the embedded model, and verify it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "--prompts",
+        type=common.positive,
+        default=20,
+        help="held-out prompts to verify (default 20)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=common.positive,
+        default=26,
+        help="tokens to verify per prompt (default 26)",
+    )
+    parser.add_argument(
+        "--prompts-per-kind",
+        type=common.positive,
+        default=25,
+        help="prompts of each kind to answer (default 25)",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=Path("icl-patch-report"),
+        metavar="DIR",
+        help="folder to write the report to",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer, verify and write the report; 1 if an answer differs or a promise is not kept."""
+    from transformers.utils import logging
+
+    from icl_patch.evaluation import demo, embedded, figures, report
+
+    options.report.mkdir(parents=True, exist_ok=True)
+    logging.disable_progress_bar()
+    model, tokenizer = embedded.load()
+    answers = demo.three_answers(model, tokenizer, options.prompts_per_kind)
+    with common.progress_bar("verifying") as progress:
+        verified = demo.verify_grid(options.prompts, options.max_new_tokens, progress)
+    tables = [_examples(answers), _accuracy(answers), report.verify_table(verified)]
+    page, data, figure = (
+        options.report / name for name in ("report.md", "report.json", "exactness.png")
+    )
+    result: dict[str, Any] = {
+        "answers": [{**vars(row.prompt), **row.texts()} for row in answers],
+        "verify": [entry.to_dict() for entry in verified],
+        "passed": (
+            all(entry.passed for entry in verified)
+            and all(row.patched == row.with_context for row in answers)
+        ),
+        "report": [str(page), str(data), str(figure)],
+    }
+    page.write_text(
+        "# icl-patch demo\n\n"
+        + report.to_markdown(tables)
+        + f"\n![L∞ and TVD per token]({figure.name})\n",
+        encoding="utf-8",
+    )
+    report.write_json(data, result)
+    stable = next(
+        entry for entry in verified if (entry.update, entry.dtype) == ("stable", "bfloat16")
+    )
+    first_prompt = stable.steps[: options.max_new_tokens]
+    figures.plot(
+        stable, [str(tokenizer.decode([token.token_id])) for token in first_prompt], figure
+    )
+    common.print_result(options, result, *tables, f"report: {page}, {data}, {figure}")
+    return 0 if result["passed"] else 1
+
+
+def _examples(answers: "list[Answers]") -> "Table":
+    """The first three prompts of every kind."""
+    from icl_patch.evaluation import embedded, report
+
+    columns = ["task", "context (absorbed)", "question"]
+    columns += ["with context", "without", "without, but patched"]
+    rows = [
+        [
+            kind,
+            row.prompt.context.strip().replace("\n", " / "),
+            row.prompt.question,
+            *row.texts().values(),
+        ]
+        for kind in embedded.KINDS
+        for row in [row for row in answers if row.prompt.kind == kind][:3]
+    ]
+    return report.table("Answers on held-out prompts", columns, rows)
+
+
+def _accuracy(answers: "list[Answers]") -> "Table":
+    """The share of whole answers right, by kind."""
+    from icl_patch.evaluation import embedded, report
+
+    rows = []
+    for kind in embedded.KINDS:
+        right = [
+            [text == row.prompt.answer for text in row.texts().values()]
+            for row in answers
+            if row.prompt.kind == kind
+        ]
+        shares = [sum(column) / len(right) for column in zip(*right, strict=True)]
+        rows.append([kind, *map(report.percent, [*shares, embedded.CHANCE[kind]])])
+    return report.table(
+        f"Whole answer right, {len(answers) // len(embedded.KINDS)} prompts a task",
+        ["task", "with context", "without", "without, but patched", "chance"],
+        rows,
+    )

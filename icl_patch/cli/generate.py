@@ -1,0 +1,118 @@
+"""``icl-patch generate``: text from freshly patched weights at every token."""
+
+import argparse
+from typing import Any
+
+from icl_patch.cli import common
+
+HELP = "generate with freshly patched weights at every token"
+# As in generation.loop, which imports torch.
+LOGITS = ("reduced", "context", "replay")
+MODES = ("auto", "two_pass", "two_stream", "shared_cache")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    common.add_model(parser)
+    common.add_context(parser, "as for verify")
+    common.add_update(parser)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=common.positive,
+        default=50,
+        metavar="N",
+        help="at most so many tokens (default 50)",
+    )
+    parser.add_argument(
+        "--logits",
+        choices=LOGITS,
+        default="reduced",
+        help="which logits to choose from (default: reduced)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="auto",
+        help="how a step runs the tokens with and without the context (default: auto, the fastest)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile the step, in seconds to minutes; not for --update exact",
+    )
+    parser.add_argument(
+        "--check-every",
+        type=common.positive,
+        default=0,
+        metavar="N",
+        help="replay every N-th token without the context",
+    )
+    parser.add_argument(
+        "--sample",
+        action="store_true",
+        help="sample, as the model's generation configuration says (default: greedy)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="with --sample: of the softmax"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate; 1 if a replay chooses another token."""
+    from icl_patch.evaluation.report import table
+    from icl_patch.evaluation.verify import default_context, encode_contexts
+    from icl_patch.patcher import ContextPatcher
+
+    model, tokenizer = common.load(options)
+    if options.temperature is not None and not options.sample:
+        raise ValueError("expected --sample with --temperature")
+    context = common.context_text(options)
+    ids, mask = encode_contexts(
+        tokenizer, [default_context(model) if context is None else context], chat=options.chat
+    )
+    sampling: dict[str, Any] = {"do_sample": options.sample}
+    if options.temperature is not None:
+        sampling["temperature"] = options.temperature
+    steps = []
+    with (
+        ContextPatcher(model, options.update, tokenizer=tokenizer) as patcher,
+        common.progress_bar("generating") as progress,
+    ):
+        for step in patcher.generate(
+            ids.to(model.device),
+            context_mask=mask.to(model.device),
+            max_new_tokens=options.max_new_tokens,
+            logits=options.logits,
+            mode=options.mode,
+            compile=options.compile,
+            patches=False,
+            check_every=options.check_every,
+            **sampling,
+        ):
+            steps.append(step)
+            progress(len(steps), options.max_new_tokens)
+    token_ids = [int(step.token_ids[0]) for step in steps]
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    result: dict[str, Any] = {
+        "model": str(model.config._name_or_path),
+        "update": options.update,
+        "mode": steps[0].mode,
+        "token_ids": token_ids,
+        "text": text,
+    }
+    checks = [
+        {
+            "step": number,
+            "linf": float(step.check.linf[0]),
+            "same_argmax": bool(step.check.same_argmax[0]),
+        }
+        for number, step in enumerate(steps, 1)
+        if step.check is not None
+    ]
+    tables = []
+    if options.check_every:
+        result["checks"] = checks
+        rows = [[check["step"], f"{check['linf']:.2g}", check["same_argmax"]] for check in checks]
+        tables.append(table("Replays without the context", ["token", "L∞", "same choice"], rows))
+    common.print_result(options, result, text, *tables)
+    return 0 if all(check["same_argmax"] for check in checks) else 1

@@ -1,0 +1,112 @@
+"""``icl-patch verify``: is the patched model without a context the model with it?"""
+
+import argparse
+
+from icl_patch.cli import common
+
+HELP = "compare the patched model without context with the model with it, token by token"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    common.add_model(parser)
+    common.add_context(
+        parser, "the paper's Mars prompt; for the embedded model its first held-out prompt"
+    )
+    common.add_update(parser)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=common.positive,
+        default=50,
+        metavar="N",
+        help="steps (default 50)",
+    )
+    parser.add_argument(
+        "--keep-last",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens before the current one to keep as context",
+    )
+    parser.add_argument(
+        "--plot",
+        type=common.writable(".png", ".svg", ".pdf"),
+        metavar="FILE",
+        help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)",
+    )
+    parser.add_argument(
+        "--all-families",
+        action="store_true",
+        help="instead of MODEL: every block form, on small random models",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verify one model, or every block form; 1 if a promise is not kept."""
+    return _verify_families(options) if options.all_families else _verify_model(options)
+
+
+def _verify_model(options: argparse.Namespace) -> int:
+    from icl_patch.evaluation import report
+    from icl_patch.evaluation.verify import verify
+
+    model, tokenizer = common.load(options)
+    with common.progress_bar("verifying") as progress:
+        result = verify(
+            model,
+            tokenizer,
+            context=common.context_text(options),
+            max_new_tokens=options.max_new_tokens,
+            update=options.update,
+            keep_last=options.keep_last,
+            chat=options.chat,
+            progress=progress,
+            name=options.model,
+        )
+    tokens = [str(tokenizer.decode([token.token_id])) for token in result.steps]
+    if options.plot is not None:
+        from icl_patch.evaluation import figures
+
+        figures.plot(result, tokens, options.plot)
+    text = "".join(tokens)
+    common.print_result(
+        options,
+        result.to_dict(),
+        f"{result.model}, {result.family}, generated: {text!r}",
+        report.verify_table([result]),
+    )
+    return 0 if result.passed else 1
+
+
+def _verify_families(options: argparse.Namespace) -> int:
+    from icl_patch.evaluation import report
+    from icl_patch.evaluation.architecture_suite import run_suite
+
+    _check_alone(options)
+    with common.progress_bar("verifying") as progress:
+        reports = run_suite(seed=options.seed, progress=progress)
+    passed = all(family.passed for family in reports)
+    common.print_result(
+        options,
+        {"families": [family.to_dict() for family in reports], "passed": passed},
+        report.suite_table(reports),
+        report.refused_table(reports),
+    )
+    return 0 if passed else 1
+
+
+def _check_alone(options: argparse.Namespace) -> None:
+    """Refuse options of one model beside ``--all-families``."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    allowed = ("all_families", "seed")
+    ignored = [
+        "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        for name, default in vars(parser.parse_args([])).items()
+        if name not in allowed and getattr(options, name) != default
+    ]
+    if ignored:
+        raise ValueError(
+            "expected only --seed and --json beside --all-families, which makes models and"
+            f" contexts, got {', '.join(ignored)}"
+        )

@@ -1,0 +1,73 @@
+"""The papers' Figure 3 as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from icl_patch.evaluation.verify import VerifyReport
+
+
+def plot(report: VerifyReport, tokens: Sequence[str], path: Path) -> None:
+    """The papers' Figure 3: L∞ and TVD at every generated token of the first prompt, a red × where
+    the tokens differ.
+
+    Args:
+        tokens: the text of each token, for the x axis.
+        path: a file name ending in .png, .svg or .pdf.
+    """
+    steps = report.steps[: len(tokens)]
+    positions = range(len(steps))
+    width = max(6.4, 0.22 * len(steps) + 2)
+    figure = Figure(figsize=(width, 6.0), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True)
+    panels = (
+        (
+            "L∞ of logits / max |logit|",
+            [step.linf for step in steps],
+            report.noise_floor["linf_max"],
+        ),
+        ("total variation distance", [step.tvd for step in steps], report.noise_floor["tvd_max"]),
+    )
+    for axis, (label, values, floor) in zip(axes, panels, strict=True):
+        axis.set_yscale("symlog", linthresh=1e-9)
+        axis.plot(
+            positions,
+            values,
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            label=f"{report.update}, {report.dtype}",
+        )
+        axis.axhline(floor, linestyle="--", linewidth=1, color="0.5", label="noise floor (max)")
+        differing = [position for position in positions if not steps[position].match]
+        if differing:
+            axis.plot(
+                differing,
+                [values[position] for position in differing],
+                "x",
+                color="red",
+                markersize=9,
+                label="tokens differ",
+            )
+        axis.set_ylim(bottom=-2e-10, top=10 * max(*values, floor, 1e-9))
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].legend(loc="upper left", bbox_to_anchor=(0, 1.2), ncols=3, frameon=False)
+    axes[1].set_xticks(
+        list(positions),
+        [visible(token) for token in tokens],
+        rotation=90,
+        family="monospace",
+        fontsize=8,
+    )
+    axes[1].set_xlabel(f"generated tokens, {report.model}")
+    figure.savefig(path, dpi=150)
+
+
+def visible(token: str) -> str:
+    """A token's text with its white space visible, and no character that would be read as
+    markup.
+    """
+    shown = token.replace("\n", "↵").replace(" ", "␣").replace("\t", "→").replace("$", r"\$")
+    return shown if shown.isprintable() and shown else repr(token)[1:-1].replace("$", r"\$") or "∅"
