@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +11,11 @@ from icl_patch import ContextPatcher
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    """The models are tiny: a second thread costs more than it gives, and much more beside another
-    busy process.
+def _threads() -> None:
+    """One, unless OMP_NUM_THREADS names more: the models are tiny, and a second thread costs more
+    than it gives.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ class Recurrence(nn.Module):
 
     def _states(self, context: Tensor) -> list[Tensor]:
         """The state after 0 … N tokens: N + 1 times (B, width)."""
-        states = [torch.zeros(len(context), self.recurrent.in_features)]
+        states = [context.new_zeros(len(context), self.recurrent.in_features)]
         for token in self.inputs(context).unbind(1):
             states.append(torch.tanh(torch.addmm(token, states[-1], self.recurrent.weight.T)))
         return states

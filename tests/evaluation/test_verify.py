@@ -267,3 +267,7 @@ def test_metrics_on_known_numbers() -> None:
     assert metrics.total_variation(two, torch.zeros(1, 2)).item() == pytest.approx(0.25)
     assert metrics.same_argmax(two, reference[:, :2] + torch.tensor([[1.0, 0.0]])).all()
     assert not metrics.bit_identical(two, torch.zeros(1, 2)).any()
+    assert metrics.rounding_limit(torch.bfloat16) == 2.0**-3.5  # √2⁻⁷
+    assert (
+        metrics.rounding_limit(torch.float64) == metrics.rounding_limit(torch.float32) == 2.0**-11.5
+    )
