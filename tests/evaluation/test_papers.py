@@ -25,7 +25,7 @@ sys.path.insert(0, str(SCRIPTS))
 import linear_regression  # noqa: E402
 import regression_experiments as experiments  # noqa: E402
 import table_1  # noqa: E402
-from regression_models import (
+from regression_models import (  # noqa: E402
     Attention,
     Block,
     Recurrence,

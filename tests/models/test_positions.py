@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.growing_context import GrowingContext
 from support.models import VOCABULARY, case, ragged, randomised, tokens
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, StaticCache
@@ -16,7 +17,6 @@ from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.verify import baseline
 from icl_patch.generation import graph_partition
-from icl_patch.generation.loop import History
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
 
 UPDATES = ("direct", "stable", "exact")
@@ -168,7 +168,7 @@ def test_longrope_switches_in_histories(update: str) -> None:
     )
     assert off(logits, expected) <= 1e-5
     with ContextPatcher(model, update) as patcher:
-        history = History(patcher, IDS, MASK)
+        history = GrowingContext(patcher, IDS, MASK)
         for step in range(NEW):
             patch = history.step().patch
             assert off(patcher.forward(patch.kept_ids, patch)[:, -1], expected[:, step]) <= 1e-5
