@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: the kernels' name, and how the native library is built.
 
-``icl_patch/ops/_native.so`` is a plain shared library on torch's stable ABI: it holds no Python, so one
-file serves every Python and every torch from 2.11 on, with or without CUDA. torch's own
+``icl_patch/ops/_native.so`` is a plain shared library on torch's stable ABI: it holds no Python, so
+one file serves every Python and every torch from 2.11 on, with or without CUDA. torch's own
 ``CUDAExtension`` cannot be built against a torch without CUDA, hence the steps
 here: the CPU driver is compiled once per instruction set, the CUDA driver by nvcc where there is
 one, and both are linked to torch.

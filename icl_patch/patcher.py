@@ -341,8 +341,8 @@ class ContextPatcher:
                 ``"context"``, the context stream's; ``"replay"``, those of a replay of every step's
                 patch, without context.
             mode: how a step runs the rows with the context and the rows without it:
-                ``"two_pass"``: the unmodified model, then the current token alone. Every update can;
-                ``exact`` and a few models need it.
+                ``"two_pass"``: the unmodified model, then the current token alone. Every update
+                can; ``exact`` and a few models need it.
                 ``"two_stream"``: one pass over both, each with its rows in the cache.
                 ``"shared_cache"``: one pass over one cache for both; not for every model.
                 ``"auto"``: the fastest of these that serves the update and the model. Mixtures of

@@ -26,7 +26,8 @@ _BLOCK = 512
 
 @triton.jit
 def _low_rank_kernel(
-    plain_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, N, column_blocks, stride_pm, stride_pn, stride_um, stride_ur, stride_un,
+    plain_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, N, column_blocks, stride_pm, stride_pn,
+    stride_um, stride_ur, stride_un,
     R: tl.constexpr, HAS_INDEX: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)

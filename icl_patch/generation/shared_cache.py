@@ -88,8 +88,8 @@ class SharedCacheStreams:
         implementation = model.config.get_text_config(decoder=True)._attn_implementation
         if implementation != _IMPLEMENTATION:
             raise UnsupportedModelError(
-                f"mode='shared_cache' needs attention {_IMPLEMENTATION!r}, {type(model).__name__} has"
-                f" {implementation!r}"
+                f"mode='shared_cache' needs attention {_IMPLEMENTATION!r},"
+                f" {type(model).__name__} has {implementation!r}"
             )
         self._blocks = [block.module for block in blocks]
         self.projections = _trace(model, blocks)
@@ -224,7 +224,8 @@ def _trace(model: Any, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
                 )
             if given.get("s_aux") is not None:
                 raise UnsupportedModelError(
-                    f"mode='shared_cache' does not cover {path}: it attends to a sink beside the tokens"
+                    f"mode='shared_cache' does not cover {path}: it attends to a sink beside the"
+                    " tokens"
                 )
             attended[running[-1]] = made
 
@@ -264,6 +265,7 @@ def _trace(model: Any, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
                 else "does something to the attention's output"
             )
             raise UnsupportedModelError(
-                f"mode='shared_cache' does not cover {block.block.path}: it {what} before a matrix reads it"
+                f"mode='shared_cache' does not cover {block.block.path}: it {what} before a matrix"
+                " reads it"
             )
     return [found[index] for index in range(len(blocks))]

@@ -1,4 +1,4 @@
-"""The parts of a patch put together: tokens and positions, factors of several calls, diagnostics."""
+"""Putting a patch together: tokens and positions, factors of several calls, diagnostics."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -522,7 +522,8 @@ def test_pictures_have_the_same_bytes_for_the_same_numbers(tmp_path: Path) -> No
 
 NCU = """==PROF== Connected to process 1
 ==PROF== Profiling "_fma": 0%....50%....100% - 8 passes
-"ID","Process ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"ID","Process ID","Kernel Name","gpu__time_duration.sum",\
+"dram__throughput.avg.pct_of_peak_sustained_elapsed",\
 "sm__warps_active.avg.pct_of_peak_sustained_active","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
 "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","smsp__average_warps_issue_stalled_membar_per_issue_active.ratio",\
 "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"

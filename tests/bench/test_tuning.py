@@ -185,7 +185,8 @@ from icl_patch.kernels import aot, tuning
 from icl_patch.kernels.config import Config
 
 def kernels():
-    return sum(name.endswith(".cubin") for _, _, names in os.walk(os.environ["TRITON_CACHE_DIR"]) for name in names)
+    folders = os.walk(os.environ["TRITON_CACHE_DIR"])
+    return sum(name.endswith(".cubin") for _, _, names in folders for name in names)
 
 if __name__ == "__main__":
     variant = tuning.Variant(torch.bfloat16, 64, 128, 2, 1, Config(True, 16, 16, 64, 4, 2, fused=1))
@@ -197,7 +198,8 @@ if __name__ == "__main__":
     recording = tuning.Variant(torch.bfloat16, 64, 128, 2, 1, variant.config, record=True)
     assert tuning.compile_variant(recording, 80) is None
     assert kernels() == 3, kernels()
-    failed = tuning.compile_variant(tuning.Variant(torch.complex64, 64, 128, 2, 1, variant.config), 90)
+    wrong = tuning.Variant(torch.complex64, 64, 128, 2, 1, variant.config)
+    failed = tuning.compile_variant(wrong, 90)
     assert failed is not None and "Error" in failed, failed
 """
 

@@ -198,7 +198,7 @@ def test_a_forward_that_is_put_there_later() -> None:
         )
         with pytest.raises(
             UnsupportedModelError,
-            match=r"mode='shared_cache' does not cover model.layers.0: its forward has been replaced",
+            match=r"does not cover model.layers.0: its forward has been replaced",
         ):
             patcher.generate(IDS, max_new_tokens=2, mode="shared_cache")
         steps = list(patcher.generate(IDS, max_new_tokens=2, eos_token_id=None))

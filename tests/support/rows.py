@@ -160,7 +160,8 @@ def single(rng: torch.Generator, rows: int, n: int) -> Rows:
 ROWS: dict[str, Callable[[torch.Generator, int, int], Rows]] = {
     maker.__name__: maker
     for maker in (
-        gaussian, sparse, near_hard, zeros, zeros_of_both, all_zero, negative_zero, ties, plateaus, clusters, nested, from_zero, graded,
+        gaussian, sparse, near_hard, zeros, zeros_of_both, all_zero, negative_zero, ties, plateaus,
+        clusters, nested, from_zero, graded,
         full_range, denormal, huge, both_ends, single,
     )
 }  # fmt: skip
