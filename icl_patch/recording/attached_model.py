@@ -193,6 +193,8 @@ class AttachedModel:
         return sequences.has_prefix or len(sequences.kept_columns) > 1
 
     @one_pass
+    @torch.inference_mode(False)  # the cache is written in place later, in inference mode or not
+    @torch.no_grad()
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """Run the unmodified model on the head: a cache with the rows that the next pass needs."""
         check_inputs(self.model, model_inputs)
@@ -224,6 +226,8 @@ class AttachedModel:
         return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
 
     @one_pass
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def compute_from(
         self,
         cache: Cache,

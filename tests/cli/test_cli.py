@@ -142,7 +142,7 @@ def test_generate_replays_every_nth_token(
         "replay_logits",
         lambda self, patch: (1 if patch.passes == 2 else -1) * replay(self, patch),
     )
-    assert run(capsys, *command[:-3], "--check-every", "4")[0] == 1
+    assert run(capsys, *command[:-4], "--check-every", "4")[0] == 1
 
 
 def test_an_empty_context_and_a_temperature_of_zero_are_what_they_say(

@@ -143,9 +143,9 @@ def test_a_mode_is_called_as_the_signature_says() -> None:
     def other(ids: Tensor, *, fast: bool) -> None: ...
 
     arguments = time_decode_steps.mode_arguments
-    assert arguments(today, "two_stream") == {"mode": "two_stream", "compiled": False}
-    assert arguments(today, "shared_cache") == {"mode": "shared_cache", "compiled": False}
-    assert arguments(today, "compiled") == {"mode": "shared_cache", "compiled": True}
+    assert arguments(today, "two_stream") == {"fast": False, "compiled": False}
+    assert arguments(today, "shared_cache") == {"fast": True, "compiled": False}
+    assert arguments(today, "compiled") == {"fast": True, "compiled": True}
     assert arguments(tomorrow, "two_pass") == {"mode": "two_pass", "compile": False}
     assert arguments(tomorrow, "compiled") == {"mode": "shared_cache", "compile": True}
     with pytest.raises(ValueError, match=r"expected generate\(mode=.*got ids, fast"):
@@ -154,13 +154,13 @@ def test_a_mode_is_called_as_the_signature_says() -> None:
 
 def test_the_steps_that_are_timed_are_of_their_mode() -> None:
     model, ids = time_decode_steps.build_model("tiny"), torch.arange(3, 11).unsqueeze(0)
-    ways = {}
+    modes = {}
     for mode in ("two_pass", "two_stream", "shared_cache"):
         with time_decode_steps.attach(model, mode) as patcher:
             steps = [*time_decode_steps.patched_steps(patcher, mode, ids, 2)]
             assert len(steps) == 2
-            ways[mode] = steps[-1].mode
-    assert ways == {"two_pass": "two passes", "two_stream": "two streams", "shared_cache": "fast"}
+            modes[mode] = steps[-1].mode
+    assert modes == {mode: mode for mode in ("two_pass", "two_stream", "shared_cache")}
     with time_decode_steps.attach(model, "replay") as patcher:
         replayed = [*time_decode_steps.patched_steps(patcher, "replay", ids, 2)]
     plain = itertools.islice(time_decode_steps.plain_steps(model, ids), 2)

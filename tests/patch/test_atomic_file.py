@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from support.models import build, tokens
 
-from icl_patch import ContextPatch, ContextPatcher, cli
+from icl_patch import ContextPatch, ContextPatcher
+from icl_patch.cli.main import main
 from icl_patch.patch.atomic_file import write_atomically
 
 FORK = multiprocessing.get_context("fork")
@@ -75,7 +76,7 @@ def test_a_full_disk_on_the_command_line(capsys: pytest.CaptureFixture, tmp_path
     path = tmp_path / "p.safetensors"
     command = ["extract", "--context", "mode upper\n", "--kept", "fmrp>", "--out", str(path)]
     with full_disk(1000):
-        assert cli.main(command) == 2
+        assert main(command) == 2
     assert capsys.readouterr().err == f"icl-patch extract: [Errno 27] File too large: '{path}'\n"
     assert list(tmp_path.iterdir()) == []
 
