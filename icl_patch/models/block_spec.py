@@ -20,8 +20,8 @@ class Writer(Enum):
 class BlockSpec:
     """The form of a block; paths are relative to it.
 
-    The block's output is ``hidden + branch · (writer's output + what else the MLP adds)``, where
-    ``hidden`` is the sum of ``residual``.
+    The block's output is ``hidden + residual_multiplier · (writer's output + what else the MLP
+    adds)``, where ``hidden`` is the sum of ``residual``.
 
     Attributes:
         writer: what takes up ``delta``.
@@ -37,8 +37,8 @@ class BlockSpec:
             :class:`icl_patch.layers.rms_norm.PatchedRMSNorm`.
         separately_normed: those readers, and experts, that read the residual stream through a norm
             of their own, and so have a ``v`` of their own.
-        inner_norm, beside: where ``post_norm`` reads a sum of two norms' outputs: the norm of the
-            experts, which takes part in the stable update, and the other one.
+        inner_norm, parallel_norm: where ``post_norm`` reads a sum of two norms' outputs: the norm
+            of the experts, which takes part in the stable update, and the other one.
         experts: the module that holds all experts' matrices, if there is one.
         experts_scale_input: whether the experts' weights multiply what they read, see
             :class:`icl_patch.layers.experts.PatchedScaledExperts`.

@@ -156,7 +156,8 @@ def test_attaching_notices_a_wrong_form(
 
 
 @pytest.mark.parametrize(
-    ("family", "wrong"), [("gemma3", {"scale_offset": 1.01}), ("llama", {"branch": 1.01})]
+    ("family", "wrong"),
+    [("gemma3", {"scale_offset": 1.01}), ("llama", {"residual_multiplier": 1.01})],
 )
 def test_attaching_notices_a_form_that_is_off_by_a_per_cent(
     family: str, wrong: dict, monkeypatch: pytest.MonkeyPatch
