@@ -34,10 +34,10 @@ class ContextPatcher:
             patch = patcher.compute(context_ids, kept_ids)
             logits = patcher.forward(kept_ids, patch)      # no context anywhere
 
-    Threads take turns: a pass (:meth:`compute`, :meth:`forward`, a step of :meth:`generate`) has
-    the model to itself, and another thread's pass, or its call of the model, waits until it ends.
-    Nothing is held between two steps of a generation. A patcher that nobody refers to any more
-    detaches.
+    Threads may share a patcher and its model; they take turns. A pass (:meth:`compute`,
+    :meth:`forward`, one step of :meth:`generate`) holds a lock, and so does a call of the model:
+    other threads wait until it ends. A generation holds nothing between two steps. A patcher that
+    is garbage collected detaches.
 
     Args:
         model: a Hugging Face causal language model of a known family.
@@ -163,7 +163,8 @@ class ContextPatcher:
             ControllabilityError: no change of the weights can have the effect, for the layer and
                 token named.
             UnsupportedModelError: ``model_inputs`` are images or the like, and their tokens have
-                positions of three numbers (M-RoPE).
+                positions of three numbers (M-RoPE); or the model has forward hooks with which the
+                patch would be wrong.
             ValueError: a shape, a mask or a span does not fit; there are more tokens than the model
                 has positions for; or there are ``model_inputs`` beside a prefix.
             TypeError: ids or a mask are no tensor, or one of ``model_inputs`` is none of the
@@ -245,12 +246,14 @@ class ContextPatcher:
             FingerprintMismatch: the patch is of another model or tokenizer.
             PatchFormatError: it names tokens, positions or experts that the model does not have, or
                 its factors do not fit.
+            UnsupportedModelError: the model's forward hooks change what they did when the patch was
+                computed.
             ValueError: the tokens are not those the patch is for, or the patch is a part that
                 cannot be replayed.
         """
         with self.attached_model.attachment.one_pass():
             self._check_replay(kept_ids, patch, kept_mask)
-            return self.attached_model.replay_logits(patch)
+            return self.attached_model.replay_checked(patch)
 
     def _check_replay(
         self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None
@@ -289,8 +292,8 @@ class ContextPatcher:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
         The change is exact for the token, the history and the position it was computed for; for
-        others it is whatever it is. All threads see it. Passes of this patcher are refused
-        meanwhile.
+        others it is whatever it is. All threads see it, as they would see changed weights. Other
+        calls of this patcher are refused until the context ends.
 
         Args:
             patch: a patch of this model. row, token: whose change to apply, by default the first
@@ -354,7 +357,8 @@ class ContextPatcher:
                 ``"inductor+cuda_graph"``: both. The step is kept: another generation of as many
                 rows and about as many tokens
                 (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it again. Hooks
-                in the model run while it is traced, not afterwards. For modes of one pass.
+                in the model run while it is traced, not afterwards; if they change, the next step
+                is refused. For modes of one pass.
             patches: whether the steps keep what their patches are made of.
             check_every: replay every so many-th step without context and report the difference as
                 ``step.check``; 0 for never.
@@ -365,11 +369,13 @@ class ContextPatcher:
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
-            token. It may be left at any time; nothing is held between two steps.
+            token. It may be left at any time. Between two steps it holds no lock, and other threads
+            may use the patcher.
 
         Raises:
             UnsupportedModelError: ``mode="shared_cache"`` or ``compile`` does not cover this
-                model.
+                model; or it has forward hooks with which a step would be wrong, or that have
+                changed since a compiled step was traced.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """

@@ -224,10 +224,10 @@ class CompiledStep:
                 self.run = Captured(self.run, self.inputs, batch)
 
     def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
-        """Run the step on ``token_ids`` (B,)."""
-        assert return_context_logits == self._return_context_logits
+        """Run the step on ``token_ids`` (B,); it gives all logits that it was made for."""
+        assert self._return_context_logits or not return_context_logits
         with torch.inference_mode(False), torch.no_grad():
-            return self.run(token_ids, return_context_logits)
+            return self.run(token_ids, self._return_context_logits)
 
     def start_from(self, step_inputs: StepInputs) -> None:
         """Fill the buffers from inputs with a dynamic cache."""
@@ -314,6 +314,7 @@ def use_compiled_step(
         step = CompiledStep(state, capacity, return_context_logits, options)
     step.start_from(state.step_inputs)
     state.run_step, state.step_inputs, state.cache = step, step.inputs, step.inputs.cache
+    state.traced_hooks = decoder.attached.hooks.found()
 
     def release() -> None:
         # An abandoned generation runs this wherever it is collected: it waits for no thread.

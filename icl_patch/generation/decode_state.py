@@ -13,6 +13,7 @@ from transformers import Cache
 from icl_patch.generation.decoder import Decoder
 from icl_patch.recording.attached_block import Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
+from icl_patch.recording.hooks import Found
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last
 
 
@@ -112,6 +113,7 @@ class DecodeState:
         fill: puts a head into an empty cache, or into a new one, with the rows of a step.
         switches_factors: whether the rotary factors change at some length (LongRoPE).
         steps: the number of steps taken.
+        traced_hooks: the hooks that a compiled step was made with; it runs no others.
     """
 
     decoder: Decoder
@@ -127,6 +129,7 @@ class DecodeState:
     fill: Callable[[Sequences, Cache | None], Cache]
     switches_factors: bool
     steps: int = 0
+    traced_hooks: Found | None = None
 
     def advance(self, token_ids: Tensor) -> None:
         """Make ``token_ids`` (B,) the current token; the one before joins the context."""

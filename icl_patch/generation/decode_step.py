@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_state import (
     DecodeMode,
     DecodeState,
@@ -43,6 +44,7 @@ from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.decode_recorder import DecodeRecorder
+from icl_patch.recording.hooks import paths_of
 from icl_patch.recording.patch_assembly import report_of, scales_of
 from icl_patch.recording.record import recording
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
@@ -190,6 +192,7 @@ def _prefill(
     batch, width = context_ids.shape
     sequences = absorb_all_but_last(context_ids, context_mask)
     check_vocabulary(attached.model, context_ids, context_mask)
+    attached.watch_hooks(two_streams=mode is not DecodeMode.TWO_PASS)
 
     def fill(head: Sequences, cache: Cache | None) -> Cache:
         cache = kv_cache.new_cache(attached.model) if cache is None else cache
@@ -272,6 +275,8 @@ def decode_one_token(
     Raises:
         ControllabilityError: no change of the weights can have the effect, for the block and row
             named.
+        UnsupportedModelError: the model has forward hooks with which the patch would be wrong, or
+            others than a compiled step was traced with.
     """
     attached = state.decoder.attached
     with attached.attachment.one_pass():
@@ -281,15 +286,23 @@ def decode_one_token(
             _refill(state)
         if state.run_step is None:
             return _two_passes(state)
-        output = state.run_step(token_ids, return_context_logits)
-    if output.maybe_infeasible:  # the step's only synchronisation with the device
-        for diagnostics in output.diagnostics:
-            diagnostics.resolve(state.live).check(start=state.steps - 1)
-    batch = len(state.ids)
-    context_logits = output.logits[:batch] if return_context_logits else None
-    return DecodeResult(
-        output.logits[-batch:], context_logits, _DeferredPatch(state, output, context_logits)
-    )
+        hooked = attached.hooks.found()
+        if state.traced_hooks is not None and hooked != state.traced_hooks:
+            raise UnsupportedModelError(
+                "expected the forward hooks that the step was traced with, they have changed on"
+                f" {paths_of(hooked or state.traced_hooks)}: generate again"
+            )
+        output = state.run_step(token_ids, return_context_logits or bool(hooked))
+        if output.maybe_infeasible:  # the step's only synchronisation with the device
+            for diagnostics in output.diagnostics:
+                diagnostics.resolve(state.live).check(start=state.steps - 1)
+        batch = len(state.ids)
+        logits = output.logits[-batch:]
+        context_logits = output.logits[:batch] if len(output.logits) > batch else None
+        make_patch = _DeferredPatch(state, output, context_logits, bool(hooked))
+        if hooked:
+            attached.check_step(hooked, make_patch(), logits.unsqueeze(1), state.live)
+    return DecodeResult(logits, context_logits, make_patch)
 
 
 def _refill(state: DecodeState) -> None:
@@ -316,11 +329,11 @@ class _DeferredPatch:
     """Makes the patch of one step when it is called: later, when the state has moved on."""
 
     def __init__(
-        self, state: DecodeState, output: StepOutput, context_logits: Tensor | None
+        self, state: DecodeState, output: StepOutput, context_logits: Tensor | None, hooked: bool
     ) -> None:
         self.attached, self.fingerprint = state.decoder.attached, state.fingerprint
         self.ids, self.context_mask, self.live = state.tokens, state.context_mask, state.live
-        self.output, self.context_logits = output, context_logits
+        self.output, self.context_logits, self.hooked = output, context_logits, hooked
         self.blocks = tuple(self.attached.blocks)  # also if it is detached by then
 
     @torch.no_grad()
@@ -341,7 +354,7 @@ class _DeferredPatch:
                 " patch before that"
             )
         report = report_of([resolved], slice(None))
-        return replace(patch, layers=layers, report=report, logits=logits)
+        return replace(patch, layers=layers, report=report, logits=logits, hooked=self.hooked)
 
     def _of_live_rows(self, block: AttachedBlock, layer: Factors) -> Factors:
         """A block's factors and its norms' scales; rows that had ended have no change."""

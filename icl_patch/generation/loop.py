@@ -31,7 +31,7 @@ from icl_patch.generation.compiled_step import CompileOptions, check_compilable,
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
-from icl_patch.generation.shared_cache_trial import has_ties, require_shared_cache
+from icl_patch.generation.shared_cache_trial import require_shared_cache
 from icl_patch.models.language_model import check_length, check_vocabulary, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
@@ -358,7 +358,7 @@ def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
                 " two passes on this model"
             )
         return DecodeMode.TWO_PASS
-    if options.mode == "two_stream" or (options.mode == "auto" and has_ties(decoder)):
+    if options.mode == "two_stream" or (options.mode == "auto" and decoder.attached.has_ties):
         return DecodeMode.TWO_STREAM
     try:
         require_shared_cache(decoder)
@@ -419,8 +419,11 @@ def _loop(
         with decoder.attached.attachment.one_pass():
             state = start(decoder, prepared, options)
             if options.compilers:
+                hooked = bool(decoder.attached.hooks.found())
                 release = use_compiled_step(
-                    state, options.compilers, return_context_logits=options.logits == "context"
+                    state,
+                    options.compilers,
+                    return_context_logits=options.logits == "context" or hooked,
                 )
         yield None
         while live.any():

@@ -46,18 +46,10 @@ def require_shared_cache(decoder: Decoder) -> None:
         )
 
 
-def has_ties(decoder: Decoder) -> bool:
-    """Whether rounding decides a token's experts: a replay that rounds otherwise may choose some
-    that have no factors.
-    """
-    rounds = decoder.attached.model.dtype in (torch.bfloat16, torch.float16)
-    return rounds and any(block.experts is not None for block in decoder.attached.blocks)
-
-
 def _replay_error(decoder: Decoder) -> float:
     """How far replays are off: at worst, or the median where a tie may send a token elsewhere."""
     errors = torch.tensor(list(_replay_errors(decoder)))
-    if has_ties(decoder) and not errors.isnan().any():
+    if decoder.attached.has_ties and not errors.isnan().any():
         return float(errors.sort().values[len(errors) // 2])
     return float(errors.max())
 

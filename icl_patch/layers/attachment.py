@@ -1,10 +1,11 @@
-"""What attaching puts into a model beside its blocks: one lock, held by every pass, that the
-model's own forward waits for.
+"""The lock of an attached model: passes take turns, and the model's own forward waits for them.
 
-While a pass runs, its state lies in the model's modules: modes, factors, hooks, other forwards. So
-passes over one model take turns, and a call of the model by another thread waits for the pass to
-end. What another thread calls beneath the model (a block, say) is not stopped: hooks and forwards
-of the pass act in its own thread alone, and a patched module waits.
+A pass keeps its state in the model's modules while it runs: modes, factors, hooks and replaced
+forwards. Only one pass may run at a time, so each pass holds one lock per model. A call of the
+model by another thread takes the same lock and waits.
+
+Other threads can still call a part of the model, such as one block, without the lock. The hooks
+and forwards of a pass do nothing in another thread, and a patched module waits for the lock.
 """
 
 import threading
@@ -22,19 +23,21 @@ class Attachment:
     """The lock of one attached model, and everything that detaching has to undo.
 
     Attributes:
-        blocks: the blocks that have been swapped, which know how to detach.
-        lock: re-entrant; a pass holds it, and so does a call of the model's forward.
-        thread: the identifier of the thread whose pass is running, None outside of a pass.
+        blocks: the swapped blocks; each has a method ``detach``.
+        lock: re-entrant. A pass holds it, and so does a call of the model's forward.
+        thread: the identifier of the thread that runs a pass; None outside of a pass.
+        forwards: the instance attributes ``forward`` of the model's modules at attach time.
     """
 
     def __init__(self) -> None:
         self.blocks: list[Any] = []
         self.lock = threading.RLock()
         self.thread: int | None = None
-        self._forwards: list[WaitingForward] = []
+        self.forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self._waiting: list[WaitingForward] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy of the model has passes of its own
+        # a copied model runs passes of its own
         return vars(self) | {"lock": None, "thread": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -43,9 +46,7 @@ class Attachment:
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Within this context no other thread runs a pass or the model's forward; it waits for them
-        to end.
-        """
+        """Within this context no other thread runs a pass or the model's forward."""
         with self.lock:
             before, self.thread = self.thread, threading.get_ident()
             try:
@@ -54,26 +55,30 @@ class Attachment:
                 self.thread = before
 
     def hold_forwards(self, model: PreTrainedModel) -> None:
-        """Make the forwards of the model, and of the models within it, wait for passes."""
+        """Make the forwards of the model, and of the models inside it, take the lock."""
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                self._forwards.append(WaitingForward(module, self))
-                module.forward = self._forwards[-1]
+                self._waiting.append(WaitingForward(module, self))
+                module.forward = self._waiting[-1]
+        self.forwards = {
+            part: vars(part)["forward"] for part in model.modules() if "forward" in vars(part)
+        }
 
     def undo(self) -> None:
-        """Put everything back; twice is fine. It does not wait: no pass may be running."""
+        """Put everything back; calling it twice is fine. No pass may be running: it does not
+        wait.
+        """
         while self.blocks:
             self.blocks.pop().detach()
-        while self._forwards:
-            self._forwards.pop().remove()
+        while self._waiting:
+            self._waiting.pop().remove()
 
 
 class WaitingForward:
-    """A model's forward that waits for another thread's pass to end, and that a pass of another
-    thread waits for.
+    """A model's forward that takes the lock of the attached model.
 
-    It does not wait while ``torch.compile`` traces it: what is compiled is the model without a
-    pass.
+    ``torch.compile`` traces it without the lock: a compiled model does not look at the modules'
+    state when it runs.
     """
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
@@ -83,30 +88,32 @@ class WaitingForward:
         update_wrapper(self, self._forward)  # transformers looks at the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own forward returns."""
+        """Call the model's own forward."""
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         with self.attachment.lock:
             return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
-        """Put back what was there, unless someone has put something else there since."""
+        """Put the former forward back, unless somebody has replaced this one since."""
         names = vars(self._module)
-        if names.get("forward") is not self:
-            return
-        if self._had is None:
-            del names["forward"]
-        else:
-            names["forward"] = self._had
+        if names.get("forward") is self:
+            set_forward(self._module, self._had)
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give one module a forward of its own; None: that of its class."""
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
 
 
 _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
 def one_pass(method: _Pass) -> _Pass:
-    """A method of a patcher, or a function of one, that is a pass over its model: it waits for
-    those of other threads.
-    """
+    """Decorate a method of a patcher, or a function of one, as one pass over its model."""
 
     @wraps(method)
     def waiting(patcher: Any, *args: Any, **kwargs: Any) -> Any:

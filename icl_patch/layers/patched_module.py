@@ -15,12 +15,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from icl_patch.layers.attachment import Attachment
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a hook is registered on the module's forward or its gradients."""
+    """Whether the module has hooks on its forward or its gradients, or there are global hooks."""
+    return _has_hooks(module) or bool(_global_forward_hooks or _global_forward_pre_hooks)
+
+
+def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -150,6 +155,12 @@ class PatchedModule(nn.Module):
             or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
         )
 
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        # Global hooks run once, for the base module.
+        if _has_hooks(self):
+            return super()._call_impl(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The base module's arguments -> its output."""
         if self.mode is Mode.OFF and self.observer is None:
@@ -177,8 +188,7 @@ class PatchedModule(nn.Module):
 
     def _replicate_for_data_parallel(self) -> "PatchedModule":
         raise RuntimeError(
-            "expected a model without patched modules in DataParallel, which cannot copy them: call"
-            " icl_patch.detach first"
+            "DataParallel cannot copy patched modules: call icl_patch.detach(model) first"
         )
 
     def extra_repr(self) -> str:

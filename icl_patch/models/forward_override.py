@@ -26,8 +26,9 @@ def overridable(module: nn.Module) -> bool:
 
 @contextmanager
 def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Within this context each module runs the function beside it as its forward, in this thread;
-    afterwards, what it ran before.
+    """Within this context each module runs the function beside it as its forward, in this thread.
+
+    Other threads, and this one afterwards, run the forward that was there before.
     """
     done: list[tuple[dict[str, Any], Any]] = []
     try:

@@ -104,6 +104,7 @@ class ContextPatch:
         report: what recording observed, or None for a loaded patch.
         weights: those that it was computed with, hashed again when it is saved; None if it was
             loaded or copied.
+        hooked: whether the model had forward hooks when it was computed; it is not saved.
     """
 
     info: PatchInfo
@@ -121,6 +122,7 @@ class ContextPatch:
     logits: Tensor | None = field(default=None, repr=False)
     report: PatchReport | None = field(default=None, repr=False)
     weights: WatchedWeights | None = field(default=None, repr=False)
+    hooked: bool = field(default=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"weights": None}  # a copy may be for another process

@@ -303,8 +303,9 @@ class AttachedBlock:
         hook: Callable[..., Any],
         **options: Any,
     ) -> None:
-        """``register(hook, **options)`` until ``hooks`` is closed: in a pass for its own thread,
-        outside of one for all threads.
+        """``register(hook, **options)`` until ``hooks`` is closed.
+
+        In a pass the hook runs in the thread of the pass only; outside of one, in all threads.
         """
         thread = self.attachment.thread
 
@@ -373,11 +374,10 @@ _attaching = threading.Lock()
 
 
 def attach(model: PreTrainedModel) -> Attachment:
-    """Claim a model, whose forward waits for passes from now on; its blocks are the caller's to
-    swap.
+    """Claim a model: its forward takes a lock from now on. The caller swaps the blocks.
 
     Raises:
-        ValueError: another patcher is attached, or the model has patched modules of someone else.
+        ValueError: another patcher is attached, or the model has patched modules.
     """
     with _attaching:
         if _attachments(model) or any(
@@ -393,11 +393,10 @@ def attach(model: PreTrainedModel) -> Attachment:
 
 
 def detach(model: nn.Module) -> None:
-    """Put every base module back that a patched one has replaced, whoever attached the model or
-    swapped the module.
+    """Put back all base modules of a model, whoever attached it or swapped a module.
 
-    A patcher that was attached is detached. The call waits for a pass of another thread to end. Of
-    a model without patched modules nothing is changed.
+    The patcher of the model is detached too. If another thread runs a pass, this waits for it. A
+    model without patched modules is left as it is.
     """
     for attachment in _attachments(model):
         with attachment.lock:
@@ -408,9 +407,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _attachments(model: nn.Module) -> list[Attachment]:
-    """Those that the model's modules are part of: one, as long as nobody has put two models
-    together.
-    """
+    """The attachments of the model's modules: one, unless a module holds several models."""
     found: dict[int, Attachment] = {}
     for module in model.modules():
         for part in (module, vars(module).get("forward")):

@@ -7,6 +7,7 @@ A call comes down from :class:`icl_patch.ContextPatcher`; the passes themselves 
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.attachment import one_pass
+from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, Writer
@@ -36,6 +38,15 @@ from icl_patch.patch.serialization import UPDATES, PatchInfo, check_fit
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
 from icl_patch.recording.compute import Computation, compute_closing, compute_two_stream
+from icl_patch.recording.hooks import (
+    Found,
+    Hooks,
+    error_of,
+    first_block_off,
+    paths_of,
+    wrong_patch,
+    wrong_replay,
+)
 from icl_patch.recording.patch_assembly import empty_patch
 from icl_patch.recording.replay import replay_logits, replay_observed
 from icl_patch.recording.self_check import SelfCheck
@@ -65,6 +76,7 @@ class AttachedModel:
         family: the type of the language model.
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
+        hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
         applied: whether one token's patch is applied to all tokens just now.
 
     Raises:
@@ -89,6 +101,8 @@ class AttachedModel:
         _check_training(model, model.training)
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
+        self.hooks = Hooks(model, self.attachment.forwards)
+        self._rows_tried: Found = ()  # the hooks that `watch_hooks` tried last
         self._finalizer = self._undo_when_collected()
         self.applied = False
         self._dtype = model.dtype
@@ -96,14 +110,20 @@ class AttachedModel:
             # autocast's rounding would hide the errors that the self-check looks for
             with self.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
                 self._attach()
-        except (UnsupportedModelError, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             self.detach()
             raise
-        except Exception as error:  # of the model's own code, which nobody here has seen
+        except Exception as error:  # of the model's own code too, which nobody here has seen
             self.detach()
-            raise UnsupportedModelError(
-                f"{type(model).__name__} fails on the tokens that attaching tries: {error}"
-            ) from error
+            known, reason = isinstance(error, UnsupportedModelError), str(error)
+            if not known:
+                name = type(model).__name__
+                reason = f"{name} fails on the tokens that attaching tries: {error}"
+            if hooked := self.hooks.found():
+                reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
+            elif known:
+                raise
+            raise UnsupportedModelError(reason) from error
         except BaseException:
             self.detach()
             raise
@@ -120,11 +140,13 @@ class AttachedModel:
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self) | {"_finalizer": None}
-        state.pop("weights", None)  # they watch this model
+        for name in ("weights", "hooks"):  # they watch this model
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.hooks = Hooks(self.model, self.attachment.forwards)
         self._finalizer = self._undo_when_collected()
 
     def _undo_when_collected(self) -> "weakref.finalize[[], AttachedModel]":
@@ -192,12 +214,21 @@ class AttachedModel:
             return self.needs_two_passes
         return sequences.has_prefix or len(sequences.kept_columns) > 1
 
+    @property
+    def has_ties(self) -> bool:
+        """Whether rounding decides a token's experts: a replay that rounds otherwise may choose
+        some that have no factors.
+        """
+        rounds = self.model.dtype in (torch.bfloat16, torch.float16)
+        return rounds and any(block.experts is not None for block in self.blocks)
+
     @one_pass
     @torch.inference_mode(False)  # the cache is written in place later, in inference mode or not
     @torch.no_grad()
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """Run the unmodified model on the head: a cache with the rows that the next pass needs."""
         check_inputs(self.model, model_inputs)
+        self.watch_hooks(two_streams=not self._needs_two_passes_for(sequences))
         names = names_of(model_inputs)
         if names and sequences.has_prefix:
             raise ValueError(
@@ -241,10 +272,15 @@ class AttachedModel:
         live: (B, 1) bool, the rows that get a patch from a closing pass; all by default.
         two_passes: whether to take two passes even if one would do, over a cache of B rows.
         """
+        hooked = self.hooks.found()
         if two_passes or self._needs_two_passes_for(sequences):
-            return self._compute_closing(cache, sequences, self.update, live)
-        patch = self.empty_patch(sequences, passes=1)
-        return compute_two_stream(self.model, self.blocks, self.update, patch, cache, sequences)
+            computation = self._compute_closing(cache, sequences, self.update, live)
+        else:
+            patch = self.empty_patch(sequences, passes=1)
+            computation = compute_two_stream(
+                self.model, self.blocks, self.update, patch, cache, sequences
+            )
+        return self._check_computed(hooked, computation, live) if hooked else computation
 
     def _compute_closing(
         self, cache: Cache, sequences: Sequences, update: str, live: Tensor | None = None
@@ -275,6 +311,99 @@ class AttachedModel:
     def replay_logits(self, patch: ContextPatch) -> Tensor:
         """The same without looking at the blocks: logits (B, T, V)."""
         return replay_logits(self.model, self.blocks, patch, self.recurrent)
+
+    @one_pass
+    @torch.no_grad()
+    def replay_checked(self, patch: ContextPatch) -> Tensor:
+        """The same, compared with the logits with the context if there are hooks on the model now
+        or were when the patch was computed: logits (B, T, V).
+
+        A loaded patch has no logits. Its replay must be the same without the hooks.
+
+        Raises:
+            UnsupportedModelError: they differ.
+        """
+        self.watch_hooks(two_streams=False)
+        logits, hooked, expected = self.replay_logits(patch), self.hooks.found(), patch.logits
+        if not hooked and (not patch.hooked or expected is None):
+            return logits
+        if expected is None:
+            with self.hooks.removed():
+                expected = self.replay_logits(patch)
+        if (error := error_of(logits, expected, patch.kept_mask)) > self._replay_limit:
+            raise wrong_replay(hooked, error)
+        return logits
+
+    # -- models with forward hooks
+
+    def watch_hooks(self, *, two_streams: bool) -> None:
+        """Find the hooks on the model again.
+
+        Hooks may treat the rows of a batch differently. So with ``two_streams``, and if the hooks
+        have changed since the last time, both streams run on a few random tokens.
+
+        Raises:
+            UnsupportedModelError: the context stream differs from the model in a batch of its own.
+        """
+        self.hooks = Hooks(self.model, self.attachment.forwards)
+        hooked = self.hooks.found()
+        if not two_streams or hooked == self._rows_tried:
+            return
+        try:
+            if hooked:
+                SelfCheck(self.model, self.recurrent).check_rows()
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{error}: forward hooks on {paths_of(hooked)} treat the rows of a batch"
+                " differently. Remove them, or choose update='exact'"
+            ) from error
+        self._rows_tried = hooked
+
+    def _check_computed(
+        self, hooked: Found, computation: Computation, live: Tensor | None
+    ) -> Computation:
+        """Replay a patch that was computed with hooks, and compare the logits: bit for bit for an
+        exact patch without misses, else as far as rounding goes.
+
+        Raises:
+            UnsupportedModelError: they differ.
+        """
+        patch = replace(computation.patch, hooked=True)
+        report, expected = patch.report, patch.logits
+        assert report is not None and expected is not None
+        valid = patch.kept_mask if live is None else patch.kept_mask & live
+        logits, activations = self.replay(patch)
+        error = error_of(logits, expected, valid)
+        closed = self.update == "exact" and not report.misses.any()
+        if error > (0 if closed else self._replay_limit):
+            first = None
+            if patch.passes == 2:
+                paths = [block.block.path for block in self.blocks]
+                outputs = [[block.output for block in activations]]
+                outputs.append([block.output for block in computation.activations])
+                first = first_block_off(zip(paths, *outputs, strict=True), valid)
+            raise wrong_patch(hooked, error, first)
+        return replace(computation, patch=patch)
+
+    def check_step(
+        self, hooked: Found, patch: ContextPatch, reduced_logits: Tensor, live: Tensor
+    ) -> None:
+        """Compare a decode step's replay, and the reduced stream's logits (B, 1, V), with the
+        logits with the context; ``live``: (B, 1) bool.
+
+        Raises:
+            UnsupportedModelError: they differ.
+        """
+        expected = patch.logits
+        assert expected is not None
+        for logits in (self.replay_logits(patch), reduced_logits):
+            if (error := error_of(logits, expected, live)) > self._replay_limit:
+                raise wrong_patch(hooked, error)
+
+    @property
+    def _replay_limit(self) -> float:
+        """How far off a replay may be, relative to the largest logit."""
+        return torch.inf if self.has_ties else rounding_limit(self.model.dtype)
 
     @contextmanager
     def applying(self, patch: ContextPatch, row: int, token: int) -> Iterator[None]:

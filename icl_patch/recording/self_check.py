@@ -107,13 +107,23 @@ class SelfCheck:
                     f"{self._name} has blocks that hand on more of their context than their sum"
                 )
 
-    def _check_attention(self) -> None:
-        batch = len(self._expected)
-        first, second = self._two_streams(self._sequences), self._two_streams(self._other)
-        if not self._near(first[:batch], self._expected):
+    @torch.no_grad()
+    def check_rows(self) -> Tensor:
+        """The logits (2B, S, V) of both streams in one batch.
+
+        Raises:
+            UnsupportedModelError: the context rows differ from those of a batch of their own.
+        """
+        both = self._two_streams(self._sequences)
+        if not self._near(both[: len(self._expected)], self._expected):
             raise UnsupportedModelError(
                 f"the context rows of {self._name} do not match the untouched model"
             )
+        return both
+
+    def _check_attention(self) -> None:
+        batch = len(self._expected)
+        first, second = self.check_rows(), self._two_streams(self._other)
         if not self._alike(first[batch:], second[batch:]):
             raise UnsupportedModelError(
                 f"{self._name} lets the reduced rows see absorbed tokens: its attention does not"

@@ -306,6 +306,6 @@ def test_compiled_gives_the_same_bits(kind: str) -> None:
     torch._dynamo.reset()
     function: Invert = lambda g, m, rms: ops.invert_rmsnorm(g, m, rms, 1e-6)  # noqa: E731
     assert same_rows(
-        torch.compile(function, fullcompile="cuda_graph", backend="aot_eager")(g, m, rms),
+        torch.compile(function, fullgraph=True, backend="aot_eager")(g, m, rms),
         function(g, m, rms),
     )

@@ -1,0 +1,166 @@
+"""Forward hooks on an attached model, and the check that a patch is right with them.
+
+A hook is part of the model's computation. Some hooks only watch; others add a vector, scale an
+output, or treat the rows of a batch differently. The form of a block does not say which. So a
+patch of a model with hooks is replayed before it is returned. The replay must give the logits of
+the model with its hooks and with the context.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from icl_patch import metrics
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.attachment import set_forward
+from icl_patch.layers.patched_module import PatchedModule
+
+Found = tuple[tuple[str, Any], ...]
+# transformers installs these when hidden states are first asked for; they stay and change nothing
+_CAPTURING = "transformers.utils.output_capturing"
+_GLOBAL = "every module (a global hook)"
+_SHOWN = 3
+
+
+class Hooks:
+    """The forward hooks in a model, and the forwards that were replaced after it was attached.
+
+    Hooks on gradients are not included, nor those with which transformers captures outputs.
+
+    Args:
+        model: the attached model.
+        forwards: :attr:`icl_patch.layers.attachment.Attachment.forwards`.
+    """
+
+    def __init__(self, model: nn.Module, forwards: Mapping[nn.Module, Any]) -> None:
+        parts = [
+            (path, part) for path, module in model.named_modules() for part in _with_base(module)
+        ]
+        self._patched = [(path, part) for path, part in parts if isinstance(part, PatchedModule)]
+        self._forwards = [(path, part, forwards.get(part)) for path, part in parts]
+        self._hooks = [(_GLOBAL, _global_forward_pre_hooks), (_GLOBAL, _global_forward_hooks)]
+        for path, part in parts:
+            self._hooks += [(path, part._forward_pre_hooks), (path, part._forward_hooks)]
+        self._dicts = [hooks for _, hooks in self._hooks]
+
+    def found(self) -> Found:
+        """The module's path, and the hook's number or the forward, for each; empty without any.
+
+        Raises:
+            UnsupportedModelError: a patched module has hooks and there are global hooks, which
+                then run twice for that module.
+        """
+        if not any(self._dicts) and not any(map(_is_replaced, self._forwards)):
+            return ()
+        twice = [
+            path for path, part in self._patched if part._forward_pre_hooks or part._forward_hooks
+        ]
+        if twice and (_global_forward_pre_hooks or _global_forward_hooks):
+            raise UnsupportedModelError(
+                f"expected forward hooks on {twice[0]} or global forward hooks, got both: remove"
+                " one of them",
+            )
+        return tuple(self._each())
+
+    def _each(self) -> Iterator[tuple[str, Any]]:
+        for path, hooks in self._hooks:
+            for number, hook in list(hooks.items()):  # another thread may add one meanwhile
+                if getattr(hook, "__module__", None) != _CAPTURING:
+                    yield path, number
+        for path, part, _ in filter(_is_replaced, self._forwards):
+            yield path, vars(part).get("forward")
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Within this context the model has no hooks, and the forwards that it was attached with.
+
+        Raises:
+            UnsupportedModelError: there are global hooks, which other models may need.
+        """
+        if _global_forward_pre_hooks or _global_forward_hooks:
+            raise UnsupportedModelError(
+                "expected no global forward hooks to replay a patch that has no logits: it does not"
+                " tell whether it was computed with them. Remove them, or compute the patch again",
+            )
+        held = [(hooks, dict(hooks)) for hooks in self._dicts if hooks]
+        replaced = [
+            (part, vars(part).get("forward"), was)
+            for _, part, was in filter(_is_replaced, self._forwards)
+        ]
+        try:
+            for hooks, _ in held:
+                hooks.clear()
+            for part, _, was in replaced:
+                set_forward(part, was)
+            yield
+        finally:
+            for hooks, before in held:
+                hooks.update(before)
+            for part, now, _ in replaced:
+                set_forward(part, now)
+
+
+def _with_base(module: nn.Module) -> tuple[nn.Module, ...]:
+    return (module, module.base_layer) if isinstance(module, PatchedModule) else (module,)
+
+
+def _is_replaced(forward: tuple[str, nn.Module, Any]) -> bool:
+    _, part, was = forward
+    return vars(part).get("forward") is not was
+
+
+def paths_of(found: Found, first: str | None = None) -> str:
+    """The modules' paths as text; those inside the block ``first`` stand before the others."""
+    paths = list(dict.fromkeys(path for path, _ in found))
+    if first is not None:
+        paths.sort(key=lambda path: not (path == first or path.startswith(f"{first}.")))
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(path or "the model" for path in paths[:_SHOWN]) + more
+
+
+def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
+    """``max |replayed - expected| / max |expected|``, the largest of all valid tokens.
+
+    Args:
+        replayed, expected: logits (B, T, V). Two NaN count as equal.
+        valid: (B, T) bool.
+    """
+    replayed, expected = replayed[valid], expected[valid]
+    if not len(expected):
+        return 0.0
+    replayed = torch.where(replayed.isnan() & expected.isnan(), 0, replayed)
+    return float(metrics.linf(replayed, expected.nan_to_num(nan=0.0)).max())
+
+
+def first_block_off(
+    blocks: Iterable[tuple[str, Tensor | None, Tensor | None]], valid: Tensor
+) -> str | None:
+    """The path of the first block with two outputs (B, T, d) that differ in any bit, or None."""
+    for path, output, expected in blocks:
+        if output is None or expected is None:
+            continue
+        if not torch.equal(output[valid], expected[valid]):
+            return path
+    return None
+
+
+def wrong_patch(found: Found, error: float, first: str | None = None) -> UnsupportedModelError:
+    """The error for a patch that is wrong with these hooks. ``first``: the first block off."""
+    return UnsupportedModelError(
+        f"a patch cannot reproduce the model with forward hooks on {paths_of(found, first)}: "
+        f"its replay is off by {error:.1g} of the largest logit. Remove the hook, put it on "
+        "another module, set it before attaching, or choose another update",
+    )
+
+
+def wrong_replay(found: Found, error: float) -> UnsupportedModelError:
+    """The error for a replay with other hooks than those at the time of ``compute``."""
+    others = f"got others on {paths_of(found)}" if found else "they have been removed"
+    return UnsupportedModelError(
+        f"expected the forward hooks that the patch was computed with, {others}: "
+        f"the replay is off by {error:.1g} of the largest logit. Compute the patch again",
+    )

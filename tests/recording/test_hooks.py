@@ -1,0 +1,450 @@
+"""Forward hooks on an attached model: what they do is in the patch, to the bit where it is exact,
+or it is refused by name.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import tokens
+from support.small import small, works
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from icl_patch import (
+    ContextPatch,
+    ContextPatcher,
+    ControllabilityError,
+    UnsupportedModelError,
+    metrics,
+)
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation import graph_partition
+
+CONTEXT, KEPT = tokens(0, 2, 6), tokens(1, 2, 2)
+IDS = torch.cat([CONTEXT, KEPT], 1)
+NEAR = 1e-4  # of direct and stable replays in fp32, as `verify` promises
+
+Register = Callable[[nn.Module], Any]
+
+
+def first(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+
+def after(change: Callable[[Tensor], Tensor], **options: bool) -> Register:
+    """A hook that changes the first thing that a module returns; it may be given the module's
+    keyword arguments too.
+    """
+    return lambda module: module.register_forward_hook(
+        lambda *given: first(given[-1], change), **options
+    )
+
+
+def before(change: Callable[[Tensor], Tensor]) -> Register:
+    """A hook that changes a module's first input."""
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        return (
+            ((change(args[0]), *args[1:]), kwargs)
+            if args
+            else (args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])})
+        )
+
+    return lambda module: module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class ForwardHandle:
+    """Another forward in a module's place, which can be removed as a hook can."""
+
+    def __init__(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        self._module, own = module, module.forward
+        module.forward = lambda *args, **kwargs: first(own(*args, **kwargs), change)
+
+    def remove(self) -> None:
+        del self._module.forward
+
+
+KINDS: dict[str, Register] = {
+    "watches": after(lambda x: x),
+    "adds a vector": after(lambda x: x + 0.3),
+    "scales": after(lambda x: 1.5 * x, with_kwargs=True, always_call=True),
+    "cuts off": after(torch.relu),
+    "rounds": after(lambda x: (x.float() + 0.3).to(x.dtype)),
+    "scales the input": before(lambda x: 1.5 * x),
+    "tells the first row apart": after(lambda x: torch.cat([x[:1] + 0.3, x[1:]])),
+    "tells the last row apart": after(lambda x: torch.cat([x[:-1], x[-1:] + 0.3])),
+    "scales long inputs": after(lambda x: 1.5 * x if x.shape[-2] < 5 else x),
+    "another forward": lambda module: ForwardHandle(module, lambda x: 1.5 * x),
+}
+
+
+def paths_in(model: nn.Module) -> list[str]:
+    """A block in the middle, its attention, all of its MLP and its norms; and what stands around
+    the blocks.
+    """
+    block = next(path for path, _ in model.named_modules() if path.endswith(".1"))
+    inside = [path for path, _ in model.named_modules() if path.startswith(f"{block}.")]
+    attention = [path for path in inside if path.endswith("attn")]
+    inside = [
+        path
+        for path in inside
+        if ".mlp" in path
+        or path.removeprefix(f"{block}.").startswith(("ln_", "input_", "post_", "pre_"))
+    ]
+    around = [
+        path
+        for path, module in model.named_modules()
+        if module in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
+    return [block, *attention, *inside, *around]
+
+
+@torch.no_grad()
+def with_context(model: Any, register: Register, path: str) -> Tensor:
+    """The logits of a model of its own, which is attached to nothing: the context, then the kept
+    tokens in one call.
+    """
+    model = copy.deepcopy(model)
+    register(model.get_submodule(path))
+    ids = IDS % model.config.get_text_config().vocab_size
+    cache = model(ids[:, : CONTEXT.shape[1]], use_cache=True).past_key_values
+    return model(ids[:, CONTEXT.shape[1] :], past_key_values=cache).logits
+
+
+def right_or_refused(patcher: ContextPatcher, expected: Tensor, path: str) -> bool:
+    """Whether a patch was right; if it was not, it was refused, and the module named."""
+    vocabulary = expected.shape[-1]
+    try:
+        patch = patcher.compute(CONTEXT % vocabulary, KEPT % vocabulary)
+        logits = patcher.forward(patch.kept_ids, patch)
+    except UnsupportedModelError as error:
+        assert path in str(error), error
+        return False
+    except ControllabilityError:  # what the hook cuts off cannot be changed
+        return False
+    off = metrics.linf(logits, expected).max()
+    assert off <= (0 if patcher.update == "exact" else NEAR), (path, off)
+    return True
+
+
+# By update: what is right on every module beside the writer's and its readers' input.
+RIGHT = {
+    "exact": ("watches", "adds a vector"),
+    "stable": ("watches", "adds a vector", "scales", "cuts off", "rounds"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "update"),
+    [
+        ("llama", "exact"),
+        ("llama", "stable"),
+        ("gemma3", "exact"),
+        ("gemma3", "direct"),
+        ("gpt2", "exact"),
+        ("qwen2_moe", "stable"),
+    ],
+)
+def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
+    """Every kind on every module: right, or refused by name; without it the patcher gives the bits
+    that it gave.
+    """
+    model = tiny_models.build(family)
+    stock, ids = copy.deepcopy(model), IDS % tiny_models.VOCABULARY
+    with ContextPatcher(model, update) as patcher:
+        plain = patcher.compute(ids[:, :6], ids[:, 6:]).logits
+        for path in paths_in(stock):
+            for kind, register in KINDS.items():
+                try:
+                    expected = with_context(stock, register, path)
+                except (RuntimeError, TypeError, KeyError):  # no hook for such a module
+                    continue
+                handle = register(model.get_submodule(path))
+                right = right_or_refused(patcher, expected, path)
+                handle.remove()
+                assert right or kind not in RIGHT.get(update, ()), (path, kind)
+            assert torch.equal(patcher.compute(ids[:, :6], ids[:, 6:]).logits, plain)
+
+
+@pytest.mark.parametrize(
+    ("family", "update"), [("llama", "exact"), ("llama", "stable"), ("gemma3", "exact")]
+)
+def test_hooks_that_are_set_before_attaching(family: str, update: str) -> None:
+    """The same, where a writer is tried with its hook; what attaching refuses names the module
+    too.
+    """
+    stock: Any = tiny_models.build(family)
+    found: dict[str, bool] = {}
+    for path in (
+        path
+        for path in paths_in(stock)
+        if path.endswith((".mlp", "gate_proj", "down_proj", "post_feedforward_layernorm"))
+    ):
+        for kind in ("watches", "adds a vector", "scales", "tells the last row apart"):
+            model = copy.deepcopy(stock)
+            KINDS[kind](model.get_submodule(path))
+            try:
+                with ContextPatcher(model, update) as patcher:
+                    right = right_or_refused(patcher, with_context(stock, KINDS[kind], path), path)
+            except UnsupportedModelError as error:
+                assert path in str(error), error
+                right = False
+            found[f"{path} {kind}"] = right
+    assert all(right for name, right in found.items() if name.endswith("watches"))
+    # after attaching it is refused: the hook then stands behind the patch
+    assert found["model.layers.1.mlp.down_proj scales"]
+    assert not found["model.layers.1.mlp scales"]
+
+
+def test_the_message_of_a_hook_on_the_mlp() -> None:
+    """The exact patch was off by 0.53 without misses. Modules in the block that is off come
+    first.
+    """
+    model: Any = small("llama")
+    with ContextPatcher(model) as patcher:
+        for layer in model.model.layers:
+            layer.input_layernorm.register_forward_hook(lambda *_: None)
+        handle = KINDS["scales"](model.model.layers[1].mlp)
+        named = ("layers.1.mlp", "layers.1.input_layernorm", "layers.0.input_layernorm and 1 more")
+        message = "forward hooks on " + ", ".join(f"model.{path}" for path in named)
+        advice = r": its replay is off by 0\.\d of the largest logit\. Remove the hook, put it on"
+        with pytest.raises(UnsupportedModelError, match=re.escape(message) + advice):
+            patcher.compute(CONTEXT, KEPT)
+        handle.remove()
+        works(patcher)
+
+
+# -- between computing a patch and replaying it
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_patch_is_replayed_beside_the_hooks_that_it_was_computed_beside(
+    loaded: bool, tmp_path: Path
+) -> None:
+    """What only watches may come and go; a loaded patch does not say what there was."""
+    model: Any = small("llama")
+    mlp = model.model.layers[1].mlp
+    with ContextPatcher(model) as patcher:
+
+        def kept(patch: ContextPatch) -> ContextPatch:
+            patch.save(tmp_path / "patch.safetensors")
+            return ContextPatch.load(tmp_path / "patch.safetensors", model) if loaded else patch
+
+        made = patcher.compute(CONTEXT, KEPT)
+        patch, logits = kept(made), made.logits
+        for module in (mlp, mlp.gate_proj, model.model.norm, model):
+            handle = (
+                KINDS["watches"](module)
+                if module is not model
+                else module.register_forward_hook(lambda *_: None)
+            )
+            assert metrics.linf(patcher.forward(KEPT, patch), logits).max() <= NEAR
+            handle.remove()
+        for kind in ("adds a vector", "scales", "another forward"):
+            handle = KINDS[kind](mlp)
+            with pytest.raises(
+                UnsupportedModelError,
+                match=(
+                    r"hooks that the patch was computed with, got others on model\.layers\.1\.mlp:"
+                ),
+            ):
+                patcher.forward(KEPT, patch)
+            handle.remove()
+            assert torch.equal(patcher.forward(KEPT, patch), logits)
+        handle = KINDS["adds a vector"](mlp)
+        patch = patcher.compute(CONTEXT, KEPT)
+        assert torch.equal(patcher.forward(KEPT, patch), patch.logits)
+        handle.remove()
+        with pytest.raises(
+            UnsupportedModelError,
+            match="the patch was computed with, they have been removed: the replay is off by",
+        ):
+            patcher.forward(KEPT, patch)
+
+
+# -- generation
+
+
+@pytest.fixture
+def front_half(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiler without its back half, which takes ten seconds a graph."""
+    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    yield
+    torch.compiler.reset()
+
+
+MODES: dict[str, tuple[str, dict]] = {
+    "two passes": ("exact", {"mode": "two_pass"}),
+    "two streams": ("stable", {"mode": "two_stream"}),
+    "shared cache": ("stable", {"mode": "shared_cache"}),
+    "compiled": ("stable", {"compile": True}),
+}
+# each is traced
+COMPILED = {
+    kind: KINDS[kind] for kind in ("watches", "adds a vector", "scales", "tells the last row apart")
+}
+ARGUMENTS: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": None}
+
+
+@torch.no_grad()
+def said(model: Any, register: Register, path: str) -> list[Tensor]:
+    """What a model of its own says greedily, token by token from the context's last one on."""
+    model = copy.deepcopy(model)
+    register(model.get_submodule(path))
+    cache, token, found = (
+        model(CONTEXT[:, :-1], use_cache=True).past_key_values,
+        CONTEXT[:, -1:],
+        [],
+    )
+    for _ in range(ARGUMENTS["max_new_tokens"]):
+        found.append(model(token, past_key_values=cache).logits[:, -1])
+        token = found[-1].argmax(-1, keepdim=True)
+    return found
+
+
+@pytest.mark.usefixtures("front_half")
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_and_generation(mode: str) -> None:
+    """Every kind, in the middle and in the last block, which no other one makes up for; set before
+    the first step or after it.
+    """
+    update, arguments = MODES[mode]
+    model: Any = small("llama")
+    stock, right = copy.deepcopy(model), set()
+    with ContextPatcher(model, update) as patcher:
+        for path in ("model.layers.1.mlp", "model.layers.2.mlp.down_proj"):
+            for kind, register in KINDS.items() if mode != "compiled" else COMPILED.items():
+                expected = said(stock, register, path)
+                handle = register(model.get_submodule(path))
+                try:
+                    for step, logits in zip(
+                        patcher.generate(CONTEXT, **arguments, **ARGUMENTS), expected, strict=True
+                    ):
+                        assert metrics.linf(step.logits, logits).max() <= NEAR, (path, kind)
+                    right.add(kind)
+                except UnsupportedModelError as error:
+                    assert path.rpartition(".mlp")[0] in str(error), error
+                finally:
+                    handle.remove()
+        assert {"watches", "adds a vector"} <= right
+        steps = patcher.generate(CONTEXT, **arguments, **ARGUMENTS)
+        next(steps)
+        handle = KINDS["scales"](model.model.layers[2].mlp)
+        with pytest.raises(UnsupportedModelError, match=r"model\.layers\.2\.mlp"):
+            next(steps)
+        handle.remove()
+        works(patcher)
+
+
+def test_a_patch_of_a_step_is_of_its_hooks() -> None:
+    model: Any = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        handle = KINDS["adds a vector"](model.model.layers[1].mlp)
+        (step,) = patcher.generate(CONTEXT, max_new_tokens=1)
+        assert (
+            metrics.linf(patcher.forward(step.patch.kept_ids, step.patch)[:, -1], step.logits).max()
+            <= NEAR
+        )
+        handle.remove()
+        with pytest.raises(UnsupportedModelError, match="they have been removed"):
+            patcher.forward(step.patch.kept_ids, step.patch)
+
+
+@pytest.mark.usefixtures("front_half")
+def test_a_compiled_step_runs_the_hooks_that_it_was_traced_with() -> None:
+    model: Any = small("llama")
+    with ContextPatcher(model, "stable") as patcher:
+        handle = KINDS["adds a vector"](model.model.layers[1].mlp)
+        steps = patcher.generate(CONTEXT, compile=True, **ARGUMENTS)
+        next(steps)
+        handle.remove()
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"the step was traced with, they have changed on model\.layers\.1\.mlp: ",
+        ):
+            next(steps)
+        assert len(list(patcher.generate(CONTEXT, compile=True, **ARGUMENTS))) == 3
+
+
+# -- hooks on all modules
+
+
+@contextmanager
+def on_all_modules(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[None]:
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("update", ["exact", "stable"])
+def test_hooks_on_all_modules(update: str) -> None:
+    """They see the modules of the stock model, each call once; what they change is in the patch."""
+    model: Any = small("llama")
+    stock = copy.deepcopy(model)
+    seen: list[str] = []
+
+    def named(module: nn.Module, *_: Any) -> None:
+        seen.append(type(module).__name__)
+
+    def scaled(module: nn.Module, _args: Any, out: Tensor) -> Tensor | None:
+        return 1.1 * out if isinstance(module, nn.Linear) and module.out_features == 72 else None
+
+    def doubled(_module: nn.Module, _args: Any, out: Any) -> Any:
+        return 1.01 * out if isinstance(out, Tensor) and out.is_floating_point() else None
+
+    with ContextPatcher(model, update) as patcher:
+        with on_all_modules(register_module_forward_pre_hook, named):
+            stock(CONTEXT)
+            expected = seen.copy()
+            seen.clear()
+            model(CONTEXT)
+            assert seen == expected
+            works(patcher)
+        for hook in (scaled, doubled):
+            with on_all_modules(register_module_forward_hook, hook):
+                right = right_or_refused(
+                    patcher,
+                    with_context(stock, lambda _: None, "model"),
+                    "every module (a global hook)",
+                )
+                assert right or hook is doubled
+        works(patcher)
+        handle = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+        both = r"hooks on model\.layers\.1\.mlp\.up_proj or global forward hooks, got both"
+        with (
+            on_all_modules(register_module_forward_pre_hook, named),
+            pytest.raises(UnsupportedModelError, match=both),
+        ):
+            patcher.compute(CONTEXT, KEPT)
+        handle.remove()
+
+
+def test_what_transformers_leaves_on_a_model_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that stay once hidden states were asked for are no reason to replay a patch; any other
+    hook is.
+    """
+    model: Any = small("llama")
+    with ContextPatcher(model) as patcher:
+        replays: list[int] = []
+        replay = patcher.attached_model.replay
+        monkeypatch.setattr(
+            patcher.attached_model, "replay", lambda patch: replays.append(1) or replay(patch)
+        )
+        with torch.no_grad():
+            assert len(model(CONTEXT, output_hidden_states=True).hidden_states) == 4
+        assert any(module._forward_hooks for module in model.modules())
+        patcher.compute(CONTEXT, KEPT)
+        assert not replays
+        handle = model.model.register_forward_hook(lambda *_: None)
+        patcher.compute(CONTEXT, KEPT)
+        assert len(replays) == 1
+        handle.remove()
