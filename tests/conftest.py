@@ -12,10 +12,10 @@ from icl_patch import ContextPatcher
 
 @pytest.fixture(autouse=True, scope="session")
 def _threads() -> None:
-    """One, unless OMP_NUM_THREADS names more: the models are tiny, and a second thread costs more
-    than it gives.
+    """One, here and in subprocesses, unless OMP_NUM_THREADS names more: with tiny models a second
+    thread costs more than it gives.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(scope="module")

@@ -287,6 +287,7 @@ def fold(
     return folding
 
 
+@torch.no_grad()
 def norm_form(norm: nn.Module) -> NormForm | None:
     """How a norm computes: the formula that comes closest on random numbers, or None if that is off
     by more than rounding.
@@ -296,8 +297,7 @@ def norm_form(norm: nn.Module) -> NormForm | None:
     x = 0.7 + 2 * torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
     x = x.to(weight.device, weight.dtype)
     try:
-        with torch.no_grad():
-            got = norm(x).double()
+        got = norm(x).double()
     except TypeError:  # it has other inputs too, such as a gate
         return None
     found: list[tuple[float, NormForm]] = []

@@ -166,7 +166,11 @@ class PatchedModule(nn.Module):
         if self.mode is Mode.OFF and self.observer is None:
             return self.base_layer(*args, **kwargs)
         attachment = self.attachment
-        if attachment is None or attachment.thread == threading.get_ident():
+        if (
+            attachment is None
+            or torch.compiler.is_compiling()  # torch.compile traces no locks
+            or attachment.thread == threading.get_ident()
+        ):
             return self._run(*args, **kwargs)
         with attachment.lock:  # the pass of another thread ends first
             return self._run(*args, **kwargs)

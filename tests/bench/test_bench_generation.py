@@ -320,7 +320,7 @@ def test_memory_is_the_most_that_is_held_at_a_time() -> None:
 
 def test_parts_are_told_apart() -> None:
     model = QWEN.build(CPU, torch.float32)
-    blocks = generation.ContextPatcher(twin(model), "stable").block_specs
+    blocks = generation.ContextPatcher(twin(model), "stable").attached_model.block_specs
     parts = costs.Parts([model], blocks)
     x, wide, mlp = torch.randn(400, 48), torch.randn(400, 72), model.model.layers[1].mlp
     for part, call in {

@@ -45,7 +45,7 @@ def test_one_walk_reads_the_known_forms() -> None:
         "mlp.c_proj",
         ("mlp.c_fc", "mlp.c_proj"),
     )
-    assert granite.branch == 0.22
+    assert granite.residual_multiplier == 0.22
     assert (opt.residual, opt.ends_at) == (("input of fc1",), "final_layer_norm")
     phi, olmo = form_of("phi"), form_of("olmo2")
     assert phi.parallel

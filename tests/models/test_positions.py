@@ -132,7 +132,7 @@ WAYS: dict[str, dict] = {
     "fast": {"update": "stable", "mode": "shared_cache"},
     "chunks": {"update": "stable", "prefill_chunk": 5},
     "static": {"update": "stable", "static": True},
-    "compiled": {"update": "stable", "compiled": True},
+    "compiled": {"update": "stable", "compile": True},
 }
 
 

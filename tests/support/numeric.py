@@ -104,16 +104,23 @@ def moved_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
         dtype or (torch.float32 if model.dtype == torch.float64 else model.dtype),
         seeded(0),
     )
-    # others are quantised
-    kept = [(x, x.data) for x in model.parameters() if type(x) is nn.Parameter]
-    try:
-        for parameter, x in kept:
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for x in model.parameters():
+        if type(x) is nn.Parameter:  # others are quantised
             up_or_down = torch.randn(x.shape, generator=rng).sign().to(x.device)
-            parameter.data = (x.double() * (1 + 2 * UNIT[dtype] * up_or_down)).to(x.dtype)
+            near = (x.double() * (1 + 2 * UNIT[dtype] * up_or_down)).to(x.dtype)
+            moved[x] = nn.Parameter(near, requires_grad=False)
+    holders = [
+        (module._parameters, name) for module in model.modules() for name in module._parameters
+    ]
+    kept = [(holder, name, holder[name]) for holder, name in holders if holder[name] in moved]
+    try:
+        for holder, name, x in kept:
+            holder[name] = moved[x]
         yield
     finally:
-        for parameter, x in kept:
-            parameter.data = x
+        for holder, name, x in kept:
+            holder[name] = x
 
 
 def within_roundings(got: Tensor, expected: Tensor, roundings: float, size: Tensor) -> bool:
