@@ -145,7 +145,7 @@ class AttachedBlock:
             warnings.warn(
                 f"{path} has been replaced while it was patched: what stands there now is left as"
                 " it is",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     @property

@@ -183,7 +183,7 @@ def test_a_compiled_step_goes_on_with_factors_that_change_in_place() -> None:
     limit = noise_limit(plain)
     assert found.check(APPLIED[1], step()) <= limit
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
-        for block in generation.models_of(GEMMA, torch.float32, CPU).applied.blocks:
+        for block in generation.models_of(GEMMA, torch.float32, CPU).applied.attached_model.blocks:
             for reader in (*block.readers.values(), block.down):
                 reader.update_patch(torch.zeros_like(reader.u), reader.v)
             block.post_norm.new_scale.copy_(block.post_norm.scale)
@@ -245,6 +245,7 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
     assert f"| {PEFT} | not measured: peft is not installed |  |" in text
     for row in rows.values():
         if "seconds" in row:
+            assert "parts" in row, str(row)[150:]
             assert sum(row["parts"].values()) == pytest.approx(1)
             assert row["operator calls"] > 20
             assert (

@@ -46,7 +46,7 @@ def test_one_walk_reads_the_known_forms() -> None:
         ("mlp.c_fc", "mlp.c_proj"),
     )
     assert granite.residual_multiplier == 0.22
-    assert (opt.residual, opt.ends_at) == (("input of fc1",), "final_layer_norm")
+    assert (opt.residual, opt.final_norm) == (("input of fc1",), "final_layer_norm")
     phi, olmo = form_of("phi"), form_of("olmo2")
     assert phi.parallel
     assert not phi.reads
@@ -55,7 +55,7 @@ def test_one_walk_reads_the_known_forms() -> None:
     assert (qwen.writer, sparse.writer) == (Writer.WEIGHT, Writer.EXPERTS)
     assert "mlp.shared_expert_gate" in sparse.readers
     assert sparse.routers == ("mlp.gate",)
-    assert form_of("gemma3n").inner
+    assert form_of("gemma3n").continues_after_sum
     assert form_of("mamba").mixer
 
 

@@ -28,7 +28,7 @@ PLENTY, ENOUGH, LITTLE = 1 << 18, 100_000, 1 << 10
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("cuda") / "driver.so"
-    include = [f"-I{HERE / 'cuda_on_cpu'}", f"-I{HERE.parent / 'csrc'}"]
+    include = [f"-I{HERE / 'cuda_on_cpu'}", f"-I{HERE.parents[1] / 'csrc'}"]
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w"]
     subprocess.run(
         [COMPILER, *flags, *include, str(HERE / "cuda_on_cpu" / "entry.cpp"), "-o", str(library)],

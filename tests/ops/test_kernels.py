@@ -75,7 +75,7 @@ COMPILED = [
     "default: gemv bfloat16 N ≤ 16384, rank 1",
     "default: gemv bfloat16 N ≤ 4096, Conv1D",
     "default: gemv bfloat16 N ≤ 1728, recording",
-    "default: tile bfloat16, recording",
+    "default: gemm bfloat16, recording",
     "default: gemv float32, rank 4, 4 rows",
     "coefficients K = 5376",
     "direction K = 5376",
