@@ -164,8 +164,9 @@ def comparison(
         (batch, context),
         generator=torch.Generator().manual_seed(context),
     ).to(device)
+    # with logits: the profiler's global hooks are allowed in a replay that can be checked
     patch = decode_one_token(
-        _state(models.stable, ids, DecodeMode.SHARED_CACHE), ids[:, -1]
+        _state(models.stable, ids, DecodeMode.SHARED_CACHE), ids[:, -1], return_context_logits=True
     ).make_patch()
     models.patched.close()
     if not shape.experts:

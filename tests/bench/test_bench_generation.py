@@ -245,7 +245,6 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
     assert f"| {PEFT} | not measured: peft is not installed |  |" in text
     for row in rows.values():
         if "seconds" in row:
-            assert "parts" in row, str(row)[150:]
             assert sum(row["parts"].values()) == pytest.approx(1)
             assert row["operator calls"] > 20
             assert (
