@@ -1,17 +1,19 @@
-// The CPU driver of the RMSNorm inversion, compiled once per instruction set. Vectors of eight doubles everywhere, so that the tree
-// of every sum, and with it every bit, is the same for all of them.
+// The CPU driver of the RMSNorm inversion, compiled compute_once per instruction set. All of them
+// use vectors of eight doubles, so that every sum has the same tree and every result the same bits.
+#include "common/rmsnorm_inverse.h"
+
 #include <algorithm>
 #include <memory>
 #include <new>
 
-#include "rmsnorm_inverse.h"
-#include "cpu_drivers.h"
+#include "cpu/drivers.h"
 
 namespace icl_patch::ICL_PATCH_ISA {
 namespace {
 
 constexpr int kLanes = 8;
-constexpr int64_t kChunk = 64 * kLanes;  // a sum is one of chunks, each of few enough terms to lose little
+// Sums are taken chunk by chunk: few terms lose little to rounding.
+constexpr int64_t kChunk = 64 * kLanes;
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 8;
@@ -29,7 +31,8 @@ struct Mask {
   PartMask part[kParts];
 };
 
-// Eight doubles in registers of the width at hand.
+// Eight doubles, in registers of the instruction set's width. A vector type wider than the
+// registers would take 2.8 times as long (GCC 12).
 struct alignas(kLanes * sizeof(double)) Vector {
   Part part[kParts];
 
@@ -40,30 +43,24 @@ struct alignas(kLanes * sizeof(double)) Vector {
   double& operator[](int64_t lane) { return reinterpret_cast<double*>(this)[lane]; }
 };
 
-#define ICL_PATCH_OPERATOR(Result, op)                                                    \
-  ICL_PATCH_INLINE Result operator op(Vector x, Vector y) {                               \
-    Result result;                                                                        \
-    for (int i = 0; i < kParts; ++i) result.part[i] = x.part[i] op y.part[i];             \
-    return result;                                                                        \
+#define ICL_PATCH_OPERATOR(Result, Operand, op)                               \
+  ICL_PATCH_INLINE Result operator op(Operand x, Operand y) {                 \
+    Result result;                                                            \
+    for (int i = 0; i < kParts; ++i) result.part[i] = x.part[i] op y.part[i]; \
+    return result;                                                            \
   }
-ICL_PATCH_OPERATOR(Vector, +)
-ICL_PATCH_OPERATOR(Vector, -)
-ICL_PATCH_OPERATOR(Vector, *)
-ICL_PATCH_OPERATOR(Vector, /)
-ICL_PATCH_OPERATOR(Mask, <)
-ICL_PATCH_OPERATOR(Mask, >)
-ICL_PATCH_OPERATOR(Mask, <=)
-ICL_PATCH_OPERATOR(Mask, ==)
-ICL_PATCH_OPERATOR(Mask, !=)
-#undef ICL_PATCH_OPERATOR
-#define ICL_PATCH_OPERATOR(op)                                                            \
-  ICL_PATCH_INLINE Mask operator op(Mask x, Mask y) {                                     \
-    for (int i = 0; i < kParts; ++i) x.part[i] = x.part[i] op y.part[i];                  \
-    return x;                                                                             \
-  }
-ICL_PATCH_OPERATOR(&)
-ICL_PATCH_OPERATOR(|)
-ICL_PATCH_OPERATOR(!=)
+ICL_PATCH_OPERATOR(Vector, Vector, +)
+ICL_PATCH_OPERATOR(Vector, Vector, -)
+ICL_PATCH_OPERATOR(Vector, Vector, *)
+ICL_PATCH_OPERATOR(Vector, Vector, /)
+ICL_PATCH_OPERATOR(Mask, Vector, <)
+ICL_PATCH_OPERATOR(Mask, Vector, >)
+ICL_PATCH_OPERATOR(Mask, Vector, <=)
+ICL_PATCH_OPERATOR(Mask, Vector, ==)
+ICL_PATCH_OPERATOR(Mask, Vector, !=)
+ICL_PATCH_OPERATOR(Mask, Mask, &)
+ICL_PATCH_OPERATOR(Mask, Mask, |)
+ICL_PATCH_OPERATOR(Mask, Mask, !=)
 #undef ICL_PATCH_OPERATOR
 
 ICL_PATCH_INLINE Vector operator-(Vector x) {
@@ -79,18 +76,26 @@ ICL_PATCH_INLINE Vector select(Mask condition, Vector x, Vector y) {
   return x;
 }
 
-// One row in fp64: scale or m, delta or g, the fallback, e and p; all padded to a whole number of vectors.
+// One row in fp64, padded to a whole number of vectors. m_ holds the scale and then m, g_ delta and
+// then g.
 class CpuRow {
  public:
   using Value = Vector;
+
   CpuRow(const Inversion& call, int64_t b, double* scratch, int64_t padded)
-      : call_(call), b_(b), m_(scratch), g_(m_ + padded), h_(g_ + padded), e_(h_ + padded), p_(e_ + padded) {
-    load(call.scale, m_, !call.delta.data);  // the padding of an update counts in no sum before it is formed
+      : call_(call),
+        b_(b),
+        m_(scratch),
+        g_(m_ + padded),
+        h_(g_ + padded),
+        e_(h_ + padded),
+        p_(e_ + padded) {
+    load(call.scale, m_, !call.delta.data);  // 0 adds nothing to the sums before set_update
     load(call.delta.data ? call.delta : call.target, g_, false);
     if (call.delta.data) load(call.fallback, h_, false);
   }
 
-  bool is_double() const { return call_.hidden_is_double; }
+  bool is_fp64() const { return call_.hidden_is_fp64; }
 
   class At {
    public:
@@ -114,32 +119,35 @@ class CpuRow {
       if (row_.call_.delta.data) hidden -= get(row_.h_);
       return put(hidden, new_scale);
     }
-    ICL_PATCH_INLINE void prepare(double smallest) const {
-      const auto [e, p] = usable(m(), g(), smallest);
-      *reinterpret_cast<Vector*>(row_.e_ + i_) = e;
-      *reinterpret_cast<Vector*>(row_.p_ + i_) = p;
+    ICL_PATCH_INLINE void prepare_terms(double smallest) const {
+      const auto [e, p] = term(m(), g(), smallest);
+      write(row_.e_ + i_, e, kLanes);
+      write(row_.p_ + i_, p, kLanes);
     }
-    ICL_PATCH_INLINE void keep() const { put(Vector{}, from(row_.call_.scale)); }
+    ICL_PATCH_INLINE void store_unchanged() const { put(Vector{}, from(row_.call_.scale)); }
 
    private:
     ICL_PATCH_INLINE Vector put(Vector hidden, Vector new_scale) const {
       const int64_t first = row_.b_ * row_.call_.n + i_;
       const int64_t count = std::min<int64_t>(kLanes, row_.call_.n - i_);
       write(row_.call_.new_scale + first, new_scale, count);
-      if (row_.is_double()) {
+      if (row_.is_fp64()) {
         write(static_cast<double*>(row_.call_.hidden) + first, hidden, count);
       } else {
-        float single[kLanes];
-        for (int lane = 0; lane < kLanes; ++lane) single[lane] = static_cast<float>(hidden[lane]);
-        write(static_cast<float*>(row_.call_.hidden) + first, single, count);
-        for (int lane = 0; lane < kLanes; ++lane) hidden[lane] = single[lane];
+        float narrow[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) narrow[lane] = static_cast<float>(hidden[lane]);
+        write(static_cast<float*>(row_.call_.hidden) + first, narrow, count);
+        for (int lane = 0; lane < kLanes; ++lane) hidden[lane] = narrow[lane];
       }
-      return finite_or_nan(hidden) + finite_or_nan(new_scale);
+      return zero_if_finite(hidden) + zero_if_finite(new_scale);
     }
-    ICL_PATCH_INLINE Vector get(const double* row) const { return *reinterpret_cast<const Vector*>(row + i_); }
+    ICL_PATCH_INLINE Vector get(const double* row) const {
+      return *reinterpret_cast<const Vector*>(row + i_);
+    }
     Vector from(const Matrix& matrix) const {
       Vector x;
-      for (int64_t lane = 0; lane < kLanes && i_ + lane < row_.call_.n; ++lane) x[lane] = matrix.at(row_.b_, i_ + lane);
+      for (int64_t lane = 0; lane < kLanes && i_ + lane < row_.call_.n; ++lane)
+        x[lane] = matrix.at(row_.b_, i_ + lane);
       return x;
     }
     template <class T, class V>
@@ -152,7 +160,7 @@ class CpuRow {
   };
 
   template <template <class> class S, class F>
-  ICL_PATCH_INLINE S<double> reduce(F f) const {
+  ICL_PATCH_INLINE S<double> sum_terms(F f) const {
     S<Vector> total;
     for (int64_t chunk = 0; chunk < call_.n; chunk += kChunk) {
       S<Vector> sum;
@@ -164,36 +172,39 @@ class CpuRow {
   }
 
   template <template <class> class S, class F>
-  ICL_PATCH_INLINE S<double> survey(F f) const {
-    return reduce<S>(f);
+  ICL_PATCH_INLINE S<double> sum_inputs(F f) const {
+    return sum_terms<S>(f);
   }
 
   template <class F>
-  ICL_PATCH_INLINE auto once(F f) const {
+  ICL_PATCH_INLINE auto compute_once(F f) const {
     return f();
   }
 
-  void scale(double power) const {
+  void set_scale(double power) const {
     if (power == 1) return;
-    for (int64_t i = 0; i < g_ - m_; ++i) m_[i] *= power, g_[i] *= power;
+    for (int64_t i = 0; i < g_ - m_; ++i) {
+      m_[i] *= power;
+      g_[i] *= power;
+    }
   }
 
   template <template <class> class S, class F>
-  S<double> prepare(double smallest, F f) const {
-    for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).prepare(smallest);
-    return survey<S>(f);
+  S<double> prepare_terms(double smallest, F f) const {
+    for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).prepare_terms(smallest);
+    return sum_inputs<S>(f);
   }
 
-  void keep() const {
-    for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).keep();
+  void store_unchanged() const {
+    for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).store_unchanged();
   }
 
-  void spoil() const {
+  void store_nan() const {
     const Vector nan{kInfinity - kInfinity};
     for (int64_t i = 0; i < call_.n; i += kLanes) At(*this, i).store(nan, nan);
   }
 
-  void form(const Update& update) const {
+  void set_update(const Update& update) const {
     for (int64_t i = 0; i < call_.n; ++i) {
       g_[i] = update.g(g_[i], m_[i], h_[i]);
       m_[i] = update.m(m_[i]);
@@ -210,33 +221,34 @@ class CpuRow {
     memcpy(values, &total, sizeof values);
     S<double> lanes[kLanes];
     for (int lane = 0; lane < kLanes; ++lane)
-      for (int value = 0; value < kValues; ++value) reinterpret_cast<double*>(&lanes[lane])[value] = values[value][lane];
+      for (int value = 0; value < kValues; ++value)
+        reinterpret_cast<double*>(&lanes[lane])[value] = values[value][lane];
     for (int width = kLanes / 2; width; width /= 2)
       for (int lane = 0; lane < width; ++lane) lanes[lane].merge(lanes[lane + width]);
     return lanes[0];
   }
 
-  // Beyond n: a copy of m's first entry, which leaves its minimum alone, and 0.
+  // Fills the padding with 0, or with m's first entry, which leaves the smallest m alone.
   void pad(double* row, bool with_first) const {
     for (int64_t i = call_.n; i % kLanes; ++i) row[i] = with_first ? row[0] : 0;
   }
 
-  template <class T, class Convert>
-  ICL_PATCH_INLINE void copy(const T* from, int64_t stride, double* to, Convert convert) const {
-    if (stride == 1) {
-      for (int64_t i = 0; i < call_.n; ++i) to[i] = convert(from[i]);
+  template <class T, class Widen>
+  ICL_PATCH_INLINE void copy(const Matrix& x, double* to, Widen widen) const {
+    const T* from = x.as<T>() + b_ * x.row;
+    if (x.column == 1) {
+      for (int64_t i = 0; i < call_.n; ++i) to[i] = widen(from[i]);
     } else {
-      for (int64_t i = 0; i < call_.n; ++i) to[i] = convert(from[i * stride]);
+      for (int64_t i = 0; i < call_.n; ++i) to[i] = widen(from[i * x.column]);
     }
   }
 
   void load(const Matrix& x, double* to, bool with_first) const {
-    const int64_t first = b_ * x.row;
     switch (x.dtype) {
-      case Float::kDouble: copy(static_cast<const double*>(x.data) + first, x.column, to, [](double v) { return v; }); break;
-      case Float::kSingle: copy(static_cast<const float*>(x.data) + first, x.column, to, [](float v) { return double{v}; }); break;
-      case Float::kBrain: copy(static_cast<const uint16_t*>(x.data) + first, x.column, to, [](uint16_t v) { return double{from_brain(v)}; }); break;
-      case Float::kHalf: copy(static_cast<const uint16_t*>(x.data) + first, x.column, to, [](uint16_t v) { return double{from_half(v)}; }); break;
+      case DType::kFp64: copy<double>(x, to, [](double v) { return v; }); break;
+      case DType::kFp32: copy<float>(x, to, [](double v) { return v; }); break;
+      case DType::kBf16: copy<uint16_t>(x, to, [](uint16_t v) { return bf16_to_fp32(v); }); break;
+      case DType::kFp16: copy<uint16_t>(x, to, [](uint16_t v) { return fp16_to_fp32(v); }); break;
     }
     pad(to, with_first);
   }
@@ -249,15 +261,16 @@ class CpuRow {
 }  // namespace
 
 void invert_rows(const Inversion& call, int64_t begin, int64_t end) {
+  constexpr std::align_val_t kAlignment{sizeof(Vector)};
+  const auto release = [](double* x) { ::operator delete(x, kAlignment); };
   const int64_t padded = (call.n + kLanes - 1) / kLanes * kLanes;
-  struct Free {
-    void operator()(double* x) const { ::operator delete(x, std::align_val_t{sizeof(Vector)}); }
-  };
-  const std::unique_ptr<double, Free> scratch(static_cast<double*>(::operator new(5 * padded * sizeof(double), std::align_val_t{sizeof(Vector)})));
+  const std::unique_ptr<double, decltype(release)> scratch(
+      static_cast<double*>(::operator new(5 * padded * sizeof(double), kAlignment)), release);
   for (int64_t b = begin; b < end; ++b) {
     CpuRow row(call, b, scratch.get(), padded);
-    const Outcome outcome = call.delta.data ? update_row(row, call.n, call.eps, call.bisection)
-                                            : invert_row(row, call.n, Radius{call.rms.at(b, 0), call.eps}, call.bisection);
+    const Outcome outcome =
+        call.delta.data ? update_row(row, call.n, call.eps, call.bisection)
+                        : invert_row(row, call.n, {call.rms.at(b, 0), call.eps}, call.bisection);
     call.shift[b] = outcome.shift;
     call.status[b] = outcome.status;
     call.evaluations[b] = outcome.evaluations;

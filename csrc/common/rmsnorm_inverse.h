@@ -1,37 +1,36 @@
 // Inverting RMSNorm, one row: the mathematics, written once for the CPU and the CUDA driver.
 //
-// Given g, m and the radius r, find y with ‖y‖² = N = n r² that minimises ‖m ⊙ y - g‖². With a = |m|, p = a|g|,
-// e = (a - min a)(a + min a) and s = min m² - μ ≥ 0 the condition is the secular equation
+// Given g, m and the radius r, find y with ‖y‖² = N = n r² that minimises ‖m ⊙ y - g‖². With
+// a = |m|, p = a|g|, e = (a - min a)(a + min a) and s = min m² - μ ≥ 0 the condition is the secular
+// equation
 //
-//     φ(s) = Σ (p/(e + s))² = N,    y = ± p/(e + s),    m' = (e + s)/m    (Goldwaser et al. 2025, Appendix B.2)
+//     φ(s) = Σ (p/(e + s))² = N,    y = ± p/(e + s),    m' = (e + s)/m
 //
-// A root is found by two-point Gauss quadrature. φ is an integral ∫ dρ(q)/(1 + q(x - s))² over q = 1/(e + s); its first four
-// moments, summed in one pass over the row, give two nodes and weights and so a function that agrees with φ in value and in
-// three derivatives. The integrand's even derivatives are positive, so the model lies below φ and its root never beyond φ's.
+// (Goldwaser et al. 2025, Appendix B.2). Its root is found by two-point Gauss quadrature. φ is an
+// integral ∫ dρ(q)/(1 + q(x - s))² over q = 1/(e + s). The first four moments of ρ, summed in one
+// pass over the row, give two nodes and weights, and so a function that agrees with φ in its value
+// and three derivatives. The integrand's even derivatives are positive, so this model lies below φ
+// and its root never lies beyond φ's.
 //
 // A driver supplies a Row:
-//     Row::Value              double, or a vector of them with its own select()
-//     row.survey<S>(f)        S<double>: f(S<Value>&, at) for every coordinate, merged in a fixed tree; `at` has m(), g(),
-//                             fallback() and index(), and for the stable update scale() and delta()
-//     row.reduce<S>(f)        the same, where `at` need only have e() and p(): what is summed at every evaluation
-//     row.scale(power)        m and g are multiplied by a power of two from now on
-//     row.prepare<S>(smallest, f)   a survey, after which e() and p() are those of `usable`
-//     row.form(update)        m() and g() are those of the update from now on
-//     row.once(f)             f(), computed once and known to all that work on the row
-//     row.is_double()         whether hidden is wanted in double precision
-//     at.store(hidden, new_scale)   0 if both are finite as stored, else NaN
-//     row.keep()              stores that nothing changes: no hidden vector, the scale as it was given
-//     row.spoil()             stores NaN
+//     Row::Value                    double, or a vector of them with its own select()
+//     row.sum_inputs<S>(f)          S<double>: f(S<Value>&, at) for every coordinate, merged in a
+//                                   fixed tree. `at` has m(), g(), fallback() and index(), and for
+//                                   the stable update scale() and delta()
+//     row.sum_terms<S>(f)           the same for the sums of every evaluation: `at` has e() and p()
+//     row.set_scale(power)          multiplies m and g by a power of two from now on
+//     row.prepare_terms<S>(smallest, f)  sum_inputs; afterwards e() and p() are those of `term`
+//     row.set_update(update)        m() and g() are those of the update from now on
+//     row.compute_once(f)           f(), computed once for all threads of the row
+//     row.is_fp64()                 whether hidden is stored in fp64
+//     at.store(hidden, new_scale)   returns 0 if both are finite as stored, else NaN
+//     row.store_unchanged()         stores hidden = 0 and the scale as it was given
+//     row.store_nan()               stores NaN
 #pragma once
 
 #include <cmath>
-#include <cstdint>
 
-#ifdef __CUDACC__
-#define ICL_PATCH_INLINE __host__ __device__ __forceinline__
-#else
-#define ICL_PATCH_INLINE inline __attribute__((always_inline))
-#endif
+#include "common/matrix.h"
 
 namespace icl_patch {
 
@@ -60,7 +59,7 @@ ICL_PATCH_INLINE V smaller(V x, V y) {
 }
 
 template <class V>
-ICL_PATCH_INLINE V finite_or_nan(V x) {  // 0 for a finite x
+ICL_PATCH_INLINE V zero_if_finite(V x) {  // else NaN
   return x - x;
 }
 
@@ -71,20 +70,25 @@ ICL_PATCH_INLINE V distance(V m, double smallest) {
   return (a - smallest) * (a + smallest);
 }
 
+// One coordinate of the sums.
 template <class V>
-struct Usable {
-  V e, p;
+struct Term {
+  V e_, p_;
+
+  ICL_PATCH_INLINE V e() const { return e_; }
+  ICL_PATCH_INLINE V p() const { return p_; }
 };
 
-// e and p of a coordinate in the sums, or 1 and 0: where p = 0 there is nothing to add, and the pole is kept apart.
+// e = 1 and p = 0 where the coordinate adds nothing (p = 0) or stands at the pole (e = 0), which is
+// summed apart.
 template <class V>
-ICL_PATCH_INLINE Usable<V> usable(V m, V g, double smallest) {
+ICL_PATCH_INLINE Term<V> term(V m, V g, double smallest) {
   const V e = distance(m, smallest), p = magnitude(m) * magnitude(g);
   const auto counts = (p > 0.0) & (e > 0.0);
   return {select(counts, e, V{1}), select(counts, p, V{})};
 }
 
-// ---- what is summed over a row; every struct consists of its values alone ----
+// ---- sums over a row; every struct holds nothing but its values ----
 
 template <class V>
 struct Extent {
@@ -94,7 +98,7 @@ struct Extent {
     const V a = magnitude(m);
     smallest = smaller(smallest, a);
     largest = larger(largest, larger(a, magnitude(g)));
-    nonfinite += finite_or_nan(m) + finite_or_nan(g);
+    nonfinite += zero_if_finite(m) + zero_if_finite(g);
   }
   ICL_PATCH_INLINE void merge(const Extent& other) {
     smallest = smaller(smallest, other.smallest);
@@ -148,7 +152,8 @@ struct Moments {
   }
 };
 
-// A direction on the coordinates at the pole: its largest entry, whether it can be used, where the pole begins.
+// The coordinates at the pole: the largest entries of g and the fallback there, whether the
+// fallback can be used, and the first of them.
 template <class V>
 struct PoleShare {
   V largest_g{}, largest_fallback{}, unusable{}, first{kInfinity};
@@ -176,8 +181,8 @@ struct Faults {
 struct Secular {
   double target;   // N
   double pole;     // Σ p² where e = 0
-  double nearest;  // the smallest e that counts; 0 where the pole does
-  double lo, hi;   // the root lies between
+  double nearest;  // the smallest e with p > 0; 0 if pole > 0
+  double lo, hi;   // bracket of the root
 };
 
 struct Root {
@@ -186,9 +191,11 @@ struct Root {
   bool converged;
 };
 
-// Root t > floor of m0 (w₁/(1 + x₁t)² + w₂/(1 + x₂t)²) = N, where nodes and weights are those of two-point Gauss quadrature.
+// The root t > floor of m0 (w₁/(1 + x₁t)² + w₂/(1 + x₂t)²) = N, with the nodes x and weights w of
+// two-point Gauss quadrature.
 ICL_PATCH_INLINE double gauss_step(const Moments<double>& moments, double target, double floor) {
-  const double mean = moments.m1 / moments.m0, second = moments.m2 / moments.m0, third = moments.m3 / moments.m0;
+  const double mean = moments.m1 / moments.m0, second = moments.m2 / moments.m0;
+  const double third = moments.m3 / moments.m0;
   const double variance = second - mean * mean;
   double x1 = mean, x2 = mean, w1 = 1;
   if (variance > 1e-13 * mean * mean) {
@@ -200,7 +207,8 @@ ICL_PATCH_INLINE double gauss_step(const Moments<double>& moments, double target
     x2 = x2 > 0 ? x2 : 0;
     w1 = (mean - x2) / (x1 - x2);
   }
-  // Newton on the reciprocal root, which is concave; from one node's root, which Jensen puts left of it.
+  // Newton's method on the reciprocal root of the sum, which is concave. It begins at the root for
+  // one node at the mean, which by Jensen's inequality lies left of the sum's.
   const double ratio = std::sqrt(moments.m0 / target);
   double t = (ratio - 1) / mean;
   t = t > floor ? t : floor;
@@ -215,7 +223,8 @@ ICL_PATCH_INLINE double gauss_step(const Moments<double>& moments, double target
   return t;
 }
 
-// Where to begin: at μ = 0, the root of a small change of the norm's output, if the bracket allows it.
+// The first s: μ = 0 if the bracket allows it, which is near the root where the norm's output
+// changes little.
 ICL_PATCH_INLINE double first_guess(const Secular& f, double smallest) {
   const double unshifted = smallest * smallest;
   if (unshifted >= f.lo) return smaller(unshifted, f.hi);
@@ -227,7 +236,8 @@ ICL_PATCH_INLINE Root find_root(const Row& row, Secular f, double start) {
   double s = start, width = f.lo > 0 ? f.hi / f.lo : kInfinity;
   for (int32_t evaluations = 1; evaluations <= kMaxEvaluations; ++evaluations) {
     const double sigma = s + f.nearest;
-    Moments<double> sums = row.template reduce<Moments>([=](auto& sum, const auto& at) { sum.add(at.e(), at.p(), s, sigma); });
+    Moments<double> sums = row.template sum_terms<Moments>(
+        [=](auto& sum, const auto& at) { sum.add(at.e(), at.p(), s, sigma); });
     const double beyond = sums.m0;
     if (f.pole > 0) {
       const double at_pole = f.pole / (s * s);
@@ -236,19 +246,26 @@ ICL_PATCH_INLINE Root find_root(const Row& row, Secular f, double start) {
     const double excess = sums.m0 / f.target - 1;
     if (std::fabs(excess) <= 8 * kUlp) return {s, evaluations, true};
     if (excess > 0) {
-      f.lo = larger(f.lo, larger(s, f.nearest * kUlp));  // below, φ does not change; and 0 could not be cut in the exponent
-      if (f.pole > 0 && beyond < f.target) f.hi = smaller(f.hi, std::sqrt(f.pole / (f.target - beyond)) * (1 + 16 * kUlp));
+      // Below nearest * kUlp φ does not change, and a bracket from 0 cannot be cut in its exponent.
+      f.lo = larger(f.lo, larger(s, f.nearest * kUlp));
+      if (f.pole > 0 && beyond < f.target)
+        f.hi = smaller(f.hi, std::sqrt(f.pole / (f.target - beyond)) * (1 + 16 * kUlp));
     } else {
       f.hi = smaller(f.hi, s);
     }
-    const double step = sigma * row.once([&] { return gauss_step(sums, f.target, larger((f.lo - s) / sigma, 0x1p-40 - 1)); });
+    const double step = sigma * row.compute_once([&] {
+      return gauss_step(sums, f.target, larger((f.lo - s) / sigma, 0x1p-40 - 1));
+    });
     // The model leaves out fourth-order terms: at most 10 (step/σ)⁴ of φ, less than 2⁻⁵² here.
-    if (f.lo < s + step && s + step < f.hi && std::fabs(step) <= 0x1p-14 * sigma) return {s + step, evaluations, true};
+    if (f.lo < s + step && s + step < f.hi && std::fabs(step) <= 0x1p-14 * sigma)
+      return {s + step, evaluations, true};
     const double next = smaller(larger(s + step, f.lo), f.hi);
     if (std::fabs(next - s) <= 2 * kUlp * s) return {next, evaluations, true};
-    // A step across decades outruns the model, and nested plateaus are climbed one at a time: then cut the bracket in the exponent.
+    // The model does not reach across decades, and it climbs nested plateaus one at a time. In both
+    // cases cut the bracket in its exponent.
     const double left = next > 0 ? f.hi / next : kInfinity;
-    const bool slow = left > 20 && left > std::sqrt(width) && left < kInfinity && (excess < 0 || next > 16 * s);
+    const bool slow =
+        left > 20 && left > std::sqrt(width) && left < kInfinity && (excess < 0 || next > 16 * s);
     const double quarter = std::sqrt(std::sqrt(left));
     s = slow ? next * quarter * std::sqrt(quarter) : next;
     width = left;
@@ -259,11 +276,11 @@ ICL_PATCH_INLINE Root find_root(const Row& row, Secular f, double start) {
 // φ(s)
 template <class Row>
 ICL_PATCH_INLINE double squares_at(const Row& row, double s, double pole) {
-  const double off_pole = row.template reduce<Sum>([=](auto& sum, const auto& at) {
-                                 const auto y = at.p() * (1.0 / (at.e() + s));
-                                 sum.value += y * y;
-                               }).value;
-  return pole > 0 ? off_pole + pole / (s * s) : off_pole;
+  const auto off_pole = row.template sum_terms<Sum>([=](auto& sum, const auto& at) {
+    const auto y = at.p() * (1.0 / (at.e() + s));
+    sum.value += y * y;
+  });
+  return pole > 0 ? off_pole.value + pole / (s * s) : off_pole.value;
 }
 
 template <class Row>
@@ -291,9 +308,11 @@ struct Outcome {
   Status status;
 };
 
-// The direction of the missing norm on the pole: the fallback's share, else g's, else its first coordinate.
+// The coordinates at the pole take up the missing norm: along the fallback, else along g, else all
+// of it in the first of them.
 struct PoleDirection {
-  double fallback = 0, g = 0, first = -1, length = 0;  // what fallback and g are multiplied by; the index that gets `length`
+  double fallback = 0, g = 0;     // factors
+  double first = -1, length = 0;  // the coordinate `first` gets `length`
 
   template <class At, class V>
   ICL_PATCH_INLINE V operator()(const At& at, V g_k) const {
@@ -306,13 +325,13 @@ struct PoleDirection {
 template <class Row>
 ICL_PATCH_INLINE PoleDirection pole_direction(const Row& row, double smallest, double length) {
   using V = typename Row::Value;
-  const auto share = row.template survey<PoleShare>([=](auto& sum, const auto& at) {
+  const auto share = row.template sum_inputs<PoleShare>([=](auto& sum, const auto& at) {
     const V m = at.m(), g = at.g(), h = at.fallback();
     const auto pole = distance(m, smallest) == 0.0;
     sum.largest_g = larger(sum.largest_g, select(pole, magnitude(g), V{}));
     sum.largest_fallback = larger(sum.largest_fallback, select(pole, magnitude(h), V{}));
-    // through m = 0 only y ≠ 0 reaches g
-    const auto useless = (finite_or_nan(h) != 0.0) | ((m == 0.0) & (g != 0.0) & (h == 0.0));
+    // where m = 0, g is reached only by a y ≠ 0
+    const auto useless = (zero_if_finite(h) != 0.0) | ((m == 0.0) & (g != 0.0) & (h == 0.0));
     sum.unusable += select(pole & useless, V{1}, V{});
     sum.first = smaller(sum.first, select(pole, at.index(), V{kInfinity}));
   });
@@ -320,12 +339,12 @@ ICL_PATCH_INLINE PoleDirection pole_direction(const Row& row, double smallest, d
   const bool from_fallback = share.unusable == 0 && share.largest_fallback > 0;
   const double largest = from_fallback ? share.largest_fallback : share.largest_g;
   if (largest > 0) {
-    const double squares = row.template survey<Sum>([=](auto& sum, const auto& at) {
-                                const V x = (from_fallback ? at.fallback() : at.g()) / largest;
-                                sum.value += select(distance(at.m(), smallest) == 0.0, x * x, V{});
-                              }).value;
-    const double factor = length / std::sqrt(squares) / largest;
-    if (factor < kInfinity) {  // not of the smallest denormal numbers
+    const auto squares = row.template sum_inputs<Sum>([=](auto& sum, const auto& at) {
+      const V x = (from_fallback ? at.fallback() : at.g()) / largest;
+      sum.value += select(distance(at.m(), smallest) == 0.0, x * x, V{});
+    });
+    const double factor = length / std::sqrt(squares.value) / largest;
+    if (factor < kInfinity) {  // false for the smallest denormal numbers
       (from_fallback ? direction.fallback : direction.g) = factor;
       return direction;
     }
@@ -339,8 +358,9 @@ template <class Row>
 ICL_PATCH_INLINE Secular secular(Row& row, double smallest, double target) {
   using V = typename Row::Value;
   const double inverse_root = 1 / std::sqrt(target);
-  const auto sums = row.template prepare<Weights>(smallest, [=](auto& sum, const auto& at) {
-    const V m = at.m(), e = distance(m, smallest), p = magnitude(m) * magnitude(at.g()), squared = p * p;
+  const auto sums = row.template prepare_terms<Weights>(smallest, [=](auto& sum, const auto& at) {
+    const V m = at.m(), e = distance(m, smallest), p = magnitude(m) * magnitude(at.g());
+    const V squared = p * p;
     const auto pole = e == 0.0;
     sum.squares += squared;
     sum.weighted_distance += squared * e;
@@ -348,37 +368,40 @@ ICL_PATCH_INLINE Secular secular(Row& row, double smallest, double target) {
     sum.far = larger(sum.far, p * (inverse_root * (1 - 8 * kUlp)) - e * (1 + 8 * kUlp));
     sum.nearest = smaller(sum.nearest, select((p > 0.0) & (e > 0.0), e, V{kInfinity}));
   });
-  // Margins for what rounding does to the sums.
+  // With margins for the rounding errors of the sums.
   const double size = std::sqrt(sums.squares) * inverse_root;
   const double mean = sums.squares > 0 ? sums.weighted_distance / sums.squares : 0;
   const double tail = size * (1 - 64 * kUlp) - mean * (1 + 64 * kUlp);
   const double from_pole = std::sqrt(sums.pole) * inverse_root * (1 - 64 * kUlp);
-  return {target, sums.pole, sums.pole > 0 ? 0 : sums.nearest, larger(larger(sums.far, tail), from_pole), size * (1 + 64 * kUlp)};
+  return {target, sums.pole, sums.pole > 0 ? 0 : sums.nearest,
+          larger(larger(sums.far, tail), from_pole), size * (1 + 64 * kUlp)};
 }
 
-// Everything in units in which m and g are of moderate size; `power` is a power of two, 1 unless the row leaves fp32's range.
+// The power of two that brings m and g to a moderate size, and whose inverse is one too; 1 unless
+// the row leaves fp32's range.
 ICL_PATCH_INLINE double scaling_power(double largest) {
   int exponent = 0;
   std::frexp(largest, &exponent);
   if (exponent > -160 && exponent < 160) return 1;
-  return std::ldexp(1.0, exponent < -1000 ? 1000 : exponent > 1000 ? -1000 : -exponent);  // and 1 / power is one too
+  return std::ldexp(1.0, exponent < -1000 ? 1000 : exponent > 1000 ? -1000 : -exponent);
 }
 
 template <class Row>
 ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bisection) {
   using V = typename Row::Value;
-  const auto extent = row.template survey<Extent>([](auto& sum, const auto& at) { sum.add(at.m(), at.g()); });
+  const auto extent =
+      row.template sum_inputs<Extent>([](auto& sum, const auto& at) { sum.add(at.m(), at.g()); });
   if (extent.nonfinite != 0) {
-    row.spoil();
+    row.store_nan();
     return {kInfinity - kInfinity, 0, kNonfinite};
   }
   if (!radius.valid()) {
-    row.keep();
+    row.store_unchanged();
     return {0, 0, kBadRadius};
   }
 
   const double power = scaling_power(extent.largest), smallest = extent.smallest * power;
-  row.scale(power);
+  row.set_scale(power);
   const double target = n * radius.squared();
   const Secular equation = secular(row, smallest, target);
 
@@ -392,13 +415,16 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bis
     direction = pole_direction(row, smallest, std::sqrt(left_over));
     norm2 = beyond + left_over;
   } else {
-    root = bisection ? bisect(row, equation) : find_root(row, equation, first_guess(equation, smallest));
-    if (row.is_double()) norm2 = squares_at(row, root.s, equation.pole);  // single precision does not see the last ulps
+    root = bisection ? bisect(row, equation)
+                     : find_root(row, equation, first_guess(equation, smallest));
+    // fp32 does not see the last ulps.
+    if (row.is_fp64()) norm2 = squares_at(row, root.s, equation.pole);
   }
 
   const double unscaled = 1 / power;
   const double missing = hard ? 0 : -1;  // e of the coordinates that take up the missing norm
-  const double s = root.s, rescale = std::sqrt(target / norm2), norm = std::sqrt(radius.c * radius.c + radius.eps);
+  const double s = root.s, rescale = std::sqrt(target / norm2);
+  const double norm = std::sqrt(radius.c * radius.c + radius.eps);
   const auto any = [=](auto& sum, const auto& at) {
     const V m = at.m(), g = at.g(), e = distance(m, smallest), shifted = e + s;
     const auto at_pole = e == missing;
@@ -412,13 +438,14 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bis
     sum.unreachable += select((m == 0.0) & (g != 0.0) & (y == 0.0), V{1}, V{});
     sum.nonfinite += at.store(y * norm, new_scale);
   };
-  // Neither a pole nor an m = 0 to tell apart: the same numbers.
+  // The same numbers where no coordinate is at the pole and no m = 0.
   const auto regular = [=](auto& sum, const auto& at) {
     const V m = at.m(), shifted = distance(m, smallest) + s;
     sum.nonfinite += at.store(m * at.g() / shifted * rescale * norm, shifted / m * unscaled);
   };
   const bool is_regular = !hard && smallest > 0 && s > 0;
-  const auto faults = is_regular ? row.template survey<Faults>(regular) : row.template survey<Faults>(any);
+  const auto faults =
+      is_regular ? row.template sum_inputs<Faults>(regular) : row.template sum_inputs<Faults>(any);
   const double shift = s * unscaled * unscaled;
   Status status = faults.unreachable != 0 ? kUnreachable : hard ? kHard : kEasy;
   if (!root.converged || faults.nonfinite != 0 || !(shift < kInfinity)) status = kNoConvergence;
@@ -427,10 +454,12 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bis
 
 // ---- the stable update: g and m of a row from delta, scale and h_down ----
 
-constexpr double kScaleIsZero = 0x1p-12;  // of the scale's RMS: dividing by less costs more digits than fp32 has left
+// An m of at most this part of the scale's RMS counts as 0: dividing by it costs more digits than
+// fp32 has left.
+constexpr double kScaleIsZero = 0x1p-12;
 constexpr double kScaleFloor = 0.25;
 
-// g = delta + scale ⊙ Norm(h), and the scale with its zeros moved to where the inversion can use them.
+// g = delta + scale ⊙ Norm(h), and m, the scale with its zeros replaced by `floor`.
 struct Update {
   double inverse_norm = 0, zero = -1, floor = 0;
 
@@ -458,27 +487,27 @@ struct UpdateSums {
 template <class Row>
 ICL_PATCH_INLINE Outcome update_row(Row& row, int64_t n, double eps, bool bisection) {
   using V = typename Row::Value;
-  const auto sums = row.template survey<UpdateSums>([](auto& sum, const auto& at) {
+  const auto sums = row.template sum_inputs<UpdateSums>([](auto& sum, const auto& at) {
     const V h = at.fallback(), m = at.scale();
     sum.h += h * h;
     sum.m += m * m;
     sum.delta += select(at.delta() != 0.0, V{1}, V{});
   });
   if (sums.delta == 0) {
-    row.keep();
+    row.store_unchanged();
     return {0, 0, kEasy};
   }
   const double mean = sums.h / n;
   Update update;
   update.inverse_norm = mean + eps > 0 ? 1 / std::sqrt(mean + eps) : 0;
-  const double g = row.template survey<Sum>([=](auto& sum, const auto& at) {
-                        const V target = update.g(at.delta(), at.scale(), at.fallback());
-                        sum.value += target * target;
-                      }).value;
+  const auto g = row.template sum_inputs<Sum>([=](auto& sum, const auto& at) {
+    const V target = update.g(at.delta(), at.scale(), at.fallback());
+    sum.value += target * target;
+  });
   update.zero = kScaleIsZero * std::sqrt(sums.m / n);
-  update.floor = kScaleFloor * std::sqrt(larger(sums.m, g) / n);
-  row.form(update);
-  // h = 0 has no RMS to keep: the norm of what it becomes is free
+  update.floor = kScaleFloor * std::sqrt(larger(sums.m, g.value) / n);
+  row.set_update(update);
+  // h = 0 has no RMS to preserve, so any radius will do.
   return invert_row(row, n, Radius{mean > 0 ? std::sqrt(mean) : 1, eps}, bisection);
 }
 
