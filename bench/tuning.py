@@ -14,19 +14,19 @@ from torch import Tensor
 from icl_patch.bench.harness import InTurn, compare, reason
 from icl_patch.bench.linear import CONV1D, SHAPES, cold
 from icl_patch.bench.results import environment, write_whole
-from icl_patch.kernels import tuning
-from icl_patch.kernels.config import (
+from icl_patch.kernels.compilation import tuning
+from icl_patch.kernels.ops.linear import launch_linear
+from icl_patch.kernels.runtime.config import (
     DTYPES,
     REGIMES,
     STREAM,
     Config,
-    Entry,
+    TunedConfig,
     dump,
     entries_for,
     gpu_name,
     slug,
 )
-from icl_patch.kernels.linear import launch_linear
 
 ROWS = {"stream": (1, 2, 4, 8, 16), "tile": (32, 64, 512)}
 QUICK_ROWS = {"stream": (1, 8), "tile": (32, 512)}
@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningOptions:
     """What is tuned: the device, dtypes, whether in short, and how many processes compile."""
 
     device: torch.device
@@ -60,7 +60,9 @@ class Plan:
         return (QUICK_ROWS if self.quick else ROWS)[regime]
 
 
-def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tuple[Entry, ...]]:
+def write(
+    plan: TuningOptions, folder: Path | None, progress: Progress
+) -> tuple[Path, tuple[TunedConfig, ...]]:
     """Tune and write ``<gpu>.json``, whole; entries of dtypes that are not tuned stay as they are.
 
     Returns:
@@ -85,15 +87,15 @@ def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tu
 
 
 def choose(
-    plan: Plan,
-    known: Sequence[Entry],
+    plan: TuningOptions,
+    known: Sequence[TunedConfig],
     measuring: "Callable[[torch.dtype, str], Measuring]",
     progress: Progress,
-) -> tuple[Entry, ...]:
+) -> tuple[TunedConfig, ...]:
     """The entries of the tuned dtypes, by what ``measuring(dtype, regime)`` says, then those of the
     others as they were.
     """
-    chosen: list[Entry] = []
+    chosen: list[TunedConfig] = []
     for dtype in plan.dtypes:
         for regime in REGIMES:
             progress(f"{DTYPES[dtype]}, {regime}")
@@ -102,7 +104,9 @@ def choose(
     return tuple(chosen + [entry for entry in known if entry.dtype not in tuned])
 
 
-def _choose(plan: Plan, dtype: torch.dtype, regime: str, measuring: "Measuring") -> list[Entry]:
+def _choose(
+    plan: TuningOptions, dtype: torch.dtype, regime: str, measuring: "Measuring"
+) -> list[TunedConfig]:
     """Blocks first, then, with them, how many coefficients a program sums itself."""
     tried = tuning.candidates(dtype, regime)
     measuring.compile(tried, [(rows, 1) for rows in plan.rows(regime)], plan.shapes)
@@ -140,7 +144,12 @@ class Measuring:
     """
 
     def __init__(
-        self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, regime: str
+        self,
+        plan: TuningOptions,
+        pool: Executor,
+        progress: Progress,
+        dtype: torch.dtype,
+        regime: str,
     ) -> None:
         self._plan, self._pool, self._progress, self._dtype, self._regime = (
             plan,
@@ -174,7 +183,7 @@ class Measuring:
                 f"{len(failed)} of them do not compile; the first: {failed[0].splitlines()[0]:.200}"
             )
 
-    def problem(self, entry: Entry) -> str | None:
+    def problem(self, entry: TunedConfig) -> str | None:
         """Spills and the like, in any kernel that the entry is compiled to."""
         found = tuning.entry_problem(self._pool, entry)
         self._progress(f"{entry.config}: {found or 'chosen'}")

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 import icl_patch
 from icl_patch.bench import BENCHMARKS
 from icl_patch.bench.results import Results, default_folder
-from icl_patch.bench.running import Plan, redraw, run
+from icl_patch.bench.running import BenchOptions, redraw, run
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 from icl_patch.evaluation import architecture_suite, demo, embedded, report
 from icl_patch.evaluation.verify import default_context, encode_contexts, load_model, verify
@@ -750,7 +750,7 @@ def _bench(options: argparse.Namespace) -> int:
         return 0
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    plan = Plan(options.device, options.quick, options.part, options.fresh, options.seconds)
+    plan = BenchOptions(options.device, options.quick, options.part, options.fresh, options.seconds)
     everything = [Results(name, options.device, folder) for name in options.name or BENCHMARKS]
     good = True
     for results in everything:
@@ -774,7 +774,9 @@ def _tune(options: argparse.Namespace) -> int:
         raise ValueError("expected triton, whose kernels are what is tuned: it is not installed")
     from icl_patch.bench import tuning
 
-    plan = tuning.Plan(options.device, tuple(options.dtype), options.quick, options.workers)
+    plan = tuning.TuningOptions(
+        options.device, tuple(options.dtype), options.quick, options.workers
+    )
     path, entries = tuning.write(
         plan, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
     )

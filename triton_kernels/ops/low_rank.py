@@ -7,28 +7,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels import library
-from icl_patch.kernels.coefficients import plan_coefficients
-from icl_patch.kernels.launching import (
+from icl_patch.kernels.ops.coefficients import plan_coefficients
+from icl_patch.kernels.ops.linear import check_factors
+from icl_patch.kernels.runtime import library
+from icl_patch.kernels.runtime.launching import (
     FLOATS,
     Launch,
+    cached_launch,
     ceil_div,
     check,
     check_floats,
     dtype_of,
     needs_op,
-    serve,
 )
-from icl_patch.kernels.linear import check_factors
 
 _BLOCK = 512
 
 
 @triton.jit
 def _low_rank_kernel(
-    plain_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, N, column_blocks, stride_pm, stride_pn, stride_um, stride_ur, stride_un,
-    R: tl.constexpr, HAS_INDEX: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    plain_ptr,
+    u_ptr,
+    index_ptr,
+    coeff_ptr,
+    y_ptr,
+    N,
+    column_blocks,
+    stride_pm,
+    stride_pn,
+    stride_um,
+    stride_ur,
+    stride_un,
+    R: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     pid = tl.program_id(0).to(tl.int64)
     m = pid // column_blocks
     offs_n = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -77,10 +90,10 @@ def launch_low_rank(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """:func:`add_low_rank` without gradients, straight to the kernels."""
-    return serve(_find, (y, z, u, v, index), out_dtype)
+    return cached_launch(_plan, (y, z, u, v, index), out_dtype)
 
 
-def _find(
+def _plan(
     y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     _check(y, z, u, v, index, out_dtype)

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from icl_patch.kernels.launching import Launch
+from icl_patch.kernels.runtime.launching import Launch
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one program can have, by compute capability."""

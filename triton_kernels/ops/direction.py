@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels import library
-from icl_patch.kernels.coefficients import (
+from icl_patch.kernels.ops.coefficients import (
     CHUNKS,
     LANE_BITS,
     LANES,
@@ -18,20 +17,21 @@ from icl_patch.kernels.coefficients import (
     segments_of,
     steps_of,
 )
-from icl_patch.kernels.launching import (
+from icl_patch.kernels.runtime import library
+from icl_patch.kernels.runtime.launching import (
     Launch,
+    cached_launch,
     ceil_div,
     check_floats,
     needs_op,
     power_of_two,
-    serve,
 )
 
 TINY = tl.constexpr(2.0**-126)
 HUGE = tl.constexpr(3.4028234663852886e38)
 
 
-class Direction(NamedTuple):
+class ReadDirection(NamedTuple):
     """v (M, K) fp32, ``z/‖z‖²``; inverse_norm2 (M,) fp32, ``1/‖z‖²``; coeff (M, 1) fp32, ``z·v`` as
     a linear op sums it.
 
@@ -92,9 +92,19 @@ def narrowed(inverse):
 
 @triton.jit
 def _direction_kernel(
-    z_ptr, v_ptr, inverse_ptr, coeff_ptr, stride_zm, stride_zk,
-    K: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    v_ptr,
+    inverse_ptr,
+    coeff_ptr,
+    stride_zm,
+    stride_zk,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     m = tl.program_id(0).to(tl.int64)
     z_ptr += m * stride_zm
     first = row_offsets(SEGMENTS, WIDTH)
@@ -138,7 +148,7 @@ def row_warps(k: int) -> int:
 
 
 def direction_outputs(rows: int, k: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """What a launch fills of a :class:`Direction`."""
+    """What a launch fills of a :class:`ReadDirection`."""
     return ((rows, k), torch.float32), ((rows,), torch.float32), ((rows, 1), torch.float32)
 
 
@@ -153,10 +163,10 @@ def plan_direction(z: Tensor) -> Launch:
 
 def launch_direction(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`read_direction`, straight to the kernel."""
-    return serve(_find, (z,))
+    return cached_launch(_plan, (z,))
 
 
-def _find(z: Tensor) -> Launch:
+def _plan(z: Tensor) -> Launch:
     _check(z)
     return plan_direction(z)
 
@@ -171,7 +181,7 @@ def _(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return wide, wide.new_empty((rows,)), wide.new_empty((rows, 1))
 
 
-def read_direction(z: Tensor) -> Direction:
+def read_direction(z: Tensor) -> ReadDirection:
     """``v = z / ‖z‖²``, ``1/‖z‖²`` and ``z·v`` in one launch; ``‖z‖²`` is summed in fp64 and v
     rounded once.
 
@@ -179,7 +189,7 @@ def read_direction(z: Tensor) -> Direction:
         z: (M, K) fp32, bf16 or fp16, any strides, K ≥ 1.
 
     Returns:
-        Direction(v, inverse_norm2, coeff). Not differentiable.
+        ReadDirection(v, inverse_norm2, coeff). Not differentiable.
 
     Raises:
         TypeError: z's dtype does not fit.
@@ -189,8 +199,8 @@ def read_direction(z: Tensor) -> Direction:
     """
     if needs_op(z):
         _check(z)
-        return Direction(*torch.ops.icl_patch.triton_read_direction(z))
-    return Direction(*launch_direction(z))
+        return ReadDirection(*torch.ops.icl_patch.triton_read_direction(z))
+    return ReadDirection(*launch_direction(z))
 
 
 def _check(z: Tensor) -> None:

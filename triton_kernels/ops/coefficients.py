@@ -12,7 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels.launching import Launch, ceil_div, dtype_of, power_of_two, serve
+from icl_patch.kernels.runtime.launching import (
+    Launch,
+    cached_launch,
+    ceil_div,
+    dtype_of,
+    power_of_two,
+)
 
 LANES = tl.constexpr(64)
 LANE_BITS = tl.constexpr(6)
@@ -60,10 +66,22 @@ def add_segments(x, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def _coefficient_kernel(
-    z_ptr, v_ptr, index_ptr, coeff_ptr,
-    stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
-    K: tl.constexpr, R: tl.constexpr, HAS_INDEX: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    v_ptr,
+    index_ptr,
+    coeff_ptr,
+    stride_zm,
+    stride_zk,
+    stride_vm,
+    stride_vr,
+    stride_vk,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
     pid = tl.program_id(0).to(tl.int64)
     m, r = pid // R, pid % R
     row = m
@@ -140,4 +158,4 @@ def coefficients(z: Tensor, v: Tensor, index: Tensor | None = None) -> Tensor:
     """``c = z·v``, (M, R) fp32, for the arguments of :func:`icl_patch.kernels.patched_linear` with
     u and v of 3 dimensions.
     """
-    return serve(plan_coefficients, (z, v, index))
+    return cached_launch(plan_coefficients, (z, v, index))

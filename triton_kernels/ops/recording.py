@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from icl_patch.kernels import library
-from icl_patch.kernels.config import Config, config_for, gpu_name
-from icl_patch.kernels.direction import Direction, read_direction
-from icl_patch.kernels.launching import check, needs_op, serve
-from icl_patch.kernels.linear import check_linear, plan_linear, regime_of
+from icl_patch.kernels.ops.direction import ReadDirection, read_direction
+from icl_patch.kernels.ops.linear import check_linear, plan_linear, regime_of
+from icl_patch.kernels.runtime import library
+from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
+from icl_patch.kernels.runtime.launching import cached_launch, check, needs_op
 
 
 class Recorded(NamedTuple):
@@ -22,7 +22,7 @@ class Recorded(NamedTuple):
 
     y_pair: Tensor
     u: Tensor
-    direction: Direction
+    direction: ReadDirection
 
     @property
     def y_ctx(self) -> Tensor:
@@ -44,10 +44,10 @@ def launch_record(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`record_linear` for given coefficients, straight to the kernel: y_pair and u."""
-    return serve(_find, (z_pair, weight, bias, coeff), regime, config)
+    return cached_launch(_plan, (z_pair, weight, bias, coeff), regime, config)
 
 
-def _find(
+def _plan(
     z_pair: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -83,7 +83,7 @@ def record_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    direction: Direction | None = None,
+    direction: ReadDirection | None = None,
     regime: str | None = None,
 ) -> Recorded:
     """``u = W z_ctx - W z`` and the outputs ``y_ctx = W z_ctx + b`` and ``y = W z + b + (z·v) u``,

@@ -5,8 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels import library
-from icl_patch.kernels.launching import Launch, ceil_div, check, check_floats, needs_op, serve
+from icl_patch.kernels.runtime import library
+from icl_patch.kernels.runtime.launching import (
+    Launch,
+    cached_launch,
+    ceil_div,
+    check,
+    check_floats,
+    needs_op,
+)
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 _BLOCK = 1024
@@ -14,8 +21,18 @@ _BLOCK = 1024
 
 @triton.jit
 def _gated_kernel(
-    gate_ptr, up_ptr, y_ptr, N, column_blocks, stride_gm, stride_gn, stride_um, stride_un, GELU: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    N,
+    column_blocks,
+    stride_gm,
+    stride_gn,
+    stride_um,
+    stride_un,
+    GELU: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     pid = tl.program_id(0).to(tl.int64)
     m = pid // column_blocks
     offs_n = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -48,10 +65,10 @@ def plan_gated(gate: Tensor, up: Tensor, activation: str) -> Launch:
 
 def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """:func:`gated_product`, straight to the kernel."""
-    return serve(_find, (gate, up), activation)
+    return cached_launch(_plan, (gate, up), activation)
 
 
-def _find(gate: Tensor, up: Tensor, activation: str) -> Launch:
+def _plan(gate: Tensor, up: Tensor, activation: str) -> Launch:
     _check(gate, up, activation)
     return plan_gated(gate, up, activation)
 

@@ -9,19 +9,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels import library
-from icl_patch.kernels.config import STREAM, Config, config_for, gpu_name
-from icl_patch.kernels.launching import Launch, ceil_div, check, dtype_of, needs_op, serve
-from icl_patch.kernels.linear import check_operands
-from icl_patch.kernels.linear_kernels import _add_lanes, _add_products
+from icl_patch.kernels.ops.linear import check_operands
+from icl_patch.kernels.ops.linear_kernels import _add_lanes, _add_products
+from icl_patch.kernels.runtime import library
+from icl_patch.kernels.runtime.config import STREAM, Config, config_for, gpu_name
+from icl_patch.kernels.runtime.launching import (
+    Launch,
+    cached_launch,
+    ceil_div,
+    check,
+    dtype_of,
+    needs_op,
+)
 
 
 @triton.jit
 def _expert_kernel(
-    x_ptr, w_ptr, bias_ptr, expert_ptr, y_ptr,
-    SLOTS, N, E, CHOSEN, stride_xm, stride_xj, stride_xk, stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_em, stride_ej,
-    K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    expert_ptr,
+    y_ptr,
+    SLOTS,
+    N,
+    E,
+    CHOSEN,
+    stride_xm,
+    stride_xj,
+    stride_xk,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_be,
+    stride_bn,
+    stride_em,
+    stride_ej,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
     # Neighbouring programs share outputs: of the slots that chose one expert all but the first read
     # its matrix from L2.
     pid = tl.program_id(0).to(tl.int64)
@@ -76,9 +104,20 @@ def plan_experts(
     b_strides = (0, 0) if bias is None else bias.stride()
     block_n, block_k = blocks(config, x.itemsize)
     rest = (
-        rows * chosen, n, experts, chosen, *x_strides, *weight.stride(), *b_strides, *expert.stride(),
-        k, bias is not None, block_n, block_k, config.num_stages,
-    )  # fmt: skip
+        rows * chosen,
+        n,
+        experts,
+        chosen,
+        *x_strides,
+        *weight.stride(),
+        *b_strides,
+        *expert.stride(),
+        k,
+        bias is not None,
+        block_n,
+        block_k,
+        config.num_stages,
+    )
     inputs = (x.dtype, weight.dtype, dtype_of(bias), expert.dtype)
     programs = rows * chosen * ceil_div(n, block_n)
     return Launch(
@@ -101,10 +140,10 @@ def launch_experts(
     config: Config | None = None,
 ) -> Tensor:
     """:func:`expert_linear`, straight to the kernel."""
-    return serve(_find, (x, weight, expert, bias), out_dtype, config)
+    return cached_launch(_plan, (x, weight, expert, bias), out_dtype, config)
 
 
-def _find(
+def _plan(
     x: Tensor,
     weight: Tensor,
     expert: Tensor,

@@ -6,23 +6,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from icl_patch.kernels import library
-from icl_patch.kernels.coefficients import LANES, plan_coefficients
-from icl_patch.kernels.config import STREAM, STREAM_ROWS, TILE, Config, config_for, gpu_name
-from icl_patch.kernels.gradients import backward, setup
-from icl_patch.kernels.launching import (
+from icl_patch.kernels.ops.coefficients import LANES, plan_coefficients
+from icl_patch.kernels.ops.gradients import backward, setup
+from icl_patch.kernels.ops.linear_kernels import _linear_kernel
+from icl_patch.kernels.runtime import library
+from icl_patch.kernels.runtime.config import STREAM, STREAM_ROWS, TILE, Config, config_for, gpu_name
+from icl_patch.kernels.runtime.launching import (
     FLOATS,
     INTERPRETED,
     Launch,
+    cached_launch,
     ceil_div,
     check,
     check_floats,
     dtype_of,
     needs_op,
     power_of_two,
-    serve,
 )
-from icl_patch.kernels.linear_kernels import _linear_kernel
 
 MAX_RANK = 64
 
@@ -112,10 +112,27 @@ def plan_linear(
     )
     outputs: tuple = (((len(z), n), dtype),)
     rest = (
-        rows, n, *z.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), *u_strides, *v_strides,
-        config.dot, k, rank, fused, record, index is not None, bias is not None,
-        block_m, block_n, config.block_k, *coefficient_block(config, block_m, rows, fused, z.dtype), config.num_stages, INTERPRETED,
-    )  # fmt: skip
+        rows,
+        n,
+        *z.stride(),
+        *weight.stride(),
+        0 if bias is None else bias.stride(0),
+        *u_strides,
+        *v_strides,
+        config.dot,
+        k,
+        rank,
+        fused,
+        record,
+        index is not None,
+        bias is not None,
+        block_m,
+        block_n,
+        config.block_k,
+        *coefficient_block(config, block_m, rows, fused, z.dtype),
+        config.num_stages,
+        INTERPRETED,
+    )
     if record:
         outputs += (((rows, n), torch.float32),)
     else:
@@ -149,10 +166,10 @@ def launch_linear(
     config: Config | None = None,
 ) -> Tensor:
     """:func:`patched_linear` without gradients, straight to the kernel."""
-    return serve(_find, (z, weight, u, v, bias, index), out_dtype, regime, config)
+    return cached_launch(_plan, (z, weight, u, v, bias, index), out_dtype, regime, config)
 
 
-def _find(
+def _plan(
     z: Tensor,
     weight: Tensor,
     u: Tensor | None,
@@ -165,7 +182,7 @@ def _find(
 ) -> Callable[..., Tensor]:
     _check(z, weight, u, v, bias, index, out_dtype)
     if u is not None and not len(u):  # an empty pool: no row has a patch
-        plain = _find(z, weight, None, None, bias, None, out_dtype, regime, config)
+        plain = _plan(z, weight, None, None, bias, None, out_dtype, regime, config)
         return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
     if u is not None and v is not None and u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)

@@ -15,10 +15,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from icl_patch.kernels import aot, specialisations
-from icl_patch.kernels.config import DTYPES, STREAM, Config, Entry
-from icl_patch.kernels.launching import Launch
-from icl_patch.kernels.linear import plan_before, plan_linear
+from icl_patch.kernels.compilation import aot, specialisations
+from icl_patch.kernels.ops.linear import plan_before, plan_linear
+from icl_patch.kernels.runtime.config import DTYPES, STREAM, Config, TunedConfig
+from icl_patch.kernels.runtime.launching import Launch
 
 FUSED = (1, 4, 8, 16, 32, 64)
 """How many coefficients a program may sum itself, to try once the blocks are chosen: the bits are
@@ -99,9 +99,9 @@ def tune(
     shapes: Sequence[tuple[int, int]],
     measure: Callable[[Config, int, int], float | None],
     limits: Sequence[int] = (4096, 16384),
-    problem: Callable[[Entry], str | None] = lambda entry: None,
+    problem: Callable[[TunedConfig], str | None] = lambda entry: None,
     tried: Sequence[Config] | None = None,
-) -> tuple[Entry, ...]:
+) -> tuple[TunedConfig, ...]:
     """One entry for every class of N: the candidate that is closest to the fastest at each of the
     class's shapes, on average.
 
@@ -137,7 +137,7 @@ def tune(
             if mine
             else []
         )
-        possible = (Entry(regime, DTYPES[dtype], upper, None, config) for config in ranked)
+        possible = (TunedConfig(regime, DTYPES[dtype], upper, None, config) for config in ranked)
         entry = next((entry for entry in possible if problem(entry) is None), None)
         if entry is None:
             raise ValueError(
@@ -234,7 +234,7 @@ def compile_all(pool: Executor, variants: Sequence[Variant], capability: int) ->
 
 
 def entry_problem(
-    pool: Executor, entry: Entry, capabilities: Sequence[int] = tuple(aot.SHARED_MEMORY)
+    pool: Executor, entry: TunedConfig, capabilities: Sequence[int] = tuple(aot.SHARED_MEMORY)
 ) -> str | None:
     """Why an entry cannot be in a data file: one of its kernels spills or does not fit on a GPU
     that it is compiled ahead for.
@@ -255,7 +255,7 @@ def entry_problem(
 
 
 def _kernel_problem(
-    entry: Entry, variant: str, rank: int | None, rows: int, capability: int
+    entry: TunedConfig, variant: str, rank: int | None, rows: int, capability: int
 ) -> str | None:
     problem = aot.resources(
         specialisations.linear_launch(entry, variant, rank, rows), capability

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from icl_patch.kernels.coefficients import plan_coefficients
-from icl_patch.kernels.config import STREAM, Entry, data_files
-from icl_patch.kernels.direction import plan_direction
-from icl_patch.kernels.experts import plan_experts
-from icl_patch.kernels.gated import ACTIVATIONS, plan_gated
-from icl_patch.kernels.launching import Launch
-from icl_patch.kernels.linear import plan_linear
-from icl_patch.kernels.low_rank import plan_low_rank
-from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
+from icl_patch.kernels.ops.coefficients import plan_coefficients
+from icl_patch.kernels.ops.direction import plan_direction
+from icl_patch.kernels.ops.experts import plan_experts
+from icl_patch.kernels.ops.gated import ACTIVATIONS, plan_gated
+from icl_patch.kernels.ops.linear import plan_linear
+from icl_patch.kernels.ops.low_rank import plan_low_rank
+from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
+from icl_patch.kernels.runtime.config import STREAM, TunedConfig, data_files
+from icl_patch.kernels.runtime.launching import Launch
 
 # Name, rank, rows for the regimes "stream" and "tile"; where a rank is not given there is no patch.
 VARIANTS = (
@@ -33,7 +33,7 @@ def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def linear_launch(entry: Entry, variant: str, rank: int | None, rows: int) -> Launch:
+def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int) -> Launch:
     """One of the VARIANTS at a shape of the entry's class."""
     dtype, config = getattr(torch, entry.dtype), entry.config
     n, k = min(entry.max_n or 21504, 21504), min(entry.max_k or 5376, 5376)

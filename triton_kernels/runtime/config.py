@@ -58,7 +58,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TunedConfig:
     """A configuration and the shapes it is for: N up to max_n, K up to max_k; None is any."""
 
     regime: str
@@ -67,7 +67,7 @@ class Entry:
     max_k: int | None
     config: Config
 
-    def serves(self, regime: str, dtype: str, n: int, k: int) -> bool:
+    def covers(self, regime: str, dtype: str, n: int, k: int) -> bool:
         """Whether the shape is one of those."""
         within = (self.max_n is None or n <= self.max_n) and (self.max_k is None or k <= self.max_k)
         return self.regime == regime and self.dtype == dtype and within
@@ -78,7 +78,7 @@ def slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
-def parse(text: str) -> tuple[Entry, ...]:
+def parse(text: str) -> tuple[TunedConfig, ...]:
     """The entries of a data file.
 
     Raises:
@@ -89,7 +89,7 @@ def parse(text: str) -> tuple[Entry, ...]:
         try:
             item = dict(item)
             shape = {name: item.pop(name) for name in ("regime", "dtype", "max_n", "max_k")}
-            entry = Entry(**shape, config=Config(**item))
+            entry = TunedConfig(**shape, config=Config(**item))
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"expected regime, dtype, max_n, max_k and a configuration, got {item}: {error}"
@@ -103,7 +103,7 @@ def parse(text: str) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def dump(gpu: str, note: str, entries: tuple[Entry, ...]) -> str:
+def dump(gpu: str, note: str, entries: tuple[TunedConfig, ...]) -> str:
     """The text of a data file, which :func:`parse` reads."""
     rows = []
     for entry in entries:
@@ -119,18 +119,18 @@ def dump(gpu: str, note: str, entries: tuple[Entry, ...]) -> str:
 
 
 @cache
-def entries_for(gpu: str) -> tuple[Entry, ...]:
+def entries_for(gpu: str) -> tuple[TunedConfig, ...]:
     """The entries of the GPU's data file, else of ``default.json``."""
-    folder = files(__package__) / "configs"
+    folder = files("icl_patch.kernels") / "configs"
     file = folder / f"{slug(gpu)}.json"
     return parse(
         (file if gpu and file.is_file() else folder / "default.json").read_text(encoding="utf-8")
     )
 
 
-def data_files() -> dict[str, tuple[Entry, ...]]:
+def data_files() -> dict[str, tuple[TunedConfig, ...]]:
     """Every data file's entries, by file name without its ending."""
-    folder = files(__package__) / "configs"
+    folder = files("icl_patch.kernels") / "configs"
     return {
         file.name.removesuffix(".json"): parse(file.read_text(encoding="utf-8"))
         for file in folder.iterdir()
@@ -155,7 +155,7 @@ def config_for(gpu: str, dtype: torch.dtype, n: int, k: int, regime: str) -> Con
     if regime not in REGIMES:
         raise ValueError(f"expected regime {' or '.join(map(repr, REGIMES))}, got {regime!r}")
     for entry in entries_for(gpu):
-        if entry.serves(regime, DTYPES[dtype], n, k):
+        if entry.covers(regime, DTYPES[dtype], n, k):
             return entry.config
     raise LookupError(
         f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, K = {k}, {regime}"

@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels import library
-from icl_patch.kernels.coefficients import LANE_BITS, LANES, add_segments, pair_sum
-from icl_patch.kernels.direction import (
-    Direction,
+from icl_patch.kernels.ops.coefficients import LANE_BITS, LANES, add_segments, pair_sum
+from icl_patch.kernels.ops.direction import (
+    ReadDirection,
     along,
     direction_outputs,
     inverse_of,
@@ -25,17 +24,18 @@ from icl_patch.kernels.direction import (
     row_warps,
     sum_all,
 )
-from icl_patch.kernels.launching import Launch, check, check_floats, needs_op, serve
+from icl_patch.kernels.runtime import library
+from icl_patch.kernels.runtime.launching import Launch, cached_launch, check, check_floats, needs_op
 
 
-class NormPair(NamedTuple):
+class NormedPair(NamedTuple):
     """z_pair (2M, d), both streams' normed rows; delta (M, d) fp32, ``hidden_ctx - hidden``; the
     direction of z.
     """
 
     z_pair: Tensor
     delta: Tensor
-    direction: Direction
+    direction: ReadDirection
 
 
 @triton.jit
@@ -72,10 +72,27 @@ def _scaled(x, reciprocal, scale, CAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _norm_pair_kernel(
-    hidden_ptr, weight_ptr, z_ptr, delta_ptr, v_ptr, inverse_ptr, coeff_ptr, M, stride_hm, stride_hk, stride_w, eps, offset,
-    D: tl.constexpr, CAST_FIRST: tl.constexpr,
-    STEPS: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr,
+    weight_ptr,
+    z_ptr,
+    delta_ptr,
+    v_ptr,
+    inverse_ptr,
+    coeff_ptr,
+    M,
+    stride_hm,
+    stride_hk,
+    stride_w,
+    eps,
+    offset,
+    D: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     m = tl.program_id(0).to(tl.int64)
     ctx_ptr, reduced_ptr = hidden_ptr + m * stride_hm, hidden_ptr + (M + m) * stride_hm
     reciprocal_ctx = _reciprocal_rms(ctx_ptr, stride_hk, eps, D, SEGMENTS, WIDTH, ROUNDS)
@@ -127,9 +144,21 @@ def _norm_pair_kernel(
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, scale_ptr, y_ptr, stride_xm, stride_xk, stride_sm, stride_sk, eps, offset,
-    D: tl.constexpr, CAST_FIRST: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    scale_ptr,
+    y_ptr,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    stride_sk,
+    eps,
+    offset,
+    D: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     m = tl.program_id(0).to(tl.int64)
     first = row_offsets(SEGMENTS, WIDTH)
     reciprocal = _reciprocal_rms(x_ptr + m * stride_xm, stride_xk, eps, D, SEGMENTS, WIDTH, ROUNDS)
@@ -166,10 +195,10 @@ def launch_norm_pair(
     hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
 ) -> tuple[Tensor, ...]:
     """:func:`norm_pair`, straight to the kernel: z_pair, delta, v, inverse_norm2, coeff."""
-    return serve(_find_norm_pair, (hidden, weight), eps, offset, cast_first)
+    return cached_launch(_plan_norm_pair, (hidden, weight), eps, offset, cast_first)
 
 
-def _find_norm_pair(
+def _plan_norm_pair(
     hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
 ) -> Launch:
     _check_norm_pair(hidden, weight, eps)
@@ -190,10 +219,10 @@ def launch_rms_norm(
     x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool
 ) -> Tensor:
     """:func:`rms_norm`, straight to the kernel."""
-    return serve(_find_rms_norm, (x, scale), eps, offset, cast_first)
+    return cached_launch(_plan_rms_norm, (x, scale), eps, offset, cast_first)
 
 
-def _find_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
+def _plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
     _check_rms_norm(x, scale, eps)
     return plan_rms_norm(x, scale, eps, offset, cast_first)
 
@@ -236,7 +265,7 @@ def norm_pair(
     *,
     scale_offset: float = 0.0,
     cast_first: bool = True,
-) -> NormPair:
+) -> NormedPair:
     """``z = (o + w) ⊙ x / sqrt(mean(x²) + eps)`` for both streams, ``x_ctx - x`` and the direction
     of z, in one launch.
 
@@ -250,7 +279,7 @@ def norm_pair(
             (Llama), or only after (Gemma).
 
     Returns:
-        NormPair(z_pair, delta, direction). Not differentiable.
+        NormedPair(z_pair, delta, direction). Not differentiable.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -264,7 +293,7 @@ def norm_pair(
         )
     else:
         z_pair, delta, *direction = launch_norm_pair(hidden, weight, eps, scale_offset, cast_first)
-    return NormPair(z_pair, delta, Direction(*direction))
+    return NormedPair(z_pair, delta, ReadDirection(*direction))
 
 
 def _check_norm_pair(hidden: Tensor, weight: Tensor, eps: float) -> None:

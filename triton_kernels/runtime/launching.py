@@ -84,31 +84,31 @@ class Launch:
         }
 
 
-_calls: dict[tuple, Callable[..., Any]] = {}
-_MOST_CALLS = 4096
+_launches: dict[tuple, Callable[..., Any]] = {}
+_MAX_LAUNCHES = 4096
 
 
-def serve(
-    find: Callable[..., Callable[..., Any]], tensors: tuple[Tensor | None, ...], *options: Hashable
+def cached_launch(
+    plan: Callable[..., Callable[..., Any]], tensors: tuple[Tensor | None, ...], *options: Hashable
 ) -> Any:
-    """``find(*tensors, *options)(*tensors)``, but it is found once for all tensors of the same
-    sizes, strides, dtypes and devices.
+    """``plan(*tensors, *options)(*tensors)``, planned once for all tensors of the same sizes,
+    strides, dtypes and devices.
 
-    That is all that a check, a plan and the compiler see of a tensor but for its address, which
+    These are all that checks, plans and the compiler see of a tensor, except for its address, which
     :class:`Launch` looks at.
     """
     key = (
-        find,
+        plan,
         options,
         *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
     )
-    call = _calls.get(key)
-    if call is None:
-        call = find(*tensors, *options)
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        _calls[key] = call
-    return call(*tensors)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = plan(*tensors, *options)
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+    return launch(*tensors)
 
 
 def ceil_div(a: int, b: int) -> int:
