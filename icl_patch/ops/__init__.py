@@ -545,7 +545,7 @@ def invert_rmsnorm(
         eps: the norm's.
         fallback: (B, n), the direction for the coordinates at ``min m²`` when the secular equation
             has no root; usually the vector that is inverted for.
-        method: ``"newton"`` (natively the two-point Gauss model of ``csrc/rmsnorm_inverse.h``,
+        method: ``"newton"`` (natively the two-point Gauss model of ``csrc/common/rmsnorm_inverse.h``,
             which takes about half as many evaluations; Newton on ``1/‖y‖`` in plain torch) or
             ``"bisection"`` (64 geometric steps).
 
