@@ -170,6 +170,7 @@ def ninja_file(compiler: str, cuda: Path | None) -> str:
     lines = [
         "rule compile",
         f"  command = $line -MD -MF $out.d -c $in -o $out {log}",
+        "  description = $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",

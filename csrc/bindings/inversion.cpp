@@ -2,7 +2,6 @@
 #include <optional>
 #include <tuple>
 
-#include "bindings/cpu_driver.h"
 #include "bindings/tensors.h"
 #include "cuda/driver.h"
 
@@ -17,12 +16,6 @@ namespace {
 
 using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-void run_cpu(const Inversion& call) {
-  const CpuDriver& driver = cpu_driver();
-  parallel(call.rows, call.n, 16384,
-           [&](int64_t begin, int64_t end) { driver.invert_rows(call, begin, end); });
-}
-
 #ifdef ICL_PATCH_CUDA
 void run_cuda(const Inversion& call, int32_t device) {
   STD_TORCH_CHECK(call.n <= 1 << 30, "expected at most 2^30 elements a row, got ", call.n);
@@ -35,7 +28,8 @@ void run_cuda(const Inversion& call, int32_t device) {
 #endif
 
 Inversion inversion(const char* name, const Tensor& first, double eps, bool bisection) {
-  STD_TORCH_CHECK(first.dim() == 2 && first.size(1) > 0, "expected ", name, " (B, n) with n >= 1");
+  check(name, first, first, {-1, -1});
+  STD_TORCH_CHECK(first.size(1) > 0, "expected ", name, " (B, n) with n >= 1");
   check_eps(eps);
   Inversion call;
   call.rows = first.size(0);
@@ -60,7 +54,7 @@ Result run(Inversion call, const Tensor& like) {
     return result;
   }
 #endif
-  run_cpu(call);
+  run_rows(&CpuDriver::invert_rows, call, rows, n);
   return result;
 }
 
@@ -72,8 +66,7 @@ Result invert_rmsnorm(const Tensor& target, const Tensor& scale, const Tensor& r
   };
   call.target = input("target", target);
   call.scale = input("scale", scale);
-  STD_TORCH_CHECK(rms.dim() == 1 && rms.size(0) == call.rows, "expected rms (", call.rows, ",)");
-  check_device("rms", rms, target);
+  check("rms", rms, target, {call.rows});
   call.rms = {rms.const_data_ptr(), dtype_of("rms", rms, true), rms.stride(0), 1};
   if (fallback) call.fallback = input("fallback", *fallback);
   call.hidden_is_fp64 = call.target.dtype == DType::kFp64;
@@ -98,13 +91,13 @@ Result stable_scale(const Tensor& delta, const Tensor& scale, const Tensor& hidd
 }  // namespace icl_patch
 
 STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
-  m.impl("invert_rmsnorm", TORCH_BOX(&icl_patch::invert_rmsnorm));
-  m.impl("stable_scale", TORCH_BOX(&icl_patch::stable_scale));
+  ICL_PATCH_IMPL(invert_rmsnorm);
+  ICL_PATCH_IMPL(stable_scale);
 }
 
 #ifdef ICL_PATCH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(icl_patch, CUDA, m) {
-  m.impl("invert_rmsnorm", TORCH_BOX(&icl_patch::invert_rmsnorm));
-  m.impl("stable_scale", TORCH_BOX(&icl_patch::stable_scale));
+  ICL_PATCH_IMPL(invert_rmsnorm);
+  ICL_PATCH_IMPL(stable_scale);
 }
 #endif

@@ -3,7 +3,6 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/cpu_driver.h"
 #include "bindings/tensors.h"
 
 namespace icl_patch {
@@ -75,8 +74,7 @@ Tensor run(Linear call, const Tensor& z, ScalarType out_dtype) {
 // ---- arguments ----
 
 // weight (N, K), or (E, N, K) of which the first expert's is taken.
-void set_weight(Linear& call, const Tensor& weight, const Tensor& z) {
-  check_device("weight", weight, z);
+void set_weight(Linear& call, const Tensor& weight) {
   const int64_t rows = weight.dim() - 2, columns = weight.dim() - 1;
   call.n = weight.size(rows);
   call.k = weight.size(columns);
@@ -89,12 +87,12 @@ void set_weight(Linear& call, const Tensor& weight, const Tensor& z) {
 }
 
 Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(z.dim() == 2 && weight.dim() == 2 && weight.size(1) == z.size(1),
-                  "expected z (M, K) and weight (N, K)");
+  check("z", z, z, {-1, -1});
+  check("weight", weight, z, {-1, z.size(1)});
   Linear call;
   call.all = z.size(0);
   call.z = matrix("z", z, z, call.all, z.size(1));
-  set_weight(call, weight, z);
+  set_weight(call, weight);
   if (bias) {
     call.bias = matrix("bias", *bias, z, 1, call.n);
     STD_TORCH_CHECK(call.bias.dtype == call.z.dtype, "expected bias in z's dtype");
@@ -104,11 +102,12 @@ Linear linear(const Tensor& z, const Tensor& weight, const std::optional<Tensor>
 
 // u or v: (M, width) has rank 1; else (P, R, width).
 Factor factor(const char* name, const Tensor& x, const Tensor& z, int64_t width) {
-  check_device(name, x, z);
-  const int64_t last = x.dim() - 1;
-  STD_TORCH_CHECK((last == 1 || last == 2) && x.size(last) == width, "expected ", name, " (M, ",
-                  width, ") or (P, R, ", width, ")");
-  return {{x.const_data_ptr(), dtype_of(name, x), last == 2 ? x.stride(1) : 0, x.stride(last)},
+  const bool ranked = x.dim() == 3;
+  if (ranked)
+    check(name, x, z, {-1, -1, width});
+  else
+    check(name, x, z, {-1, width});
+  return {{x.const_data_ptr(), dtype_of(name, x), ranked ? x.stride(1) : 0, x.stride(1 + ranked)},
           x.stride(0)};
 }
 
@@ -128,9 +127,9 @@ void set_factors(Linear& call, const Tensor& z, const Tensor& u, const Tensor& v
                   "expected u and v of the same rows and rank");
   if (!index) return;
   STD_TORCH_CHECK(ranked, "expected u and v (P, R, .) with index");
-  STD_TORCH_CHECK(index->dim() == 1 && index->size(0) == call.all && index->is_contiguous() &&
-                      index->scalar_type() == ScalarType::Long,
-                  "expected index (", call.all, ",) of contiguous int64");
+  check("index", *index, z, {call.all});
+  STD_TORCH_CHECK(index->is_contiguous() && index->scalar_type() == ScalarType::Long,
+                  "expected index in contiguous int64");
   factors.index = static_cast<const int64_t*>(index->const_data_ptr());
   for (int64_t m = 0; m < call.all; ++m)
     STD_TORCH_CHECK(-1 <= factors.index[m] && factors.index[m] < patches,
@@ -151,8 +150,8 @@ Tensor patched_linear(const Tensor& z, const Tensor& weight, std::optional<Tenso
 
 Tensor add_low_rank(const Tensor& plain, const Tensor& z, const Tensor& u, const Tensor& v,
                     std::optional<Tensor> index, std::optional<ScalarType> out_dtype) {
-  STD_TORCH_CHECK(plain.dim() == 2 && z.dim() == 2 && plain.size(0) == z.size(0),
-                  "expected y (M, N) and z (M, K)");
+  check("y", plain, plain, {-1, -1});
+  check("z", z, plain, {plain.size(0), -1});
   Linear call;
   call.all = z.size(0);
   call.n = plain.size(1);
@@ -168,8 +167,7 @@ std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& wei
   Linear call = linear(z_pair, weight, bias);
   const int64_t pairs = call.all / 2;
   STD_TORCH_CHECK(call.all == 2 * pairs, "expected z_pair (2 M, K), got ", call.all, " rows");
-  STD_TORCH_CHECK(v.dim() == 2 && v.size(0) == pairs && v.size(1) == call.k, "expected v (", pairs,
-                  ", ", call.k, ")");
+  check("v", v, z_pair, {pairs, call.k});
   call.factors.rank = 1;
   call.factors.v = factor("v", v, z_pair, call.k);
   Tensor u = allocate(z_pair, {pairs, call.n}, call.u);
@@ -180,23 +178,24 @@ std::tuple<Tensor, Tensor> record_linear(const Tensor& z_pair, const Tensor& wei
 // (M, k) -> (M, k, N).
 Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert,
                      std::optional<Tensor> bias, std::optional<ScalarType> out_dtype) {
-  STD_TORCH_CHECK(expert.dim() == 2 && expert.scalar_type() == ScalarType::Long,
-                  "expected expert (M, k) in int64");
-  check_device("expert", expert, x);
+  check("expert", expert, x, {-1, -1});
+  STD_TORCH_CHECK(expert.scalar_type() == ScalarType::Long, "expected expert in int64");
   const int64_t rows = expert.size(0), chosen = expert.size(1), slots = rows * chosen;
   const int64_t last = x.dim() - 1;
-  STD_TORCH_CHECK((last == 1 || (last == 2 && x.size(1) == chosen)) && x.size(0) == rows &&
-                      weight.dim() == 3 && weight.size(2) == x.size(last),
-                  "expected x (M, K) or (M, k, K) and weight (E, N, K)");
+  if (last == 2)
+    check("x", x, x, {rows, chosen, -1});
+  else
+    check("x", x, x, {rows, -1});
+  check("weight", weight, x, {-1, -1, x.size(last)});
   Linear call;
   call.z = {x.const_data_ptr(), dtype_of("x", x), x.stride(0), x.stride(last)};
-  set_weight(call, weight, x);
+  set_weight(call, weight);
   call.slots_per_row = chosen;
   call.z_slot = last == 2 ? x.stride(1) : 0;
   const int64_t experts = weight.size(0);
   Matrix biases;
   if (bias) {
-    STD_TORCH_CHECK(bias->dim() == 2, "expected bias (", experts, ", ", call.n, ")");
+    check("bias", *bias, x, {experts, call.n});
     biases = matrix("bias", *bias, x, experts, call.n);
     STD_TORCH_CHECK(biases.dtype == call.z.dtype, "expected bias in x's dtype");
   }
@@ -236,8 +235,8 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert
 }  // namespace icl_patch
 
 STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
-  m.impl("patched_linear", TORCH_BOX(&icl_patch::patched_linear));
-  m.impl("add_low_rank", TORCH_BOX(&icl_patch::add_low_rank));
-  m.impl("record_linear", TORCH_BOX(&icl_patch::record_linear));
-  m.impl("expert_linear", TORCH_BOX(&icl_patch::expert_linear));
+  ICL_PATCH_IMPL(patched_linear);
+  ICL_PATCH_IMPL(add_low_rank);
+  ICL_PATCH_IMPL(record_linear);
+  ICL_PATCH_IMPL(expert_linear);
 }

@@ -2,16 +2,13 @@
 #include <string>
 #include <tuple>
 
-#include "bindings/cpu_driver.h"
 #include "bindings/tensors.h"
 
 namespace icl_patch {
 namespace {
 
-constexpr int64_t kTaskElements = 16384;  // that one thread takes at least
-
 std::tuple<Tensor, Tensor> read_direction(const Tensor& z, bool wide) {
-  STD_TORCH_CHECK(z.dim() == 2, "expected z (M, K)");
+  check("z", z, z, {-1, -1});
   const int64_t rows = z.size(0), k = z.size(1), size = wide ? 8 : 4;
   const Matrix from = matrix("z", z, z, rows, k, true);
   const ScalarType dtype = wide ? ScalarType::Double : ScalarType::Float;
@@ -19,7 +16,7 @@ std::tuple<Tensor, Tensor> read_direction(const Tensor& z, bool wide) {
   Tensor v = allocate(z, {rows, k}, dtype, v_data);
   Tensor inverse_norm2 = allocate(z, {rows}, dtype, inverse_data);
   const CpuDriver& driver = cpu_driver();
-  parallel(rows, k, kTaskElements, [&](int64_t begin, int64_t end) {
+  parallel(rows, k, 16384, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m)
       driver.read_direction(from, m, k, v_data + m * k * size, inverse_data + m * size, wide);
   });
@@ -28,7 +25,8 @@ std::tuple<Tensor, Tensor> read_direction(const Tensor& z, bool wide) {
 
 Norm norm(const char* name, const Tensor& x, const char* scale_name, const Tensor& scale,
           double eps, double offset, bool cast_first) {
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, "expected ", name, " (M, d) with d >= 1");
+  check(name, x, x, {-1, -1});
+  STD_TORCH_CHECK(x.size(1) > 0, "expected ", name, " (M, d) with d >= 1");
   check_eps(eps);
   Norm call;
   call.rows = x.size(0);
@@ -41,18 +39,11 @@ Norm norm(const char* name, const Tensor& x, const char* scale_name, const Tenso
   return call;
 }
 
-// Runs `count` rows or pairs of rows.
-void run(const Norm& call, int64_t count) {
-  const CpuDriver& driver = cpu_driver();
-  parallel(count, call.delta ? 2 * call.n : call.n, kTaskElements,
-           [&](int64_t begin, int64_t end) { driver.norm_rows(call, begin, end); });
-}
-
 Tensor rms_norm(const Tensor& x, const Tensor& scale, double eps, double scale_offset,
                 bool cast_first) {
   Norm call = norm("x", x, "scale", scale, eps, scale_offset, cast_first);
   Tensor y = allocate(x, {call.rows, call.n}, x.scalar_type(), call.y);
-  run(call, call.rows);
+  run_rows(&CpuDriver::norm_rows, call, call.rows, call.n);
   return y;
 }
 
@@ -62,17 +53,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_pair(const Tensor& hidden, const
   Norm call = norm("hidden", hidden, "weight", weight, eps, scale_offset, cast_first);
   const int64_t pairs = call.rows / 2;
   STD_TORCH_CHECK(call.rows == 2 * pairs, "expected hidden (2 M, d), got ", call.rows, " rows");
-  STD_TORCH_CHECK(weight.dim() == 1, "expected weight (", call.n, ",)");
+  check("weight", weight, hidden, {call.n});
   Tensor z_pair = allocate(hidden, {call.rows, call.n}, hidden.scalar_type(), call.y);
   Tensor delta = allocate(hidden, {pairs, call.n}, call.delta);
   Tensor v = allocate(hidden, {pairs, call.n}, call.v);
   Tensor inverse_norm2 = allocate(hidden, {pairs}, call.inverse_norm2);
-  run(call, pairs);
+  run_rows(&CpuDriver::norm_rows, call, pairs, 2 * call.n);
   return {z_pair, delta, v, inverse_norm2};
 }
 
 Tensor gated_product(const Tensor& gate, const Tensor& up, std::string activation) {
-  STD_TORCH_CHECK(gate.dim() == 2 && up.dim() == 2, "expected gate and up (M, N)");
+  check("gate", gate, gate, {-1, -1});
+  check("up", up, gate, {gate.size(0), gate.size(1)});
   Gated call;
   call.rows = gate.size(0);
   call.n = gate.size(1);
@@ -83,9 +75,7 @@ Tensor gated_product(const Tensor& gate, const Tensor& up, std::string activatio
                   activation);
   STD_TORCH_CHECK(call.gate.dtype == call.up.dtype, "expected gate and up of one dtype");
   Tensor y = allocate(gate, {call.rows, call.n}, gate.scalar_type(), call.y);
-  const CpuDriver& driver = cpu_driver();
-  parallel(call.rows * call.n, 2, kTaskElements,
-           [&](int64_t begin, int64_t end) { driver.gated_outputs(call, begin, end); });
+  run_rows(&CpuDriver::gated_outputs, call, call.rows * call.n, 2);
   return y;
 }
 
@@ -93,8 +83,8 @@ Tensor gated_product(const Tensor& gate, const Tensor& up, std::string activatio
 }  // namespace icl_patch
 
 STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
-  m.impl("read_direction", TORCH_BOX(&icl_patch::read_direction));
-  m.impl("rms_norm", TORCH_BOX(&icl_patch::rms_norm));
-  m.impl("norm_pair", TORCH_BOX(&icl_patch::norm_pair));
-  m.impl("gated_product", TORCH_BOX(&icl_patch::gated_product));
+  ICL_PATCH_IMPL(read_direction);
+  ICL_PATCH_IMPL(rms_norm);
+  ICL_PATCH_IMPL(norm_pair);
+  ICL_PATCH_IMPL(gated_product);
 }

@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <string>
 
+#include "bindings/cpu_driver.h"
 #include "common/matrix.h"
 
 namespace icl_patch {
@@ -36,11 +38,23 @@ inline int32_t device_type_of(const Tensor& x) {
   return type;
 }
 
-// The dispatcher accepts tensors of several devices.
-inline void check_device(const char* name, const Tensor& x, const Tensor& first) {
+// Checks x's sizes, of which -1 is any, and that it is on the device of the first argument: the
+// dispatcher accepts tensors of several devices.
+inline void check(const char* name, const Tensor& x, const Tensor& first,
+                  std::initializer_list<int64_t> sizes) {
   STD_TORCH_CHECK(device_type_of(x) == device_type_of(first) &&
                       x.get_device_index() == first.get_device_index(),
                   "expected ", name, " on the device of the first argument");
+  bool fits = x.dim() == static_cast<int64_t>(sizes.size());
+  for (size_t i = 0; fits && i < sizes.size(); ++i)
+    fits = sizes.begin()[i] < 0 || sizes.begin()[i] == x.size(i);
+  if (fits) return;
+  std::string expected, got;
+  for (const int64_t size : sizes) expected += (size < 0 ? "*" : std::to_string(size)) + ", ";
+  for (int64_t i = 0; i < x.dim(); ++i) got += std::to_string(x.size(i)) + ", ";
+  expected.resize(expected.size() - 2);
+  got.resize(got.size() - std::min<size_t>(got.size(), 2));
+  STD_TORCH_CHECK(false, "expected ", name, " (", expected, "), got (", got, ")");
 }
 
 inline void check_eps(double eps) {
@@ -50,10 +64,11 @@ inline void check_eps(double eps) {
 // x (rows, n), or a vector (n,) that all rows share.
 inline Matrix matrix(const char* name, const Tensor& x, const Tensor& first, int64_t rows,
                      int64_t n, bool allow_fp64 = false) {
-  check_device(name, x, first);
-  const bool shared = x.dim() == 1 && x.size(0) == n;
-  STD_TORCH_CHECK(shared || (x.dim() == 2 && x.size(0) == rows && x.size(1) == n), "expected ",
-                  name, " (", rows, ", ", n, ") or (", n, ",)");
+  const bool shared = x.dim() == 1;
+  if (shared)
+    check(name, x, first, {n});
+  else
+    check(name, x, first, {rows, n});
   return {x.const_data_ptr(), dtype_of(name, x, allow_fp64), shared ? 0 : x.stride(0),
           x.stride(shared ? 0 : 1)};
 }
@@ -91,4 +106,14 @@ void parallel(int64_t count, int64_t units_each, int64_t work, const F& f) {
   torch::stable::parallel_for(0, count, grain, f);
 }
 
+// Runs rows [0, count) of a call by one of the CPU drivers.
+template <class Call>
+void run_rows(void (*CpuDriver::*rows)(const Call&, int64_t, int64_t), const Call& call,
+              int64_t count, int64_t units_each) {
+  const auto run = cpu_driver().*rows;
+  parallel(count, units_each, 16384, [&](int64_t begin, int64_t end) { run(call, begin, end); });
+}
+
 }  // namespace icl_patch
+
+#define ICL_PATCH_IMPL(op) m.impl(#op, TORCH_BOX(&icl_patch::op))

@@ -80,6 +80,17 @@ ICL_PATCH_INLINE uint16_t fp32_to_fp16(float value) {
   return static_cast<uint16_t>((bits & 0x80000000u) >> 16 | rounded);
 }
 
+// Elements of a matrix, which convert to fp32.
+struct bf16 {
+  uint16_t bits;
+  ICL_PATCH_INLINE operator float() const { return bf16_to_fp32(bits); }
+};
+
+struct fp16 {
+  uint16_t bits;
+  ICL_PATCH_INLINE operator float() const { return fp16_to_fp32(bits); }
+};
+
 // A (rows, columns) matrix of any dtype. `row` and `column` are its strides in elements; a vector
 // that all rows share has row stride 0.
 struct Matrix {
@@ -97,14 +108,19 @@ struct Matrix {
     return {as<char>() + elements * size_of(dtype), dtype, row, column};
   }
 
-  ICL_PATCH_INLINE double at(int64_t b, int64_t k) const {
-    const int64_t i = b * row + k * column;
+  // f(data), with data in the element type of the matrix.
+  template <class F>
+  ICL_PATCH_INLINE auto visit(F f) const {
     switch (dtype) {
-      case DType::kFp64: return as<double>()[i];
-      case DType::kFp32: return as<float>()[i];
-      case DType::kBf16: return bf16_to_fp32(as<uint16_t>()[i]);
-      default: return fp16_to_fp32(as<uint16_t>()[i]);
+      case DType::kFp64: return f(as<double>());
+      case DType::kFp32: return f(as<float>());
+      case DType::kBf16: return f(as<bf16>());
+      default: return f(as<fp16>());
     }
+  }
+
+  ICL_PATCH_INLINE double at(int64_t b, int64_t k) const {
+    return visit([=](const auto* data) -> double { return data[b * row + k * column]; });
   }
 };
 

@@ -1,6 +1,7 @@
 // The CPU driver of the patched linear map. One pass streams W through the cache once for all of
-// its rows; the low-rank term is added in the epilogue. A row's bits depend on nothing but the row:
-// every dot product is summed in the same lanes in the same order, however many rows there are.
+// its rows; the low-rank term is added to each block of outputs. A row's bits depend on nothing but
+// the row: every dot product is summed in the same lanes in the same order, however many rows there
+// are.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -193,63 +194,48 @@ ICL_PATCH_INLINE void accumulate(const typename W::Type* w, int64_t stride,
     for (int n = 0; n < W::kTileN; ++n) sums[m][n] = local[m][n];
 }
 
-// Turns the products z·w into outputs: + bias, + c_r u_r rank by rank, then one rounding.
-class Epilogue {
- public:
-  Epilogue(const Linear& call, const float* coefficients)
-      : call_(call), coefficients_(coefficients) {}
-
-  // products: (rows, count) with a stride, for outputs [first, first + count).
-  void operator()(const float* products, int64_t stride, int64_t first, int64_t count) const {
-    for (int64_t m = 0; m < call_.rows; ++m) {
-      const float* product = products + m * stride;
-      float sums[kColumns];
-      for (int64_t i = 0; i < count; ++i)
-        sums[i] = call_.bias.data ? product[i] + bias(first + i) : product[i];
-      const int64_t reduced = m - call_.context_rows();
-      if (reduced >= 0)
-        add_patch(products + reduced * stride, product, reduced, first, count, sums);
-      store(sums, count, call_.y_dtype, call_.y, call_.row_of(m) * call_.n + first);
-    }
+// to += coefficient u, for the elements [first, first + count) of a row of u.
+void add_scaled(const Matrix& u, int64_t row, int64_t first, int64_t count, float coefficient,
+                float* to) {
+  if (u.dtype == DType::kFp32 && u.column == 1) {
+    const float* from = u.as<float>() + row * u.row + first;
+    for (int64_t i = 0; i < count; ++i) to[i] += coefficient * from[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i)
+      to[i] += coefficient * static_cast<float>(u.at(row, first + i));
   }
+}
 
- private:
-  // When recording, the patch u is the difference of the products with and without the context.
-  void add_patch(const float* context, const float* product, int64_t m, int64_t first,
-                 int64_t count, float* sums) const {
-    const Factors& factors = call_.factors;
-    if (call_.u) {
-      float* u = call_.u + (call_.first + m) * call_.n + first;
+// Turns products z·w (rows, count) with a stride into the outputs [first, first + count): + bias,
+// + c_r u_r rank by rank, then one rounding.
+void finish(const Linear& call, const float* coefficients, const float* products, int64_t stride,
+            int64_t first, int64_t count) {
+  const Factors& factors = call.factors;
+  for (int64_t m = 0; m < call.rows; ++m) {
+    const float* product = products + m * stride;
+    float sums[kColumns];
+    for (int64_t i = 0; i < count; ++i)
+      sums[i] =
+          call.bias.data ? product[i] + static_cast<float>(call.bias.at(0, first + i)) : product[i];
+    const int64_t reduced = m - call.context_rows();
+    if (call.u && reduced >= 0) {  // the patch u is the difference that the context makes
+      const float* context = products + reduced * stride;
+      float* u = call.u + (call.first + reduced) * call.n + first;
       for (int64_t i = 0; i < count; ++i) u[i] = context[i] - product[i];
-      return add({u, DType::kFp32, 0, 1}, 0, 0, count, coefficients_[m], sums);
+      add_scaled({u, DType::kFp32, 0, 1}, 0, 0, count, coefficients[reduced], sums);
+    } else if (!call.u && factors.patch_of(call.first + m) >= 0) {
+      const Matrix u = factors.u[factors.patch_of(call.first + m)];
+      for (int64_t r = 0; r < factors.rank; ++r)
+        add_scaled(u, r, first, count, coefficients[m * factors.rank + r], sums);
     }
-    const int64_t patch = factors.patch_of(call_.first + m);
-    if (patch < 0) return;
-    for (int64_t r = 0; r < factors.rank; ++r)
-      add(factors.u[patch], r, first, count, coefficients_[m * factors.rank + r], sums);
+    store(sums, count, call.y_dtype, call.y, call.row_of(m) * call.n + first);
   }
-
-  static void add(const Matrix& u, int64_t row, int64_t first, int64_t count, float coefficient,
-                  float* to) {
-    if (u.dtype == DType::kFp32 && u.column == 1) {
-      const float* from = u.as<float>() + row * u.row + first;
-      for (int64_t i = 0; i < count; ++i) to[i] += coefficient * from[i];
-    } else {
-      for (int64_t i = 0; i < count; ++i)
-        to[i] += coefficient * static_cast<float>(u.at(row, first + i));
-    }
-  }
-
-  float bias(int64_t i) const { return static_cast<float>(call_.bias.at(0, i)); }
-
-  const Linear& call_;
-  const float* coefficients_;
-};
+}
 
 // W as (N, K).
 template <class W>
 void outputs_by_rows(const Linear& call, const float* arranged, int64_t arranged_stride,
-                     const Epilogue& epilogue, int64_t begin, int64_t end) {
+                     const float* coefficients, int64_t begin, int64_t end) {
   using Type = typename W::Type;
   using Row = typename W::Row;
   constexpr int64_t kTileN = W::kTileN, kTileM = W::kTileM, kPanel = 16 * kTileN;
@@ -295,7 +281,7 @@ void outputs_by_rows(const Linear& call, const float* arranged, int64_t arranged
         for (int64_t i = 0; i < count; ++i)
           products[m][kTileN + first - panel + i] = add_lanes(sums[m][i]);
     }
-    epilogue(&products[0][kTileN], kTileN + kPanel, panel, panel_end - panel);
+    finish(call, coefficients, &products[0][kTileN], kTileN + kPanel, panel, panel_end - panel);
   }
 }
 
@@ -335,7 +321,7 @@ ICL_PATCH_INLINE void accumulate_strip(const typename W::Type* w, int64_t stride
 // taken in strips whose sums stay in registers.
 template <class W>
 void outputs_by_columns(const Linear& call, const float* z, int64_t z_stride,
-                        const Epilogue& epilogue, int64_t begin, int64_t end) {
+                        const float* coefficients, int64_t begin, int64_t end) {
   constexpr int64_t kDepth = 16, kStripVectors = 4, kStrip = kStripVectors * kLanes;
   constexpr int64_t kStripRows = kLanes == 16 ? 4 : 2;  // of z, whose sums fit the registers
   const auto* weight = call.weight.as<typename W::Type>();
@@ -368,7 +354,8 @@ void outputs_by_columns(const Linear& call, const float* z, int64_t z_stride,
       }
     }
     for (int64_t column = 0; column < count; column += kColumns)
-      epilogue(totals + column, columns, first + column, std::min(kColumns, count - column));
+      finish(call, coefficients, totals + column, columns, first + column,
+             std::min(kColumns, count - column));
   }
 }
 
@@ -376,17 +363,17 @@ template <class W>
 void outputs(const Linear& call, const float* z, int64_t z_stride, const float* coefficients,
              int64_t begin, int64_t end) {
   const auto run = call.transposed ? outputs_by_columns<W> : outputs_by_rows<W>;
-  run(call, z, z_stride, Epilogue(call, coefficients), begin, end);
+  run(call, z, z_stride, coefficients, begin, end);
 }
 
-// The epilogue alone, on an output that is there already.
+// The low-rank term alone, added to an output that is there already.
 void low_rank_outputs(const Linear& call, const float* coefficients, int64_t begin, int64_t end) {
   float plain[kMaxRows][kColumns];
   for (int64_t first = begin; first < end; first += kColumns) {
     const int64_t count = std::min(kColumns, end - first);
     const Matrix columns = call.plain.shifted(first * call.plain.column);
     for (int64_t m = 0; m < call.rows; ++m) load_fp32(columns, call.row_of(m), count, plain[m]);
-    Epilogue(call, coefficients)(plain[0], kColumns, first, count);
+    finish(call, coefficients, plain[0], kColumns, first, count);
   }
 }
 

@@ -68,7 +68,6 @@ ICL_PATCH_INLINE Vector operator-(Vector x) {
   return x;
 }
 ICL_PATCH_INLINE Vector& operator+=(Vector& x, Vector y) { return x = x + y; }
-ICL_PATCH_INLINE Vector& operator-=(Vector& x, Vector y) { return x = x - y; }
 ICL_PATCH_INLINE Vector& operator*=(Vector& x, Vector y) { return x = x * y; }
 
 ICL_PATCH_INLINE Vector select(Mask condition, Vector x, Vector y) {
@@ -116,8 +115,7 @@ class CpuRow {
       return x;
     }
     ICL_PATCH_INLINE Vector store(Vector hidden, Vector new_scale) const {
-      if (row_.call_.delta.data) hidden -= get(row_.h_);
-      return put(hidden, new_scale);
+      return put(row_.call_.delta.data ? hidden - get(row_.h_) : hidden, new_scale);
     }
     ICL_PATCH_INLINE void prepare_terms(double smallest) const {
       const auto [e, p] = term(m(), g(), smallest);
@@ -233,23 +231,15 @@ class CpuRow {
     for (int64_t i = call_.n; i % kLanes; ++i) row[i] = with_first ? row[0] : 0;
   }
 
-  template <class T, class Widen>
-  ICL_PATCH_INLINE void copy(const Matrix& x, double* to, Widen widen) const {
-    const T* from = x.as<T>() + b_ * x.row;
-    if (x.column == 1) {
-      for (int64_t i = 0; i < call_.n; ++i) to[i] = widen(from[i]);
-    } else {
-      for (int64_t i = 0; i < call_.n; ++i) to[i] = widen(from[i * x.column]);
-    }
-  }
-
   void load(const Matrix& x, double* to, bool with_first) const {
-    switch (x.dtype) {
-      case DType::kFp64: copy<double>(x, to, [](double v) { return v; }); break;
-      case DType::kFp32: copy<float>(x, to, [](double v) { return v; }); break;
-      case DType::kBf16: copy<uint16_t>(x, to, [](uint16_t v) { return bf16_to_fp32(v); }); break;
-      case DType::kFp16: copy<uint16_t>(x, to, [](uint16_t v) { return fp16_to_fp32(v); }); break;
-    }
+    x.visit([&](const auto* data) {
+      const auto* from = data + b_ * x.row;
+      if (x.column == 1) {
+        for (int64_t i = 0; i < call_.n; ++i) to[i] = from[i];
+      } else {
+        for (int64_t i = 0; i < call_.n; ++i) to[i] = from[i * x.column];
+      }
+    });
     pad(to, with_first);
   }
 

@@ -122,21 +122,16 @@ void activate(float* x, int64_t count) {
 
 void read_direction(const Matrix& z, int64_t row, int64_t count, void* v, void* inverse_norm2,
                     bool wide) {
-  const auto write = [&](const auto* values) {
-    if (wide)
-      write_direction(values, count, static_cast<double*>(v), static_cast<double*>(inverse_norm2));
-    else
-      write_direction(values, count, static_cast<float*>(v), static_cast<float*>(inverse_norm2));
-  };
-  if (z.dtype == DType::kFp64) {
-    std::vector<double> values(count);
-    for (int64_t k = 0; k < count; ++k) values[k] = z.at(row, k);
-    write(values.data());
-  } else {
-    std::vector<float> values(count);
-    load_fp32(z, row, count, values.data());
-    write(values.data());
-  }
+  std::vector<double> values(count);
+  z.shifted(row * z.row).visit([&](const auto* from) {
+    for (int64_t k = 0; k < count; ++k) values[k] = from[k * z.column];
+  });
+  if (wide)
+    write_direction(values.data(), count, static_cast<double*>(v),
+                    static_cast<double*>(inverse_norm2));
+  else
+    write_direction(values.data(), count, static_cast<float*>(v),
+                    static_cast<float*>(inverse_norm2));
 }
 
 // Rows [begin, end); with `delta` pairs of rows.
