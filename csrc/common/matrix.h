@@ -120,7 +120,13 @@ struct Matrix {
   }
 
   ICL_PATCH_INLINE double at(int64_t b, int64_t k) const {
-    return visit([=](const auto* data) -> double { return data[b * row + k * column]; });
+    const int64_t i = b * row + k * column;
+    switch (dtype) {
+      case DType::kFp64: return as<double>()[i];
+      case DType::kFp32: return as<float>()[i];
+      case DType::kBf16: return as<bf16>()[i];
+      default: return as<fp16>()[i];
+    }
   }
 };
 
