@@ -1,6 +1,4 @@
-"""Compiling a described launch for a GPU that need not be there, and what the result takes of
-it.
-"""
+"""Compiling a described launch ahead of time, without the GPU, and the resources that it takes."""
 
 import re
 import subprocess
@@ -31,8 +29,8 @@ TYPES |= {getattr(torch, f"int{bits}"): f"i{bits}" for bits in (8, 16, 32, 64)}
 
 @dataclass(frozen=True)
 class Resources:
-    """What ``ptxas`` and Triton report of one kernel: registers per thread, bytes of spills, of
-    stack and of shared memory.
+    """The report of ``ptxas`` and Triton on one kernel: registers per thread; bytes of spills,
+    stack and shared memory.
     """
 
     registers: int
@@ -42,7 +40,7 @@ class Resources:
     shared: int
 
     def problem(self, capability: int) -> str | None:
-        """What is wrong with it: spills, or more shared memory than there is."""
+        """Why the kernel should not be used, or None: spills, or too much shared memory."""
         if self.spill_stores or self.spill_loads:
             return "spills registers"
         limit = SHARED_MEMORY[capability]

@@ -67,7 +67,7 @@ def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int)
 
 
 def linear_launches() -> Iterator[tuple[str, Launch]]:
-    """Every configuration; those that fp16 shares with bf16 are compiled for bf16."""
+    """The VARIANTS in every configuration; those of both fp16 and bf16 in bf16 only."""
     seen = set()
     for file, entries in data_files().items():
         for entry in entries:
@@ -86,8 +86,8 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
 
 
 def expert_launches() -> Iterator[tuple[str, Launch]]:
-    """The experts' products by every configuration for streams: what a row chose of 128 experts, as
-    a decode step has it.
+    """The experts' products in every configuration for few rows, as in a decode step: 8 of 128
+    experts per row.
     """
     for file, entries in data_files().items():
         for entry in entries:

@@ -1,5 +1,5 @@
-"""Choosing configurations: what there is to try, and which of it to keep. The measuring is the
-caller's; nothing here runs by itself.
+"""Tuning: the candidate configurations, and the choice among them. The caller measures; nothing
+here runs at import.
 """
 
 import os
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 import triton
@@ -30,55 +29,31 @@ def candidates(dtype: torch.dtype, regime: str) -> tuple[Config, ...]:
     """The configurations a tuning run tries for one regime. Which of them compile without spills
     depends on the GPU.
     """
-    found: list[dict[str, Any]] = []
+    shared_memory = 160 * 1024
     if regime == STREAM and dtype == torch.float32:
-        for block_n in (4, 8, 16, 32, 64):
-            found += [
-                {
-                    "dot": False,
-                    "block_m": 16,
-                    "block_n": block_n,
-                    "block_k": 64,
-                    "num_warps": warps,
-                    "num_stages": stages,
-                }
-                for warps in (4, 8)
-                for stages in (4, 8)
-            ]
-    elif regime == STREAM:
-        for block_n in (16, 32, 64, 128):
-            found += [
-                {
-                    "dot": True,
-                    "block_m": 16,
-                    "block_n": block_n,
-                    "block_k": block_k,
-                    "num_warps": warps,
-                    "num_stages": stages,
-                }
-                for block_k in (64, 128, 256)
-                for warps in (4, 8)
-                for stages in (3, 4, 5, 6)
-                if stages * block_n * block_k * 2 <= 160 * 1024
-            ]
-    else:
-        size = dtype.itemsize
-        for block_m in (32, 64, 128):
-            found += [
-                {
-                    "dot": True,
-                    "block_m": block_m,
-                    "block_n": block_n,
-                    "block_k": 64,
-                    "num_warps": warps,
-                    "num_stages": stages,
-                }
-                for block_n in (64, 128)
-                for warps in (4, 8)
-                for stages in (2, 3, 4)
-                if stages * (block_n + block_m) * 64 * size <= 160 * 1024
-            ]
-    return tuple(Config(**values) for values in found)
+        return tuple(
+            Config(False, 16, block_n, 64, warps, stages)
+            for block_n in (4, 8, 16, 32, 64)
+            for warps in (4, 8)
+            for stages in (4, 8)
+        )
+    if regime == STREAM:
+        return tuple(
+            Config(True, 16, block_n, block_k, warps, stages)
+            for block_n in (16, 32, 64, 128)
+            for block_k in (64, 128, 256)
+            for warps in (4, 8)
+            for stages in (3, 4, 5, 6)
+            if stages * block_n * block_k * 2 <= shared_memory
+        )
+    return tuple(
+        Config(True, block_m, block_n, 64, warps, stages)
+        for block_m in (32, 64, 128)
+        for block_n in (64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+        if stages * (block_n + block_m) * 64 * dtype.itemsize <= shared_memory
+    )
 
 
 def classes(
@@ -106,12 +81,12 @@ def tune(
     class's shapes, on average.
 
     Args:
-        dtype, regime: what the entries are for.
+        dtype, regime: of the entries.
         shapes: weights (N, K) to measure.
-        measure: the time of a configuration at (N, K), over whatever numbers of rows matter; None
+        measure: the time of a configuration at (N, K), over the relevant numbers of rows; None
             if it does not run there or its result is wrong.
         limits: the classes' largest N, ascending; one more class has none. A class without a shape
-            gets no entry of its own: the next larger one serves it.
+            gets no entry: that of the next larger class covers it.
         problem: why an entry cannot be kept, or None; asked of the best, then of the next best,
             until one can.
         tried: the configurations; :func:`candidates` by default.
@@ -184,9 +159,7 @@ class Variant:
 
 
 class _Ahead:
-    """What Triton asks of a driver while it compiles: the GPU there is to be, without touching
-    it.
-    """
+    """A driver that tells Triton's compiler which GPU to compile for, without touching one."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -203,10 +176,12 @@ class _Ahead:
 
 
 def compile_variant(variant: Variant, capability: int) -> str | None:
-    """Compile into Triton's cache on disk what launching the variant would compile; None, or why it
-    does not compile.
+    """Compile the variant's kernels into Triton's cache on disk, where a launch will find them.
 
-    For a process of its own: it makes Triton believe in a GPU that need not be there.
+    Call it in a separate process: it replaces Triton's driver.
+
+    Returns:
+        None, or why the variant does not compile.
     """
     triton.runtime.driver.set_active(_Ahead(capability))
     try:

@@ -1,10 +1,9 @@
-"""``c = z·v``: how every kernel sums it, so that a coefficient has the same bits wherever it is
-computed.
+"""``c = z·v``, summed in the same order by every kernel, so that a coefficient has the same bits
+everywhere.
 
-The order is fixed and knows nothing of block sizes, warps or layouts. Element k goes to lane ``k %
-64``. A lane adds its products one after the other, in segments of 32; the segments are added one
-after the other; the lanes are added in pairs, neighbours first. fp32 throughout, with fused
-multiply-adds.
+The order does not depend on block sizes, warps or layouts. Element k goes to lane ``k % 64``. A
+lane adds its products one after the other, in segments of 32; the segments are added one after the
+other; the lanes are added in pairs, neighbours first. All of it is fp32 with fused multiply-adds.
 """
 
 import torch
@@ -27,13 +26,13 @@ CHUNKS = tl.constexpr(32)
 
 @triton.constexpr_function
 def log2(n):
-    """Of a power of two."""
+    """log2 of a power of two."""
     return n.bit_length() - 1
 
 
 @triton.jit
 def pair_sum(x, BITS: tl.constexpr):
-    """Sum over the last axis, 2**BITS long, of x (A, ·): neighbours first, whatever the layout."""
+    """Sum over the last axis of x (A, 2**BITS), neighbours first in any layout."""
     for _ in tl.static_range(BITS):
         left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
         x = left + right
@@ -42,8 +41,8 @@ def pair_sum(x, BITS: tl.constexpr):
 
 @triton.jit
 def coefficient_step(partial, total, z, v, k):
-    """One chunk of 64 elements, the first of them element k: lanes' running segment and finished
-    segments, (..., 64).
+    """Add one chunk of 64 elements, beginning with element k, to the lanes (..., 64): ``partial``
+    is the running segment, ``total`` the sum of finished segments.
     """
     partial = tl.fma(z, v, partial)
     ends = (k // LANES) % CHUNKS == CHUNKS - 1
@@ -54,8 +53,8 @@ def coefficient_step(partial, total, z, v, k):
 
 @triton.jit
 def add_segments(x, SEGMENTS: tl.constexpr):
-    """The segments of x (SEGMENTS, 64), one after the other: (1, 64). Picking a row out of x by a
-    sum with zeros is exact.
+    """The sum (1, 64) of the segments of x (SEGMENTS, 64), one after the other. A row is picked out
+    of x by a sum with zeros, which is exact.
     """
     segment = tl.arange(0, SEGMENTS)[:, None]
     total = tl.zeros((1, LANES), x.dtype)
@@ -109,8 +108,8 @@ def _coefficient_kernel(
 
 
 def plan_coefficients(z: Tensor, v: Tensor, index: Tensor | None) -> Launch:
-    """From z (M, K), v (M, R, K), (1, R, K) or a pool with ``index``: ``z_m · v_r``, (M, R) fp32; 0
-    where the index is -1.
+    """Plan ``z_m · v_r`` (M, R) fp32 from z (M, K) and v (M, R, K), (1, R, K) or a pool with
+    ``index``; 0 where the index is -1.
     """
     rows, (rank, k) = len(z), v.shape[1:]
     segments = segments_of(k)
@@ -137,20 +136,20 @@ def plan_coefficients(z: Tensor, v: Tensor, index: Tensor | None) -> Launch:
 
 
 def segments_of(k: int) -> int:
-    """How many segments of 2048 elements hold K, as a power of two: what is added beyond K is 0."""
+    """The segments of 2048 elements that hold K, rounded up to a power of two; beyond K all is
+    0.
+    """
     return power_of_two(ceil_div(k, LANES.value * CHUNKS.value))
 
 
 def steps_of(k: int) -> tuple[int, int]:
-    """How many chunks of a segment there are to go through, fewer than 32 where K is short, and how
-    many at a time.
-    """
+    """The chunks to read of a segment, fewer than 32 if K is short, and how many at a time."""
     steps = min(power_of_two(ceil_div(k, LANES.value)), CHUNKS.value)
     return steps, min(steps, 8)
 
 
 def warps_for(segments: int) -> int:
-    """A row of lanes for each warp, or two."""
+    """One or two rows of lanes per warp."""
     return min(max(segments // 2, 1), 8)
 
 

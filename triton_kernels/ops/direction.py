@@ -46,7 +46,7 @@ class ReadDirection(NamedTuple):
 
 @triton.jit
 def row_offsets(SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the first WIDTH elements of every segment of a row lie, (SEGMENTS, WIDTH)."""
+    """The offsets (SEGMENTS, WIDTH) of the first WIDTH elements of every segment of a row."""
     return (
         tl.arange(0, SEGMENTS).to(tl.int64)[:, None] * (LANES * CHUNKS)
         + tl.arange(0, WIDTH)[None, :]
@@ -55,14 +55,14 @@ def row_offsets(SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def sum_all(x):
-    """The sum of x (SEGMENTS, WIDTH), (1,): neighbours first, whatever the layout."""
+    """The sum (1,) of x (SEGMENTS, WIDTH), neighbours first in any layout."""
     return pair_sum(tl.reshape(pair_sum(x, log2(x.shape[1])), (1, x.shape[0])), log2(x.shape[0]))
 
 
 @triton.jit
 def norm2(squares):
-    """``‖z‖²`` from its parts in fp64, (1,). Their order may follow the layout: what is derived
-    from it is stored, never summed again.
+    """``‖z‖²`` (1,) from its parts in fp64. The order of the sum may depend on the layout: values
+    derived from it are stored once and never computed again elsewhere.
     """
     return tl.reshape(tl.sum(tl.sum(squares, axis=1), axis=0, keep_dims=True), (1,))
 
@@ -133,8 +133,8 @@ def _direction_kernel(
 
 
 def row_blocks(k: int) -> tuple[int, int, int, int, int]:
-    """STEPS, UNROLL, SEGMENTS, WIDTH and ROUNDS of the kernels that serve one row of k elements
-    with each program.
+    """STEPS, UNROLL, SEGMENTS, WIDTH and ROUNDS of the kernels that have one program per row of k
+    elements.
     """
     segments = segments_of(k)
     segment = min(power_of_two(k), LANES.value * CHUNKS.value)
@@ -148,12 +148,12 @@ def row_warps(k: int) -> int:
 
 
 def direction_outputs(rows: int, k: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """What a launch fills of a :class:`ReadDirection`."""
+    """The outputs of a :class:`ReadDirection`, as a launch describes them."""
     return ((rows, k), torch.float32), ((rows,), torch.float32), ((rows, 1), torch.float32)
 
 
 def plan_direction(z: Tensor) -> Launch:
-    """From z (M, K) its direction."""
+    """Plan the direction of z (M, K)."""
     rows, k = z.shape
     rest = (*z.stride(), k, *row_blocks(k))
     return Launch(

@@ -1,5 +1,5 @@
-"""``y_mj = W_e x_m + b_e`` for the experts e that every row has chosen, without a look from the
-host.
+"""``y_mj = W_e x_m + b_e`` for the experts e that each row has chosen. The host does not read the
+choice.
 """
 
 from collections.abc import Callable
@@ -80,11 +80,10 @@ def _expert_kernel(
 
 
 def blocks(config: Config, itemsize: int) -> tuple[int, int]:
-    """Outputs per program and elements of K per step, as many as the configuration has of both
-    together.
+    """Outputs per program and elements of K per step, with the configuration's product of both.
 
-    Only 4 bytes a thread, or more, are copied ahead of their use: so much of x is what a step takes
-    at least.
+    Triton prefetches a load only if it is 4 bytes a thread or more, so a step takes at least so
+    much of x.
     """
     block_k = max(config.block_k, 128 * config.num_warps // itemsize)
     return max(config.block_n * config.block_k // block_k, 1), block_k
@@ -98,7 +97,7 @@ def plan_experts(
     dtype: torch.dtype,
     config: Config,
 ) -> Launch:
-    """From x, weight, bias and expert y (M, k, N) in ``dtype``."""
+    """Plan y (M, k, N) in ``dtype`` from x, weight, bias and expert."""
     (rows, chosen), (experts, n, k) = expert.shape, weight.shape
     x_strides = (x.stride(0), 0, x.stride(1)) if x.dim() == 2 else x.stride()
     b_strides = (0, 0) if bias is None else bias.stride()
@@ -181,15 +180,15 @@ def expert_linear(
 ) -> Tensor:
     """``y_mj = W_e x_m + b_e`` with ``e = expert[m, j]``, accumulated in fp32 and rounded once.
 
-    Every slot streams its expert's matrix through a program of its own, in one launch: for the few
-    rows of a decode step.
+    Each slot reads its expert's matrix in separate programs of one launch: meant for the few rows
+    of a decode step.
 
     Args:
-        x: (M, K), what all of a row's slots read, or (M, k, K); fp32, bf16 or fp16, any strides.
+        x: (M, K), shared by a row's slots, or (M, k, K); fp32, bf16 or fp16, any strides.
         weight: (E, N, K), x's dtype, any strides; fast with either of the last two dimensions
             contiguous.
-        expert: (M, k) integers, which are not looked at on the host. Where there is no such expert
-            the output is 0.
+        expert: (M, k) integers, which the host does not read. The output is 0 where there is no
+            such expert.
         bias: (E, N), x's dtype.
         out_dtype: of the result; x's dtype by default.
 

@@ -49,7 +49,7 @@ def _gated_kernel(
 
 
 def plan_gated(gate: Tensor, up: Tensor, activation: str) -> Launch:
-    """From gate and up the product."""
+    """Plan the product of gate and up."""
     rows, n = gate.shape
     column_blocks = ceil_div(n, _BLOCK)
     rest = (n, column_blocks, *gate.stride(), *up.stride(), activation == "gelu_tanh", _BLOCK)
@@ -84,12 +84,12 @@ def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """``act(gate) ⊙ up``: the activation in fp32, rounded to the model's dtype as its module does,
-    then the product, rounded again.
+    """``act(gate) ⊙ up``: the activation is computed in fp32 and rounded to the model's dtype, as
+    its module does; then the product is rounded again.
 
     Args:
-        gate, up: (M, N) fp32, bf16 or fp16, both of one dtype, any strides: the halves of one fused
-            output are fine.
+        gate, up: (M, N) fp32, bf16 or fp16, both of one dtype, any strides, so they can be
+            the halves of one fused output.
         activation: ``"gelu_tanh"`` or ``"silu"``.
 
     Returns:

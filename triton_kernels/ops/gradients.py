@@ -1,5 +1,5 @@
-"""The derivative of the patched linear map, in plain torch. Deterministic like the map: no
-scattered additions.
+"""The derivative of the patched linear map, in plain torch. It is deterministic like the map, for
+it uses no scattered additions.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    """Keep what :func:`backward` needs."""
+    """Save the tensors that :func:`backward` needs."""
     z, weight, u, v, bias, index, *_ = inputs
     ctx.save_for_backward(z, weight, u, v, index)
     ctx.has_bias = bias is not None
@@ -46,8 +46,8 @@ def _by_row(factor: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _collect(rows: Tensor, factor: Tensor, index: Tensor | None) -> Tensor:
-    """The rows' gradients (M, R, ·) in the factor's layout; a pool's by a matrix product, whose
-    order of summation is fixed.
+    """The rows' gradients (M, R, ·) in the factor's layout. For a pool they are added by a matrix
+    product, which has a fixed order of summation.
     """
     if index is not None:
         chosen = (

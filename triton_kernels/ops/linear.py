@@ -34,8 +34,8 @@ def regime_of(rows: int) -> str:
 
 @cache
 def blocks(config: Config, rows: int, record: bool) -> tuple[int, int]:
-    """Rows and outputs per program. With multiply-adds both may follow the number of rows: neither
-    is seen in a row's bits.
+    """Rows and outputs per program. With multiply-adds they depend on the number of rows, which
+    does not change a row's bits.
     """
     if config.dot:
         return config.block_m, config.block_n
@@ -44,29 +44,28 @@ def blocks(config: Config, rows: int, record: bool) -> tuple[int, int]:
 
 
 def coefficient_rows(block_m: int, rows: int) -> int:
-    """For how many of its rows a program sums coefficients: none for padding."""
+    """The rows of a program for which it computes coefficients: no padding rows."""
     return min(block_m, power_of_two(rows))
 
 
 def coefficient_block(
     config: Config, block_m: int, rows: int, fused: int, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """For how many rows a program sums coefficients, and of how many elements it loads z and v at
-    once.
+    """ROWS and COEFF_BLOCK_K of the kernel: for how many rows it computes coefficients, and how
+    many elements of z and v it loads together.
 
-    Only 4 bytes a thread, or more, are copied ahead of their use: so that z is, a whole step is
-    loaded, for a row more than there are if it must be. Not where that would be many numbers for a
-    thread.
+    Triton prefetches a load only if it is 4 bytes a thread or more. Therefore z is loaded a whole
+    step at a time, padded by a row if necessary, unless that takes many registers a thread.
     """
-    threads, own = 32 * config.num_warps, coefficient_rows(block_m, rows)
-    padded = max(own, power_of_two(ceil_div(4 * threads, config.block_k * dtype.itemsize)))
+    threads, needed = 32 * config.num_warps, coefficient_rows(block_m, rows)
+    padded = max(needed, power_of_two(ceil_div(4 * threads, config.block_k * dtype.itemsize)))
     if dtype.itemsize >= 4 or padded > block_m or fused * padded * config.block_k > 8 * threads:
-        return own, LANES.value
+        return needed, LANES.value
     return padded, config.block_k
 
 
 def sums_coefficients(config: Config, rows: int, rank: int) -> bool:
-    """Whether the linear kernel sums the coefficients z·v itself."""
+    """Whether the linear kernel computes the coefficients z·v itself."""
     return power_of_two(rank) * coefficient_rows(config.block_m, rows) <= config.fused
 
 
@@ -82,8 +81,8 @@ def plan_linear(
     *,
     record: bool = False,
 ) -> Launch:
-    """From z, weight, bias, u, v, index and the coefficients of :func:`plan_before` y (M, N) in
-    ``dtype``.
+    """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index and the coefficients of
+    :func:`plan_before`.
 
     u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
     are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
@@ -144,8 +143,8 @@ def plan_linear(
 
 
 def plan_before(z: Tensor, v: Tensor | None, index: Tensor | None, config: Config) -> Launch | None:
-    """The launch for the coefficients, where the linear kernel does not sum them; v (M, R, K), (1,
-    R, K) or a pool.
+    """The launch that computes the coefficients, or None if the linear kernel does so; v (M, R, K),
+    (1, R, K) or a pool.
     """
     return (
         None
@@ -247,8 +246,8 @@ def patched_linear(
             linear map.
         v: as ``u`` with K for N.
         bias: (N,), z's dtype.
-        index: (M,) integer rows of the pool, which are not looked at on the host; a negative one
-            gives the row the bits of the plain map.
+        index: (M,) integer rows of the pool, which the host does not read; a row with a negative
+            index has the bits of the plain map.
         out_dtype: of the result; z's dtype by default.
         regime: ``"stream"`` or ``"tile"`` for any number of rows; by default ``"stream"`` up to 16
             rows. Within a regime a row's bits depend on nothing but the row, its factors, the
@@ -290,7 +289,7 @@ def _check(
 def check_linear(
     z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
-    """Raise for what does not fit."""
+    """Raise unless the arguments fit a linear map of z."""
     if z.dim() != 2 or weight.dim() != 2 or z.shape[1] != weight.shape[1]:
         raise ValueError(
             f"expected z (M, K) and weight (N, K), got {tuple(z.shape)} and {tuple(weight.shape)}"
@@ -301,8 +300,8 @@ def check_linear(
 def check_operands(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
-    """Raise for dtypes, devices and a bias that do not fit a product of x by one weight (N, K), or
-    by several (E, N, K).
+    """Raise unless dtypes, devices and bias fit the product of x and a weight (N, K), or weights
+    (E, N, K).
     """
     check_floats(x, **{name: x}, weight=weight, bias=bias)
     check(weight.dtype == x.dtype, f"weight in {name}'s dtype {x.dtype}", weight.dtype, TypeError)
@@ -316,7 +315,7 @@ def check_operands(
 def check_factors(
     z: Tensor, n: int, u: Tensor | None, v: Tensor | None, index: Tensor | None
 ) -> None:
-    """Raise for what does not fit z (M, K) and outputs (M, n)."""
+    """Raise unless u, v and index fit z (M, K) and outputs (M, n)."""
     if u is None or v is None:
         raise ValueError("expected both u and v or neither, got one of them")
     check_floats(z, u=u, v=v)

@@ -1,16 +1,16 @@
 """The kernel behind every linear op: plain, patched or recording, on matrix units or with fused
 multiply-adds.
 
-It walks K in one order that is fixed by the configuration, and gives a row the same bits wherever
-it stands among the others:
+The configuration fixes the order in which K is summed, so a row has the same bits at any place
+among the others:
 
-- on matrix units (DOT) the weight is on the left, ``W zᵀ``, so that up to 16 rows ride as columns
-  of the smallest matrix instruction;
-- else there is one running sum per row, output and lane of BLOCK_K, and the lanes are added in
-  pairs at the end.
+- on matrix units (DOT) the weight stands on the left, ``W zᵀ``, and up to 16 rows are columns of
+  the smallest matrix instruction;
+- else each row, output and lane of BLOCK_K has one running sum, and the lanes are added in pairs at
+  the end.
 
-What follows the sum is the same for both: ``+ bias``, then ``+ c_r u_r`` rank by rank, each one
-fused multiply-add, then one rounding.
+Both add the same to the sum: ``+ bias``, then ``+ c_r u_r`` rank by rank, each by one fused
+multiply-add; then they round once.
 """
 
 import triton
@@ -21,7 +21,7 @@ from icl_patch.kernels.ops.coefficients import LANE_BITS, LANES, coefficient_ste
 
 @triton.jit
 def _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX: tl.constexpr):
-    """The rows' places in u and v, and which rows have a patch."""
+    """The patch of each row in u and v, and a mask of the rows that have one."""
     if HAS_INDEX:
         row = tl.load(index_ptr + offs_m, mask=mask_m, other=-1).to(tl.int64)
         patched = mask_m & (row >= 0)
@@ -33,7 +33,7 @@ def _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX: tl.constexpr):
 
 @triton.jit
 def _halves(x):
-    """The first and the last half of x (A, B, ·)."""
+    """The first and the second half of the last axis of x (A, B, ·)."""
     return tl.split(
         tl.permute(tl.reshape(x, (x.shape[0], x.shape[1], 2, x.shape[2] // 2)), (0, 1, 3, 2))
     )
@@ -41,8 +41,8 @@ def _halves(x):
 
 @triton.jit
 def _coefficient_chunks(partial, total, z, v, k):
-    """The chunks of 64 of z (1, ROWS, ·) and v (FUSED, ROWS, ·), one after the other; their first
-    element is k.
+    """Add the chunks of 64 of z (1, ROWS, ·) and v (FUSED, ROWS, ·), which begin with element k,
+    one after the other.
     """
     if z.shape[2] == LANES:
         partial, total = coefficient_step(partial, total, z, v, k)
@@ -75,9 +75,8 @@ def _coefficient_steps(
     BLOCK_K: tl.constexpr,
     COEFF_BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_K elements of ``z·v_r``, for FUSED ≥ R ranks: partial and total are (FUSED, ROWS, 64).
-    COEFF_BLOCK_K elements are loaded
-    together.
+    """Add BLOCK_K elements of ``z·v_r`` to partial and total (FUSED, ROWS, 64), for FUSED ≥ R
+    ranks, COEFF_BLOCK_K elements at a time.
     """
     offs_r = tl.arange(0, FUSED)[:, None, None]
     for j in tl.static_range(BLOCK_K // COEFF_BLOCK_K):
@@ -100,14 +99,14 @@ def _coefficient_steps(
 
 @triton.jit
 def _sum_lanes(lanes, FUSED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The coefficients of (FUSED, ROWS, 64) lanes, spread to (FUSED, BLOCK_M): each is added to
-    zeros only.
+    """The coefficients of the lanes (FUSED, ROWS, 64), spread to (FUSED, BLOCK_M) by exact sums
+    with zeros.
     """
     coeff = tl.reshape(
         pair_sum(tl.reshape(lanes, (FUSED * ROWS, LANES)), LANE_BITS), (FUSED, ROWS, 1)
     )
-    own = tl.arange(0, ROWS)[None, :, None] == tl.arange(0, BLOCK_M)[None, None, :]
-    return tl.sum(tl.where(own, coeff, 0.0), axis=1)
+    same_row = tl.arange(0, ROWS)[None, :, None] == tl.arange(0, BLOCK_M)[None, None, :]
+    return tl.sum(tl.where(same_row, coeff, 0.0), axis=1)
 
 
 @triton.jit
@@ -171,7 +170,7 @@ def _finish(
     HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """From the sums (BLOCK_N, BLOCK_M) to the outputs."""
+    """Store the outputs of the sums (BLOCK_N, BLOCK_M)."""
     mask = mask_n[:, None] & mask_m[None, :]
     offsets = offs_m[None, :] * N + offs_n[:, None]
     y = acc
@@ -211,8 +210,8 @@ def _finish(
 
 @triton.jit
 def _add_products(acc, w, z, DOT: tl.constexpr, WIDEN: tl.constexpr):
-    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); without DOT each lane of
-    BLOCK_K keeps a sum of its own.
+    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); without DOT, with one sum
+    per lane of BLOCK_K.
     """
     if DOT:
         if WIDEN:
@@ -271,7 +270,7 @@ def _linear_kernel(
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,  # bf16 and fp16 to fp32 before tl.dot: Triton's interpreter needs it
 ):
-    # Neighbouring programs share outputs, not rows: the second reads the weight from L2.
+    # Neighbouring programs compute the same outputs of other rows: they find the weight in L2.
     pid = tl.program_id(0).to(tl.int64)
     row_blocks = tl.cdiv(M, BLOCK_M)
     offs_m = (pid % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -1,4 +1,4 @@
-"""``y + Σ_r (z·v_r) u_r``: the low-rank term alone, on an output that is there already."""
+"""``y + Σ_r (z·v_r) u_r``: the low-rank term alone, added to an existing output."""
 
 from collections.abc import Callable
 
@@ -61,8 +61,8 @@ def _low_rank_kernel(
 
 
 def plan_low_rank(plain: Tensor, u: Tensor, index: Tensor | None, dtype: torch.dtype) -> Launch:
-    """From plain (M, N), u (M, R, N), (1, R, N) or a pool with ``index``, and the coefficients (M,
-    R): their sum in ``dtype``.
+    """Plan the sum in ``dtype`` from plain (M, N), u (M, R, N), (1, R, N) or a pool with ``index``,
+    and the coefficients (M, R).
     """
     rows, n = plain.shape
     column_blocks = ceil_div(n, _BLOCK)
@@ -132,8 +132,8 @@ def add_low_rank(
 ) -> Tensor:
     """``y + Σ_r (z·v_r) u_r``, accumulated in fp32 and rounded once.
 
-    ``patched_linear(z, W, u, v, bias)`` bit for bit, where y is ``patched_linear(z, W, bias=bias,
-    out_dtype=torch.float32)``.
+    Equals ``patched_linear(z, W, u, v, bias)`` bit for bit if y is ``patched_linear(z, W,
+    bias=bias, out_dtype=torch.float32)``.
 
     Args:
         y: (M, N) fp32, bf16 or fp16, any strides.

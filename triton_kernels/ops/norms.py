@@ -1,6 +1,6 @@
-"""The norm before the MLP for both streams, and an RMSNorm whose scale differs from row to row.
+"""The norm before the MLP for both streams, and an RMSNorm with a scale per row.
 
-Both sum the squares in one order, whatever the layout, so a row gets the same bits from either.
+Both sum the squares in the same order in any layout, so a row has the same bits in either.
 """
 
 import math
@@ -206,7 +206,7 @@ def _plan_norm_pair(
 
 
 def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
-    """From x and scale y."""
+    """Plan y from x and scale."""
     rows, d = x.shape
     strides = scale.stride() if scale.dim() == 2 else (0, scale.stride(0))
     rest = (*x.stride(), *strides, eps, offset, d, cast_first, *row_blocks(d)[2:])
@@ -315,8 +315,8 @@ def rms_norm(
         eps, scale_offset, cast_first: as for :func:`norm_pair`.
 
     Returns:
-        (M, d) in x's dtype. With the norm's own weight the bits of :func:`norm_pair`. Not
-        differentiable.
+        (M, d) in x's dtype. With the norm's weight as scale it has the bits of
+        :func:`norm_pair`. Not differentiable.
 
     Raises:
         TypeError: a dtype does not fit.

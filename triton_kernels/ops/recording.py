@@ -1,6 +1,4 @@
-"""Both streams through one linear map in one pass over W: the outputs and the patch they differ
-by.
-"""
+"""One pass over W for both streams: their outputs, and the patch that makes them equal."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -99,7 +97,7 @@ def record_linear(
         weight, bias: as for :func:`icl_patch.kernels.patched_linear`.
         direction: of the reduced rows, from :func:`read_direction` or
             :func:`icl_patch.kernels.norm_pair`; it is shared by all linear maps that read one z.
-            Computed by a launch of its own if not given.
+            By default it is computed by a separate launch.
         regime: ``"stream"`` or ``"tile"``; by default as ``patched_linear`` chooses for M rows.
 
     Returns:

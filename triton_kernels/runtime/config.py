@@ -1,4 +1,4 @@
-"""Which block sizes the kernels use: data files by GPU, dtype and shape class, in ``configs/``.
+"""The kernels' block sizes, from data files by GPU, dtype and shape class in ``configs/``.
 
 A configuration fixes the order in which K is summed. It is chosen from (N, K, dtype, GPU) and the
 regime, never from M within a regime, so a row has the same bits however many rows there are.
@@ -26,11 +26,11 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 class Config:
     """How one regime of the linear kernels is compiled.
 
-    dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows a program serves;
-    block_n: outputs a program computes (for multiply-adds: with up to 4 rows, fewer with more);
-    block_k: elements of K a step takes, a multiple of 64; num_warps, num_stages: Triton's; fused:
-        up to so many coefficients z·v a program sums them itself, else a launch before it does,
-        with the same bits.
+    dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows per program;
+    block_n: outputs per program (for multiply-adds: with up to 4 rows, fewer with more);
+    block_k: elements of K per step, a multiple of 64; num_warps, num_stages: Triton's; fused: a
+        program computes up to so many coefficients z·v itself; more are computed by a launch before
+        it, with the same bits.
     """
 
     dot: bool
@@ -59,7 +59,7 @@ class Config:
 
 @dataclass(frozen=True)
 class TunedConfig:
-    """A configuration and the shapes it is for: N up to max_n, K up to max_k; None is any."""
+    """A configuration and its shapes: N up to max_n, K up to max_k; None is any size."""
 
     regime: str
     dtype: str
@@ -68,7 +68,7 @@ class TunedConfig:
     config: Config
 
     def covers(self, regime: str, dtype: str, n: int, k: int) -> bool:
-        """Whether the shape is one of those."""
+        """Whether it is meant for this shape."""
         within = (self.max_n is None or n <= self.max_n) and (self.max_k is None or k <= self.max_k)
         return self.regime == regime and self.dtype == dtype and within
 
@@ -164,5 +164,5 @@ def config_for(gpu: str, dtype: torch.dtype, n: int, k: int, regime: str) -> Con
 
 @cache
 def gpu_name(device: torch.device) -> str:
-    """What the data file is named after; empty for what is not a GPU."""
+    """The GPU's name, which its data file is named after; empty for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -1,5 +1,5 @@
-"""How a kernel is described before it runs: the same description is launched, interpreted or
-compiled ahead of time.
+"""Descriptions of kernel launches. The same description is launched, interpreted, or compiled ahead
+of time; launches of known shapes are cached.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,12 +20,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class Launch:
-    """One kernel launch without its tensors: it serves all that have the dtypes, sizes and strides
+    """One kernel launch without its tensors, for all tensors of the dtypes, sizes and strides that
     it was planned for.
 
-    kernel: it takes the tensors it reads, those it fills, then ``rest``, constexprs included;
-    programs: how many; inputs: what it reads, as dtypes, None where there is no tensor; outputs:
-        what it fills, as sizes and dtypes; num_warps, num_stages: how it is compiled.
+    kernel: takes the input tensors, the output tensors, then ``rest``, constexprs included;
+    programs: the size of the grid; inputs: dtypes, None for an absent tensor; outputs: sizes and
+        dtypes; num_warps, num_stages: options of the compiler.
     """
 
     kernel: Any
@@ -38,8 +38,10 @@ class Launch:
     _compiled: dict[int, Callable[..., None]] = field(init=False, default_factory=dict)
 
     def __call__(self, *inputs: Tensor | None) -> Any:
-        """Run it on the current stream of the first input's device: the output, or a tuple of
-        them.
+        """Launch on the current stream of the first input's device.
+
+        Returns:
+            The output, or a tuple of the outputs.
         """
         assert inputs[0] is not None
         device = inputs[0].device
@@ -53,8 +55,8 @@ class Launch:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _run(self, tensors: tuple[Tensor | None, ...]) -> None:
-        """Straight to the compiled kernel from the second time on: of all that the compiler looks
-        at, only addresses can differ.
+        """Call the compiled kernel directly from the second time on. The compiler specialises on
+        the alignment of addresses; all else it looks at is the same for every call.
         """
         aligned = 0
         for tensor in tensors:
@@ -69,13 +71,13 @@ class Launch:
 
     @property
     def arguments(self) -> tuple:
-        """All of the kernel's, dtypes in the place of tensors."""
+        """All arguments of the kernel, with dtypes in place of tensors."""
         return (*self.inputs, *(dtype for _, dtype in self.outputs), *self.rest)
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """For the compiler. It fuses no multiply with an add: the kernels say where, so the bits do
-        not depend on its version.
+        """Options of the compiler. It may not fuse multiplications with additions: the kernels say
+        where, so that the bits do not depend on the compiler's version.
         """
         return {
             "num_warps": self.num_warps,
@@ -122,21 +124,23 @@ def power_of_two(n: int) -> int:
 
 
 def dtype_of(x: Tensor | None) -> torch.dtype | None:
-    """None for none."""
+    """The dtype of x, or None without x."""
     return None if x is None else x.dtype
 
 
-def check(good: bool, what: str, got: object, error: type[Exception] = ValueError) -> None:
-    """Raise ``error`` with what was expected and what came."""
+def check(good: bool, expected: str, got: object, error: type[Exception] = ValueError) -> None:
+    """Raise ``error`` unless ``good``."""
     if not good:
-        raise error(f"expected {what}, got {tuple(got) if isinstance(got, torch.Size) else got}")
+        raise error(
+            f"expected {expected}, got {tuple(got) if isinstance(got, torch.Size) else got}"
+        )
 
 
 def check_floats(first: Tensor, **tensors: Tensor | None) -> None:
-    """fp32, bf16 or fp16, on the device of ``first``, which the kernels run on."""
-    wanted = "cpu" if INTERPRETED else "cuda"
-    if first.device.type != wanted and not torch.compiler.is_compiling():
-        raise ValueError(f"expected tensors on {wanted}, got {first.device}")
+    """Check that all are fp32, bf16 or fp16 and on the device of ``first``, where kernels run."""
+    device = "cpu" if INTERPRETED else "cuda"
+    if first.device.type != device and not torch.compiler.is_compiling():
+        raise ValueError(f"expected tensors on {device}, got {first.device}")
     for name, tensor in tensors.items():
         if tensor is not None:
             check(tensor.dtype in FLOATS, f"{name} in fp32, bf16 or fp16", tensor.dtype, TypeError)
@@ -146,8 +150,8 @@ def check_floats(first: Tensor, **tensors: Tensor | None) -> None:
 def needs_op(*tensors: Tensor | None) -> bool:
     """Whether a call must go through torch's dispatcher.
 
-    Under torch.compile and any other tracer it must, on fake tensors, for gradients, and for
-    tensors whose signs are to be changed first.
+    True under torch.compile and other tracers, on fake tensors, for gradients, and for tensors with
+    a pending negation.
     """
     if (
         torch.compiler.is_compiling()
@@ -156,7 +160,7 @@ def needs_op(*tensors: Tensor | None) -> bool:
     ):
         return True
     gradients = torch.is_grad_enabled()
-    for x in tensors:  # not any(): this stands before every launch of a decoding step
+    for x in tensors:  # not any(): this runs before every launch of a decode step
         if x is None:
             continue
         if (

@@ -12,14 +12,14 @@ _DEVICES = ("CUDA", "CPU")  # the CPU in Triton's interpreter
 
 
 def define(schema: str, launch: Callable[..., Any]) -> None:
-    """An operator ``icl_patch::<schema>`` that runs ``launch``."""
+    """Define an operator ``icl_patch::<schema>`` that runs ``launch``."""
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in _DEVICES:
         _LIBRARY.impl(schema.partition("(")[0], launch, device)
 
 
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what the operator returns, without running it."""
+    """Register the operator's fake: its outputs' sizes and dtypes, without running it."""
     return torch.library.register_fake(f"icl_patch::{name}", lib=_LIBRARY)
 
 
