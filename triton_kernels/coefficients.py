@@ -60,11 +60,22 @@ def add_segments(x, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def _coefficient_kernel(
-    z_ptr, v_ptr, index_ptr, coeff_ptr,
-    stride_zm, stride_zk, stride_vm, stride_vr, stride_vk,
-    K: tl.constexpr, R: tl.constexpr, HAS_INDEX: tl.constexpr, STEPS: tl.constexpr,
-    UNROLL: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    v_ptr,
+    index_ptr,
+    coeff_ptr,
+    stride_zm,
+    stride_zk,
+    stride_vm,
+    stride_vr,
+    stride_vk,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
     pid = tl.program_id(0).to(tl.int64)
     m, r = pid // R, pid % R
     row = m

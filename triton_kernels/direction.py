@@ -92,10 +92,19 @@ def narrowed(inverse):
 
 @triton.jit
 def _direction_kernel(
-    z_ptr, v_ptr, inverse_ptr, coeff_ptr, stride_zm, stride_zk,
-    K: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr,
-    WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-):  # fmt: skip
+    z_ptr,
+    v_ptr,
+    inverse_ptr,
+    coeff_ptr,
+    stride_zm,
+    stride_zk,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
     m = tl.program_id(0).to(tl.int64)
     z_ptr += m * stride_zm
     first = row_offsets(SEGMENTS, WIDTH)

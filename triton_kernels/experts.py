@@ -18,12 +18,31 @@ from icl_patch.kernels.linear_kernels import _add_lanes, _add_products
 
 @triton.jit
 def _expert_kernel(
-    x_ptr, w_ptr, bias_ptr, expert_ptr, y_ptr,
-    SLOTS, N, E, CHOSEN, stride_xm, stride_xj, stride_xk, stride_we, stride_wn, stride_wk,
-    stride_be, stride_bn, stride_em, stride_ej,
-    K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    expert_ptr,
+    y_ptr,
+    SLOTS,
+    N,
+    E,
+    CHOSEN,
+    stride_xm,
+    stride_xj,
+    stride_xk,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_be,
+    stride_bn,
+    stride_em,
+    stride_ej,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+):
     # Neighbouring programs share outputs: of the slots that chose one expert all but the first read
     # its matrix from L2.
     pid = tl.program_id(0).to(tl.int64)
@@ -78,10 +97,20 @@ def plan_experts(
     b_strides = (0, 0) if bias is None else bias.stride()
     block_n, block_k = blocks(config, x.itemsize)
     rest = (
-        rows * chosen, n, experts, chosen, *x_strides, *weight.stride(), *b_strides,
+        rows * chosen,
+        n,
+        experts,
+        chosen,
+        *x_strides,
+        *weight.stride(),
+        *b_strides,
         *expert.stride(),
-        k, bias is not None, block_n, block_k, config.num_stages,
-    )  # fmt: skip
+        k,
+        bias is not None,
+        block_n,
+        block_k,
+        config.num_stages,
+    )
     inputs = (x.dtype, weight.dtype, dtype_of(bias), expert.dtype)
     programs = rows * chosen * ceil_div(n, block_n)
     return Launch(

@@ -14,9 +14,18 @@ _BLOCK = 1024
 
 @triton.jit
 def _gated_kernel(
-    gate_ptr, up_ptr, y_ptr, N, column_blocks, stride_gm, stride_gn, stride_um, stride_un,
-    GELU: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    N,
+    column_blocks,
+    stride_gm,
+    stride_gn,
+    stride_um,
+    stride_un,
+    GELU: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     pid = tl.program_id(0).to(tl.int64)
     m = pid // column_blocks
     offs_n = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -112,12 +112,27 @@ def plan_linear(
     )
     outputs: tuple = (((len(z), n), dtype),)
     rest = (
-        rows, n, *z.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), *u_strides,
+        rows,
+        n,
+        *z.stride(),
+        *weight.stride(),
+        0 if bias is None else bias.stride(0),
+        *u_strides,
         *v_strides,
-        config.dot, k, rank, fused, record, index is not None, bias is not None,
-        block_m, block_n, config.block_k, *coefficient_block(config, block_m, rows, fused,
-        z.dtype), config.num_stages, INTERPRETED,
-    )  # fmt: skip
+        config.dot,
+        k,
+        rank,
+        fused,
+        record,
+        index is not None,
+        bias is not None,
+        block_m,
+        block_n,
+        config.block_k,
+        *coefficient_block(config, block_m, rows, fused, z.dtype),
+        config.num_stages,
+        INTERPRETED,
+    )
     if record:
         outputs += (((rows, n), torch.float32),)
     else:

@@ -56,11 +56,25 @@ def _coefficient_chunks(partial, total, z, v, k):
 
 @triton.jit
 def _coefficient_steps(
-    partial, total, z_ptr, v_ptr, offs_m, row, patched, k0, stride_zm, stride_zk, stride_vm,
-    stride_vr, stride_vk,
-    K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, BLOCK_K: tl.constexpr,
+    partial,
+    total,
+    z_ptr,
+    v_ptr,
+    offs_m,
+    row,
+    patched,
+    k0,
+    stride_zm,
+    stride_zk,
+    stride_vm,
+    stride_vr,
+    stride_vk,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     AT_ONCE: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK_K elements of ``z·v_r``, for FUSED ≥ R ranks: partial and total are (FUSED, ROWS, 64).
     AT_ONCE elements are loaded at once.
     """
@@ -97,10 +111,21 @@ def _sum_lanes(lanes, FUSED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.const
 
 @triton.jit
 def _add_patch(
-    acc, coeff, coeff_ptr, u_ptr, offs_m, offs_n, row, patched, mask_n, stride_um, stride_ur,
+    acc,
+    coeff,
+    coeff_ptr,
+    u_ptr,
+    offs_m,
+    offs_n,
+    row,
+    patched,
+    mask_n,
+    stride_um,
+    stride_ur,
     stride_un,
-    R: tl.constexpr, FUSED: tl.constexpr,
-):  # fmt: skip
+    R: tl.constexpr,
+    FUSED: tl.constexpr,
+):
     """``acc + Σ_r c_r u_r`` for acc (BLOCK_N, BLOCK_M), rank by rank; rows without a patch keep
     their bits.
     """
@@ -120,12 +145,31 @@ def _add_patch(
 
 @triton.jit
 def _finish(
-    acc, acc_ctx, coeff, bias_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr, offs_m, offs_n,
-    mask_m, mask_n,
-    M, N, stride_b, stride_um, stride_ur, stride_un,
-    R: tl.constexpr, FUSED: tl.constexpr, RECORD: tl.constexpr, HAS_INDEX: tl.constexpr,
+    acc,
+    acc_ctx,
+    coeff,
+    bias_ptr,
+    u_ptr,
+    index_ptr,
+    coeff_ptr,
+    y_ptr,
+    u_out_ptr,
+    offs_m,
+    offs_n,
+    mask_m,
+    mask_n,
+    M,
+    N,
+    stride_b,
+    stride_um,
+    stride_ur,
+    stride_un,
+    R: tl.constexpr,
+    FUSED: tl.constexpr,
+    RECORD: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """From the sums (BLOCK_N, BLOCK_M) to the outputs."""
     mask = mask_n[:, None] & mask_m[None, :]
     offsets = offs_m[None, :] * N + offs_n[:, None]
@@ -146,9 +190,21 @@ def _finish(
     elif R:
         row, patched = _factor_rows(index_ptr, offs_m, mask_m, HAS_INDEX)
         y = _add_patch(
-            y, coeff, coeff_ptr, u_ptr, offs_m, offs_n, row, patched, mask_n, stride_um, stride_ur,
-            stride_un, R, FUSED
-        )  # fmt: skip
+            y,
+            coeff,
+            coeff_ptr,
+            u_ptr,
+            offs_m,
+            offs_n,
+            row,
+            patched,
+            mask_n,
+            stride_um,
+            stride_ur,
+            stride_un,
+            R,
+            FUSED,
+        )
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -177,16 +233,43 @@ def _add_lanes(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.co
 
 @triton.jit
 def _linear_kernel(
-    z_ptr, w_ptr, bias_ptr, u_ptr, v_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr,
-    M, N, stride_zm, stride_zk, stride_wn, stride_wk, stride_b, stride_um, stride_ur, stride_un,
-    stride_vm, stride_vr, stride_vk,
+    z_ptr,
+    w_ptr,
+    bias_ptr,
+    u_ptr,
+    v_ptr,
+    index_ptr,
+    coeff_ptr,
+    y_ptr,
+    u_out_ptr,
+    M,
+    N,
+    stride_zm,
+    stride_zk,
+    stride_wn,
+    stride_wk,
+    stride_b,
+    stride_um,
+    stride_ur,
+    stride_un,
+    stride_vm,
+    stride_vr,
+    stride_vk,
     DOT: tl.constexpr,
-    K: tl.constexpr, R: tl.constexpr, FUSED: tl.constexpr, RECORD: tl.constexpr,
-    HAS_INDEX: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    FUSED: tl.constexpr,
+    RECORD: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    NUM_STAGES: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    NUM_STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     # Neighbouring programs share outputs, not rows: the second reads the weight from L2.
     pid = tl.program_id(0).to(tl.int64)
     row_blocks = tl.cdiv(M, BLOCK_M)
@@ -234,10 +317,25 @@ def _linear_kernel(
             acc_ctx = _add_products(acc_ctx, w, z_ctx, DOT, WIDEN)
         if FUSED:
             partial, total = _coefficient_steps(
-                partial, total, z_ptr, v_ptr, offs_c, row, patched, k0, stride_zm, stride_zk,
-                stride_vm, stride_vr, stride_vk,
-                K, R, FUSED, BLOCK_K, AT_ONCE,
-            )  # fmt: skip
+                partial,
+                total,
+                z_ptr,
+                v_ptr,
+                offs_c,
+                row,
+                patched,
+                k0,
+                stride_zm,
+                stride_zk,
+                stride_vm,
+                stride_vr,
+                stride_vk,
+                K,
+                R,
+                FUSED,
+                BLOCK_K,
+                AT_ONCE,
+            )
     sums, sums_ctx = acc, acc_ctx
     if not DOT:
         sums = _add_lanes(acc, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -246,7 +344,28 @@ def _linear_kernel(
     if FUSED:
         coeff = _sum_lanes(total + partial, FUSED, ROWS, BLOCK_M)
     _finish(
-        sums, sums_ctx, coeff, bias_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, u_out_ptr, offs_m,
-        offs_n, mask_m, mask_n,
-        M, N, stride_b, stride_um, stride_ur, stride_un, R, FUSED, RECORD, HAS_INDEX, HAS_BIAS,
-    )  # fmt: skip
+        sums,
+        sums_ctx,
+        coeff,
+        bias_ptr,
+        u_ptr,
+        index_ptr,
+        coeff_ptr,
+        y_ptr,
+        u_out_ptr,
+        offs_m,
+        offs_n,
+        mask_m,
+        mask_n,
+        M,
+        N,
+        stride_b,
+        stride_um,
+        stride_ur,
+        stride_un,
+        R,
+        FUSED,
+        RECORD,
+        HAS_INDEX,
+        HAS_BIAS,
+    )

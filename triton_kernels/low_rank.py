@@ -26,10 +26,22 @@ _BLOCK = 512
 
 @triton.jit
 def _low_rank_kernel(
-    plain_ptr, u_ptr, index_ptr, coeff_ptr, y_ptr, N, column_blocks, stride_pm, stride_pn,
-    stride_um, stride_ur, stride_un,
-    R: tl.constexpr, HAS_INDEX: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    plain_ptr,
+    u_ptr,
+    index_ptr,
+    coeff_ptr,
+    y_ptr,
+    N,
+    column_blocks,
+    stride_pm,
+    stride_pn,
+    stride_um,
+    stride_ur,
+    stride_un,
+    R: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     pid = tl.program_id(0).to(tl.int64)
     m = pid // column_blocks
     offs_n = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -72,12 +72,27 @@ def _scaled(x, reciprocal, scale, CAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _norm_pair_kernel(
-    hidden_ptr, weight_ptr, z_ptr, delta_ptr, v_ptr, inverse_ptr, coeff_ptr, M, stride_hm,
-    stride_hk, stride_w, eps, offset,
-    D: tl.constexpr, CAST_FIRST: tl.constexpr,
-    STEPS: tl.constexpr, UNROLL: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
+    hidden_ptr,
+    weight_ptr,
+    z_ptr,
+    delta_ptr,
+    v_ptr,
+    inverse_ptr,
+    coeff_ptr,
+    M,
+    stride_hm,
+    stride_hk,
+    stride_w,
+    eps,
+    offset,
+    D: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROUNDS: tl.constexpr,
-):  # fmt: skip
+):
     m = tl.program_id(0).to(tl.int64)
     ctx_ptr, reduced_ptr = hidden_ptr + m * stride_hm, hidden_ptr + (M + m) * stride_hm
     reciprocal_ctx = _reciprocal_rms(ctx_ptr, stride_hk, eps, D, SEGMENTS, WIDTH, ROUNDS)
@@ -129,10 +144,21 @@ def _norm_pair_kernel(
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, scale_ptr, y_ptr, stride_xm, stride_xk, stride_sm, stride_sk, eps, offset,
-    D: tl.constexpr, CAST_FIRST: tl.constexpr, SEGMENTS: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr,
+    scale_ptr,
+    y_ptr,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    stride_sk,
+    eps,
+    offset,
+    D: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROUNDS: tl.constexpr,
-):  # fmt: skip
+):
     m = tl.program_id(0).to(tl.int64)
     first = row_offsets(SEGMENTS, WIDTH)
     reciprocal = _reciprocal_rms(x_ptr + m * stride_xm, stride_xk, eps, D, SEGMENTS, WIDTH, ROUNDS)
