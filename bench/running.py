@@ -14,7 +14,7 @@ from icl_patch.bench.results import Results, load_all, markdown, write_whole
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchOptions:
     """The part of a benchmark to measure: see ``icl-patch bench --help``."""
 
     device: torch.device
@@ -24,21 +24,25 @@ class Plan:
     seconds: float = math.inf
 
 
-def measure_benchmark(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
+def measure_benchmark(results: Results, options: BenchOptions) -> Iterator[tuple[str, bool]]:
     """Measure the cases without results; yields progress and whether nothing failed so far."""
     if results.dropped is not None:
         yield results.dropped, True
     benchmark = importlib.import_module(f"icl_patch.bench.cases.{results.benchmark}")
-    cases = benchmark.cases(plan.device, plan.quick, results)
-    cases = part_of(cases, plan.part)
-    missing = [case for case in cases if plan.fresh or not results.has(case.name)]
-    if plan.device.type == "cuda" and missing and hasattr(benchmark, "prepare"):
+    cases = benchmark.cases(options.device, options.quick, results)
+    cases = part_of(cases, options.part)
+    missing = [case for case in cases if options.fresh or not results.has(case.name)]
+    if options.device.type == "cuda" and missing and hasattr(benchmark, "prepare"):
         yield f"compiling for {len(missing)} cases", True
-        benchmark.prepare(missing, plan.device)
+        benchmark.prepare(missing, options.device)
     yield from measure(
-        cases, results, rounds=7 if plan.quick else 15, fresh=plan.fresh, seconds=plan.seconds
+        cases,
+        results,
+        rounds=7 if options.quick else 15,
+        fresh=options.fresh,
+        seconds=options.seconds,
     )
-    results.sort([case.name for case in benchmark.cases(plan.device, False, results)])
+    results.sort([case.name for case in benchmark.cases(options.device, False, results)])
     results.write()
 
 

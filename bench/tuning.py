@@ -15,19 +15,19 @@ from icl_patch.bench.cases.linear import CONV1D, SHAPES, cold
 from icl_patch.bench.harness import reason
 from icl_patch.bench.results import environment, write_whole
 from icl_patch.bench.timing import InTurn, compare
-from icl_patch.kernels import tuning
-from icl_patch.kernels.config import (
+from icl_patch.kernels.compilation import tuning
+from icl_patch.kernels.ops.linear import launch_linear
+from icl_patch.kernels.runtime.config import (
     DTYPES,
     GEMV,
     PATHS,
     Config,
-    Entry,
+    TunedConfig,
     dump,
     entries_for,
     gpu_name,
     slug,
 )
-from icl_patch.kernels.linear import launch_linear
 
 ROWS = {"gemv": (1, 2, 4, 8, 16), "gemm": (32, 64, 512)}
 QUICK_ROWS = {"gemv": (1, 8), "gemm": (32, 512)}
@@ -40,7 +40,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningOptions:
     """What is tuned: the device, dtypes, whether in short, and how many processes compile."""
 
     device: torch.device
@@ -61,7 +61,9 @@ class Plan:
         return (QUICK_ROWS if self.quick else ROWS)[path]
 
 
-def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tuple[Entry, ...]]:
+def write(
+    plan: TuningOptions, folder: Path | None, progress: Progress
+) -> tuple[Path, tuple[TunedConfig, ...]]:
     """Tune and write ``<gpu>.json``, whole; entries of dtypes that are not tuned stay as they are.
 
     Returns:
@@ -86,15 +88,15 @@ def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tu
 
 
 def choose(
-    plan: Plan,
-    known: Sequence[Entry],
+    plan: TuningOptions,
+    known: Sequence[TunedConfig],
     measuring: "Callable[[torch.dtype, str], Measuring]",
     progress: Progress,
-) -> tuple[Entry, ...]:
+) -> tuple[TunedConfig, ...]:
     """The entries of the tuned dtypes, by what ``measuring(dtype, path)`` says, then those of the
     others as they were.
     """
-    chosen: list[Entry] = []
+    chosen: list[TunedConfig] = []
     for dtype in plan.dtypes:
         for path in PATHS:
             progress(f"{DTYPES[dtype]}, {path}")
@@ -103,7 +105,9 @@ def choose(
     return tuple(chosen + [entry for entry in known if entry.dtype not in tuned])
 
 
-def _choose(plan: Plan, dtype: torch.dtype, path: str, measuring: "Measuring") -> list[Entry]:
+def _choose(
+    plan: TuningOptions, dtype: torch.dtype, path: str, measuring: "Measuring"
+) -> list[TunedConfig]:
     """Blocks first, then, with them, how many coefficients a program sums itself."""
     tried = tuning.candidates(dtype, path)
     measuring.compile(tried, [(rows, 1) for rows in plan.rows(path)], plan.shapes)
@@ -141,7 +145,12 @@ class Measuring:
     """
 
     def __init__(
-        self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, path: str
+        self,
+        plan: TuningOptions,
+        pool: Executor,
+        progress: Progress,
+        dtype: torch.dtype,
+        path: str,
     ) -> None:
         self._plan, self._pool, self._progress, self._dtype, self._path = (
             plan,
@@ -175,7 +184,7 @@ class Measuring:
                 f"{len(failed)} of them do not compile; the first: {failed[0].splitlines()[0]:.200}"
             )
 
-    def problem(self, entry: Entry) -> str | None:
+    def problem(self, entry: TunedConfig) -> str | None:
         """Spills and the like, in any kernel that the entry is compiled to."""
         found = tuning.entry_problem(self._pool, entry)
         self._progress(f"{entry.config}: {found or 'chosen'}")

@@ -144,8 +144,9 @@ def prepare(cases: Sequence[Case], device: torch.device) -> None:
     """Compile side by side what the cases will launch: it takes longer than to measure them."""
     if find_spec("triton") is None:
         return
-    from icl_patch.kernels import config_for, product_path, tuning
-    from icl_patch.kernels.config import gpu_name
+    from icl_patch.kernels import config_for, product_path
+    from icl_patch.kernels.compilation import tuning
+    from icl_patch.kernels.runtime.config import gpu_name
 
     major, minor = torch.cuda.get_device_capability(device)
     variants = []

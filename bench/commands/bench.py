@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from icl_patch.bench.results import Results, default_folder
-    from icl_patch.bench.running import Plan, measure_benchmark, redraw
+    from icl_patch.bench.running import BenchOptions, measure_benchmark, redraw
 
     if unknown := [name for name in options.name if name not in BENCHMARKS]:
         raise ValueError(
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    plan = Plan(options.device, options.quick, options.part, options.fresh, options.seconds)
+    plan = BenchOptions(options.device, options.quick, options.part, options.fresh, options.seconds)
     measured = [Results(name, options.device, folder) for name in options.name or BENCHMARKS]
     passed = True
     for results in measured:

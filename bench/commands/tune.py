@@ -58,15 +58,15 @@ def run(options: argparse.Namespace) -> int:
     from icl_patch.evaluation.report import table
 
     dtypes = tuple(options.dtype or map(common.dtype, ("bf16", "fp16", "fp32")))
-    plan = tuning.Plan(options.device, dtypes, options.quick, options.workers)
+    plan = tuning.TuningOptions(options.device, dtypes, options.quick, options.workers)
     path, entries = tuning.write(
         plan, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
     )
     rows = [
-        [entry.regime, entry.dtype, entry.max_n or "any", *vars(entry.config).values()]
+        [entry.path, entry.dtype, entry.max_n or "any", *vars(entry.config).values()]
         for entry in entries
     ]
-    columns = ["regime", "dtype", "N up to", *vars(entries[0].config)]
+    columns = ["path", "dtype", "N up to", *vars(entries[0].config)]
     result = {"file": str(path), "entries": [dict(zip(columns, row, strict=True)) for row in rows]}
     common.print_result(options, result, table(str(path), columns, rows))
     return 0
