@@ -365,7 +365,7 @@ class ContextPatcher:
             prefill_chunk: so many tokens of the context a pass; all at once by default.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
-                ``cache_implementation="static"``, further inputs of the model …
+                further inputs of the model …
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new

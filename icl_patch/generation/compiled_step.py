@@ -206,13 +206,14 @@ class CompiledStep:
         assert isinstance(state.run_step, DecodeStep) and state.step_inputs is not None
         current, batch = state.step_inputs.current, len(state.ids)
         with torch.inference_mode(False):
-            rows, like = len(current), current.new_zeros
+            rows, zeros = len(current), current.new_zeros
+            slot = zeros(1)
             self.inputs = StepInputs(
-                current=like(rows, 1),
-                positions=like(rows, 1),
-                mask=like(rows, capacity),
-                cache=kv_cache.static_cache(_filled_cache(state), capacity),
-                slot=like(1),
+                current=zeros(rows, 1),
+                positions=zeros(rows, 1),
+                mask=zeros(rows, capacity),
+                cache=kv_cache.fixed_cache(_filled_cache(state), capacity, slot),
+                slot=slot,
                 length=0,
             )
             step = replace(state.run_step, inputs=self.inputs)

@@ -37,7 +37,7 @@ class StepInputs:
             two streams in the cache.
         mask: (rows, capacity) int64, 1 = token.
         cache: all tokens but the current one.
-        slot: (1,) int64, the current token's column in a static cache; None for a dynamic one.
+        slot: (1,) int64, the current token's column in a fixed cache; None for a dynamic one.
         length: in a dynamic cache, the number of tokens including the current one.
     """
 
@@ -110,7 +110,7 @@ class DecodeState:
         live: (B, 1) bool, the rows that still generate. The others get no patch.
         cache: all tokens but the current one.
         fingerprint: of the weights at the start.
-        fill: puts a head into an empty cache, or into a new one, with the rows of a step.
+        fill: runs the model on a head; returns a new cache with the rows of a step.
         switches_factors: whether the rotary factors change at some length (LongRoPE).
         steps: the number of steps taken.
         traced_hooks: the hooks that a compiled step was made with; it runs no others.
@@ -126,7 +126,7 @@ class DecodeState:
     live: Tensor
     cache: Cache
     fingerprint: str
-    fill: Callable[[Sequences, Cache | None], Cache]
+    fill: Callable[[Sequences], Cache]
     switches_factors: bool
     steps: int = 0
     traced_hooks: Found | None = None
@@ -150,12 +150,6 @@ class DecodeState:
         cache: Any = self.cache
         if not cache.is_compileable:
             cache.crop(-1)
-            return
-        layers = [layer for layer in cache.layers if hasattr(layer, "cumulative_length")]
-        torch._foreach_sub_([layer.cumulative_length for layer in layers], 1)  # one launch
-        for layer in layers:
-            if layer.is_sliding:
-                layer.cumulative_length_int -= 1
 
     def keep_live(self, live: Tensor) -> None:
         """Note the rows that still generate, (B,) bool."""
@@ -186,7 +180,7 @@ def new_step_inputs(cache: Cache, past: Tensor, capacity: int) -> StepInputs:
         positions=past.sum(1, keepdim=True) - 1,
         mask=F.pad(past, (0, capacity - width)),
         cache=cache,
-        slot=past.new_tensor([width - 1]) if cache.is_compileable else None,
+        slot=None,
         length=width,
     )
 

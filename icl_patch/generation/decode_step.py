@@ -27,6 +27,7 @@ from icl_patch.generation.decode_state import (
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import inputs, names_of
@@ -141,6 +142,7 @@ class DecodeResult:
     make_patch: Callable[[], ContextPatch]
 
 
+@one_pass
 @torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
@@ -151,7 +153,6 @@ def prefill(
     mode: DecodeMode,
     *,
     chunk: int | None = None,
-    cache: Cache | None = None,
     reserve: bool = True,
     **model_inputs: Any,
 ) -> DecodeState:
@@ -163,27 +164,9 @@ def prefill(
         mode: how the steps are to run. ``SHARED_CACHE`` needs a ``decoder.shared_cache``.
         chunk: the number of tokens a call, for long contexts; all at once by default. Not for
             recurrent models, nor with further inputs.
-        cache: an empty cache; a dynamic one by default.
-        reserve: whether a dynamic cache gets room for later tokens, so that few steps copy it.
+        reserve: whether the cache gets room for later tokens, so that few steps copy it.
         model_inputs: further inputs of the model for this pass.
     """
-    with decoder.attached.attachment.one_pass():
-        return _prefill(
-            decoder, context_ids, context_mask, capacity, mode, chunk, cache, reserve, model_inputs
-        )
-
-
-def _prefill(
-    decoder: Decoder,
-    context_ids: Tensor,
-    context_mask: Tensor,
-    capacity: int,
-    mode: DecodeMode,
-    chunk: int | None,
-    cache: Cache | None,
-    reserve: bool,
-    model_inputs: dict[str, Any],
-) -> DecodeState:
     attached, names = decoder.attached, names_of(model_inputs)
     if chunk is not None and (attached.recurrent or names):
         why = "of a recurrent model, which goes on by one token a call"
@@ -194,8 +177,8 @@ def _prefill(
     check_vocabulary(attached.model, context_ids, context_mask)
     attached.watch_hooks(two_streams=mode is not DecodeMode.TWO_PASS)
 
-    def fill(head: Sequences, cache: Cache | None) -> Cache:
-        cache = kv_cache.new_cache(attached.model) if cache is None else cache
+    def fill(head: Sequences) -> Cache:
+        cache = kv_cache.new_cache(attached.model)
         if head.head_ids.shape[1]:
             forward_passes.run_head(attached.model, head, cache, chunk=chunk, **model_inputs)
         if mode is DecodeMode.TWO_STREAM:
@@ -204,7 +187,7 @@ def _prefill(
             kv_cache.reserve(cache, capacity)
         return cache
 
-    cache = fill(sequences, cache)
+    cache = fill(sequences)
     step = None
     if mode is not DecodeMode.TWO_PASS:
         past = context_mask[:, :-1].repeat(2 if mode is DecodeMode.TWO_STREAM else 1, 1)
@@ -310,7 +293,7 @@ def _refill(state: DecodeState) -> None:
     sequences = state.sequences()
     if not switches(state.decoder.attached.model, sequences):
         return
-    filled = state.fill(sequences, None)
+    filled = state.fill(sequences)
     if state.cache.is_compileable:
         kv_cache.copy_cache(filled, state.cache, state.length - 1)
     else:

@@ -5,6 +5,7 @@ from typing import Any
 
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.layers.attachment import Attachment
 from icl_patch.recording.attached_model import AttachedModel
 
 
@@ -23,6 +24,11 @@ class Decoder:
     shared_cache: SharedCacheStreams | None = None
     fused_modules: FusedModules | None = None
     compiled_steps: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def attachment(self) -> Attachment:
+        """The model's lock, for :func:`icl_patch.layers.attachment.one_pass`."""
+        return self.attached.attachment
 
     def clear(self) -> None:
         """Forget everything about the model."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from icl_patch import ops
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
-from icl_patch.layers.rms_norm import rms_norm_form
+from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norm_form
 from icl_patch.models.consumers import LINEAR
 from icl_patch.models.forward_override import Forward, untouched
 from icl_patch.recording.attached_block import AttachedBlock
@@ -53,26 +53,18 @@ class _Fused(ABC):
 
 @dataclass(frozen=True)
 class _Norm(_Fused):
-    """An RMSNorm: :func:`icl_patch.ops.rms_norm` with these."""
+    """An RMSNorm in one launch."""
 
-    scale_offset: float
-    cast_first: bool
+    patched: PatchedRMSNorm  # the same norm, which knows how it applies its scale
 
     def run(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return ops.rms_norm(
-            rows,
-            self.module.weight,
-            _eps(self.module),
-            scale_offset=self.scale_offset,
-            cast_first=self.cast_first,
-        ).reshape(x.shape)
+        return self.patched.in_one_launch(x)
 
 
 @dataclass(frozen=True)
 class _NormBefore(_Norm):
-    """The norm before a block's MLP, which is also where the block's recorder gets its delta and
-    its readers' direction.
+    """The norm before a block's MLP, which also gives the block's recorder its delta and its
+    readers' direction.
     """
 
     block: AttachedBlock
@@ -81,13 +73,12 @@ class _NormBefore(_Norm):
         on_norm_pair = self.block.on_norm_pair
         if on_norm_pair is None:
             return super().run(x)
-        rows = x.reshape(-1, x.shape[-1])
         pair = ops.norm_pair(
-            rows,
+            x.reshape(-1, x.shape[-1]),
             self.module.weight,
-            _eps(self.module),
-            scale_offset=self.scale_offset,
-            cast_first=self.cast_first,
+            self.patched.eps,
+            scale_offset=self.patched.scale_offset,
+            cast_first=self.patched.cast_first,
         )
         on_norm_pair(pair)
         return pair.z_pair.reshape(x.shape)
@@ -156,10 +147,6 @@ class FusedModules:
         }
 
 
-def _eps(norm: Any) -> float:
-    return float(getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0)))
-
-
 def _norm(module: nn.Module) -> _Norm | None:
     """A module as an RMSNorm with a scale of ``w`` or ``1 + w``, if it is one."""
     weight = getattr(module, "weight", None)
@@ -180,7 +167,9 @@ def _norm(module: nn.Module) -> _Norm | None:
         form = rms_norm_form(module, x, module(x))
     except Exception:  # of the module's own code: whatever it is, it is no RMSNorm
         return None
-    return None if form is None else _Norm(module, *form)
+    if form is None:
+        return None
+    return _Norm(module, PatchedRMSNorm(module, scale_offset=form[0], cast_first=form[1]))
 
 
 def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[_NormBefore]:
@@ -192,7 +181,7 @@ def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[_NormBefore]:
             else None
         )
         if norm is not None:
-            yield _NormBefore(norm.module, norm.scale_offset, norm.cast_first, block)
+            yield _NormBefore(norm.module, norm.patched, block)
 
 
 def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[_Gated]:

@@ -83,9 +83,7 @@ class Regions:
 
 
 def tidy(module: fx.GraphModule) -> None:
-    """Take out of the blocks what they do alike: what is computed twice is computed once, and
-    counters count together, at the end.
-    """
+    """Take out of the blocks what they all compute: what is computed twice is computed once."""
     graph = module.graph
     storage, written = _storages(module)
     for node in list(graph.nodes):
@@ -105,19 +103,6 @@ def tidy(module: fx.GraphModule) -> None:
             if other is not node:
                 node.replace_all_uses_with(other)
                 graph.erase_node(node)
-    counters: dict[Any, list[fx.Node]] = {}
-    used: set[Any] = set()  # by what comes later
-    *nodes, output = graph.nodes
-    for node in reversed(nodes):
-        if _counts(node) and storage[node] not in used:
-            like = node.meta["val"]
-            counters.setdefault((node.args[1], like.dtype, like.device), []).append(node.args[0])
-            graph.erase_node(node)
-        if node.op != "get_attr":
-            used.update(storage[x] for x in (node, *node.all_input_nodes))
-    with graph.inserting_before(output):
-        for (number, *_), together in counters.items():
-            graph.call_function(torch.ops.aten._foreach_add_.Scalar, (together, number))
     # a number stands where it is used: whoever made it first would be no block like the others
     for node in first.values():
         if _is_function(node) and not node.all_input_nodes and node.meta["val"].numel() == 1:
@@ -149,16 +134,6 @@ def _is_function(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded not in node.target.tags
     return node.target is operator.getitem
-
-
-def _counts(node: fx.Node) -> bool:
-    """Whether the node adds a number to a counter, and does nothing else."""
-    return (
-        node.target is torch.ops.aten.add_.Tensor
-        and isinstance(node.args[1], int)
-        and not node.kwargs
-        and not node.users
-    )
 
 
 def _aliased(node: fx.Node) -> Iterable[tuple[fx.Node, bool]]:

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
-    QuantizedCache,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -32,7 +31,7 @@ from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.shared_cache_trial import require_shared_cache
-from icl_patch.models.language_model import check_length, check_vocabulary, position_limit
+from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
@@ -130,7 +129,6 @@ class _Prepared:
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    cache: Cache | None
     model_inputs: dict[str, Any]
 
     @property
@@ -168,12 +166,10 @@ def _prepare(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(model_kwargs.get("position_ids"), mask)
-    cache = model_kwargs.get("past_key_values")
-    if getattr(cache, "offloading", False) or isinstance(cache, QuantizedCache):
-        raise ValueError(
-            "expected a dynamic or a static cache, got"
-            f" {generation_config.cache_implementation or type(cache).__name__}"
-        )
+    cache: Any = model_kwargs.get("past_key_values")
+    if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
+        got = generation_config.cache_implementation or type(cache).__name__
+        raise ValueError(f"expected a dynamic cache, got {got}: compile=True makes a static one")
     if cache is not None and cache.get_seq_length() != 0:
         raise ValueError(
             f"expected an empty cache, got one of {int(cache.get_seq_length())} tokens: the context"
@@ -185,7 +181,6 @@ def _prepare(
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,
-        cache=cache if cache is not None and cache.is_compileable else None,
         model_inputs={
             name: value
             for name, value in model_kwargs.items()
@@ -231,14 +226,11 @@ def generate(
         raise ValueError(
             "expected no assistant_model: each token is generated with a patch of its own"
         )
-    cache = arguments.get("past_key_values")
-    if cache is not None and not cache.is_compileable:
+    if (cache := arguments.get("past_key_values")) is not None:
         raise ValueError(
-            f"expected a static cache or none, got a {type(cache).__name__}: a dynamic one is made"
-            " for every context"
+            f"expected no cache, got a {type(cache).__name__}: every context gets a new one"
         )
     ids, mask = check_context(context_ids, context_mask)
-    check_vocabulary(decoder.attached.model, ids, mask)
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -293,7 +285,7 @@ def decoding_method(
         prepared = _prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
-        check_vocabulary(model, *check_context(prepared.ids, prepared.mask))
+        check_context(prepared.ids, prepared.mask)
         asked = [
             name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")
         ]
@@ -334,7 +326,6 @@ def start(decoder: Decoder, prepared: _Prepared, options: Options) -> DecodeStat
         prepared.capacity,
         choose_mode(decoder, options),
         chunk=options.prefill_chunk,
-        cache=None if compilers else prepared.cache,
         reserve=not compilers,
         **prepared.model_inputs,
     )

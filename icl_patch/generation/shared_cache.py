@@ -11,7 +11,7 @@ on to the next block, and the last block hands on both. Nothing is assumed of a 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.attention_mask import Override
+from icl_patch.models.detect import is_matrix
 from icl_patch.models.forward_override import (
     Forward,
     is_plain_linear,
@@ -31,6 +32,7 @@ from icl_patch.models.forward_override import (
     what_runs,
 )
 from icl_patch.models.language_model import vocabulary
+from icl_patch.models.trace import trace
 from icl_patch.recording.attached_block import AttachedBlock
 
 _IMPLEMENTATION = "sdpa"
@@ -92,7 +94,7 @@ class SharedCacheStreams:
                 f" {type(model).__name__} has {implementation!r}"
             )
         self._blocks = [block.module for block in blocks]
-        self.projections = _trace(model, blocks)
+        self.projections = _output_projections(model, blocks)
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
         outputs = [(module, self._doubled(module)) for module in self.projections]
@@ -115,7 +117,7 @@ class SharedCacheStreams:
     def run(self, slot: Tensor | None) -> Iterator[None]:
         """Within this context a pass over one token a row gives both streams' logits, (2B, 1, V).
 
-        slot: (1,) int64, the column of the token in a static cache; None for a dynamic one, where
+        slot: (1,) int64, the column of the token in a fixed cache; None for a dynamic one, where
             it is the last.
         """
         self._slot = slot
@@ -207,65 +209,38 @@ def _unsupported_reason(block: AttachedBlock) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _trace(model: Any, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
-    """The module of every block that reads the attention's output, as it is: found in a pass over
-    two tokens.
+def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
+    """The matrix of every block that reads the attention's output, found in a pass over two tokens.
+
+    Raises:
+        UnsupportedModelError: a block has no such matrix, or its attention has a sink.
     """
-    found: dict[int, nn.Module] = {}
-    attended: dict[int, Tensor] = {}
-    running: list[int] = []
+    outputs: dict[int, tuple[Tensor, bool]] = {}  # by their address, with whether there is a sink
 
-    def on_attention(made: Tensor, _query: Tensor, _value: Tensor, given: dict[str, Any]) -> None:
-        if running:
-            path = blocks[running[-1]].block.path
-            if running[-1] in attended:
-                raise UnsupportedModelError(
-                    f"mode='shared_cache' does not cover {path}: it attends more than once"
-                )
-            if given.get("s_aux") is not None:
-                raise UnsupportedModelError(
-                    f"mode='shared_cache' does not cover {path}: it attends to a sink beside the"
-                    " tokens"
-                )
-            attended[running[-1]] = made
+    def on_attention(output: Tensor, _query: Tensor, _value: Tensor, options: Any) -> None:
+        outputs[output.data_ptr()] = output, options.get("s_aux") is not None
 
-    def on_start(index: int) -> None:
-        running.append(index)
-
-    def on_end(*_: Any) -> None:
-        running.pop()
-
-    def on_call(module: nn.Module, args: Any) -> None:
-        made = attended.get(running[-1]) if running else None
-        if made is None or running[-1] in found or not args or not isinstance(args[0], Tensor):
-            return
-        if args[0].data_ptr() == made.data_ptr() and args[0].numel() == made.numel():
-            found[running[-1]] = module
-
-    with ExitStack() as hooks:
-        for index, block in enumerate(blocks):
-            hooks.callback(
-                block.module.register_forward_pre_hook(
-                    lambda *_, index=index: on_start(index)
-                ).remove
-            )
-            hooks.callback(block.module.register_forward_hook(on_end).remove)
-            for module in block.module.modules():
-                weight = getattr(module, "weight", None)
-                if isinstance(weight, Tensor) and weight.dim() == 2:
-                    hooks.callback(module.register_forward_pre_hook(on_call).remove)
-        ids = torch.arange(2, device=model.device).unsqueeze(0) % vocabulary(model)
-        with torch.no_grad(), _attending(on_attention):
-            model(input_ids=ids, use_cache=False)
-    for index, block in enumerate(blocks):
-        if index not in found or not overridable(found[index]):
-            what = (
-                "calls no attention of transformers' interface"
-                if index not in attended
-                else "does something to the attention's output"
-            )
-            raise UnsupportedModelError(
-                f"mode='shared_cache' does not cover {block.block.path}: it {what} before a matrix"
-                " reads it"
-            )
-    return [found[index] for index in range(len(blocks))]
+    ids = torch.arange(2, device=model.device).unsqueeze(0) % vocabulary(model)
+    with _attending(on_attention):
+        traces = trace(model, {block.block.path: block.module for block in blocks}, ids)
+    if len(outputs) != len(blocks):
+        raise UnsupportedModelError(
+            f"mode='shared_cache' does not cover {type(model).__name__}: its {len(blocks)} blocks"
+            f" call {len(outputs)} attentions of transformers' interface, not one each"
+        )
+    projections = []
+    for path, block_trace in traces.items():
+        readers = [
+            call
+            for call in block_trace.calls
+            if is_matrix(call.module) and call.given.tensor.data_ptr() in outputs
+        ]
+        reason = None
+        if not readers or not overridable(readers[-1].module):
+            reason = "it does something to the attention's output before a matrix reads it"
+        elif outputs[readers[-1].given.tensor.data_ptr()][1]:
+            reason = "it attends to a sink beside the tokens"
+        if reason is not None:
+            raise UnsupportedModelError(f"mode='shared_cache' does not cover {path}: {reason}")
+        projections.append(readers[-1].module)
+    return projections

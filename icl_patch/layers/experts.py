@@ -79,10 +79,6 @@ class PatchedExperts(PatchedModule):
         super().off()
         self.tokens = 1
 
-    def replay(self, tokens: int = 1) -> None:
-        """Apply the factors that were set, from now on, to rows of ``tokens`` tokens each."""
-        self.tokens, self.mode = tokens, Mode.REPLAY
-
     def _run(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """z (M, d), the chosen experts (M, k) and their weights (M, k) -> (M, d)."""
         if self.observer is not None:

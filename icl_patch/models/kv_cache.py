@@ -1,4 +1,4 @@
-"""Key-value caches: empty ones, both streams of one, room for tokens to come, and fixed places for
+"""Key-value caches: new ones, the rows of both streams, room for later tokens, the fixed buffers of
 a compiled step.
 """
 
@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from icl_patch.errors import UnsupportedModelError
 
@@ -23,18 +18,8 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def stack_cache(cache: Cache, batch: int) -> None:
-    """Repeat a cache of B rows as both streams of a cache of 2B, in place."""
-    if not cache.is_compileable:
-        cache.batch_select_indices(torch.arange(2 * batch) % batch)
-        return
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        if layer.keys is not None:  # as before the first token, and where a layer shares another's
-            layer.keys, layer.values = (
-                layer.keys.repeat(2, 1, 1, 1),
-                layer.values.repeat(2, 1, 1, 1),
-            )
-            layer.batch_size = 2 * batch
+    """Repeat the B rows of a dynamic cache as both streams of a cache of 2B rows, in place."""
+    cache.batch_select_indices(torch.arange(2 * batch) % batch)
 
 
 class ReservedLayer(DynamicLayer):
@@ -105,42 +90,59 @@ def reserve(cache: Cache, capacity: int) -> None:
             cache.layers[index] = ReservedLayer(layer, capacity)
 
 
-def static_cache(cache: Cache, capacity: int) -> Cache:
-    """A cache with a fixed place for each of ``capacity`` tokens in every layer, also where the
-    model has a window: its mask knows.
+class FixedLayer(StaticLayer):
+    """A static layer that writes one token into the column ``slot``, (1,) int64, of its buffers.
+
+    The layers of a cache share the slot, where transformers' static layers have a counter each.
+    """
+
+    def __init__(self, capacity: int, slot: Tensor) -> None:
+        super().__init__(max_cache_len=capacity)
+        self._slot, self.cumulative_length = slot, slot[0]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the token's keys and values; returns the whole buffers."""
+        assert self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, self._slot, key_states)
+        self.values.index_copy_(2, self._slot, value_states)
+        return self.keys, self.values
+
+
+def fixed_cache(cache: Cache, capacity: int, slot: Tensor) -> Cache:
+    """A cache of zeros with ``capacity`` columns in every layer, which are written at ``slot``.
+
+    A layer with a sliding window has as many columns as the others: its mask knows the window.
 
     Raises:
-        UnsupportedModelError: ``cache``, of one token at least, keeps something else than keys and
+        UnsupportedModelError: ``cache``, of one token at least, holds something else than keys and
             values.
     """
     held: list[Any] = cache.layers
     layers: list[Any] = []
     for layer in held:
-        nothing = getattr(layer, "keys", ()) is None  # it shares another layer's
-        if not nothing and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if getattr(layer, "keys", ()) is None:  # it shares another layer's
+            layers.append(layer)
+            continue
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
                 f"expected a cache of keys and values to fix in place, got a {type(layer).__name__}"
             )
-        layers.append(layer if nothing else StaticLayer(max_cache_len=capacity))
-        if not nothing:
-            layers[-1].update(layer.keys, layer.values)  # the places are made by the first
+        layers.append(FixedLayer(capacity, slot))
+        layers[-1].lazy_initialization(layer.keys, layer.values)
     return Cache(layers=layers)
 
 
-def copy_cache(cache: Cache, static: Cache, length: int) -> None:
-    """Put a dynamic cache of ``length`` tokens into a static one, in place.
+def copy_cache(cache: Cache, fixed: Cache, length: int) -> None:
+    """Copy a dynamic cache of ``length`` tokens into a fixed one.
 
-    Tokens that a window of the dynamic cache has dropped stay 0.
+    The columns of tokens that a sliding window has dropped are 0.
     """
-    layers: list[Any] = static.layers
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, StaticLayer):
-            continue
-        layer.reset()
-        if length:
-            held: Any = cache.layers[index]
-            gone = length - held.keys.shape[-2]
-            layer.cumulative_length += gone
-            if isinstance(layer, StaticSlidingWindowLayer):
-                layer.cumulative_length_int += gone
-            layer.update(held.keys, held.values)
+    for source, target in zip(cache.layers, fixed.layers, strict=False):
+        if isinstance(target, FixedLayer):
+            for name in ("keys", "values"):
+                buffer = getattr(target, name).zero_()
+                if length:
+                    states = getattr(source, name)
+                    buffer[:, :, length - states.shape[2] : length] = states

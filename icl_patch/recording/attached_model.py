@@ -42,7 +42,6 @@ from icl_patch.recording.hooks import (
     Found,
     Hooks,
     error_of,
-    first_block_off,
     paths_of,
     wrong_patch,
     wrong_replay,
@@ -274,27 +273,16 @@ class AttachedModel:
         """
         hooked = self.hooks.found()
         if two_passes or self._needs_two_passes_for(sequences):
-            computation = self._compute_closing(cache, sequences, self.update, live)
+            computation = compute_closing(self, cache, sequences, self.update, live)
         else:
-            patch = self.empty_patch(sequences, passes=1)
-            computation = compute_two_stream(
-                self.model, self.blocks, self.update, patch, cache, sequences
-            )
+            computation = compute_two_stream(self, cache, sequences)
         return self._check_computed(hooked, computation, live) if hooked else computation
-
-    def _compute_closing(
-        self, cache: Cache, sequences: Sequences, update: str, live: Tensor | None = None
-    ) -> Computation:
-        patch = self.empty_patch(sequences, passes=2)
-        return compute_closing(
-            self.model, self.blocks, update, patch, cache, sequences, self.recurrent, live
-        )
 
     def _try_exact(self, sequences: Sequences) -> tuple[PatchReport, Tensor]:
         """The report of an exact patch, whatever the update, and the logits of its replay."""
         cache = kv_cache.new_cache(self.model)
         forward_passes.run_head(self.model, sequences, cache)
-        patch = self._compute_closing(cache, sequences, "exact").patch
+        patch = compute_closing(self, cache, sequences, "exact").patch
         assert patch.report is not None
         return patch.report, self.replay_logits(patch)
 
@@ -304,13 +292,13 @@ class AttachedModel:
     @torch.no_grad()
     def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockActivations]]:
         """Replay a patch, unchecked: logits (B, T, V), and every block's activations."""
-        return replay_observed(self.model, self.blocks, patch, self.recurrent)
+        return replay_observed(self, patch)
 
     @one_pass
     @torch.no_grad()
     def replay_logits(self, patch: ContextPatch) -> Tensor:
         """The same without looking at the blocks: logits (B, T, V)."""
-        return replay_logits(self.model, self.blocks, patch, self.recurrent)
+        return replay_logits(self, patch)
 
     @one_pass
     @torch.no_grad()
@@ -372,17 +360,10 @@ class AttachedModel:
         report, expected = patch.report, patch.logits
         assert report is not None and expected is not None
         valid = patch.kept_mask if live is None else patch.kept_mask & live
-        logits, activations = self.replay(patch)
-        error = error_of(logits, expected, valid)
+        error = error_of(self.replay_logits(patch), expected, valid)
         closed = self.update == "exact" and not report.misses.any()
         if error > (0 if closed else self._replay_limit):
-            first = None
-            if patch.passes == 2:
-                paths = [block.block.path for block in self.blocks]
-                outputs = [[block.output for block in activations]]
-                outputs.append([block.output for block in computation.activations])
-                first = first_block_off(zip(paths, *outputs, strict=True), valid)
-            raise wrong_patch(hooked, error, first)
+            raise wrong_patch(hooked, error)
         return replace(computation, patch=patch)
 
     def check_step(

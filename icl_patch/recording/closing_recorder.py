@@ -43,12 +43,6 @@ class ClosingRecorder(BlockRecorder):
         super().__init__(block, update, valid, context)
         self._open: _OpenLoop | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        assert self.valid is not None
-        return self.valid.shape[0], self.valid.shape[1]
-
     def split(self, x: Tensor) -> tuple[None, Tensor]:
         """The rows without the context, (B, T, ·)."""
         return None, x.reshape(-1, self.shape[1], x.shape[-1])

@@ -6,7 +6,7 @@ patch of a model with hooks is replayed before it is returned. The replay must g
 the model with its hooks and with the context.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ Found = tuple[tuple[str, Any], ...]
 # transformers installs these when hidden states are first asked for; they stay and change nothing
 _CAPTURING = "transformers.utils.output_capturing"
 _GLOBAL = "every module (a global hook)"
-_SHOWN = 3
+_SHOWN = 8  # paths in a message
 
 
 class Hooks:
@@ -113,11 +113,9 @@ def _is_replaced(forward: tuple[str, nn.Module, Any]) -> bool:
     return vars(part).get("forward") is not was
 
 
-def paths_of(found: Found, first: str | None = None) -> str:
-    """The modules' paths as text; those inside the block ``first`` stand before the others."""
+def paths_of(found: Found) -> str:
+    """The modules' paths as text."""
     paths = list(dict.fromkeys(path for path, _ in found))
-    if first is not None:
-        paths.sort(key=lambda path: not (path == first or path.startswith(f"{first}.")))
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(path or "the model" for path in paths[:_SHOWN]) + more
 
@@ -136,22 +134,10 @@ def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
     return float(metrics.linf(replayed, expected.nan_to_num(nan=0.0)).max())
 
 
-def first_block_off(
-    blocks: Iterable[tuple[str, Tensor | None, Tensor | None]], valid: Tensor
-) -> str | None:
-    """The path of the first block with two outputs (B, T, d) that differ in any bit, or None."""
-    for path, output, expected in blocks:
-        if output is None or expected is None:
-            continue
-        if not torch.equal(output[valid], expected[valid]):
-            return path
-    return None
-
-
-def wrong_patch(found: Found, error: float, first: str | None = None) -> UnsupportedModelError:
-    """The error for a patch that is wrong with these hooks. ``first``: the first block off."""
+def wrong_patch(found: Found, error: float) -> UnsupportedModelError:
+    """The error for a patch that is wrong with these hooks."""
     return UnsupportedModelError(
-        f"a patch cannot reproduce the model with forward hooks on {paths_of(found, first)}: "
+        f"a patch cannot reproduce the model with forward hooks on {paths_of(found)}: "
         f"its replay is off by {error:.1g} of the largest logit. Remove the hook, put it on "
         "another module, set it before attaching, or choose another update",
     )

@@ -16,12 +16,6 @@ class TwoStreamRecorder(BlockRecorder):
         assert update != "exact"
         super().__init__(block, update, valid, BlockActivations())
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        assert self.valid is not None
-        return self.valid.shape[0], self.valid.shape[1]
-
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both streams, (B, T, ·) each."""
         x = x.reshape(-1, self.shape[1], x.shape[-1])

@@ -2,16 +2,14 @@
 
 Shapes: ``M`` rows (one a token), ``d`` residual width, ``I`` inner width. ``delta = hidden_ctx -
 hidden`` is the change of the residual stream before the MLP that the context makes; a reader is a
-linear map of the MLP's input, the writer is what ends the MLP.
+linear map of the MLP's input, the writer is the last module of the MLP. The stable update of a
+scale writer is :func:`icl_patch.ops.stable_scale`.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from icl_patch import ops
-from icl_patch.ops import StableScale
 
 # A sum below this share of the residual is the rounding error of an exact zero.
 _SUM_IS_ZERO = 2.0**-40
@@ -36,15 +34,6 @@ def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
     Source: Goldwaser et al. (2025), Theorem 1 and Lemma 10.
     """
     return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
-
-
-def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) -> StableScale:
-    """The stable update of a scale writer: ``u`` for the output matrix, ``m'`` for the scale; no
-    activation is divided by.
-
-    :func:`icl_patch.ops.stable_scale` says how. Source: Goldwaser et al. (2025), Appendix B.
-    """
-    return ops.stable_scale(delta, scale, hidden_down, eps)
 
 
 def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:

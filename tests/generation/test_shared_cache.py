@@ -38,7 +38,7 @@ REFUSED = {
     "cohere": "its MLP stands beside the attention",
     "gemma4": "it goes on from its sum",
     "gemma2": "needs attention 'sdpa', Gemma2ForCausalLM has 'eager'",
-    "falcon-rw": "calls no attention of transformers' interface",
+    "falcon-rw": "call 0 attentions of transformers' interface, not one each",
     "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
 }
 
