@@ -23,62 +23,49 @@ def stack_cache(cache: Cache, batch: int) -> None:
 
 
 class ReservedLayer(DynamicLayer):
-    """A dynamic cache's layer with room for tokens to come: a step writes its token in place, where
-    the library copies the layer.
+    """A dynamic layer with room for later tokens: a step writes its token in place, where
+    transformers' layer copies all tokens.
 
-    The room grows by a quarter at a time, up to ``capacity`` tokens. What the library's own methods
-    (``crop``, ``batch_select_indices``, …) make of the layer is taken as it is; beyond the capacity
-    it grows as theirs does.
+    The room grows by a quarter at a time, up to ``capacity`` tokens, and beyond that by one call's
+    tokens. If another method (``crop``, ``batch_select_indices``, …) has replaced the tensors, the
+    next token makes new room for them.
     """
 
-    _LEAST = 256  # tokens that it grows by
+    _LEAST = 256  # tokens that the room grows by
 
     def __init__(self, layer: DynamicLayer, capacity: int) -> None:
         super().__init__()
         vars(self).update(vars(layer))
         self._capacity = capacity
-        self._rooms: dict[str, Tensor] = {}
-        for name in ("keys", "values"):
-            self._make_room(name, getattr(self, name).shape[-2])
-
-    def _make_room(self, name: str, tokens: int) -> None:
-        held = getattr(self, name)
-        size = max(tokens, min(tokens + max(tokens // 4, self._LEAST), self._capacity))
-        self._rooms[name] = held.new_empty(*held.shape[:-2], size, held.shape[-1])
-        self._rooms[name][..., : held.shape[-2], :] = held
-        setattr(self, name, self._rooms[name][..., : held.shape[-2], :])
+        self._buffers: dict[str, Tensor] = {}
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the tokens' keys and values; all of them."""
-        if not (self._takes("keys", key_states) and self._takes("values", value_states)):
-            return super().update(key_states, value_states, *args, **kwargs)
+        """Append the tokens' keys and values; returns those of all tokens."""
         return self._append("keys", key_states), self._append("values", value_states)
 
     def _append(self, name: str, states: Tensor) -> Tensor:
-        start = getattr(self, name).shape[-2]
-        stop = start + states.shape[-2]
-        if stop > self._rooms[name].shape[-2]:
-            self._make_room(name, stop)
-        self._rooms[name][..., start:stop, :] = states
-        held = self._rooms[name][..., :stop, :]
-        setattr(self, name, held)
-        return held
+        held = getattr(self, name)
+        start, stop = held.shape[-2], held.shape[-2] + states.shape[-2]
+        buffer = self._buffers.get(name)
+        if buffer is None or stop > buffer.shape[-2] or not _is_prefix(held, buffer):
+            size = max(stop, min(stop + max(stop // 4, self._LEAST), self._capacity))
+            buffer = held.new_empty(*held.shape[:-2], size, held.shape[-1])
+            buffer[..., :start, :] = held
+            self._buffers[name] = buffer
+        buffer[..., start:stop, :] = states
+        setattr(self, name, buffer[..., :stop, :])
+        return buffer[..., :stop, :]
 
-    def _takes(self, name: str, states: Tensor) -> bool:
-        """Whether what the layer holds lies where it was put, with room after it or to be made."""
-        room, held = self._rooms[name], getattr(self, name)
-        if (
-            held is None
-            or held.dim() != room.dim()
-            or held.stride() != room.stride()
-            or held.shape[:-2] != room.shape[:-2]
-        ):
-            return False
-        return held.data_ptr() == room.data_ptr() and held.shape[-2] + states.shape[-2] <= max(
-            room.shape[-2], self._capacity
-        )
+
+def _is_prefix(held: Tensor, buffer: Tensor) -> bool:
+    """Whether ``held`` are the first tokens of ``buffer``, in its memory."""
+    return (
+        held.data_ptr() == buffer.data_ptr()
+        and held.stride() == buffer.stride()
+        and held.shape[:-2] == buffer.shape[:-2]
+    )
 
 
 def reserve(cache: Cache, capacity: int) -> None:

@@ -32,7 +32,7 @@ from icl_patch.models.language_model import (
     family_of,
 )
 from icl_patch.models.recurrent_state import is_recurrent
-from icl_patch.patch.context_patch import ContextPatch, PatchReport
+from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
 from icl_patch.patch.serialization import UPDATES, PatchInfo, check_fit
 from icl_patch.recording import forward_passes
@@ -135,7 +135,7 @@ class AttachedModel:
         check = SelfCheck(self.model, self.recurrent)
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
-        check.run(self.blocks, self._try_exact)
+        check.run(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self) | {"_finalizer": None}
@@ -277,14 +277,6 @@ class AttachedModel:
         else:
             computation = compute_two_stream(self, cache, sequences)
         return self._check_computed(hooked, computation, live) if hooked else computation
-
-    def _try_exact(self, sequences: Sequences) -> tuple[PatchReport, Tensor]:
-        """The report of an exact patch, whatever the update, and the logits of its replay."""
-        cache = kv_cache.new_cache(self.model)
-        forward_passes.run_head(self.model, sequences, cache)
-        patch = compute_closing(self, cache, sequences, "exact").patch
-        assert patch.report is not None
-        return patch.report, self.replay_logits(patch)
 
     # -- replay
 

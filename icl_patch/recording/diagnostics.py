@@ -94,18 +94,6 @@ class BlockDiagnostics:
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         self._largest("reader_error", error if error.dim() == 2 else error.amax(-1))
 
-    def reader_pair(self, out: Tensor, change: Tensor) -> None:
-        """The same in a decode step: ``out`` (2M, N) holds the outputs with the context, then those
-        with the patch; ``change`` (M, N).
-        """
-        if self.valid is None:
-            self.collected.append(("reader_pair", (out, change)))
-        else:
-            reference, patched, change = (
-                x.reshape(*self.valid.shape, -1) for x in (*out.chunk(2), change)
-            )
-            self.reader(patched, reference, change)
-
     def inversion(self, status: Tensor) -> None:
         """Record the status of an RMSNorm inversion, (B, T)."""
         if self.valid is None:
