@@ -315,7 +315,7 @@ def use_compiled_step(
         step = CompiledStep(state, capacity, return_context_logits, options)
     step.start_from(state.step_inputs)
     state.run_step, state.step_inputs, state.cache = step, step.inputs, step.inputs.cache
-    state.traced_hooks = decoder.attached.hooks.found()
+    state.traced_hooks = decoder.attached.hooks.current()
 
     def release() -> None:
         # An abandoned generation runs this wherever it is collected: it waits for no thread.

@@ -13,7 +13,7 @@ from transformers import Cache
 from icl_patch.generation.decoder import Decoder
 from icl_patch.recording.attached_block import Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
-from icl_patch.recording.hooks import Found
+from icl_patch.recording.hooks import HookIds
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last
 
 
@@ -129,7 +129,7 @@ class DecodeState:
     fill: Callable[[Sequences], Cache]
     switches_factors: bool
     steps: int = 0
-    traced_hooks: Found | None = None
+    traced_hooks: HookIds | None = None
 
     def advance(self, token_ids: Tensor) -> None:
         """Make ``token_ids`` (B,) the current token; the one before joins the context."""
@@ -190,6 +190,6 @@ def maybe_infeasible(diagnostics: list[BlockDiagnostics], like: Tensor) -> Tenso
     checks = [block.feasibility_checks() for block in diagnostics]
     refused = [flag for flags, _ in checks for flag in flags]
     inverses = [inverse for _, values in checks for inverse in values]
-    found = [torch.cat(refused).any()] if refused else []
-    found += [(torch.cat(inverses) == 0).any()] if inverses else []
-    return torch.stack(found).any() if found else like.new_zeros((), dtype=torch.bool)
+    flags = [torch.cat(refused).any()] if refused else []
+    flags += [(torch.cat(inverses) == 0).any()] if inverses else []
+    return torch.stack(flags).any() if flags else like.new_zeros((), dtype=torch.bool)

@@ -269,7 +269,7 @@ def decode_one_token(
             _refill(state)
         if state.run_step is None:
             return _two_passes(state)
-        hooked = attached.hooks.found()
+        hooked = attached.hooks.current()
         if state.traced_hooks is not None and hooked != state.traced_hooks:
             raise UnsupportedModelError(
                 "expected the forward hooks that the step was traced with, they have changed on"

@@ -220,14 +220,14 @@ def _activation(module: nn.Module) -> str | None:
     x = torch.linspace(-8, 8, 161)
     limit = _ROUNDINGS * torch.finfo(x.dtype).eps * x.abs()  # of x: in GELU the result may cancel
     try:
-        made = module(x)
+        output = module(x)
     except Exception:  # of the module's own code: whatever it is, it is no activation that we know
         return None
     return next(
         (
             name
             for name, function in _ACTIVATIONS.items()
-            if bool(((made - function(x)).abs() <= limit).all())
+            if bool(((output - function(x)).abs() <= limit).all())
         ),
         None,
     )
@@ -239,23 +239,23 @@ def _trial(width: int, like: Tensor, *scales: float) -> Tensor:
     return torch.cat([scale * rows for scale in (*_SCALES, *scales)]).to(like.device, like.dtype)
 
 
-def _same(mine: Forward, module: nn.Module, x: Tensor) -> bool:
+def _same(fused: Forward, module: nn.Module, x: Tensor) -> bool:
     """Whether both make the same of every row, to rounding; a row in which the module overflows
     says nothing.
     """
     try:
-        made, expected = mine(x), module(x)
+        output, expected = fused(x), module(x)
     except Exception:  # of the module's own code: it wants something else
         return False
     if (
         not isinstance(expected, Tensor)
-        or made.shape != expected.shape
-        or made.dtype != expected.dtype
+        or output.shape != expected.shape
+        or output.dtype != expected.dtype
     ):
         return False
     finite = expected.isfinite().all(-1)
-    made, expected = made[finite].double(), expected[finite].double()
-    near = (made - expected).abs().amax(-1) <= _ROUNDINGS * torch.finfo(
+    output, expected = output[finite].double(), expected[finite].double()
+    near = (output - expected).abs().amax(-1) <= _ROUNDINGS * torch.finfo(
         x.dtype
     ).eps * expected.abs().amax(-1)
     return bool(near.all()) and len(near) >= len(x) // len(_SCALES)

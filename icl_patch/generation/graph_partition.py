@@ -75,11 +75,13 @@ class Regions:
 
     def __call__(self) -> list[Any]:
         """The graph's outputs."""
-        made: dict[fx.Node, Tensor] = {}
+        values: dict[fx.Node, Tensor] = {}
         for region in self._regions:
-            outputs = region.run(*[made[x] if isinstance(x, fx.Node) else x for x in region.inputs])
-            made |= zip(region.outputs, outputs, strict=True)
-        return [made[x] if isinstance(x, fx.Node) else x for x in self._results]
+            outputs = region.run(
+                *[values[x] if isinstance(x, fx.Node) else x for x in region.inputs]
+            )
+            values |= zip(region.outputs, outputs, strict=True)
+        return [values[x] if isinstance(x, fx.Node) else x for x in self._results]
 
 
 def tidy(module: fx.GraphModule) -> None:
@@ -122,10 +124,10 @@ def _storages(module: fx.GraphModule) -> tuple[dict[fx.Node, Any], set[Any]]:
             storage[node] = tensor.untyped_storage().data_ptr()
         elif node.target is operator.getitem:
             storage[node] = storage[node.args[0]]
-        for given, writes in _aliased(node):
-            storage[node] = storage[given]
+        for source, writes in _aliased(node):
+            storage[node] = storage[source]
             if writes:
-                written.add(storage[given])
+                written.add(storage[source])
     return storage, written
 
 
@@ -142,8 +144,10 @@ def _aliased(node: fx.Node) -> Iterable[tuple[fx.Node, bool]]:
         return
     for number, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None:
-            given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
-            for x in given if isinstance(given, list | tuple) else [given]:
+            sources = (
+                node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            )
+            for x in sources if isinstance(sources, list | tuple) else [sources]:
                 if isinstance(x, fx.Node):
                     yield x, argument.alias_info.is_write
 
@@ -151,8 +155,8 @@ def _aliased(node: fx.Node) -> Iterable[tuple[fx.Node, bool]]:
 def _tensor(module: fx.GraphModule, x: Any) -> Any:
     """The tensor that a node of the module stands for, or the argument itself."""
     if isinstance(x, fx.Node) and x.op == "get_attr":
-        found = getattr(module, str(x.target))
-        return found if isinstance(found, Tensor) else x
+        attribute = getattr(module, str(x.target))
+        return attribute if isinstance(attribute, Tensor) else x
     return x
 
 
@@ -196,16 +200,18 @@ def _region(
     """The region of these nodes, of one of the kinds found so far or of a new one."""
     calls = [node for node in nodes if node.op == "call_function"]
     inside = set(calls)
-    given = {
+    sources = {
         x: _tensor(module, x) for node in calls for x in node.all_input_nodes if x not in inside
     }
     inputs = {
-        x: held for x, held in given.items() if isinstance(held, Tensor) or x.op != "get_attr"
+        x: tensor
+        for x, tensor in sources.items()
+        if isinstance(tensor, Tensor) or x.op != "get_attr"
     }
     outputs = [node for node in calls if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies = {x: graph.placeholder(f"x{number}") for number, x in enumerate(inputs)}
-    copies |= {x: graph.get_attr(str(x.target)) for x in given if x not in inputs}
+    copies |= {x: graph.get_attr(str(x.target)) for x in sources if x not in inputs}
     for node in calls:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         # named by what it does, as in a region that is alike
@@ -213,8 +219,8 @@ def _region(
     graph.output([copies[x] for x in outputs])
     like = [x if isinstance(x, Tensor) else x.meta["val"] for x in inputs.values()]
     kind = f"{graph} {[(x.shape, x.stride(), x.dtype, x.device) for x in like]}"
-    homes = [storage[x] for x in inputs]
-    if any(home in written and homes.count(home) > 1 for home in homes):
+    storages = [storage[x] for x in inputs]
+    if any(place in written and storages.count(place) > 1 for place in storages):
         # the compiler takes it for granted which of its inputs share what is written
         kind += f" {id(nodes)}"
     if kind not in kinds:

@@ -255,12 +255,12 @@ def generate(
 def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
     """Whether neither the arguments nor a configuration limits the number of tokens."""
     configs = (arguments.get("generation_config"), model.generation_config)
-    given = [
+    lengths = [
         getattr(config, name, None)
         for config in configs
         for name in ("max_length", "max_new_tokens")
     ]
-    return arguments.get("max_length") is None and all(length is None for length in given)
+    return arguments.get("max_length") is None and all(length is None for length in lengths)
 
 
 def decoding_method(
@@ -289,19 +289,19 @@ def decoding_method(
         asked = [
             name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")
         ]
-        found: dict[str, Any] = {
+        outputs: dict[str, Any] = {
             name: () for name in asked if generation_config.return_dict_in_generate
         }
         sequences = [input_ids]
         for step in _steps(decoder, prepared, options, streamer):
             sequences.append(step.token_ids.unsqueeze(1))
-            for name in found:
-                found[name] += (getattr(step, name).float(),)
-        found["sequences"] = torch.cat(sequences, 1)
+            for name in outputs:
+                outputs[name] += (getattr(step, name).float(),)
+        outputs["sequences"] = torch.cat(sequences, 1)
         return (
-            GenerateDecoderOnlyOutput(**found)
+            GenerateDecoderOnlyOutput(**outputs)
             if generation_config.return_dict_in_generate
-            else found["sequences"]
+            else outputs["sequences"]
         )
 
     return decode
@@ -410,7 +410,7 @@ def _loop(
         with decoder.attached.attachment.one_pass():
             state = start(decoder, prepared, options)
             if options.compilers:
-                hooked = bool(decoder.attached.hooks.found())
+                hooked = bool(decoder.attached.hooks.current())
                 release = use_compiled_step(
                     state,
                     options.compilers,

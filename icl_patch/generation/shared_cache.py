@@ -1,13 +1,14 @@
 """Both streams of one token over a cache of B rows: only the rows that differ are doubled.
 
-By induction the reduced stream enters a block as the context stream does, so its queries, keys and
-values are the same. The streams part
-where the attention has read the cache: the model's attention runs as it is for the context rows,
-and the reduced rows, which attend to the current token alone, get its value. From the attention's
-output projection to the block's end there are 2B rows, (2, B, 1, ·); then the context rows alone go
-on to the next block, and the last block hands on both. Nothing is assumed of a class but what
-:class:`SharedCacheStreams` has traced; that it is enough is checked by a replay, see
-:func:`icl_patch.generation.shared_cache_trial.require_shared_cache`.
+The patch makes a block's output the same in both streams, so both enter the next block with the
+same hidden state, queries, keys and values. They differ only after the attention has read the
+cache. There the model's attention runs unchanged for the context rows; the reduced rows, which
+attend to the current token alone, get this token's value. From the attention's output projection
+to the block's end there are 2B rows, (2, B, 1, ·). Then only the context rows enter the next block;
+the last block returns both.
+
+:class:`SharedCacheStreams` traces what it needs to know of a class. Whether that is enough is
+checked by a replay, see :func:`icl_patch.generation.shared_cache_trial.require_shared_cache`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,21 +38,21 @@ from icl_patch.recording.attached_block import AttachedBlock
 
 _IMPLEMENTATION = "sdpa"
 
-# What is called with every (output, query, value, keyword arguments) of the model's attention.
+# Called with (output, query, value, keyword arguments) of every attention of the model.
 _attend: ContextVar[Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | None] = ContextVar(
     "icl_patch_attend", default=None
 )
 
 
-def _interposed(own: Callable[..., Any]) -> Callable[..., Any]:
+def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        made = own(module, query, key, value, *args, **kwargs)
+        output = original(module, query, key, value, *args, **kwargs)
         attend = _attend.get()
         if attend is not None:
-            attend(made[0], query, value, kwargs)
-        return made
+            attend(output[0], query, value, kwargs)
+        return output
 
     return attention
 
@@ -127,25 +128,25 @@ class SharedCacheStreams:
         finally:
             self._reduced = self._slot = None
 
-    def _alone(self, made: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
-        """Keep what the current token gets that attends to itself alone: its value, for a softmax
-        of one number is 1.
+    def _alone(self, output: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
+        """Keep the attention's output for the reduced rows, in the shape of ``output``.
+
+        A token that attends to itself alone gets its own value, because the softmax of one number
+        is 1.
         """
         slot = self._slot
-        # the newest token is the last, also in a window that is full
-        own = (
-            value[:, :, -1:]
-            if slot is None
-            else value.index_select(2, slot.clamp(max=value.shape[2] - 1))
-        )
-        # (B, groups, 1, ·) -> (B, 1, heads, ·)
-        self._reduced = own.expand(-1, -1, query.shape[1] // value.shape[1], -1).reshape(made.shape)
+        if slot is None:  # the newest token is the last one, also in a full window
+            newest = value[:, :, -1:]
+        else:
+            newest = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
+        heads = newest.expand(-1, -1, query.shape[1] // value.shape[1], -1)
+        self._reduced = heads.reshape(output.shape)  # (B, groups, heads, ·) -> (B, 1, heads, ·)
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
         streams.
         """
-        own = (
+        original = (
             linear_forward(module)
             if is_plain_linear(module) and isinstance(module, nn.Linear)
             else module.forward
@@ -154,36 +155,36 @@ class SharedCacheStreams:
         def forward(x: Tensor) -> Tensor:
             assert self._reduced is not None
             reduced, self._reduced = self._reduced.reshape(x.shape), None
-            return own(torch.stack([x, reduced]))
+            return original(torch.stack([x, reduced]))
 
         return forward
 
 
-def _first_stream(own: Forward) -> Forward:
+def _first_stream(original: Forward) -> Forward:
     """A block's forward that hands on the context stream alone."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        out = own(*args, **kwargs)
+        out = original(*args, **kwargs)
         return (out[0][0], *out[1:]) if isinstance(out, tuple) else out[0]
 
     return forward
 
 
-def _both_streams(own: Forward) -> Forward:
+def _both_streams(original: Forward) -> Forward:
     """The last block's forward: (2, B, 1, d) -> (2B, 1, d)."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        out = own(*args, **kwargs)
+        out = original(*args, **kwargs)
         return (out[0].flatten(0, 1), *out[1:]) if isinstance(out, tuple) else out.flatten(0, 1)
 
     return forward
 
 
-def _in_a_batch(own: Forward) -> Forward:
+def _in_a_batch(original: Forward) -> Forward:
     """A forward that takes (batch, tokens, d), given both streams: (2, B, 1, d) as (2B, 1, d)."""
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = own(x.flatten(0, -3), *args, **kwargs)
+        out = original(x.flatten(0, -3), *args, **kwargs)
         return (
             (out[0].reshape(x.shape), *out[1:]) if isinstance(out, tuple) else out.reshape(x.shape)
         )

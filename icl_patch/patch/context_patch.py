@@ -223,13 +223,13 @@ class ContextPatch:
         for index, change in self._changes():
             sizes.setdefault(change.name, {})[index] = change.size()
         zero = torch.zeros(self.kept_ids.shape)
-        found: dict[str, Tensor] = {}
+        stacked: dict[str, Tensor] = {}
         for name, by_layer in sizes.items():
             like = next(iter(by_layer.values()))
-            found[name] = torch.stack(
+            stacked[name] = torch.stack(
                 [by_layer.get(index, zero.to(like)) for index in range(len(self.layers))]
             )
-        return found
+        return stacked
 
     def _changes(self) -> Iterator[tuple[int, "ParameterChange"]]:
         """Every change in the patch, with its place among the layers."""

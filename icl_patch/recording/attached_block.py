@@ -248,8 +248,8 @@ class AttachedBlock:
         """
         thread = self.attachment.thread
 
-        def in_its_thread(*given: Any) -> Any:
-            return hook(*given) if thread == threading.get_ident() else None
+        def in_its_thread(*arguments: Any) -> Any:
+            return hook(*arguments) if thread == threading.get_ident() else None
 
         hooks.callback(register(hook if thread is None else in_its_thread, **options).remove)
 
@@ -359,12 +359,12 @@ def detach(model: nn.Module) -> None:
 
 def _attachments(model: nn.Module) -> list[Attachment]:
     """The attachments of the model's modules: one, unless a module holds several models."""
-    found: dict[int, Attachment] = {}
+    attachments: dict[int, Attachment] = {}
     for module in model.modules():
         for part in (module, vars(module).get("forward")):
             if isinstance(part, PatchedModule | WaitingForward) and part.attachment is not None:
-                found[id(part.attachment)] = part.attachment
-    return list(found.values())
+                attachments[id(part.attachment)] = part.attachment
+    return list(attachments.values())
 
 
 def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:

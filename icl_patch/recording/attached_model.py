@@ -39,7 +39,7 @@ from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
 from icl_patch.recording.compute import Computation, compute_closing, compute_two_stream
 from icl_patch.recording.hooks import (
-    Found,
+    HookIds,
     Hooks,
     error_of,
     paths_of,
@@ -101,7 +101,7 @@ class AttachedModel:
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
-        self._rows_tried: Found = ()  # the hooks that `watch_hooks` tried last
+        self._rows_tried: HookIds = ()  # the hooks that `watch_hooks` tried last
         self._finalizer = self._undo_when_collected()
         self.applied = False
         self._dtype = model.dtype
@@ -118,7 +118,7 @@ class AttachedModel:
             if not known:
                 name = type(model).__name__
                 reason = f"{name} fails on the tokens that attaching tries: {error}"
-            if hooked := self.hooks.found():
+            if hooked := self.hooks.current():
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
             elif known:
                 raise
@@ -271,7 +271,7 @@ class AttachedModel:
         live: (B, 1) bool, the rows that get a patch from a closing pass; all by default.
         two_passes: whether to take two passes even if one would do, over a cache of B rows.
         """
-        hooked = self.hooks.found()
+        hooked = self.hooks.current()
         if two_passes or self._needs_two_passes_for(sequences):
             computation = compute_closing(self, cache, sequences, self.update, live)
         else:
@@ -304,7 +304,7 @@ class AttachedModel:
             UnsupportedModelError: they differ.
         """
         self.watch_hooks(two_streams=False)
-        logits, hooked, expected = self.replay_logits(patch), self.hooks.found(), patch.logits
+        logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
         if not hooked and (not patch.hooked or expected is None):
             return logits
         if expected is None:
@@ -326,7 +326,7 @@ class AttachedModel:
             UnsupportedModelError: the context stream differs from the model in a batch of its own.
         """
         self.hooks = Hooks(self.model, self.attachment.forwards)
-        hooked = self.hooks.found()
+        hooked = self.hooks.current()
         if not two_streams or hooked == self._rows_tried:
             return
         try:
@@ -340,7 +340,7 @@ class AttachedModel:
         self._rows_tried = hooked
 
     def _check_computed(
-        self, hooked: Found, computation: Computation, live: Tensor | None
+        self, hooked: HookIds, computation: Computation, live: Tensor | None
     ) -> Computation:
         """Replay a patch that was computed with hooks, and compare the logits: bit for bit for an
         exact patch without misses, else as far as rounding goes.
@@ -359,7 +359,7 @@ class AttachedModel:
         return replace(computation, patch=patch)
 
     def check_step(
-        self, hooked: Found, patch: ContextPatch, reduced_logits: Tensor, live: Tensor
+        self, hooked: HookIds, patch: ContextPatch, reduced_logits: Tensor, live: Tensor
     ) -> None:
         """Compare a decode step's replay, and the reduced stream's logits (B, 1, V), with the
         logits with the context; ``live``: (B, 1) bool.

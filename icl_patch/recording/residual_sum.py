@@ -29,21 +29,21 @@ class ResidualSum(Tensor):
 
         A tensor that ``on_sum`` returns takes the sum's place.
         """
-        made = Tensor._make_subclass(cls, out.as_subclass(Tensor))
+        result = Tensor._make_subclass(cls, out.as_subclass(Tensor))
         before = out.on_sum if isinstance(out, ResidualSum) else []
-        made.on_sum = [on_sum, *before] if first else [*before, on_sum]
-        return made
+        result.on_sum = [on_sum, *before] if first else [*before, on_sum]
+        return result
 
     @classmethod
     def __torch_function__(
         cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            made = function(*args, **kwargs or {})
-        made = made.as_subclass(Tensor) if isinstance(made, ResidualSum) else made
+            result = function(*args, **kwargs or {})
+        result = result.as_subclass(Tensor) if isinstance(result, ResidualSum) else result
         if getattr(function, "__name__", "") not in _ADDITIONS:
-            return made
+            return result
         for on_sum in next(part for part in args if isinstance(part, ResidualSum)).on_sum:
-            changed = on_sum(made)
-            made = made if changed is None else changed
-        return made
+            changed = on_sum(result)
+            result = result if changed is None else changed
+        return result

@@ -94,11 +94,13 @@ def close(
     """
     residual64, base64, gain64 = residual.double(), base.double(), gain.double()
     reachable = gain64 * branch != 0
-    want = (target.double() - residual64) / (branch or 1.0) - base64
+    needed = (target.double() - residual64) / (branch or 1.0) - base64
     factor = torch.where(
-        reachable, want / torch.where(reachable, gain64, 1.0), started_from.double()
+        reachable, needed / torch.where(reachable, gain64, 1.0), started_from.double()
     )
-    got = round_sum(residual64 + branch * (base64 + factor * gain64), residual, target.dtype)
+    output = round_sum(residual64 + branch * (base64 + factor * gain64), residual, target.dtype)
     change = ((factor - started_from) * gain64 * branch).norm(dim=-1)
     size = target.double().norm(dim=-1)
-    return Closed(factor, got, (got != target).sum(-1), change / torch.where(size > 0, size, 1.0))
+    return Closed(
+        factor, output, (output != target).sum(-1), change / torch.where(size > 0, size, 1.0)
+    )
