@@ -324,6 +324,7 @@ class ContextPatcher:
         patches: bool = True,
         check_every: int = 0,
         prefill_chunk: int | None = None,
+        arithmetic: str = "auto",
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
         """Generation in which every token is produced by freshly patched weights on that token
@@ -379,7 +380,9 @@ class ContextPatcher:
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
-        options = loop.Options(logits, mode, compile, patches, check_every, prefill_chunk)
+        options = loop.Options(
+            logits, mode, compile, patches, check_every, prefill_chunk, arithmetic
+        )
         return loop.generate(
             self.decoder, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from icl_patch.generation.decoder import Decoder
-from icl_patch.recording.attached_block import Factors
+from icl_patch.recording.attached_block import BlockActivations, Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.hooks import HookIds
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last
@@ -83,6 +83,8 @@ class StepOutput:
         logits: (B, V) of the reduced stream, or (2B, V) of both streams.
         maybe_infeasible: () bool, whether some block may not be able to take up the context.
         factors, diagnostics: of every block.
+        misses: (L, B), the elements that an exact factor of each block misses; None for other
+            updates. activations: of every block, with the context, where there are misses.
         is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
     """
 
@@ -91,6 +93,8 @@ class StepOutput:
     factors: list[Factors]
     diagnostics: list[BlockDiagnostics]
     is_overwritten: Callable[[], bool] | None = None
+    misses: Tensor | None = None
+    activations: list[BlockActivations] | None = None
 
 
 RunStep = Callable[[Tensor, bool], StepOutput]  # (token_ids, return_context_logits)

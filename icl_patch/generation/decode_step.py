@@ -27,6 +27,7 @@ from icl_patch.generation.decode_state import (
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
@@ -44,7 +45,9 @@ from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
+from icl_patch.recording.compute import close_on
 from icl_patch.recording.decode_recorder import DecodeRecorder
+from icl_patch.recording.exact_decode_recorder import ExactDecodeRecorder, close_loops
 from icl_patch.recording.hooks import paths_of
 from icl_patch.recording.patch_assembly import report_of, scales_of
 from icl_patch.recording.record import recording
@@ -62,6 +65,8 @@ class DecodeStep:
         fused: modules with a forward of several operations in one launch.
         receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
         patch_index: (2B,) int64, the patch of each row of both streams, -1 for none.
+        arithmetic: what the step's products and activations run in. An exact step needs
+            ``"batch_invariant"``.
         for_inductor: whether the step is written for a compiler, see :class:`DecodeRecorder`.
     """
 
@@ -72,6 +77,7 @@ class DecodeStep:
     fused: list[tuple[nn.Module, Forward]]
     receives_norm_input: frozenset[AttachedBlock]
     patch_index: Tensor
+    arithmetic: str = MODEL
     for_inductor: bool = False
 
     def for_compiler(self) -> "DecodeStep":
@@ -83,8 +89,9 @@ class DecodeStep:
         attached, step_inputs = self.decoder.attached, self.inputs
         model: Any = attached.model
         step_inputs.advance(token_ids)
+        exact = attached.update == "exact"
         recorders = [
-            DecodeRecorder(
+            (ExactDecodeRecorder if exact else DecodeRecorder)(
                 block,
                 attached.update,
                 self.patch_index,
@@ -101,19 +108,32 @@ class DecodeStep:
             step_inputs.cache,
             last_logits=1,
         )
-        with recording(recorders), self._both_streams(len(token_ids), return_context_logits):
+        streams = self._both_streams(len(token_ids), return_context_logits, exact)
+        with running_in(self.arithmetic), recording(recorders), streams:
             logits = model(**model_inputs).logits[:, -1]
+            misses = close_loops(recorders) if exact else None
             factors = [block.factors() for block in attached.blocks]
         diagnostics = [recorder.diagnostics for recorder in recorders]
-        return StepOutput(logits, maybe_infeasible(diagnostics, logits), factors, diagnostics)
+        flag = maybe_infeasible(diagnostics, logits)
+        if misses is None:
+            return StepOutput(logits, flag, factors, diagnostics)
+        activations = [recorder.context for recorder in recorders]
+        flag = flag | misses.any()
+        return StepOutput(
+            logits, flag, factors, diagnostics, misses=misses, activations=activations
+        )
 
     @contextmanager
-    def _both_streams(self, batch: int, return_context_logits: bool) -> Iterator[None]:
-        """Within this context the model runs both streams of the current token."""
+    def _both_streams(
+        self, batch: int, return_context_logits: bool, context_only: bool
+    ) -> Iterator[None]:
+        """Within this context the model runs both streams of the current token; with
+        ``context_only`` the head sees the context stream alone, whose bits both have.
+        """
         model = self.decoder.attached.model
         with ExitStack() as stack:
             if self.streams is not None:
-                stack.enter_context(self.streams.run(self.inputs.slot))
+                stack.enter_context(self.streams.run(self.inputs.slot, context_only=context_only))
             else:
                 one_token = OneToken(self.inputs.mask, batch=batch)
                 stack.enter_context(restricted_attention(model, one_token))
@@ -214,6 +234,7 @@ def _new_step(
     decoder: Decoder, step_inputs: StepInputs, batch: int, mode: DecodeMode
 ) -> DecodeStep:
     attached = decoder.attached
+    exact = attached.update == "exact"
     if decoder.fused_modules is None:
         with torch.autocast(attached.model.device.type, enabled=False):
             decoder.fused_modules = FusedModules(attached.model, attached.blocks)
@@ -234,9 +255,11 @@ def _new_step(
         step_inputs,
         streams,
         linears,
-        decoder.fused_modules.forwards(),
-        frozenset(decoder.fused_modules.blocks_with_norm_input()),
+        # the replay of an exact step has to run the same modules
+        [] if exact else decoder.fused_modules.forwards(),
+        frozenset() if exact else frozenset(decoder.fused_modules.blocks_with_norm_input()),
         torch.arange(-batch, batch, device=device).clamp(min=-1),
+        BATCH_INVARIANT if exact else MODEL,
     )
 
 
@@ -279,9 +302,12 @@ def decode_one_token(
         if output.maybe_infeasible:  # the step's only synchronisation with the device
             for diagnostics in output.diagnostics:
                 diagnostics.resolve(state.live).check(start=state.steps - 1)
+            if output.misses is not None and bool((output.misses * state.live.T).any()):
+                return _closed_again(state, output)
         batch = len(state.ids)
         logits = output.logits[-batch:]
-        context_logits = output.logits[:batch] if len(output.logits) > batch else None
+        exact = output.misses is not None  # both streams have the same logits
+        context_logits = output.logits[:batch] if exact or len(output.logits) > batch else None
         make_patch = _DeferredPatch(state, output, context_logits, bool(hooked))
         if hooked:
             attached.check_step(hooked, make_patch(), logits.unsqueeze(1), state.live)
@@ -308,6 +334,18 @@ def _two_passes(state: DecodeState) -> DecodeResult:
     return DecodeResult(computation.reduced_logits[:, -1], patch.logits[:, -1], lambda: patch)
 
 
+def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
+    """An exact step whose factors miss their target somewhere: a pass of the reduced stream closes
+    every block on the context's output again, and goes on from what it reached.
+    """
+    attached = state.decoder.attached
+    patch = attached.empty_patch(state.sequences(), passes=2, arithmetic=BATCH_INVARIANT)
+    patch = replace(patch, logits=output.logits.unsqueeze(1))
+    assert output.activations is not None
+    computation = close_on(attached, output.activations, patch, attached.update, state.live)
+    return DecodeResult(computation.reduced_logits[:, -1], output.logits, lambda: computation.patch)
+
+
 class _DeferredPatch:
     """Makes the patch of one step when it is called: later, when the state has moved on."""
 
@@ -330,7 +368,9 @@ class _DeferredPatch:
         layers = tuple(self._of_live_rows(block, layer) for block, layer in factors)
         resolved = [diagnostics.resolve(self.live) for diagnostics in output.diagnostics]
         logits = None if self.context_logits is None else self.context_logits.unsqueeze(1)
-        patch = self.attached.empty_patch(sequences_of(self.ids, self.context_mask), passes=1)
+        arithmetic = MODEL if output.misses is None else BATCH_INVARIANT
+        sequences = sequences_of(self.ids, self.context_mask)
+        patch = self.attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
         if patch.info.fingerprint != self.fingerprint:
             raise ValueError(
                 "expected the weights that the step ran with, they have changed since: ask for the"

@@ -30,13 +30,18 @@ from icl_patch.generation.compiled_step import CompileOptions, check_compilable,
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
-from icl_patch.generation.shared_cache_trial import require_shared_cache
+from icl_patch.generation.shared_cache_trial import (
+    require_batch_invariant_steps,
+    require_shared_cache,
+)
+from icl_patch.invariance.arithmetic import ARITHMETICS, BATCH_INVARIANT, MODEL
 from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
 LOGITS = ("reduced", "context", "replay")
 MODES = ("auto", *(mode.value for mode in DecodeMode))
+ARITHMETIC_CHOICES = ("auto", *ARITHMETICS)
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -102,6 +107,7 @@ class Options:
     patches: bool = True
     check_every: int = 0
     prefill_chunk: int | None = None
+    arithmetic: str = "auto"
 
     @property
     def compilers(self) -> CompileOptions:
@@ -113,6 +119,10 @@ class Options:
             raise ValueError(f"expected logits {', '.join(LOGITS)}, got {self.logits!r}")
         if self.mode not in MODES:
             raise ValueError(f"expected mode {', '.join(MODES)}, got {self.mode!r}")
+        if self.arithmetic not in ARITHMETIC_CHOICES:
+            raise ValueError(
+                f"expected arithmetic {', '.join(ARITHMETIC_CHOICES)}, got {self.arithmetic!r}"
+            )
         CompileOptions.of(self.compile)
         if self.check_every < 0:
             raise ValueError(f"expected check_every ≥ 0, got {self.check_every}")
@@ -335,9 +345,17 @@ def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
     """The mode of the steps: the one asked for, or the fastest that the model allows.
 
     Raises:
-        ValueError: the update takes two passes on this model, and another mode is asked for.
+        ValueError: the update takes two passes on this model, or runs in another arithmetic, and
+            that is not what is asked for.
         UnsupportedModelError: both streams cannot share a cache, and that is asked for.
     """
+    if decoder.attached.update == "exact":
+        return _choose_exact_mode(decoder, options)
+    if options.arithmetic == BATCH_INVARIANT:
+        raise ValueError(
+            f"expected arithmetic 'model' with update {decoder.attached.update!r}, got"
+            f" {options.arithmetic!r}, which is for exact steps"
+        )
     one_pass = options.mode in ("two_stream", "shared_cache") or bool(options.compilers)
     if decoder.attached.needs_two_passes or options.mode == "two_pass":
         if one_pass:
@@ -357,6 +375,34 @@ def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
         if options.mode == "shared_cache":
             raise
         return DecodeMode.TWO_STREAM
+    return DecodeMode.SHARED_CACHE
+
+
+def _choose_exact_mode(decoder: Decoder, options: Options) -> DecodeMode:
+    """Exact steps take one pass over a shared cache in the batch-invariant arithmetic, and two
+    passes in the model's own.
+    """
+    if options.mode == "two_stream" or options.compilers:
+        asked = f"compile={options.compile!r}" if options.compilers else "mode='two_stream'"
+        raise ValueError(
+            f"expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, without"
+            f" compile, got {asked}"
+        )
+    two_passes = options.mode == "two_pass" or options.arithmetic == MODEL
+    one_pass = options.mode == "shared_cache" or options.arithmetic == BATCH_INVARIANT
+    if two_passes and one_pass:
+        raise ValueError(
+            "expected mode 'two_pass' with arithmetic 'model', or 'shared_cache' with"
+            f" 'batch_invariant', got {options.mode!r} with {options.arithmetic!r}"
+        )
+    if two_passes:
+        return DecodeMode.TWO_PASS
+    try:
+        require_batch_invariant_steps(decoder)
+    except UnsupportedModelError:
+        if one_pass:
+            raise
+        return DecodeMode.TWO_PASS
     return DecodeMode.SHARED_CACHE
 
 

@@ -94,7 +94,8 @@ class SharedCacheStreams:
                 f"mode='shared_cache' needs attention {_IMPLEMENTATION!r},"
                 f" {type(model).__name__} has {implementation!r}"
             )
-        self._blocks = [block.module for block in blocks]
+        self._last = blocks[-1]
+        self._context_only = False
         self.projections = _output_projections(model, blocks)
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
@@ -104,9 +105,8 @@ class SharedCacheStreams:
             for module in map(_mixture, blocks)
             if module is not None
         ]
-        ends = [(module, _first_stream(module.forward)) for module in self._blocks[:-1]]
-        last = (self._blocks[-1], _both_streams(self._blocks[-1].forward))
-        self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends, last]
+        ends = [(block.module, self._ending(block)) for block in blocks]
+        self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends]
         self._model, self._traced = model, what_runs(model)
 
     @property
@@ -115,13 +115,14 @@ class SharedCacheStreams:
         return self._traced == what_runs(self._model)
 
     @contextmanager
-    def run(self, slot: Tensor | None) -> Iterator[None]:
-        """Within this context a pass over one token a row gives both streams' logits, (2B, 1, V).
+    def run(self, slot: Tensor | None, *, context_only: bool = False) -> Iterator[None]:
+        """Within this context a pass over one token a row gives both streams' logits, (2B, 1, V),
+        or with ``context_only`` those of the context stream, (B, 1, V).
 
         slot: (1,) int64, the column of the token in a fixed cache; None for a dynamic one, where
             it is the last.
         """
-        self._slot = slot
+        self._slot, self._context_only = slot, context_only
         try:
             with _attending(self._alone), overriding(self._forwards):
                 yield
@@ -159,25 +160,22 @@ class SharedCacheStreams:
 
         return forward
 
+    def _ending(self, block: AttachedBlock) -> Forward:
+        """A block's forward that hands on the context stream (B, 1, d), or both streams (2B, 1, d)
+        if it is the last block.
+        """
+        original = block.module.forward
 
-def _first_stream(original: Forward) -> Forward:
-    """A block's forward that hands on the context stream alone."""
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            total = out[0] if isinstance(out, tuple) else out
+            if block.on_sum is not None:
+                block.on_sum(total)
+            both = block is self._last and not self._context_only
+            total = total.flatten(0, 1) if both else total[0]
+            return (total, *out[1:]) if isinstance(out, tuple) else total
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out = original(*args, **kwargs)
-        return (out[0][0], *out[1:]) if isinstance(out, tuple) else out[0]
-
-    return forward
-
-
-def _both_streams(original: Forward) -> Forward:
-    """The last block's forward: (2, B, 1, d) -> (2B, 1, d)."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out = original(*args, **kwargs)
-        return (out[0].flatten(0, 1), *out[1:]) if isinstance(out, tuple) else out.flatten(0, 1)
-
-    return forward
+        return forward
 
 
 def _in_a_batch(original: Forward) -> Forward:

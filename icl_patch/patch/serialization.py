@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import PatchFormatError
+from icl_patch.invariance.arithmetic import ARITHMETICS, MODEL
 from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.language_model import position_limit, vocabulary
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
@@ -48,7 +49,7 @@ DTYPES = {
 }
 _ALLOWED: dict[str, Collection[str]] = {
     "kind": ("per_token",),
-    "arithmetic": ("model",),
+    "arithmetic": ARITHMETICS,
     "update": UPDATES,
     "dtype": DTYPES,
 }
@@ -66,8 +67,9 @@ class PatchInfo:
     included, of the longest row of the batch that it was computed in; divisible: whether some rows
     or the first tokens can be replayed without the others; replayable: False once tokens or layers
     were cut out that a replay needs; kind: "per_token", a change of the weights for each kept
-    token; arithmetic: "model", the run that the patch reproduces rounds as the model's own modules
-    do; tensor_parallel: devices that share a weight in that run.
+    token; arithmetic: "model" if the run that the patch reproduces rounds as the model's own modules
+    do, "batch_invariant" if it rounds as the model does within :func:`icl_patch.batch_invariant`;
+    tensor_parallel: devices that share a weight in that run.
     """
 
     model: str
@@ -82,7 +84,7 @@ class PatchInfo:
     divisible: bool
     replayable: bool = True
     kind: str = "per_token"
-    arithmetic: str = "model"
+    arithmetic: str = MODEL
     tensor_parallel: int = 1
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import register_dataclass, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import Attachment, WaitingForward
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.linear import PatchedLinear
@@ -78,6 +79,8 @@ class AttachedBlock:
         self.module = model.get_submodule(block.path)
         # the recorder's, where the norm before the MLP reports both streams in one launch
         self.on_norm_pair: Callable[[NormPair], None] | None = None
+        # the recorder's, where both streams of a decode step share a cache
+        self.on_sum: Callable[[Tensor], None] | None = None
         self._swapped: list[tuple[str, nn.Module, PatchedModule]] = []  # with what held them then
         try:
             self.readers: dict[str, PatchedLinear] = {
@@ -152,7 +155,7 @@ class AttachedBlock:
 
     def off(self) -> None:
         """Be the base modules again."""
-        self.on_norm_pair = None
+        self.on_norm_pair = self.on_sum = None
         for module in self.patched:
             module.off()
 
@@ -317,7 +320,9 @@ class HasBlocks(Protocol):
     blocks: list[AttachedBlock]
     recurrent: bool
 
-    def empty_patch(self, sequences: Sequences, passes: int) -> ContextPatch:
+    def empty_patch(
+        self, sequences: Sequences, passes: int, arithmetic: str = MODEL
+    ) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
 
 

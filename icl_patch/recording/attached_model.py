@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
 from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
@@ -404,13 +405,18 @@ class AttachedModel:
 
     # -- what a patch says of its model
 
-    def empty_patch(self, sequences: Sequences, passes: int) -> ContextPatch:
+    def empty_patch(
+        self, sequences: Sequences, passes: int, arithmetic: str = MODEL
+    ) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
         return empty_patch(
-            sequences, self._info(passes, int(sequences.longest)), self.block_specs, self.weights
+            sequences,
+            self._info(passes, int(sequences.longest), arithmetic),
+            self.block_specs,
+            self.weights,
         )
 
-    def _info(self, passes: int, longest: int) -> PatchInfo:
+    def _info(self, passes: int, longest: int, arithmetic: str) -> PatchInfo:
         config = self.model.config
         return PatchInfo(
             model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
@@ -421,6 +427,7 @@ class AttachedModel:
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
+            arithmetic=arithmetic,
             longest=longest,
             divisible=self._divisible,
         )

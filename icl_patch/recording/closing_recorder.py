@@ -15,7 +15,7 @@ from icl_patch.recording.block_recorder import BlockRecorder
 
 
 @dataclass(frozen=True)
-class _OpenLoop:
+class OpenLoop:
     """An exact writer's output ``base + factor · gain`` in fp64, whose factor the block's end
     chooses.
     """
@@ -41,7 +41,7 @@ class ClosingRecorder(BlockRecorder):
         self, block: AttachedBlock, update: str, valid: Tensor, context: BlockActivations
     ) -> None:
         super().__init__(block, update, valid, context)
-        self._open: _OpenLoop | None = None
+        self._open: OpenLoop | None = None
 
     def split(self, x: Tensor) -> tuple[None, Tensor]:
         """The rows without the context, (B, T, ·)."""
@@ -63,7 +63,7 @@ class ClosingRecorder(BlockRecorder):
         factor, which is attribute ``name`` of ``holder``.
         """
         factor = getattr(holder, name)
-        self._open = _OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
+        self._open = OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Choose an exact writer's factor so that the rounded sum is the context's output."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from icl_patch.invariance.arithmetic import running_in
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
@@ -73,11 +74,22 @@ def compute_closing(
 
     live: (B, 1) bool, the rows that get a patch; all by default.
     """
-    model, blocks, recurrent = attached.model, attached.blocks, attached.recurrent
     logits, activations = _observe_tail(attached, cache, sequences)
     patch = attached.empty_patch(sequences, passes=2)
     patch = replace(patch, logits=logits[:, sequences.kept_columns])
-    prefix = prefix_cache(model, patch)
+    return close_on(attached, activations, patch, update, live)
+
+
+def close_on(
+    attached: HasBlocks,
+    activations: list[BlockActivations],
+    patch: ContextPatch,
+    update: str,
+    live: Tensor | None = None,
+) -> Computation:
+    """The closing pass alone: fills ``patch`` from the blocks' activations with the context."""
+    blocks, recurrent = attached.blocks, attached.recurrent
+    prefix = prefix_cache(attached.model, patch)
     calls: list[list[BlockDiagnostics]] = []
     layers: list[tuple[Factors, ...]] = []
     reduced: list[Tensor] = []
@@ -87,8 +99,8 @@ def compute_closing(
             ClosingRecorder(block, update, valid, context.part(part))
             for block, context in zip(blocks, activations, strict=True)
         ]
-        with recording(recorders):
-            reduced.append(run_kept(model, patch, prefix, part))
+        with running_in(patch.info.arithmetic), recording(recorders):
+            reduced.append(run_kept(attached.model, patch, prefix, part))
             layers.append(factors_of(blocks, slice(None)))
         calls.append([recorder.diagnostics for recorder in recorders])
     report = report_of(calls, slice(None))

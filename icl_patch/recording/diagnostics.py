@@ -110,6 +110,9 @@ class BlockDiagnostics:
 
     def closing(self, misses: Tensor, correction: Tensor) -> None:
         """Record the misses and the correction of an exact update, (B, T) each."""
+        if self.valid is None:
+            self.collected.append(("closing", (misses, correction)))
+            return
         self._largest("misses", misses)
         self._largest("correction", correction)
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from icl_patch.invariance.arithmetic import running_in
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.patch.context_patch import ContextPatch
@@ -47,7 +48,7 @@ def _replay_part(attached: HasBlocks, patch: ContextPatch, cache: Cache, part: s
         {name: x if x.dim() == 1 else x[:, part] for name, x in layer.items()}
         for layer in patch.layers
     ]
-    with replaying(attached.blocks, layers):
+    with running_in(patch.info.arithmetic), replaying(attached.blocks, layers):
         return run_kept(attached.model, patch, cache, part)
 
 
