@@ -90,8 +90,9 @@ class DecodeStep:
         model: Any = attached.model
         step_inputs.advance(token_ids)
         exact = attached.update == "exact"
+        kind = ExactDecodeRecorder if exact else DecodeRecorder
         recorders = [
-            (ExactDecodeRecorder if exact else DecodeRecorder)(
+            kind(
                 block,
                 attached.update,
                 self.patch_index,
@@ -111,7 +112,7 @@ class DecodeStep:
         streams = self._both_streams(len(token_ids), return_context_logits, exact)
         with running_in(self.arithmetic), recording(recorders), streams:
             logits = model(**model_inputs).logits[:, -1]
-            misses = close_loops(recorders) if exact else None
+            misses = close_loops(recorders)
             factors = [block.factors() for block in attached.blocks]
         diagnostics = [recorder.diagnostics for recorder in recorders]
         flag = maybe_infeasible(diagnostics, logits)

@@ -7,7 +7,7 @@ chosen for which its sum, rounded, is the context stream's. So both streams leav
 same bits, and one of them goes on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -62,10 +62,17 @@ class ExactDecodeRecorder(DecodeRecorder):
         self.context.output, self.residual = self.split(total)
 
 
-def close_loops(recorders: Sequence[ExactDecodeRecorder]) -> Tensor:
-    """Choose the factor of every block, alike blocks at once: the misses of all blocks, (L, B)."""
+def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
+    """Choose the exact factor of every block, alike blocks at once.
+
+    Returns:
+        The elements that each block misses, (L, B); None for updates other than exact.
+    """
     misses: list[Tensor] = []
-    for _, group in groupby(recorders, _form):
+    exact = [recorder for recorder in recorders if isinstance(recorder, ExactDecodeRecorder)]
+    if not exact:
+        return None
+    for _, group in groupby(exact, _form):
         alike = list(group)
         closed = _closed(alike)
         for recorder, part in zip(alike, closed, strict=True):
@@ -86,13 +93,18 @@ def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
 
 def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[updates.Closed]:
     """:func:`icl_patch.recording.updates.close` of blocks of one form."""
-    loops = [recorder.loop for recorder in alike]
-    columns = (
-        [recorder.context.output for recorder in alike],
-        [recorder.residual for recorder in alike],
-        *([getattr(loop, name) for loop in loops] for name in ("base", "gain", "factor")),
+
+    def stacked(parts: Iterable[Tensor | None]) -> Tensor:
+        return torch.stack([part for part in parts if part is not None])
+
+    loops = [recorder.loop for recorder in alike if recorder.loop is not None]
+    closed = updates.close(
+        target=stacked(recorder.context.output for recorder in alike),
+        residual=stacked(recorder.residual for recorder in alike),
+        base=stacked(loop.base for loop in loops),
+        gain=stacked(loop.gain for loop in loops),
+        started_from=stacked(loop.factor for loop in loops),
+        branch=alike[0].spec.residual_multiplier,
     )
-    stacked: list[Any] = [torch.stack(column) for column in columns]  # type: ignore[arg-type]
-    closed = updates.close(*stacked, alike[0].spec.residual_multiplier)
     parts = (closed.factor, closed.output, closed.misses, closed.correction)
     return [updates.Closed(*part) for part in zip(*parts, strict=True)]
