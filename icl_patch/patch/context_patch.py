@@ -160,8 +160,9 @@ class ContextPatch:
         patches must be replayed whole, because
         other shapes change the result: a direct patch of a scale writer, which divides by
         activations, and a patch of a model with sparse attention, which breaks ties between tokens
-        by their places. An exact patch is bit-identical when it is replayed whole; a part of one is
-        right up to rounding.
+        by their places. An exact patch in the model's arithmetic is bit-identical when it is
+        replayed whole; a part of one is right up to rounding. Rows of one in the batch-invariant
+        arithmetic are bit-identical too.
 
         Raises:
             ValueError: nothing would be left, or the layers would change their order.

@@ -67,8 +67,8 @@ class PatchInfo:
     included, of the longest row of the batch that it was computed in; divisible: whether some rows
     or the first tokens can be replayed without the others; replayable: False once tokens or layers
     were cut out that a replay needs; kind: "per_token", a change of the weights for each kept
-    token; arithmetic: "model" if the run that the patch reproduces rounds as the model's own modules
-    do, "batch_invariant" if it rounds as the model does within :func:`icl_patch.batch_invariant`;
+    token; arithmetic: "model" if the run that the patch reproduces rounds as the model's own
+    modules do, "batch_invariant" if it rounds as within :func:`icl_patch.batch_invariant`;
     tensor_parallel: devices that share a weight in that run.
     """
 
