@@ -206,8 +206,8 @@ class AttachedModel:
         return self.update == "direct" and scales
 
     def _needs_two_passes_for(self, sequences: Sequences) -> bool:
-        """The same for these tokens: a model whose attention depends on its cache needs two passes
-        if kept tokens attend to more than themselves.
+        """Whether these tokens take two passes. They also do if the attention depends on the length
+        of the cache and kept tokens attend to other tokens.
         """
         if self.needs_two_passes or not self._depends_on_cache:
             return self.needs_two_passes
@@ -402,7 +402,7 @@ class AttachedModel:
                 self.applied = False
                 stack.close()
 
-    # -- what a patch says of its model
+    # -- patches and their model
 
     def empty_patch(self, sequences: Sequences, passes: int) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
