@@ -34,8 +34,3 @@ class Decoder:
         """Forget everything about the model."""
         self.shared_cache = self.fused_modules = None
         self.compiled_steps.clear()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy makes the others again: they hold functions that run the modules of this model.
-        empty: dict[str, Any] = {"shared_cache": None, "fused_modules": None, "compiled_steps": {}}
-        return {"attached": self.attached, **empty}

@@ -314,7 +314,7 @@ def read_layers(
     slots = {index: width for index, kind, width in widths if kind == "index"}
     for index, name, kind in kinds:
         path = f"layers.{index}.{name}"
-        leading = (*tokens, *slots.get(index, ())) if kind == "slots" else tokens
+        leading = (*tokens, *(slots.get(index, ()) if kind == "slots" else ()))
         _check_factor(path, tensors[path], kind, leading, hidden)
     check_finite(tensors)
     return layers

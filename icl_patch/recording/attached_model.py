@@ -102,7 +102,8 @@ class AttachedModel:
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
         self._rows_tried: HookIds = ()  # the hooks that `watch_hooks` tried last
-        self._finalizer = self._undo_when_collected()
+        # When this object is collected, no pass is running.
+        weakref.finalize(self, self.attachment.undo).atexit = False
         self.applied = False
         self._dtype = model.dtype
         try:
@@ -138,21 +139,9 @@ class AttachedModel:
         check.run(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self) | {"_finalizer": None}
-        for name in ("weights", "hooks"):  # they watch this model
-            state.pop(name, None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.hooks = Hooks(self.model, self.attachment.forwards)
-        self._finalizer = self._undo_when_collected()
-
-    def _undo_when_collected(self) -> "weakref.finalize[[], AttachedModel]":
-        """Put the model's modules back when this object is collected: no pass is running then."""
-        finalizer = weakref.finalize(self, self.attachment.undo)
-        finalizer.atexit = False
-        return finalizer
+        raise TypeError(
+            "expected a model to copy, got its patcher: copy the model, and attach another patcher"
+        )
 
     @property
     def is_attached(self) -> bool:
