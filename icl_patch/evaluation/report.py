@@ -43,7 +43,7 @@ def format_value(value: Any) -> str:
 
 
 def percent(share: float) -> str:
-    """``97.5 %``; only what is exactly 1 reads ``100 %``."""
+    """``97.5 %``; ``100 %`` only for exactly 1."""
     if share == 1:
         return "100 %"
     return f"{min(100 * share, 99.99):.4g} %"
@@ -143,7 +143,7 @@ def refused_table(reports: Sequence[FamilyReport]) -> Table:
         for entry in reports
         if not entry.expected
     ]
-    return table("Refused", ["family", "why", "what attaching says"], rows)
+    return table("Refused", ["family", "why", "the error"], rows)
 
 
 def support_markdown() -> str:
@@ -160,7 +160,7 @@ def support_markdown() -> str:
 
 def _verdict(report: VerifyReport) -> str:
     if report.update != "exact" and report.dtype != "float32":
-        return "none given"
+        return "no promise"
     return "yes" if report.passed else "NO"
 
 
