@@ -210,6 +210,10 @@ class Dynamics:
         indices: list[Any] = [change.index for change in changes]
         return Trajectory.of(u, v, None if indices[0] is None else torch.stack(indices))
 
+    def step_norms(self) -> dict[str, Tensor]:
+        """``‖W_{i+1} - W_i‖_F`` of every changed parameter: (n, B, T) fp64."""
+        return {name: self.trajectory(name).step_norms() for name in self.parameters}
+
 
 def _named(patch: ContextPatch) -> Iterator[tuple[str, ParameterChange]]:
     for index, layer in zip(patch.layer_indices, patch.layers, strict=True):
