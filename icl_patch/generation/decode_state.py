@@ -1,4 +1,4 @@
-"""The state of a generation: a growing context, and what its decode steps read and leave."""
+"""The state of a generation: a growing context, the inputs of a decode step, and its output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 from transformers import Cache
 
 from icl_patch.generation.decoder import Decoder
@@ -30,7 +31,7 @@ class DecodeMode(Enum):
 
 @dataclass(eq=False)
 class StepInputs:
-    """The tensors that a step reads. They stay in place, so that a compiled step can be run again.
+    """The tensors that a step reads. They keep their addresses, so a compiled step can run again.
 
     Attributes:
         current, positions: (rows, 1) int64, the current token and its position; B rows, or 2B with
@@ -77,7 +78,7 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """What a step leaves.
+    """The output of a step.
 
     Attributes:
         logits: (B, V) of the reduced stream, or (2B, V) of both streams.
@@ -97,6 +98,7 @@ class StepOutput:
     activations: list[BlockActivations] | None = None
 
 
+register_dataclass(StepOutput)  # so that a compiled step's output can be flattened
 RunStep = Callable[[Tensor, bool], StepOutput]  # (token_ids, return_context_logits)
 
 
@@ -105,9 +107,9 @@ class DecodeState:
     """A growing context: its tokens, its cache, and how its steps run.
 
     Attributes:
-        decoder: the attached model, and what generation keeps of it.
-        mode: how the steps run. run_step: a step's function; None in two passes.
-        step_inputs: what it reads; None in two passes.
+        decoder: the attached model, and what generation caches for it.
+        mode: how the steps run. run_step: the function of a step; None in two passes.
+        step_inputs: its inputs; None in two passes.
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
             hold tokens.
         length: the number of columns in use, including the current token's.

@@ -1,8 +1,8 @@
 """One decode step: everything before the current token becomes a change of weights for it.
 
-:func:`prefill` puts a context into a cache and returns a :class:`DecodeState`;
-:func:`decode_one_token` runs one token on top of it. A step leaves nothing in the model. B rows, S
-tokens so far, V ids.
+:func:`prefill` runs a context into a cache and returns a :class:`DecodeState`;
+:func:`decode_one_token` runs one token on top of it. A step leaves the model's modules as they
+were. Shapes: B rows, S tokens so far, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ class DecodeStep:
     """Both streams of one token through the model, without waiting for the device.
 
     Attributes:
-        inputs: what the step reads.
+        inputs: the tensors that the step reads.
         streams: how both streams share one cache; None where each has its own rows in the cache.
         linears: modules with the forward that runs their product through our ops.
         fused: modules with a forward of several operations in one launch.

@@ -1,7 +1,7 @@
-"""The small arithmetic of a decode step in fewer launches: the model's norms and gated products
-through our ops.
+"""Run the norms and gated MLPs of a decode step through our ops, which take fewer launches.
 
-Which modules of a model are which is found by trying them: nothing is assumed of a class.
+A module is tried on random rows: if one of our ops gives the same output, it takes the module's
+place. Nothing is assumed of a class.
 """
 
 from abc import ABC, abstractmethod
@@ -23,15 +23,15 @@ from icl_patch.models.forward_override import Forward, untouched
 from icl_patch.recording.attached_block import AttachedBlock
 
 _ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
-_ROUNDINGS = 16  # by which two orders of the same arithmetic may differ
-# of the rows that a module is tried with: one that clamps does so in large ones
+_ROUNDINGS = 16  # the allowed difference between two orders of the same arithmetic
+# Scales of the rows that a module is tried on; the large ones show whether it clamps.
 _SCALES = (1.0, 30.0, 1000.0)
 
 
 @dataclass(frozen=True)
 class _Fused(ABC):
-    """A module's forward in fewer launches, of the one input that it was tried with; of any other
-    it is the module's own.
+    """A module's forward in fewer launches for a call with one input; other calls run the module's
+    own forward.
     """
 
     module: Any
@@ -43,7 +43,7 @@ class _Fused(ABC):
 
     @property
     def fresh(self) -> bool:
-        """Whether the module is still what it was when it was tried."""
+        """Whether nobody has hooked or replaced the module's forward since it was tried."""
         return untouched(self.module)
 
     @abstractmethod
@@ -86,8 +86,9 @@ class _NormBefore(_Norm):
 
 @dataclass(frozen=True)
 class _Gated(_Fused):
-    """An MLP ``down(act(gate(x)) ⊙ up(x))``, or with both halves in one matrix; ``swapped``: the
-    activation is the second's.
+    """An MLP ``down(act(gate(x)) ⊙ up(x))``; gate and up may be the halves of one matrix.
+
+    swapped: whether the gate is the second reader or half.
     """
 
     readers: tuple[nn.Module, ...]
@@ -98,7 +99,7 @@ class _Gated(_Fused):
 
     @property
     def fresh(self) -> bool:
-        """Whether the module and its children are still what they were."""
+        """Whether nobody has hooked the module, or replaced its forward or a child, since then."""
         return super().fresh and {self.act, self.down, *self.readers} <= set(self.module.children())
 
     def run(self, x: Tensor) -> Tensor:
@@ -113,17 +114,17 @@ class _Gated(_Fused):
             h = ops.gated_product(
                 gate.reshape(-1, width), up.reshape(-1, width), self.activation
             ).reshape(gate.shape)
-        else:  # somebody wants to see it run
+        else:  # a hook on the activation must run
             h = self.act(gate) * up
         out: Tensor = self.down(h)
         return out
 
 
 class FusedModules:
-    """What of a model our ops can do in its place.
+    """The modules of a model that our ops can run.
 
     Args:
-        model: the attached model. blocks: its blocks, whose modules are off.
+        model: the attached model. blocks: its blocks, with their patched modules off.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
@@ -137,7 +138,7 @@ class FusedModules:
             ]
 
     def forwards(self) -> list[tuple[nn.Module, Forward]]:
-        """What runs in place of whose forward; of modules that nobody has put a hook on."""
+        """The modules, each with the function that runs in place of its forward."""
         return [(found.module, found) for found in self._found if found.fresh]
 
     def blocks_with_norm_input(self) -> set[AttachedBlock]:
@@ -165,7 +166,7 @@ def _norm(module: nn.Module) -> _Norm | None:
     x = _trial(len(weight), weight, 1e-3)  # where eps shows
     try:
         form = rms_norm_form(module, x, module(x))
-    except Exception:  # of the module's own code: whatever it is, it is no RMSNorm
+    except Exception:  # the module's own code takes other inputs: no RMSNorm
         return None
     if form is None:
         return None
@@ -209,7 +210,7 @@ def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[_Gated]:
 
 
 def _width(reader: Any) -> int:
-    """K, of what a linear module reads."""
+    """K, the number of input features of a linear module."""
     width: int = reader.in_features if hasattr(reader, "in_features") else reader.weight.shape[0]
     return width
 
@@ -221,7 +222,7 @@ def _activation(module: nn.Module) -> str | None:
     limit = _ROUNDINGS * torch.finfo(x.dtype).eps * x.abs()  # of x: in GELU the result may cancel
     try:
         output = module(x)
-    except Exception:  # of the module's own code: whatever it is, it is no activation that we know
+    except Exception:  # the module's own code takes other inputs: no activation that we know
         return None
     return next(
         (
@@ -234,18 +235,16 @@ def _activation(module: nn.Module) -> str | None:
 
 
 def _trial(width: int, like: Tensor, *scales: float) -> Tensor:
-    """Three rows of every scale, and of these."""
+    """Three random rows for each of ``_SCALES`` and ``scales``, (M, width)."""
     rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2))
     return torch.cat([scale * rows for scale in (*_SCALES, *scales)]).to(like.device, like.dtype)
 
 
 def _same(fused: Forward, module: nn.Module, x: Tensor) -> bool:
-    """Whether both make the same of every row, to rounding; a row in which the module overflows
-    says nothing.
-    """
+    """Whether both give the same output up to rounding; rows that overflow are left out."""
     try:
         output, expected = fused(x), module(x)
-    except Exception:  # of the module's own code: it wants something else
+    except Exception:  # the module's own code takes other inputs
         return False
     if (
         not isinstance(expected, Tensor)

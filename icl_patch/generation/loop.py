@@ -1,8 +1,7 @@
-"""The per-token loop: at every step the context, all of it, becomes a change of weights for the
-current token.
+"""The generation loop: every step turns the whole context into a change of weights for its token.
 
-What is chosen from the logits, and when a row ends, is transformers' own: its generation
-configuration, logits processors, stopping criteria and streamers. The loop is an iterator of steps
+transformers chooses the tokens and ends the rows, with its generation configuration, logits
+processors, stopping criteria and streamers. The loop is an iterator of steps
 (:meth:`icl_patch.ContextPatcher.generate`), or a decoding method for
 ``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
 """
@@ -47,10 +46,10 @@ DEFAULT_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class ReplayCheck:
-    """A step against the replay of its patch, without context: the logits' distance relative to max
-    |logit|, and the same choice, (B,).
+    """A step compared with the replay of its patch, which runs without the context.
 
-    Of rows that had ended nothing is said: 0 and True.
+    linf: (B,), the largest difference of the logits, relative to the largest logit; 0 for rows that
+    had ended. same_argmax: (B,) bool, whether both choose one token; True for rows that had ended.
     """
 
     linf: Tensor
@@ -82,8 +81,7 @@ class GenerationStep:
 
     @cached_property
     def patch(self) -> ContextPatch:
-        """The patch that the tokens came from, of the current token of every row; made when it is
-        first asked for.
+        """The patch of every row's current token, which gave the new tokens; made at first use.
 
         It has logits with the context where the step computed them: in two passes, or where the
         choice is made from them.
@@ -435,7 +433,7 @@ def _steps(
 ) -> Iterator[GenerationStep]:
     """The steps; everything before the first one has been done, and its errors raised."""
     steps: Any = _loop(decoder, prepared, options, streamer)
-    next(steps)  # so that the loop's end runs, even if nobody asks for a step
+    next(steps)  # from here on the loop's `finally` runs, even if nobody takes a step
     return steps
 
 
@@ -489,5 +487,5 @@ def _loop(
     finally:
         if release is not None:
             release()
-        if streamer is not None:  # whoever waits for the text has waited enough, however it ended
+        if streamer is not None:  # also after an error: a consumer may be waiting for the text
             streamer.end()

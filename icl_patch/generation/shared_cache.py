@@ -141,7 +141,9 @@ class SharedCacheStreams:
         else:
             newest = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
         heads = newest.expand(-1, -1, query.shape[1] // value.shape[1], -1)
-        self._reduced = heads.reshape(output.shape)  # (B, groups, heads, ·) -> (B, 1, heads, ·)
+        self._reduced = heads.reshape(
+            output.shape
+        )  # (B, groups, heads of each, ·) -> (B, 1, heads, ·)
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both

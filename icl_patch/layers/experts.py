@@ -66,7 +66,7 @@ class PatchedExperts(PatchedModule):
 
     @staticmethod
     def has_output_bias(module: nn.Module) -> bool:
-        """Whether the experts add a bias to what they write."""
+        """Whether the experts' output has a bias."""
         return bool(getattr(module, "has_bias", False))
 
     @staticmethod

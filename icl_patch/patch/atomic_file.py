@@ -1,46 +1,52 @@
 """Writing a file that appears whole or not at all."""
 
 import errno
+import fcntl
+import hashlib
 import os
 import secrets
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
     """Write the parts, one after the other, to ``path``: whole or not at all.
 
-    They go to a new file ``.icl-patch-…`` in the same folder, which then takes the name ``path``.
-    If ``path`` is a symbolic link, the file that it points to is replaced. A replaced file keeps
-    its permissions. A process that is killed on the way leaves its ``.icl-patch-…`` file.
+    They go to a temporary file beside it, which then takes the file's name. Of a symbolic link the
+    file that it points to is replaced. A replaced file keeps its permissions. Temporary files that
+    killed processes left for the same path are removed; those of running processes stay, because a
+    process holds a lock on the one that it writes (where the file system has locks).
 
     Raises:
         OSError: the file cannot be written, or the path is neither a regular file nor free.
     """
     try:
         _write(Path(os.path.realpath(path)), parts)
-    except OSError as error:  # name the user's path, not the temporary file's
+    except OSError as error:  # its path is the temporary file's, if it has one
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _write(target: Path, parts: Iterable[bytes | memoryview]) -> None:
     permissions = _permissions(target)
-    temporary = target.with_name(f".icl-patch-{secrets.token_hex(16)}")
-    mode = 0o666 if permissions is None else permissions
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    _remove_leftovers(target)
+    # The owner can write, so that a leftover can be locked and removed.
+    mode = 0o666 if permissions is None else permissions | stat.S_IWUSR
+    temporary, file = _open_temporary(target, mode)
+    with file:
+        try:
             for part in parts:
                 file.write(part)
             file.flush()
-            if permissions is not None:  # also those that the umask has cleared
-                os.fchmod(descriptor, permissions)
-            os.fsync(descriptor)
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+            if permissions is not None:
+                os.fchmod(file.fileno(), permissions)
+            os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _permissions(target: Path) -> int | None:
@@ -54,3 +60,33 @@ def _permissions(target: Path) -> int | None:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "expected the name of a regular file, got a device or the like")
     return stat.S_IMODE(mode)
+
+
+def _prefix(target: Path) -> str:
+    """How the names of the target's temporary files begin; short, however long its own name is."""
+    return f".icl-patch-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
+
+
+def _remove_leftovers(target: Path) -> None:
+    for leftover in target.parent.glob(f"{_prefix(target)}*"):
+        with suppress(OSError), leftover.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process writes
+            leftover.unlink()
+
+
+def _open_temporary(target: Path, mode: int) -> tuple[Path, BinaryIO]:
+    """A new file beside the target, locked."""
+    while True:
+        temporary = target.with_name(_prefix(target) + secrets.token_hex(8))
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        file = os.fdopen(descriptor, "wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process takes it for a leftover and removes it
+            file.close()
+            continue
+        except OSError:  # the file system has no locks, so nobody removes leftovers
+            pass
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()  # it was removed before it was locked

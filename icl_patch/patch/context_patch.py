@@ -52,15 +52,17 @@ from icl_patch.patch.serialization import (
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What recording observed, per layer, row and kept token, (L, B, T).
+    """The diagnostics of a patch, per layer, row and kept token, (L, B, T).
 
-    reader_error: largest ``|(W + u vᵀ) z - W z_ctx|`` over the readers, relative to ``max |W
-    z_ctx|``; status: of the RMSNorm inversion (:class:`icl_patch.ops.InversionStatus`; 0 where none
-    was needed); misses: elements of the block's output that the exact update could not hit;
-    correction: size of the exact update's correction on top of the direct or stable one, relative
-        to the block's output;
-    experts_changed: how many of the experts that the patched router chose are not those chosen with
-        the context.
+    Attributes:
+        reader_error: the largest ``|(W + u vᵀ) z - W z_ctx|`` of the readers, relative to
+            ``max |W z_ctx|``.
+        status: of the RMSNorm inversion (:class:`icl_patch.ops.InversionStatus`; 0 without one).
+        misses: the elements of the block's output that the exact update could not reach.
+        correction: the exact update's correction of the direct or stable one, relative to the
+            block's output.
+        experts_changed: the number of experts that the patched router chose and the router with the
+            context did not.
     """
 
     reader_error: Tensor
@@ -74,7 +76,7 @@ register_dataclass(PatchReport)  # so that tree_map reaches its tensors
 
 
 def blank_report(valid: Tensor) -> PatchReport:
-    """The report of a pass over tokens (B, T) that has observed nothing yet, without its layers."""
+    """The initial report of one block, (B, T) each."""
 
     def zeros(dtype: torch.dtype) -> Tensor:
         return torch.zeros_like(valid, dtype=dtype)
@@ -91,18 +93,17 @@ class ContextPatch:
     here:
 
     Attributes:
-        info: what the patch belongs to.
+        info: the model, tokenizer and update that the patch belongs to.
         layers: the factors of every block, by name (see the module's table); layer_indices: which
             blocks; blocks: path and form of every block of the model.
         kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded.
-        The slot is the column in the whole
-            sequence, which sliding windows are counted in.
+            The slot is the column in the whole sequence; sliding windows are counted in slots.
         prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first
-        absorbed one; left-padded.
+            absorbed one; left-padded.
         logits: (B, T, V) with the context, or None (they are not saved): of the untouched model if
             the patch took two passes, of the context stream if it took one.
-        report: what recording observed, or None for a loaded patch.
-        weights: those that it was computed with, hashed again when it is saved; None if it was
+        report: the diagnostics, or None for a loaded patch.
+        weights: the model's weights, which are hashed again when the patch is saved; None if it was
             loaded or copied.
         hooked: whether the model had forward hooks when it was computed; it is not saved.
     """

@@ -1,4 +1,4 @@
-"""A block whose readers and writer have been swapped, and what is seen of it during a pass."""
+"""AttachedBlock: a block with patched readers and writer; its factors, and hooks on its passes."""
 
 import threading
 import warnings
@@ -81,7 +81,9 @@ class AttachedBlock:
         self.on_norm_pair: Callable[[NormPair], None] | None = None
         # the recorder's, where both streams of a decode step share a cache
         self.on_sum: Callable[[Tensor], None] | None = None
-        self._swapped: list[tuple[str, nn.Module, PatchedModule]] = []  # with what held them then
+        self._swapped: list[
+            tuple[str, nn.Module, PatchedModule]
+        ] = []  # path, parent then, patched module
         try:
             self.readers: dict[str, PatchedLinear] = {
                 name: self._swap(name, PatchedRouter if name in spec.routers else PatchedLinear)
@@ -113,8 +115,8 @@ class AttachedBlock:
         return patched
 
     def detach(self) -> None:
-        """Put the base modules back. What somebody has put in a patched module's place since stays
-        there, with a warning.
+        """Put the base modules back. If another module has replaced a patched one, it stays, with a
+        warning.
         """
         replaced = []
         while self._swapped:
@@ -123,8 +125,7 @@ class AttachedBlock:
                 replaced.append(self.block.path_of(name))
         for path in replaced:
             warnings.warn(
-                f"{path} has been replaced while it was patched: what stands there now is left as"
-                " it is",
+                f"{path} has been replaced while it was patched: the new module stays",
                 stacklevel=5,
             )
 
@@ -267,9 +268,7 @@ class AttachedBlock:
         self.hook(hooks, self.module.register_forward_pre_hook, before, with_kwargs=True)
 
     def on_residual(self, hooks: ExitStack, hook: Any) -> None:
-        """Call ``hook(x)`` with every tensor that the residual stream before the MLP is the sum
-        of.
-        """
+        """Call ``hook(x)`` with every term of the residual stream before the MLP, a sum."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             hook(first_tensor((*args, kwargs)))
@@ -286,9 +285,7 @@ class AttachedBlock:
                 self.hook(hooks, module.register_forward_hook, after)
 
     def on_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
-        """Call ``hook(total)`` with the block's sum; a tensor that it returns takes the sum's
-        place.
-        """
+        """Call ``hook(total)`` with the block's sum. A tensor that it returns replaces the sum."""
 
         def before(_module: nn.Module, args: Any) -> Any:
             changed = hook(args[0])
@@ -349,7 +346,7 @@ def attach(model: PreTrainedModel) -> Attachment:
 
 
 def detach(model: nn.Module) -> None:
-    """Put back all base modules of a model, whoever attached it or swapped a module.
+    """Put back all base modules of a model, also those that another patcher has swapped.
 
     The patcher of the model is detached too. If another thread runs a pass, this waits for it. A
     model without patched modules is left as it is.

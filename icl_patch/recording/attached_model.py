@@ -103,7 +103,8 @@ class AttachedModel:
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
         self._rows_tried: HookIds = ()  # the hooks that `watch_hooks` tried last
-        self._finalizer = self._undo_when_collected()
+        # When this object is collected, no pass is running.
+        weakref.finalize(self, self.attachment.undo).atexit = False
         self.applied = False
         self._dtype = model.dtype
         try:
@@ -139,21 +140,9 @@ class AttachedModel:
         check.run(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self) | {"_finalizer": None}
-        for name in ("weights", "hooks"):  # they watch this model
-            state.pop(name, None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.hooks = Hooks(self.model, self.attachment.forwards)
-        self._finalizer = self._undo_when_collected()
-
-    def _undo_when_collected(self) -> "weakref.finalize[[], AttachedModel]":
-        """Put the model's modules back when this object is collected: no pass is running then."""
-        finalizer = weakref.finalize(self, self.attachment.undo)
-        finalizer.atexit = False
-        return finalizer
+        raise TypeError(
+            "expected a model to copy, got its patcher: copy the model, and attach another patcher"
+        )
 
     @property
     def is_attached(self) -> bool:
@@ -207,8 +196,8 @@ class AttachedModel:
         return self.update == "direct" and scales
 
     def _needs_two_passes_for(self, sequences: Sequences) -> bool:
-        """The same for these tokens: a model whose attention depends on its cache needs two passes
-        if kept tokens attend to more than themselves.
+        """Whether these tokens take two passes. They also do if the attention depends on the length
+        of the cache and kept tokens attend to other tokens.
         """
         if self.needs_two_passes or not self._depends_on_cache:
             return self.needs_two_passes
@@ -403,7 +392,7 @@ class AttachedModel:
                 self.applied = False
                 stack.close()
 
-    # -- what a patch says of its model
+    # -- patches and their model
 
     def empty_patch(
         self, sequences: Sequences, passes: int, arithmetic: str = MODEL

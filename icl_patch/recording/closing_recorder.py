@@ -16,9 +16,7 @@ from icl_patch.recording.block_recorder import BlockRecorder
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """An exact writer's output ``base + factor · gain`` in fp64, whose factor the block's end
-    chooses.
-    """
+    """An exact writer's fp64 output ``base + factor · gain``; the block's end sets the factor."""
 
     base: Tensor
     gain: Tensor
@@ -29,7 +27,7 @@ class OpenLoop:
 
 
 class ClosingRecorder(BlockRecorder):
-    """Compares with the ``context``'s activations; the exact update closes its loop at the end.
+    """Compares with the activations with the context; chooses an exact update's factor at the end.
 
     Args:
         block, update: as for :class:`BlockRecorder`.
@@ -74,7 +72,7 @@ class ClosingRecorder(BlockRecorder):
         if total.dtype != torch.float64:
             writer = self.spec.writer.value
             raise UnsupportedModelError(
-                f"{self.block.block.path} rounds what {writer} writes before it ends"
+                f"{self.block.block.path} rounds the output of its {writer} writer before its end"
             )
         multiplier, (_, total_own) = self.spec.residual_multiplier, self.split(total)
         written = multiplier * (loop.base + loop.factor * loop.gain)

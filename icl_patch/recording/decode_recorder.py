@@ -14,7 +14,7 @@ from icl_patch.recording.two_stream_recorder import TwoStreamRecorder
 
 
 class DecodeRecorder(TwoStreamRecorder):
-    """A two-stream recorder of one token a row, whose diagnostics are resolved when asked for.
+    """A two-stream recorder of one token a row; its diagnostics are resolved when they are used.
 
     Args:
         block, update: as for :class:`BlockRecorder`.

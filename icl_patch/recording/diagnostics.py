@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.patch.context_patch import PatchReport, blank_report
@@ -153,3 +154,6 @@ class BlockDiagnostics:
                 raise ControllabilityError(
                     f"{self.path}, row {row}, kept token {start + token}: {condition}"
                 )
+
+
+register_dataclass(BlockDiagnostics)  # part of a compiled step's output

@@ -15,7 +15,7 @@ from icl_patch.recording.attached_block import BlockActivations, HasBlocks, repl
 
 def calls_of(tokens: int, recurrent: bool) -> list[slice]:
     """The columns of each call of the model: all at once, or one by one for a recurrent model,
-    whose classes go on from a state by one token a call.
+    because its class continues from a state with one token a call only.
     """
     if recurrent:
         return [slice(token, token + 1) for token in range(tokens)]

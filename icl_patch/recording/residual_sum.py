@@ -1,8 +1,8 @@
-"""A tensor that notices the sum it goes into.
+"""ResidualSum: a tensor that calls a function with the first sum that it is added into.
 
-Some blocks go on from the sum of their residual stream and their writer's output instead of ending
-with it: no module of theirs ends at the sum, so no hook can see it or round it. The writer's output
-is handed over as an :class:`ResidualSum`, which can.
+Some blocks compute more after the sum of their residual stream and their writer's output. None of
+their modules ends at the sum, so no hook can see or round it. There the writer's output becomes a
+:class:`ResidualSum`.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,17 @@ OnSum = Callable[[Tensor], Tensor | None]
 
 
 class ResidualSum(Tensor):
-    """A writer's output, of which the first addition hands its sum to ``on_sum``; the result is a
-    plain tensor, as of everything else.
+    """A writer's output. Its first addition calls ``on_sum`` with the sum; every operation on it
+    returns a plain tensor.
     """
 
     on_sum: list[OnSum]
 
     @classmethod
     def of(cls, out: Tensor, on_sum: OnSum, *, first: bool = False) -> "ResidualSum":
-        """``out``, with ``on_sum`` called with the sum before (``first``) or after those that are
-        called already.
+        """``out`` as a ResidualSum; ``on_sum`` is called first or after its other functions.
 
-        A tensor that ``on_sum`` returns takes the sum's place.
+        If ``on_sum`` returns a tensor, this replaces the sum.
         """
         result = Tensor._make_subclass(cls, out.as_subclass(Tensor))
         before = out.on_sum if isinstance(out, ResidualSum) else []

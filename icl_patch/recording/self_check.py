@@ -68,7 +68,7 @@ class SelfCheck:
         return forward_passes.run_tail(self._model, self._sequences, cache)
 
     def _two_streams(self, sequences: Sequences) -> Tensor:
-        """Logits of both streams with the modules off: what they attend to, without any patch."""
+        """Logits (2B, S, V) of both streams with the modules off, so without any patch."""
         cache = kv_cache.new_cache(self._model)
         forward_passes.run_head(self._model, sequences, cache)
         kv_cache.stack_cache(cache, len(sequences.head_ids))
@@ -76,7 +76,7 @@ class SelfCheck:
 
     @torch.no_grad()
     def run(self, attached: HasBlocks) -> None:
-        """Raises UnsupportedModelError if the attached model is not what was read from it."""
+        """Raises UnsupportedModelError if the model does not behave as its block specs say."""
         blocks = attached.blocks
         with observe(blocks) as all_activations:
             logits = self._logits()

@@ -85,9 +85,9 @@ def close(
         target: T (M, d), the block's output in the model's dtype.
         residual: (M, d), all that the block adds up apart from its writer's output.
         base: (M, d), the writer's output without the factor (0 for a scale writer).
-        gain: (M, d) or (M, 1), what the factor is multiplied by: ``κ = v·h ≈ 1`` or ``Norm(h)``.
+        gain: (M, d) or (M, 1), the multiplier of the factor: ``κ = v·h ≈ 1`` or ``Norm(h)``.
         started_from: (M, d), the factor of the direct or stable update.
-        branch: what the block multiplies its writer's output by.
+        branch: the multiplier of the writer's output, see ``BlockSpec.residual_multiplier``.
 
     Misses are counted: elements where the gain is 0, or where the target is so far below the
         residual that fp64 does not resolve it.
