@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.invariance.functions import REPLACEMENTS
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, DTYPES, running_in
 from icl_patch.models.forward import call
 from icl_patch.models.forward_override import overriding
 from icl_patch.models.kv_cache import new_cache
 from icl_patch.models.language_model import check_language_model, random_tokens
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
@@ -43,8 +40,8 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
         ValueError: in a call, gradients are enabled or autocast is.
     """
     check_language_model(model)
-    if model.dtype not in _DTYPES:
-        expected = ", ".join(map(str, _DTYPES))
+    if model.dtype not in DTYPES:
+        expected = ", ".join(map(str, DTYPES))
         raise UnsupportedModelError(f"expected a model in {expected}, got {model.dtype}")
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation != "sdpa":
@@ -66,17 +63,8 @@ def _run(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     )
     if torch.is_autocast_enabled(tokens.device.type):
         raise ValueError("expected a call without torch.autocast, got one within it")
-    with _Replacing():
+    with running_in(BATCH_INVARIANT, attention=True):
         return own(*args, **kwargs)
-
-
-class _Replacing(TorchFunctionMode):
-    """Runs :data:`~icl_patch.invariance.functions.REPLACEMENTS` in place of torch's functions."""
-
-    def __torch_function__(
-        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return REPLACEMENTS.get(function, function)(*args, **kwargs or {})
 
 
 def _self_check(model: PreTrainedModel) -> None:

@@ -222,9 +222,8 @@ def _attend(
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
 
 
-REPLACEMENTS: Replacements = {
-    **_PRODUCTS,
-    **_ACTIVATIONS,
-    F.scaled_dot_product_attention: attention,
-}
+ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}
 """By function of torch, what gives a row the same bits wherever it stands."""
+
+ATTENTION: Replacements = {F.scaled_dot_product_attention: attention}
+"""The same for attention, whose rows are sequences."""

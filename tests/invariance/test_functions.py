@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from icl_patch.invariance.functions import REPLACEMENTS, attention
+from icl_patch.invariance.functions import ROW_FUNCTIONS, attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS, WIDTHS = 64, (1, 7, 33, 255, 709)
@@ -60,7 +60,7 @@ def test_an_activation_gives_a_row_the_same_bits_everywhere(name: str, dtype: to
     own, options = OPTIONS[name]
     for width in WIDTHS:
         x = rows_of(width, dtype, positive=name == "rsqrt")
-        assert differing(lambda part: REPLACEMENTS[own](part, **options), x) == 0
+        assert differing(lambda part: ROW_FUNCTIONS[own](part, **options), x) == 0
 
 
 @pytest.mark.usefixtures("threads")
@@ -78,7 +78,7 @@ def test_the_activations_of_torch_do_not() -> None:
 def test_an_activation_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     own, options = OPTIONS[name]
     x = rows_of(709, dtype, positive=name == "rsqrt")
-    out, expected = REPLACEMENTS[own](x, **options), own(x.double(), **options)
+    out, expected = ROW_FUNCTIONS[own](x, **options), own(x.double(), **options)
     assert out.dtype == dtype
     # fp32's own operations take up to four roundings of the larger of input and output
     size = torch.maximum(expected.abs(), x.double().abs()) * 4 * torch.finfo(torch.float32).eps
@@ -88,9 +88,9 @@ def test_an_activation_is_rounded_once(name: str, dtype: torch.dtype) -> None:
 
 def test_glu_and_inplace() -> None:
     x = rows_of(34, torch.float32)
-    torch.testing.assert_close(REPLACEMENTS[F.glu](x), F.glu(x))
+    torch.testing.assert_close(ROW_FUNCTIONS[F.glu](x), F.glu(x))
     y = x.clone()
-    assert REPLACEMENTS[F.silu](y, inplace=True) is y
+    assert ROW_FUNCTIONS[F.silu](y, inplace=True) is y
     torch.testing.assert_close(y, F.silu(x))
 
 
@@ -103,9 +103,9 @@ def test_products_give_a_row_the_same_bits_everywhere(dtype: torch.dtype) -> Non
         weight = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
         bias = torch.randn(n, generator=generator).to(dtype)
         products = {
-            "linear": lambda part: REPLACEMENTS[F.linear](part, weight, bias),  # noqa: B023
-            "addmm": lambda part: REPLACEMENTS[torch.addmm](bias, part, weight.mT),  # noqa: B023
-            "matmul": lambda part: REPLACEMENTS[torch.matmul](part, weight.mT),  # noqa: B023
+            "linear": lambda part: ROW_FUNCTIONS[F.linear](part, weight, bias),  # noqa: B023
+            "addmm": lambda part: ROW_FUNCTIONS[torch.addmm](bias, part, weight.mT),  # noqa: B023
+            "matmul": lambda part: ROW_FUNCTIONS[torch.matmul](part, weight.mT),  # noqa: B023
         }
         for name, product in products.items():
             assert differing(product, x) == 0, name
@@ -127,15 +127,15 @@ def test_the_product_of_torch_does_not() -> None:
 
 def test_a_product_without_a_shared_matrix_is_torchs() -> None:
     x, other = torch.randn(3, 4, 5), torch.randn(3, 5, 2)
-    assert torch.equal(REPLACEMENTS[torch.matmul](x, other), x @ other)
+    assert torch.equal(ROW_FUNCTIONS[torch.matmul](x, other), x @ other)
 
 
 def test_grouped_products_are_those_of_each_expert() -> None:
     generator = torch.Generator().manual_seed(3)
     x, weight = torch.randn(9, 13, generator=generator), torch.randn(4, 13, 7, generator=generator)
     offs = torch.tensor([2, 2, 7, 8], dtype=torch.int32)
-    grouped = next(f for name, f in REPLACEMENTS.items() if "grouped_mm" in name.__name__)
-    out, linear = grouped(x, weight, offs), REPLACEMENTS[F.linear]
+    grouped = next(f for name, f in ROW_FUNCTIONS.items() if "grouped_mm" in name.__name__)
+    out, linear = grouped(x, weight, offs), ROW_FUNCTIONS[F.linear]
     for rows, expert in ((slice(0, 2), 0), (slice(2, 7), 2), (slice(7, 8), 3)):
         assert torch.equal(out[rows], linear(x[rows], weight[expert].mT))
     assert not out[8:].any()
