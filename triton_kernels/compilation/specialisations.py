@@ -36,7 +36,7 @@ def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int) -> Launch:
     """One of the VARIANTS at a shape of the entry's class."""
     dtype, config = getattr(torch, entry.dtype), entry.config
-    n, k = min(entry.max_n or 21504, 21504), min(entry.max_k or 5376, 5376)
+    n, k = min(entry.max_n or 21504, 21504), 5376
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
     if rank is None:
         return plan_linear(
@@ -95,7 +95,7 @@ def expert_launches() -> Iterator[tuple[str, Launch]]:
                 dtype, n, k = (
                     getattr(torch, entry.dtype),
                     min(entry.max_n or 21504, 21504),
-                    min(entry.max_k or 5376, 5376),
+                    5376,
                 )
                 x, weight, expert = (
                     _empty(3, k, dtype=dtype),

@@ -112,7 +112,7 @@ def tune(
             if mine
             else []
         )
-        possible = (TunedConfig(path, DTYPES[dtype], upper, None, config) for config in ranked)
+        possible = (TunedConfig(path, DTYPES[dtype], upper, config) for config in ranked)
         entry = next((entry for entry in possible if problem(entry) is None), None)
         if entry is None:
             raise ValueError(

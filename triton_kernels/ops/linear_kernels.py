@@ -5,7 +5,8 @@ The configuration fixes the order in which K is summed, so a row has the same bi
 among the others:
 
 - on matrix units (DOT) the weight stands on the left, ``W zᵀ``, and up to 16 rows are columns of
-  the smallest matrix instruction;
+  the smallest matrix instruction; each output has SUMS running sums, of which sum s takes part s of
+  every BLOCK_K elements, and the sums are added in pairs at the end;
 - else each row, output and lane of BLOCK_K has one running sum, and the lanes are added in pairs at
   the end.
 
@@ -210,16 +211,35 @@ def _finish(
 
 @triton.jit
 def _add_products(acc, w, z, DOT: tl.constexpr, WIDEN: tl.constexpr):
-    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); without DOT, with one sum
-    per lane of BLOCK_K.
+    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); with DOT, acc (SUMS,
+    BLOCK_N, BLOCK_M) has a sum for each part of BLOCK_K, or acc (BLOCK_N, BLOCK_M) is the only one;
+    without DOT, there is one sum per lane of BLOCK_K.
     """
     if DOT:
         if WIDEN:
             w, z = w.to(tl.float32), z.to(tl.float32)
-        acc = tl.dot(w, tl.trans(z), acc, input_precision="ieee")
+        if len(acc.shape) == 3:  # a chain of matrix instructions for each sum
+            sums: tl.constexpr = acc.shape[0]
+            w = tl.permute(tl.reshape(w, (w.shape[0], sums, w.shape[1] // sums)), (1, 0, 2))
+            z = tl.permute(tl.reshape(z, (z.shape[0], sums, z.shape[1] // sums)), (1, 2, 0))
+        else:
+            z = tl.trans(z)
+        acc = tl.dot(w, z, acc, input_precision="ieee")
     else:
         w, z = w.to(tl.float32)[:, None, :], z.to(tl.float32)[None, :, :]
         acc = tl.fma(tl.broadcast_to(w, acc.shape), tl.broadcast_to(z, acc.shape), acc)
+    return acc
+
+
+@triton.jit
+def _add_sums(acc):
+    """The sums (BLOCK_N, BLOCK_M) of acc (SUMS, BLOCK_N, BLOCK_M) or of one sum."""
+    if len(acc.shape) == 3:
+        sums: tl.constexpr = acc.shape[0]
+        n: tl.constexpr = acc.shape[1]
+        m: tl.constexpr = acc.shape[2]
+        acc = tl.reshape(tl.permute(acc, (1, 2, 0)), (n * m, sums))
+        acc = tl.reshape(pair_sum(acc, log2(sums)), (n, m))
     return acc
 
 
@@ -267,6 +287,7 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a block for which z·v is summed, a power of two ≤ BLOCK_M
     COEFF_BLOCK_K: tl.constexpr,  # elements of z and v that are loaded together for z·v
+    SUMS: tl.constexpr,  # running sums of an output on matrix units, a power of two
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,  # bf16 and fp16 to fp32 before tl.dot: Triton's interpreter needs it
 ):
@@ -282,7 +303,10 @@ def _linear_kernel(
     if RECORD:
         reduced_m = offs_m + M
 
-    if DOT:
+    if DOT and SUMS > 1:
+        acc = tl.zeros((SUMS, BLOCK_N, BLOCK_M), tl.float32)
+        acc_ctx = tl.zeros((SUMS, BLOCK_N, BLOCK_M), tl.float32)
+    elif DOT:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         acc_ctx = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -336,8 +360,10 @@ def _linear_kernel(
                 BLOCK_K,
                 COEFF_BLOCK_K,
             )
-    sums, sums_ctx = acc, acc_ctx
-    if not DOT:
+    if DOT:
+        sums, sums_ctx = _add_sums(acc), _add_sums(acc_ctx)
+    else:
+        sums, sums_ctx = acc, acc_ctx
         sums = _add_lanes(acc, BLOCK_M, BLOCK_N, BLOCK_K)
         if RECORD:
             sums_ctx = _add_lanes(acc_ctx, BLOCK_M, BLOCK_N, BLOCK_K)
