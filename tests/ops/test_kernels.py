@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,7 +238,7 @@ def test_a_gpu_never_seen_gets_the_default() -> None:
 
 def test_a_data_file_comes_back() -> None:
     entries = config.entries_for("")
-    assert config.parse(config.dump("NVIDIA H200", "measured", entries)) == entries
+    assert config.parse(config.dump({"gpu": "NVIDIA H200", "note": "measured"}, entries)) == entries
 
 
 def test_the_first_entry_that_serves() -> None:
@@ -303,21 +304,25 @@ def test_tune_takes_the_best_of_each_class() -> None:
         times = {small: 1.0 if n <= 4096 else 9.0, large: 2.0 if n <= 4096 else 3.0}
         return k * times.get(chosen, 5.0)
 
-    shapes = [(1000, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
-    entries = tuning.tune(torch.bfloat16, "gemv", shapes, measure)
+    def tune(upper: int | None, shapes: list[tuple[int, int]], **others: Any) -> TunedConfig:
+        arguments = {"measure": measure, "problem": lambda entry: None, "tried": tried} | others
+        return tuning.tune(torch.bfloat16, "gemv", upper, shapes, **arguments)
+
+    shapes = [(1000, 64), (1729, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
+    entries = tuple(tune(upper, mine) for upper, mine in tuning.classes(shapes))
     assert [(entry.max_n, entry.config) for entry in entries] == [
+        (1728, small),
         (4096, small),
         (16384, large),
         (None, large),
     ]
-    assert config.parse(config.dump("x", "y", entries)) == entries
-    assert [e.max_n for e in tuning.tune(torch.bfloat16, "gemv", shapes[3:], measure)] == [None]
-    with pytest.raises(
-        ValueError, match="expected a candidate that runs at a shape with N > 16384, found none"
-    ):
-        tuning.tune(torch.bfloat16, "gemv", shapes[:1], measure)
+    assert config.parse(config.dump({"gpu": "x"}, entries)) == entries
+    assert [upper for upper, _ in tuning.classes(shapes[4:])] == [None]
+    expected = "expected a candidate that runs at a shape with N ≤ any, found none"
+    with pytest.raises(ValueError, match=expected):
+        [tune(upper, mine) for upper, mine in tuning.classes(shapes[:1])]
     with pytest.raises(ValueError, match="found none"):
-        tuning.tune(torch.bfloat16, "gemv", shapes, lambda *_: None)
+        tune(None, shapes, measure=lambda *_: None)
 
 
 # The second call of an op goes to its compiled kernel

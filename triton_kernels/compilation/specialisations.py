@@ -66,10 +66,12 @@ def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int)
     )
 
 
-def linear_launches() -> Iterator[tuple[str, Launch]]:
-    """The VARIANTS in every configuration; those of both fp16 and bf16 in bf16 only."""
+def linear_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:
+    """The VARIANTS in every configuration (for GPUs of the compute capability); those of both fp16
+    and bf16 in bf16 only.
+    """
     seen = set()
-    for file, entries in data_files().items():
+    for file, entries in data_files(capability).items():
         for entry in entries:
             key = (entry.path, entry.dtype.replace("bfloat", "float"), entry.config)
             if key in seen:
@@ -85,11 +87,11 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
                     )
 
 
-def expert_launches() -> Iterator[tuple[str, Launch]]:
+def expert_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:
     """The experts' products in every configuration for few rows, as in a decode step: 8 of 128
     experts per row.
     """
-    for file, entries in data_files().items():
+    for file, entries in data_files(capability).items():
         for entry in entries:
             if entry.path == GEMV and entry.dtype != "float16":
                 dtype, n, k = (

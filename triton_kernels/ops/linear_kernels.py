@@ -210,17 +210,44 @@ def _finish(
 
 
 @triton.jit
+def _load_weight(
+    w_ptr,
+    offs_n,
+    mask_n,
+    k0,
+    stride_wn,
+    stride_wk,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """BLOCK_K columns of the weight, from k0 on, (BLOCK_N, BLOCK_K); in SUMS parts (SUMS, BLOCK_N,
+    BLOCK_K / SUMS).
+    """
+    part: tl.constexpr = BLOCK_K // SUMS
+    if SUMS > 1:
+        offs_k = tl.arange(0, SUMS)[:, None, None] * part + tl.arange(0, part)[None, None, :]
+        offs_n, mask = offs_n[None, :, None], mask_n[None, :, None]
+    else:
+        offs_k = tl.arange(0, BLOCK_K)[None, :]
+        offs_n, mask = offs_n[:, None], mask_n[:, None]
+    offs_k = (k0 + offs_k).to(tl.int64)
+    if K % BLOCK_K:
+        mask = mask & (offs_k < K)
+    return tl.load(w_ptr + offs_n * stride_wn + offs_k * stride_wk, mask=mask, other=0.0)
+
+
+@triton.jit
 def _add_products(acc, w, z, DOT: tl.constexpr, WIDEN: tl.constexpr):
-    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); with DOT, acc (SUMS,
-    BLOCK_N, BLOCK_M) has a sum for each part of BLOCK_K, or acc (BLOCK_N, BLOCK_M) is the only one;
-    without DOT, there is one sum per lane of BLOCK_K.
+    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); with DOT and w (SUMS,
+    BLOCK_N, ·), acc (SUMS, BLOCK_N, BLOCK_M) has a sum for each part of BLOCK_K; without DOT, there
+    is one sum per lane of BLOCK_K.
     """
     if DOT:
         if WIDEN:
             w, z = w.to(tl.float32), z.to(tl.float32)
         if len(acc.shape) == 3:  # a chain of matrix instructions for each sum
             sums: tl.constexpr = acc.shape[0]
-            w = tl.permute(tl.reshape(w, (w.shape[0], sums, w.shape[1] // sums)), (1, 0, 2))
             z = tl.permute(tl.reshape(z, (z.shape[0], sums, z.shape[1] // sums)), (1, 2, 0))
         else:
             z = tl.trans(z)
@@ -318,14 +345,10 @@ def _linear_kernel(
         total = tl.zeros((FUSED, ROWS, LANES), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         offs_k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
-        mask_w, mask_z = mask_n[:, None], mask_m[:, None]
+        mask_z = mask_m[:, None]
         if K % BLOCK_K:
-            mask_w, mask_z = mask_w & (offs_k < K)[None, :], mask_z & (offs_k < K)[None, :]
-        w = tl.load(
-            w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk,
-            mask=mask_w,
-            other=0.0,
-        )
+            mask_z = mask_z & (offs_k < K)[None, :]
+        w = _load_weight(w_ptr, offs_n, mask_n, k0, stride_wn, stride_wk, K, BLOCK_K, SUMS)
         z = tl.load(
             z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk,
             mask=mask_z,

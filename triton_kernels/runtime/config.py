@@ -109,14 +109,14 @@ def parse(text: str) -> tuple[TunedConfig, ...]:
     return tuple(entries)
 
 
-def dump(gpu: str, note: str, entries: tuple[TunedConfig, ...]) -> str:
-    """The text of a data file, which :func:`parse` reads."""
+def dump(head: dict[str, object], entries: tuple[TunedConfig, ...]) -> str:
+    """The text of a data file, which :func:`parse` reads; head: its other values by name."""
     rows = []
     for entry in entries:
         shape = {"path": entry.path, "dtype": entry.dtype, "max_n": entry.max_n}
         rows.append("    " + json.dumps(shape | asdict(entry.config)))
-    head = f'{{\n  "gpu": {json.dumps(gpu)},\n  "note": {json.dumps(note)},\n  "entries": [\n'
-    return head + ",\n".join(rows) + "\n  ]\n}\n"
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items()]
+    return "{\n" + "".join(lines) + '  "entries": [\n' + ",\n".join(rows) + "\n  ]\n}\n"
 
 
 @cache
@@ -129,13 +129,19 @@ def entries_for(gpu: str) -> tuple[TunedConfig, ...]:
     )
 
 
-def data_files() -> dict[str, tuple[TunedConfig, ...]]:
-    """Every data file's entries, by file name without its ending."""
-    folder = files("icl_patch.kernels") / "configs"
-    return {
-        file.name.removesuffix(".json"): parse(file.read_text(encoding="utf-8"))
-        for file in folder.iterdir()
+def data_files(capability: int | None = None) -> dict[str, tuple[TunedConfig, ...]]:
+    """Every data file's entries, by file name without its ending; with a compute capability (80,
+    90, …) those of the files for GPUs that have it.
+    """
+    texts = {
+        file.name.removesuffix(".json"): file.read_text(encoding="utf-8")
+        for file in (files("icl_patch.kernels") / "configs").iterdir()
         if file.name.endswith(".json")
+    }
+    return {
+        name: parse(text)
+        for name, text in texts.items()
+        if capability is None or capability in json.loads(text)["capabilities"]
     }
 
 
