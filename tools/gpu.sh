@@ -77,7 +77,7 @@ assert native.cuda_architectures, "expected the CUDA part of the native library,
 '
 kernels='(patched_linear and not refuses) or record_linear or read_direction or norms or gated_product or low_rank_term or expert_linear
  or (every_dtype and 5376) or exact_replay or captured_step or exact_step or (headline and 1152)'
-triton_tests='test_patched_linear or test_record_linear or test_read_direction or test_the_low_rank_term_alone'
+triton_tests='test_record_linear and fp32 or test_read_direction or test_running_sums or test_both_kernels and bf16'
 
 part_A() {
     step versions 60 $run -c "$versions"

@@ -277,7 +277,7 @@ def test_the_grid() -> None:
             [case.name for case in generation.cases(torch.device(kind), few, results)]
             for few in (False, True)
         )
-        assert len(every) == len(set(every)) == (8 if kind == "cpu" else 68)
+        assert len(every) == len(set(every)) == (8 if kind == "cpu" else 84)
         assert set(quick) < set(every)
         assert every[0] == quick[0]
 
