@@ -7,6 +7,7 @@ build/python tools/readme_picture.py --png DIR  # the same as PNG, on the page's
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -15,6 +16,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SIDE = 0.42
+PATCH = """patch: the difference between the streams, as a
+change of every block's weights, for each question token"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ THEMES = {
 }
 
 
-def box(axis: Axes, x: float, y: float, w: float, h: float, face: str, edge: str, **style: object):
+def box(axis: Axes, x: float, y: float, w: float, h: float, face: str, edge: str, **style: Any):
     """A rounded box with its lower left corner at (x, y)."""
     shape = FancyBboxPatch(
         (x, y), w, h, boxstyle="round,pad=0,rounding_size=0.06", facecolor=face, edgecolor=edge,
@@ -82,9 +85,8 @@ def compute_panel(axis: Axes, theme: Theme) -> None:
     arrow(axis, (4.8, 1.75), (4.8, 1.2), theme.patch)
     box(axis, 2.2, 0.3, 5.2, 0.9, theme.patch, theme.patch)
     axis.text(
-        4.8, 0.75, "patch: the difference between the streams, as a\nchange of every block's weights, for each question token",
-        ha="center", va="center", color="#ffffff" if theme.page != "#ffffff" else theme.text,
-        fontsize=10.5,
+        4.8, 0.75, PATCH, ha="center", va="center", fontsize=10.5,
+        color="#ffffff" if theme.page != "#ffffff" else theme.text,
     )  # fmt: skip
 
 

@@ -45,7 +45,10 @@ def test_a_chat_template_stands_before_the_context() -> None:
 
 def test_what_ask_refuses() -> None:
     model, tokenizer = embedded.load()
-    with ContextPatcher(model) as patcher, pytest.raises(ValueError, match="tokenizer=..."):
+    with (
+        ContextPatcher(model) as patcher,
+        pytest.raises(ValueError, match=r"ContextPatcher\(model, tokenizer="),
+    ):
         patcher.ask("abc", "d")
     tokenizer.chat_template = None
     with ContextPatcher(model, tokenizer=tokenizer) as patcher:

@@ -125,28 +125,6 @@ def test_one_version_everywhere(wheel: Path) -> None:
     )
 
 
-def test_the_readme_runs() -> None:
-    """Its Python blocks as they stand give what their comments say; nothing is left to be filled
-    in.
-    """
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert "@@" not in text
-    [first, second, layer] = re.findall(r"```python\n(.*?)```", text, re.S)
-    changed = layer.replace(
-        "layer.clear_patch()",
-        "print((layer(v) - layer.base_layer(v)).abs().max() > 1, end=' ')\nlayer.clear_patch()",
-    )
-    script = first + "print(tokenizer.decode(logits[0, -1].argmax()))\n" + second
-    script += changed + "print(torch.equal(layer(v), layer.base_layer(v)))"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
-    )
-    one, all_four, alone = done.stdout.splitlines()
-    assert alone == "tensor(True) True"
-    assert one == "F" and "The next token is F" in first
-    assert all_four.startswith("FMRP dict_keys(['mlp.gate_proj'") and "# FMRP" in second
-
-
 def test_importing_touches_no_device() -> None:
     script = (
         "import torch; torch.cuda._lazy_init = torch.cuda.init = lambda: exit('a device was"
