@@ -39,7 +39,9 @@ THEMES = {
 }
 
 
-def box(axis: Axes, x: float, y: float, w: float, h: float, face: str, edge: str, **style: Any):
+def box(
+    axis: Axes, x: float, y: float, w: float, h: float, face: str, edge: str, **style: Any
+) -> None:
     """A rounded box with its lower left corner at (x, y)."""
     shape = FancyBboxPatch(
         (x, y), w, h, boxstyle="round,pad=0,rounding_size=0.06", facecolor=face, edgecolor=edge,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from icl_patch import ContextPatcher, controllability
+from icl_patch.bench.results import environment
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.architecture_suite import run_suite
 from icl_patch.evaluation.report import write_json
@@ -175,7 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     write_json(
         options.out / "table-1.json",
-        {"command": command, "seed": options.seed, "rows": rows, "families": measures},
+        {
+            "command": command,
+            "seed": options.seed,
+            "environment": environment(torch.device("cpu")),
+            "rows": rows,
+            "families": measures,
+        },
     )
     (options.out / "table-1.md").write_text(page(rows, command), encoding="utf-8")
     failed = [name for name, one in measures.items() if not one["passed"]]
