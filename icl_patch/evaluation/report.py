@@ -25,11 +25,14 @@ _ENDS = {
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """A table for a terminal, its values formatted by :func:`format_value`."""
+    rows = [[format_value(value) for value in row] for row in rows]
+    note = FLOOR_NOTE if any("0 here" in row for row in rows) else None
     result = Table(title=title, title_justify="left", title_style="bold")
+    result.caption, result.caption_justify = note, "left"
     for column in columns:
         result.add_column(column, overflow="fold")
     for row in rows:
-        result.add_row(*map(format_value, row))
+        result.add_row(*row)
     return result
 
 
@@ -40,6 +43,15 @@ def format_value(value: Any) -> str:
     if isinstance(value, float):
         return "0" if value == 0 else f"{value:.1e}"
     return str(value)
+
+
+FLOOR_NOTE = "0 here: batching happened to round alike; other sizes and machines differ"
+"""Stands below tables with a noise floor of 0."""
+
+
+def format_floor(value: float | None) -> str:
+    """A noise floor; an exact zero says only that this batch did not change any rounding."""
+    return "0 here" if value == 0 else format_value(value)
 
 
 def percent(share: float) -> str:
@@ -79,8 +91,8 @@ def verify_table(
                 percent(report.bit_identical),
                 numbers["linf_max"],
                 numbers["tvd_max"],
-                report.noise_floor["linf_max"],
-                report.noise_floor["tvd_max"],
+                format_floor(report.noise_floor["linf_max"]),
+                format_floor(report.noise_floor["tvd_max"]),
                 report.reader_error_max,
                 report.correction_max if report.update == "exact" else "-",
                 _verdict(report),
@@ -110,7 +122,7 @@ def suite_table(reports: Sequence[FamilyReport]) -> Table:
             "-" if share is None else percent(share)
             for share in (entry.exact_fp32, entry.exact_bf16)
         ]
-        errors = [entry.noise_floor, entry.direct, entry.stable]
+        errors = [format_floor(entry.noise_floor), entry.direct, entry.stable]
         sizes = [
             "-" if size is None else f"{size:.1f}"
             for size in (entry.reader_error, entry.correction)
@@ -168,14 +180,14 @@ def to_markdown(tables: Sequence[Table]) -> str:
     """Tables as Markdown, under their titles."""
     parts = []
     for table in tables:
-        title, box = table.title, table.box
-        table.title, table.box = None, MARKDOWN
+        title, box, note = table.title, table.box, table.caption
+        table.title, table.box, table.caption = None, MARKDOWN, None
         console = Console(width=400, no_color=True, highlight=False)
         with console.capture() as capture:
             console.print(table)
-        table.title, table.box = title, box
+        table.title, table.box, table.caption = title, box, note
         lines = [line.strip() for line in capture.get().splitlines() if line.strip()]
-        parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
+        parts.append(f"## {title}\n\n" + "\n".join(lines) + (f"\n\n{note}\n" if note else "\n"))
     return "\n".join(parts)
 
 

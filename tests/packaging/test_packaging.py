@@ -4,8 +4,10 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -158,3 +160,43 @@ def test_contributing_lists_every_target() -> None:
     listed = re.findall(r"^make ([a-z-]+)", contributing, re.M)
     assert len(targets) > 10
     assert sorted(set(targets) - set(listed)) == []
+
+
+def test_a_machine_without_triton_runs_everything_on_the_cpu() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from icl_patch import ContextPatcher, embedded\n"
+        "import icl_patch.bench.commands.bench, icl_patch.bench.running, icl_patch.evaluation\n"
+        "model, tokenizer = embedded.load()\n"
+        "with ContextPatcher(model, tokenizer=tokenizer) as patcher:\n"
+        "    print(patcher.ask('mode upper\\n', 'fmrp>', max_new_tokens=4).text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", script], capture_output=True, text=True
+    )
+    assert done.stdout == "FMRP\n", done.stderr
+    assert "triton" not in done.stderr
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not [name for name in project["dependencies"] if name.startswith("triton")]
+    assert [name for name in project["optional-dependencies"]["gpu"] if name.startswith("triton")]
+
+
+def test_without_the_native_library_the_cure_is_said_once(tmp_path: Path) -> None:
+    package = Path(icl_patch.__file__).parent
+    shutil.copytree(package, tmp_path / "icl_patch", ignore=shutil.ignore_patterns("*.so"))
+    script = (
+        "import torch; from icl_patch import ops\n"
+        "x = torch.ones(2, 8); v = torch.ones(8)\n"
+        "for _ in range(3): ops.rms_norm(x, v, 1e-6)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pip install --no-build-isolation") == 1
+    asked = environment | {"ICL_PATCH_OPS": "torch"}
+    assert not subprocess.run(command, env=asked, capture_output=True, text=True).stderr
+    command = [sys.executable, "-P", "-m", "icl_patch", "--version"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "native library: no" in done.stdout and "Installing" in done.stdout
