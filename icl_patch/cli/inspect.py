@@ -84,7 +84,9 @@ def _load(options: argparse.Namespace, patch: "ContextPatch") -> tuple[Any, Any]
         return common.load(options)
     where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, local_files_only=True, trust_remote_code=False
+        )
         patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
     except (OSError, ValueError):
         return None, None
