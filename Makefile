@@ -54,7 +54,7 @@ bits-compare: $(RUN) ## compare two records: OLD=before.json NEW=build/bits.json
 build/peft: | $(RUN)
 	@$(RUN) -c 'import peft' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "bench: no peft, its column will be left out"
 
-bench: $(RUN) build/peft ## time the kernels beside what they replace, on the CPU, in less than ten minutes; tables in bench/results
+bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
 	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
@@ -75,10 +75,8 @@ papers-%: $(RUN)
 gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: its tests, the headline benchmarks, the memory checks; PARTS=tests, SCALE=2: those alone, twice the time
 	@sh tools/gpu.sh
 
-PART ?= 1/1
-
-gpu-full: $(RUN) ## there, the whole grid of benchmarks, or PART=i/n of it; goes on where it stopped
-	$(RUN) -m icl_patch bench --device cuda --part $(PART) --out "$(RESULTS)"
+gpu-full: $(RUN) ## there, the whole grid of benchmarks; goes on where it stopped
+	$(RUN) -m icl_patch bench --device cuda --out "$(RESULTS)"
 
 tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file; TUNE=--quick takes minutes
 	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs $(TUNE)

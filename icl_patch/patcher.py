@@ -347,6 +347,7 @@ class ContextPatcher:
         patches: bool = True,
         check_every: int = 0,
         prefill_chunk: int | None = None,
+        arithmetic: str = "auto",
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
         """Generation in which every token is produced by freshly patched weights on that token
@@ -390,7 +391,7 @@ class ContextPatcher:
             prefill_chunk: so many tokens of the context a pass; all at once by default.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
-                ``cache_implementation="static"``, further inputs of the model …
+                further inputs of the model …
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
@@ -404,7 +405,9 @@ class ContextPatcher:
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
-        options = loop.Options(logits, mode, compile, patches, check_every, prefill_chunk)
+        options = loop.Options(
+            logits, mode, compile, patches, check_every, prefill_chunk, arithmetic
+        )
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(

@@ -23,8 +23,8 @@ RESULTS = ROOT / "bench" / "results"
 UPDATES = ("exact", "stable", "direct")
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 STEPS = {
-    "`exact` (the default): bit-identical, two passes": "recompute and apply, exact",
-    "`stable`": "recompute and apply, fast",
+    '`exact`, `mode="two_pass"`: bit-identical': "recompute and apply, exact",
+    "`stable`": "recompute and apply, shared cache",
     "`stable`, `compile=True`": "recompute and apply, compiled",
     "PEFT: a LoRA adapter of rank 1, swapped": "PEFT, factors swapped",
     "the changed weights built as matrices": "W + ΔW built, with a cache",
@@ -84,7 +84,7 @@ def speed() -> str:
             where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
             columns.append(f"{where.replace('AMD ', '')}, {case[2:]} row{'s' * (case != 'B=1')}")
     rows = [
-        [name, *(f"{ratios[call]:.2f}×" if call in ratios else "-" for ratios in found)]
+        [name, *(f"{ratios[call]:.2f}×" for ratios in found)]
         for name, call in STEPS.items()
     ]
     rows.insert(3, ["the model's own step, without a patch", *["1×"] * len(found)])

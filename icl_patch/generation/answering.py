@@ -50,7 +50,7 @@ def answer(
         for ids in encode_pair(attached.tokenizer, context, question, chat)
     )
     prompt = torch.cat([context_ids, question_ids], 1)
-    options = loop.Options(patches=False)
+    options = loop.Options(patches=False, arithmetic="model")  # as the patch below is computed
     steps = loop.generate(decoder, prompt, None, max_new_tokens, None, options, **arguments)
     token_ids = torch.stack([step.token_ids for step in steps], 1)
     if len(token_ids) != 1:

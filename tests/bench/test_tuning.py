@@ -46,13 +46,14 @@ class Fake:
     ) -> None:
         self.compiled.append((len(configs), len(cases) * len(shapes)))
 
-    def blocks(self, config: Config, n: int, k: int) -> float | None:
+    def seconds(
+        self, cases: Sequence[tuple[int, int]], config: Config, n: int, k: int
+    ) -> float | None:
+        if cases is bench_tuning.FUSED_CASES:
+            return abs(config.fused - (4 if n <= 4096 else 64)) + 1.0
         if config in self.wrong:
             return None
         return 1.0 + self.liked.index(config) if config in self.liked else 100.0
-
-    def fused(self, config: Config, n: int, k: int) -> float | None:
-        return abs(config.fused - (4 if n <= 4096 else 64)) + 1.0
 
     def problem(self, entry: Entry) -> str | None:
         return (
@@ -211,7 +212,7 @@ from icl_patch.kernels import Config, linear
 weight = torch.randn(17, 70).bfloat16() / 8
 config = Config(True, 16, 32, 128, 4, 2)
 operands = tuning.operands_of(weight, 2, 1)
-assert tuning.check(operands, weight, config) is None, tuning.check(operands, weight, config)
+tuning.check(operands, weight, config)
 right = tuning.launch_linear
 calls = []
 def wrong(z, w, u, v, config):
@@ -226,8 +227,12 @@ for kind, said in (
 ):
     calls.clear()
     tuning.launch_linear = wrong
-    found = tuning.check(operands, weight, config)
-    assert found is not None and said in found, (said, found)
+    try:
+        tuning.check(operands, weight, config)
+    except AssertionError as error:
+        assert said in str(error), (said, error)
+    else:
+        raise SystemExit(f"a wrong result passed: {said}")
 """
 
 
