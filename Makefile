@@ -88,7 +88,7 @@ lint: $(RUN) ## ruff, the import contracts and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) tools/lint_imports.py
-	$(RUN) -m mypy
+	$(RUN) tools/lint_types.py
 
 format: $(RUN) ## let ruff format the code
 	$(RUN) -m ruff check --fix .

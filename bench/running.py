@@ -21,7 +21,7 @@ from icl_patch.bench.timing import Timing, compare
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchOptions:
     """How to measure a benchmark: see ``icl-patch bench --help``."""
 
     device: torch.device
@@ -30,19 +30,19 @@ class Plan:
     seconds: float = math.inf
 
 
-def measure_benchmark(results: Results, plan: Plan) -> Iterator[tuple[str, bool]]:
+def measure_benchmark(results: Results, options: BenchOptions) -> Iterator[tuple[str, bool]]:
     """Measure the cases without results; yields progress and whether nothing failed so far."""
     if results.dropped is not None:
         yield results.dropped, True
     benchmark = importlib.import_module(f"icl_patch.bench.cases.{results.benchmark}")
-    cases = benchmark.cases(plan.device, plan.quick, results)
-    missing = [case for case in cases if plan.fresh or not results.has(case.name)]
-    if plan.device.type == "cuda" and missing and hasattr(benchmark, "prepare"):
+    cases = benchmark.cases(options.device, options.quick, results)
+    missing = [case for case in cases if options.fresh or not results.has(case.name)]
+    if options.device.type == "cuda" and missing and hasattr(benchmark, "prepare"):
         yield f"compiling for {len(missing)} cases", True
-        benchmark.prepare(missing, plan.device)
-    rounds = 7 if plan.quick else 15
-    yield from measure(cases, results, rounds, plan.fresh, plan.seconds)
-    results.sort([case.name for case in benchmark.cases(plan.device, False, results)])
+        benchmark.prepare(missing, options.device)
+    rounds = 7 if options.quick else 15
+    yield from measure(cases, results, rounds, options.fresh, options.seconds)
+    results.sort([case.name for case in benchmark.cases(options.device, False, results)])
     results.write()
 
 

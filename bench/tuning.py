@@ -22,19 +22,19 @@ from icl_patch.bench.cases.linear import (
 from icl_patch.bench.harness import reason, relative_error
 from icl_patch.bench.results import environment, write_whole
 from icl_patch.bench.timing import InTurn, compare
-from icl_patch.kernels import tuning
-from icl_patch.kernels.config import (
+from icl_patch.kernels.compilation import tuning
+from icl_patch.kernels.ops.linear import launch_linear
+from icl_patch.kernels.runtime.config import (
     DTYPES,
     GEMV,
     PATHS,
     Config,
-    Entry,
+    TunedConfig,
     dump,
     entries_for,
     gpu_name,
     slug,
 )
-from icl_patch.kernels.linear import launch_linear
 
 # Numbers of rows a path is measured at: one configuration serves them all, as it fixes the order of
 # summation.
@@ -49,7 +49,7 @@ Shapes = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningOptions:
     """The device and dtypes to tune for, whether in short, and how many processes compile."""
 
     device: torch.device
@@ -68,7 +68,9 @@ class Plan:
         return [(rows, 1) for rows in (QUICK_ROWS if self.quick else ROWS)[path]]
 
 
-def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tuple[Entry, ...]]:
+def write(
+    options: TuningOptions, folder: Path | None, progress: Progress
+) -> tuple[Path, tuple[TunedConfig, ...]]:
     """Tune and write ``<gpu>.json``, whole; entries of dtypes that are not tuned stay as they are.
 
     Returns:
@@ -77,41 +79,43 @@ def write(plan: Plan, folder: Path | None, progress: Progress) -> tuple[Path, tu
     Raises:
         ValueError: the device is no CUDA device, or no candidate serves some class of shapes.
     """
-    if plan.device.type != "cuda":
-        raise ValueError(f"expected a CUDA device to tune for, got {plan.device}")
-    gpu = gpu_name(plan.device)
-    with tuning.compilers(plan.workers) as pool:
-        measuring = functools.partial(Measuring, plan, pool, progress)
-        entries = choose(plan, entries_for(gpu), measuring, progress)
-    versions = environment(plan.device)
+    if options.device.type != "cuda":
+        raise ValueError(f"expected a CUDA device to tune for, got {options.device}")
+    gpu = gpu_name(options.device)
+    with tuning.compilers(options.workers) as pool:
+        measuring = functools.partial(Measuring, options, pool, progress)
+        entries = choose(options, entries_for(gpu), measuring, progress)
+    versions = environment(options.device)
     where = ", ".join(
         f"{name} {versions[name]}" for name in ("icl_patch", "torch", "triton", "cuda")
     )
-    note = f"Measured on this GPU by icl-patch tune{' --quick' if plan.quick else ''}: {where}."
+    note = f"Measured on this GPU by icl-patch tune{' --quick' if options.quick else ''}: {where}."
     path = (folder or Path(str(files("icl_patch.kernels") / "configs"))) / f"{slug(gpu)}.json"
     write_whole(path, dump(gpu, note, entries))
     return path, entries
 
 
 def choose(
-    plan: Plan,
-    known: Sequence[Entry],
+    options: TuningOptions,
+    known: Sequence[TunedConfig],
     measuring: "Callable[[torch.dtype, str], Measuring]",
     progress: Progress,
-) -> tuple[Entry, ...]:
+) -> tuple[TunedConfig, ...]:
     """The entries of the tuned dtypes, by the times of ``measuring(dtype, path)``, then the known
     ones of the other dtypes.
     """
-    chosen: list[Entry] = []
-    for dtype in plan.dtypes:
+    chosen: list[TunedConfig] = []
+    for dtype in options.dtypes:
         for path in PATHS:
             progress(f"{DTYPES[dtype]}, {path}")
-            chosen += _choose(plan, dtype, path, measuring(dtype, path))
-    tuned = {DTYPES[dtype] for dtype in plan.dtypes}
+            chosen += _choose(options, dtype, path, measuring(dtype, path))
+    tuned = {DTYPES[dtype] for dtype in options.dtypes}
     return tuple(chosen + [entry for entry in known if entry.dtype not in tuned])
 
 
-def _choose(plan: Plan, dtype: torch.dtype, path: str, measuring: "Measuring") -> Sequence[Entry]:
+def _choose(
+    options: TuningOptions, dtype: torch.dtype, path: str, measuring: "Measuring"
+) -> Sequence[TunedConfig]:
     """Blocks first, then, with them, how many coefficients a program sums itself."""
 
     def tune(
@@ -119,19 +123,19 @@ def _choose(plan: Plan, dtype: torch.dtype, path: str, measuring: "Measuring") -
         cases: Sequence[tuple[int, int]],
         tried: Sequence[Config],
         limits: Sequence[int],
-    ) -> tuple[Entry, ...]:
+    ) -> tuple[TunedConfig, ...]:
         measuring.compile(tried, cases, shapes)
         measure = functools.partial(measuring.seconds, cases)
         return tuning.tune(dtype, path, shapes, measure, limits, measuring.problem, tried)
 
     limits = (4096, 16384)
-    blocks = tune(plan.shapes, plan.cases(path), tuning.candidates(dtype, path), limits)
+    blocks = tune(options.shapes, options.cases(path), tuning.candidates(dtype, path), limits)
     if path != GEMV:
         return blocks
     entries, lower = [], 0
     for entry in blocks:
-        upper = entry.max_n or max(n for n, _ in plan.shapes)
-        shapes = [(n, k) for n, k in plan.shapes if lower < n <= upper]
+        upper = entry.max_n or max(n for n, _ in options.shapes)
+        shapes = [(n, k) for n, k in options.shapes if lower < n <= upper]
         [best] = tune(shapes, FUSED_CASES, tuning.with_fused(entry.config), ())
         entries.append(replace(best, max_n=entry.max_n))
         lower = upper
@@ -144,11 +148,17 @@ class Measuring:
     """
 
     def __init__(
-        self, plan: Plan, pool: Executor, progress: Progress, dtype: torch.dtype, path: str
+        self,
+        options: TuningOptions,
+        pool: Executor,
+        progress: Progress,
+        dtype: torch.dtype,
+        path: str,
     ) -> None:
-        self._device, self._pool, self._progress, self._dtype = plan.device, pool, progress, dtype
+        self._device, self._pool = options.device, pool
+        self._progress, self._dtype = progress, dtype
         # used in turn; those of all shapes are kept, as every configuration goes through them
-        self._weights = functools.cache(lambda n, k: cold(plan.device, (n, k), dtype))
+        self._weights = functools.cache(lambda n, k: cold(options.device, (n, k), dtype))
         self._plain = functools.cache(self._plain_seconds)
         operands_of.cache_clear()
 
@@ -169,7 +179,7 @@ class Measuring:
             first = failed[0].splitlines()[0]
             self._progress(f"{len(failed)} of them do not compile; the first: {first:.200}")
 
-    def problem(self, entry: Entry) -> str | None:
+    def problem(self, entry: TunedConfig) -> str | None:
         """Spills and the like, in any kernel that the entry is compiled to."""
         problem = tuning.entry_problem(self._pool, entry)
         self._progress(f"{entry.config}: {problem or 'chosen'}")

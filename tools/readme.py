@@ -83,10 +83,7 @@ def speed() -> str:
             found.append({name: value / seconds["plain step"] for name, value in seconds.items()})
             where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
             columns.append(f"{where.replace('AMD ', '')}, {case[2:]} row{'s' * (case != 'B=1')}")
-    rows = [
-        [name, *(f"{ratios[call]:.2f}×" for ratios in found)]
-        for name, call in STEPS.items()
-    ]
+    rows = [[name, *(f"{ratios[call]:.2f}×" for ratios in found)] for name, call in STEPS.items()]
     rows.insert(3, ["the model's own step, without a patch", *["1×"] * len(found)])
     return _table(columns, rows)
 

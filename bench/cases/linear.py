@@ -118,8 +118,9 @@ def prepare(cases: Sequence[Case], device: torch.device) -> None:
     """Compile the kernels of the cases in parallel: compiling takes longer than measuring."""
     if find_spec("triton") is None:
         return
-    from icl_patch.kernels import config_for, product_path, tuning
-    from icl_patch.kernels.config import gpu_name
+    from icl_patch.kernels import config_for, product_path
+    from icl_patch.kernels.compilation import tuning
+    from icl_patch.kernels.runtime.config import gpu_name
 
     major, minor = torch.cuda.get_device_capability(device)
     variants = []

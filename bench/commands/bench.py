@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from icl_patch.bench.results import Results, default_folder, tables
-    from icl_patch.bench.running import Plan, measure_benchmark, redraw
+    from icl_patch.bench.running import BenchOptions, measure_benchmark, redraw
 
     if unknown := [name for name in options.name if name not in BENCHMARKS]:
         raise ValueError(
@@ -72,11 +72,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    plan = Plan(options.device, options.quick, options.fresh, options.seconds)
+    bench_options = BenchOptions(options.device, options.quick, options.fresh, options.seconds)
     measured = [Results(name, options.device, folder) for name in options.name or BENCHMARKS]
     passed = True
     for results in measured:
-        for line, passed_so_far in measure_benchmark(results, plan):
+        for line, passed_so_far in measure_benchmark(results, bench_options):
             print(f"{results.benchmark}: {line}", file=sys.stderr, flush=True)
             passed = passed and passed_so_far
         if not options.json:

@@ -58,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
     from icl_patch.evaluation.report import table
 
     dtypes = tuple(options.dtype or map(common.dtype, ("bf16", "fp16", "fp32")))
-    plan = tuning.Plan(options.device, dtypes, options.quick, options.workers)
+    tuned = tuning.TuningOptions(options.device, dtypes, options.quick, options.workers)
     path, entries = tuning.write(
-        plan, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
+        tuned, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
     )
     result = [
         {"path": entry.path, "dtype": entry.dtype, "max_n": entry.max_n, **vars(entry.config)}
