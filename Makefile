@@ -61,9 +61,10 @@ bench: $(RUN) build/peft ## time the kernels beside the code that they replace, 
 bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
 	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
 
-figures: $(RUN) ## draw the benchmarks' tables and pictures, and the README's table, again from their numbers
+figures: $(RUN) ## draw the benchmarks' tables and pictures, and the tables of README and docs, again from their numbers
 	$(RUN) -m icl_patch bench --plots --out bench/results
 	$(RUN) tools/readme.py
+	$(RUN) tools/readme_picture.py
 
 # Each writes its pictures, its numbers and its page into docs/papers; make -j2 papers takes two cores.
 EXPERIMENTS := linear_regression table_1 goldwaser

@@ -23,6 +23,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -30,6 +32,7 @@ from transformers import (
 )
 
 from icl_patch import metrics
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation import embedded
 from icl_patch.models import kv_cache
 from icl_patch.models.language_model import check_length, check_vocabulary
@@ -220,6 +223,8 @@ def verify(
     check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
     check_vocabulary(loaded, ids, mask)
 
+    progress = progress or (lambda done, total: None)
+    progress(0, max_new_tokens)
     references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _noise_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
     comparisons: list[dict[str, Tensor]] = []
@@ -229,8 +234,7 @@ def verify(
             logits, replayed = attached.replay(computation.patch)
             reference = references[:, len(comparisons)]
             comparisons.append(_compare(reference, logits[:, -1], computation, replayed))
-            if progress is not None:
-                progress(len(comparisons), max_new_tokens)
+            progress(len(comparisons), max_new_tokens)
     totals = {
         name: torch.stack([step[name] for step in comparisons], -1) for name in comparisons[0]
     }
@@ -266,12 +270,14 @@ def load_model(
 
     Raises:
         ValueError: a model object without a tokenizer.
+        UnsupportedModelError: the configuration is not that of a causal language model.
         OSError: nothing can be loaded from the path or id.
     """
     if model is None or model == "embedded":
         loaded, its_tokenizer = embedded.load(dtype or torch.float32, device or "cpu")
         return loaded, tokenizer or its_tokenizer
     if isinstance(model, (str, Path)):
+        _check_loadable(model, revision)
         try:
             options: Any = {
                 "dtype": dtype or "auto",
@@ -298,6 +304,38 @@ def load_model(
         return model, tokenizer
     copied: Any = copy.deepcopy(model)
     return copied.to(device, dtype), tokenizer
+
+
+def _check_loadable(model: str | Path, revision: str | None) -> None:
+    """Check that there is something, and that its configuration is a causal language model's."""
+    path = Path(model)
+    if not path.exists() and (path.is_absolute() or str(model).startswith((".", "~"))):
+        raise OSError(f"expected a folder with a model, or a hub id, got {model}: no such folder")
+    if path.exists() and not (path / "config.json").is_file():
+        raise OSError(
+            f"expected a folder with a model, got {model}: there is no config.json in it"
+            " (save_pretrained writes one)"
+        )
+    try:
+        config: Any = AutoConfig.from_pretrained(model, revision=revision or "main")
+    except OSError as error:
+        raise OSError(
+            f"expected a folder with a model, or a hub id, got {model}: there is no such folder"
+            f" here, and the hub does not answer or has no such model: {error}"
+        ) from error
+    kind = config.model_type
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = "an encoder-decoder" if config.is_encoder_decoder else "no causal language model"
+        raise UnsupportedModelError(
+            f"expected a causal language model (decoder only, as Llama or Gemma), got {model} of"
+            f" type {kind!r}, {what}: choose another model"
+        )
+    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+        raise UnsupportedModelError(
+            f"expected a causal language model, got {model} of type {kind!r}, an encoder that reads"
+            " in both directions: choose another model, or, if it was trained as a decoder, set"
+            ' "is_decoder": true in its config.json'
+        )
 
 
 def encode_contexts(

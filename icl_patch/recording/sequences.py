@@ -1,6 +1,7 @@
 """The tokens of a batch, checked and laid out as head and tail: prefix, context and kept tokens."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,17 @@ class Sequences:
             tail_mask=everything,
             tail_absorbed=self.tail_absorbed,
         )
+
+
+def either(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The value of an argument that transformers has another name for.
+
+    Raises:
+        TypeError: it was given under both names.
+    """
+    if value is not None and other is not None:
+        raise TypeError(f"expected {name} or {alias}, two names of one argument, got both")
+    return other if value is None else value
 
 
 def check_tensor(name: str, value: object) -> None:
