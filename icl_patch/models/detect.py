@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class _Ending:
     norm: Call | None = None
     # where the norm reads the sum of two norms' outputs, that of the experts
     inner: Call | None = None
-    beside: Call | None = None  # and the other
+    addend: Call | None = None  # the other term of a sum that the norm reads
 
 
 class _Reading:
@@ -173,31 +174,29 @@ class _Reading:
         ending = self._ending(readers, downs, experts)
         ends_at = self._closing_norm(ending)
         made = self.block.made if ends_at is None else ends_at.given
-        residual, branch, inner = self._explain(residuals, ending, made)
+        sum_ = self._explain(residuals, ending, made)
         patched = [] if parallel else readers
         names = [call.path for call in (*readers, *downs)]
         return BlockSpec(
             writer=ending.writer,
-            residual=residual,
             readers=tuple(call.path for call in patched),
             routers=tuple(call.path for call in patched if call.several),
             down=None if ending.down is None else ending.down.path,
             post_norm=None if ending.norm is None else ending.norm.path,
             separately_normed=tuple(call.path for call in own),
             inner_norm=None if ending.inner is None else ending.inner.path,
-            parallel_norm=None if ending.beside is None else ending.beside.path,
+            addend=None if ending.addend is None else ending.addend.path,
             **self._norm_forms([norm for norm in (ending.norm, ending.inner) if norm is not None]),
             experts=(
                 experts[0].path
-                if experts and (not parallel or ending.writer is Writer.EXPERTS)
+                if experts and (not parallel or ending.down is None)
                 else None
             ),
             expert_bias=bool(experts) and PatchedExperts.has_output_bias(experts[0].module),
             experts_scale_input=bool(experts) and PatchedScaledExperts.fits(experts[0].module),
             transposed=tuple(self._transposed(names, experts)),
-            residual_multiplier=branch,
             final_norm=None if ends_at is None else ends_at.path,
-            continues_after_sum=inner,
+            **sum_,
             dtype=str(made.now.dtype).removeprefix("torch."),
         )
 
@@ -209,13 +208,15 @@ class _Reading:
                 f"nothing reads what {', '.join(call.path for call in readers)} give"
             )
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
-        norm = next((call for call in after if call.given.same_as(last.made)), None)
-        if norm is not None:
-            if last in experts:
-                return self._nested_ending(norm)
-            if experts:
-                raise self._refuse(f"{norm.path} follows a mixture of experts")
-            return _Ending(Writer.SCALE, last, norm)
+        down = None if last in experts else last
+        for norm in after:
+            if norm.given.same_as(last.made):
+                return (self._nested_ending(norm) if experts else None) or _Ending(
+                    Writer.SCALE, down, norm
+                )
+            addend = self._other_term(norm.given, last.made)
+            if addend is not None:
+                return _Ending(Writer.SCALE, down, norm, addend=addend)
         gates = [call for call in readers if call.made.now.shape[-1] == 1]
         if experts and (gates or not downs):
             if PatchedScaledExperts.fits(experts[0].module):
@@ -230,19 +231,21 @@ class _Reading:
         biased = isinstance(getattr(down.module, "bias", None), Tensor)
         return _Ending(Writer.BIAS if biased else Writer.WEIGHT, down)
 
-    def _nested_ending(self, inner: Call) -> _Ending:
-        """A norm of the sum of the experts' norm and of another one."""
-        for beside in self.norms:
-            for norm in self.norms[self.norms.index(inner) + 1 :] if beside is not inner else []:
-                if beside.made.now.numel() == inner.made.now.numel() == norm.given.now.numel():
-                    shape = norm.given.now.shape
-                    if _close(
-                        norm.given.now,
-                        beside.made.now.double().reshape(shape),
-                        inner.made.now.double().reshape(shape),
-                    ):
-                        return _Ending(Writer.SCALE, norm=norm, inner=inner, beside=beside)
-        raise self._refuse(f"{inner.path} follows a mixture of experts")
+    def _nested_ending(self, inner: Call) -> _Ending | None:
+        """A norm of the sum of the experts' norm and of another module's output."""
+        for norm in self.norms[self.norms.index(inner) + 1 :]:
+            if (addend := self._other_term(norm.given, inner.made)) is not None:
+                return _Ending(Writer.SCALE, norm=norm, inner=inner, addend=addend)
+        return None
+
+    def _other_term(self, total: Value, term: Value) -> Call | None:
+        """The first module whose output makes ``total`` if it is added to ``term``."""
+        shape, size = total.now.shape, total.now.numel()
+        for call in self.calls if term.now.numel() == size else []:
+            terms = [x.now.double().reshape(shape) for x in (call.made, term) if x.now.numel() == size]
+            if len(terms) == 2 and call.made is not term and _close(total.now, *terms):
+                return call
+        return None
 
     def _readers_of_their_own(self, z: Value) -> list[Call]:
         """Experts, and the matrices before them, that read the residual stream through another norm
@@ -312,9 +315,9 @@ class _Reading:
 
     def _explain(
         self, residuals: list[tuple[str, ...]], ending: _Ending, made: Value
-    ) -> tuple[tuple[str, ...], float, bool]:
-        """The residual stream and the factor for which ``hidden + branch · MLP`` is the block's
-        output, or what it goes on from.
+    ) -> dict[str, Any]:
+        """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
+        the block's output, or what it goes on from.
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
@@ -327,18 +330,34 @@ class _Reading:
                 given = mlp.made.now.double()
                 for branch in self._branches(holders) if given.numel() == hidden.numel() else []:
                     added = branch * given.reshape(hidden.shape)
+                    found = {"residual": residual, "residual_multiplier": branch}
                     if _close(made.now, hidden, added):
-                        return residual, branch, False
+                        return found
                     scaled = [(made.now, float(scale)) for scale in self._scalars()]
                     if any(
                         _close(x, scale * hidden, scale * added)
                         for x, scale in [*((x, 1.0) for x in later), *scaled]
                     ):
-                        return residual, branch, True
+                        return found | {"continues_after_sum": True}
+                    for name, factor in self._residual_factors(hidden):
+                        if _close(made.now, factor * hidden, added):
+                            of = "residual_factor" if isinstance(factor, float) else "residual_weight"
+                            return found | {of: name if of == "residual_weight" else factor}
+                if given.numel() == hidden.numel():
+                    fitted = _fit(made.now, hidden, given.reshape(hidden.shape))
+                    if fitted is not None:
+                        factors = dict(
+                            zip(("residual_factor", "residual_multiplier"), fitted, strict=True)
+                        )
+                        return {"residual": residual, **factors}
         raise self._refuse(
-            "its output is not its residual stream plus what its MLP ends in, by a factor that it"
-            " names"
+            "its output is not its residual stream plus what its MLP ends in, each times a number"
         )
+
+    def _residual_factors(self, hidden: Tensor) -> list[tuple[str, Any]]:
+        """What the block may multiply its residual stream by: its own parameters of that width."""
+        own = self.module.named_parameters(recurse=False)
+        return [(name, x.double()) for name, x in own if x.shape == hidden.shape[-1:]]
 
     def _scalars(self) -> list[Tensor]:
         """The block's own parameters and buffers of one number, by which it may scale its sum."""
@@ -403,17 +422,24 @@ class _Reading:
             raise self._refuse(f"{mixer.path} does not end in a matrix")
         ending = self._matrix_ending(down)
         self.calls = self.trace.calls[:-1]
-        residual, branch, inner = self._explain([("input of ",)], ending, self.block.made)
+        sum_ = self._explain([("input of ",)], ending, self.block.made)
         dtype = str(self.block.made.now.dtype).removeprefix("torch.")
         return BlockSpec(
             writer=ending.writer,
-            residual=residual,
             down=down.path,
-            residual_multiplier=branch,
-            continues_after_sum=inner,
+            **sum_,
             dtype=dtype,
             mixer=True,
         )
+
+
+def _fit(made: Tensor, hidden: Tensor, given: Tensor) -> tuple[float, float] | None:
+    """The two numbers for which ``a · hidden + b · given`` is what was made, if there are any."""
+    columns = torch.stack([hidden.flatten(), given.flatten()], 1)
+    if made.numel() != len(columns) or not columns.isfinite().all():
+        return None
+    a, b = torch.linalg.lstsq(columns, made.double().reshape(-1, 1)).solution.flatten().tolist()
+    return (a, b) if _close(made, a * hidden, b * given) else None
 
 
 def _close(made: Tensor, hidden: Tensor, added: Tensor) -> bool:

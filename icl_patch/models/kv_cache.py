@@ -37,6 +37,18 @@ def stack_cache(cache: Cache, batch: int) -> None:
             layer.batch_size = 2 * batch
 
 
+def append_empty(cache: Cache, start: int, count: int) -> None:
+    """Put ``count`` slots of zeros behind the first ``start`` slots of a dynamic cache, in place;
+    later slots are dropped.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        for name in ("keys", "values"):
+            held = getattr(layer, name)[..., :start, :]
+            empty = held.new_zeros(*held.shape[:-2], count, held.shape[-1])
+            setattr(layer, name, torch.cat([held, empty], -2))
+
+
 class ReservedLayer(DynamicLayer):
     """A dynamic cache's layer with room for tokens to come: a step writes its token in place, where
     the library copies the layer.

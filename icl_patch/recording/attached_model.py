@@ -22,7 +22,7 @@ from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, Writer
 from icl_patch.models.detect import blocks_of
-from icl_patch.models.forward import check_inputs, names_of
+from icl_patch.models.forward import check_inputs, counts_slots, names_of
 from icl_patch.models.language_model import (
     check_language_model,
     check_length,
@@ -114,12 +114,13 @@ class AttachedModel:
             self.detach()
             raise
         except Exception as error:  # of the model's own code too, which nobody here has seen
+            hooked = self.hooks.found()  # detaching takes our own forwards away
             self.detach()
             known, reason = isinstance(error, UnsupportedModelError), str(error)
             if not known:
                 name = type(model).__name__
                 reason = f"{name} fails on the tokens that attaching tries: {error}"
-            if hooked := self.hooks.found():
+            if hooked:
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
             elif known:
                 raise
@@ -228,6 +229,7 @@ class AttachedModel:
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """Run the unmodified model on the head: a cache with the rows that the next pass needs."""
         check_inputs(self.model, model_inputs)
+        self._check_slots(sequences)
         self.watch_hooks(two_streams=not self._needs_two_passes_for(sequences))
         names = names_of(model_inputs)
         if names and sequences.has_prefix:
@@ -241,6 +243,20 @@ class AttachedModel:
             if not self._needs_two_passes_for(sequences):
                 kv_cache.stack_cache(cache, len(sequences.head_ids))
         return cache
+
+    def _check_slots(self, sequences: Sequences) -> None:
+        """Raises ValueError for tokens that a model which counts slots would number otherwise."""
+        if not counts_slots(self.model):
+            return
+        padded, spans = not sequences.head_mask.all(), sequences.tail_absorbed.any()
+        if padded or spans:
+            expected = "rows of one length" if padded else "one absorbed span"
+            got = "rows with padding on the left" if padded else "several"
+            raise ValueError(
+                f"expected {expected} for {type(self.model).__name__}, which numbers its tokens by"
+                f" their places in the cache, got {got}: "
+                + ("compute each row by itself" if padded else "absorb the spans together")
+            )
 
     @one_pass
     @torch.no_grad()

@@ -39,10 +39,11 @@ def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
         block.down.record(recorder.down)
     if block.post_norm is not None:
         block.post_norm.record(recorder.norm)
-    if block.inner_norm is not None and block.spec.parallel_norm is not None:
+    if block.inner_norm is not None:
         block.inner_norm.record(recorder.inner_norm)
-        parallel = block.module.get_submodule(block.spec.parallel_norm)
-        block.hook(stack, parallel.register_forward_hook, recorder.on_parallel_norm)
+    if block.spec.addend is not None:
+        addend = block.module.get_submodule(block.spec.addend)
+        block.hook(stack, addend.register_forward_hook, recorder.on_addend)
 
 
 def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:

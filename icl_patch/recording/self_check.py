@@ -13,7 +13,7 @@ from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
-from icl_patch.models.forward import call, takes_positions
+from icl_patch.models.forward import call, counts_slots, takes_positions
 from icl_patch.models.language_model import random_tokens
 from icl_patch.models.positions import first_position
 from icl_patch.patch.context_patch import PatchReport
@@ -170,14 +170,17 @@ class SelfCheck:
         sequences, cache = self._sequences, kv_cache.new_cache(self._model)
         width = sequences.head_ids.shape[1]
         first = torch.arange(2, device=self._model.device)
-        slots = torch.cat([first, sequences.kept_slots]).expand(len(sequences.head_ids), -1)
-        mask = torch.ones_like(slots, dtype=torch.bool)
+        empty = first.new_zeros(width - 2 if counts_slots(self._model) else 0)
+        slots = torch.cat([first, empty, sequences.kept_slots])
+        mask = torch.cat([first >= 0, empty > 0, sequences.kept_slots > 0])
+        slots, mask = (x.expand(len(sequences.head_ids), -1) for x in (slots, mask))
         longest = sequences.longest
         prefix = (sequences.head_ids[:, :2], mask[:, :2], slots[:, :2])
         forward_passes.run(self._model, *prefix, cache, longest=longest, last_logits=1)
+        if len(empty):
+            kv_cache.append_empty(cache, 2, len(empty))
         visibility = Visibility(mask, slots, slots)
-        assert width == int(slots[0, 2])
-        kept = (sequences.tail_ids, mask, slots[:, 2:])
+        kept = (sequences.tail_ids, mask, slots[:, 2 + len(empty) :])
         logits = forward_passes.run(self._model, *kept, cache, visibility, longest=longest)
         if any(
             getattr(layer, "is_sliding", False) for layer in cache.layers

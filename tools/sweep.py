@@ -1,0 +1,314 @@
+"""Try every causal language model class of transformers: a small random model of each type.
+
+    build/python tools/sweep.py                 # all types and variants; hours on one core
+    build/python tools/sweep.py llama gemma2    # these types, again
+
+Every type runs in a process of its own with a time limit. A cell is one update on one scenario of
+one type. It is written to ``docs/model_classes.jsonl`` as soon as it is known, and a second call
+goes on with the types that are missing. ``docs/model_classes.md`` is written at the end.
+
+A cell is *right* if the replay without the context has the logits of the unmodified model with it,
+``model(ids)`` on each row alone: in fp32 within ten times the model's own noise floor, in bf16 bit
+for bit the logits of the unmodified model that reads the context first and the kept tokens then.
+The noise floor is how much ``model(ids)`` changes with the batch and with the cache.
+"""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from icl_patch import ContextPatcher
+from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.evaluation.tiny_models import randomise
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
+CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
+VOCABULARY = 97
+UPDATES = ("direct", "stable", "exact")
+MARGIN, ROUNDING = 10, 1e-4  # times the noise floor; least limit relative to the largest logit
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """Lengths of every row's prefix, context and kept tokens, and the absorbed columns."""
+
+    prefix: tuple[int, ...]
+    context: tuple[int, ...]
+    kept: tuple[int, ...]
+    absorbed: list[tuple[int, int]] | None = None
+    dtype: torch.dtype = torch.float32
+
+
+SCENARIOS = {
+    "basic": Scenario((0, 0), (11, 11), (4, 4)),
+    "one kept token": Scenario((0, 0), (11, 11), (1, 1)),
+    "prefix": Scenario((5, 5), (11, 11), (4, 4)),
+    "long kept part": Scenario((0, 0), (7, 7), (24, 24)),
+    "ragged": Scenario((5, 2), (11, 11), (2, 5)),
+    "several spans": Scenario((0, 0), (13, 13), (4, 4), [(0, 5), (8, 10)]),
+    "bf16": Scenario((0, 0), (11, 11), (4, 4), dtype=torch.bfloat16),
+}
+
+
+# -- models
+
+
+def shrink(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a small configuration: sizes by the names of the fields, then changes."""
+    settings: dict[str, Any] = {}
+    for field in dataclasses.fields(config_class):
+        for pattern, size in SETTINGS["sizes"]:
+            if re.fullmatch(pattern, field.name):
+                default = field.default
+                if isinstance(default, int) and not isinstance(default, bool):
+                    settings[field.name] = min(default, size)
+                elif default is None and re.fullmatch("num_(key_value|kv)_heads", field.name):
+                    settings[field.name] = size
+                elif field.name.endswith("_token_id"):
+                    settings[field.name] = size
+                break
+        if field.name == "is_decoder":
+            settings[field.name] = True
+    for name, part in parts_of(config_class).items():
+        settings[name] = shrink(part, {})
+    for name, value in changes.items():
+        into = isinstance(value, dict) and "+" in value  # a part that is shrunk first
+        settings[name] = {**settings[name], **value["+"]} if into else value
+    return settings
+
+
+def parts_of(config_class: Any) -> dict[str, Any]:
+    """The configuration classes within one: of its language model, its vision tower and others."""
+    parts = dict(getattr(config_class, "sub_configs", None) or {})
+    for name, spec in getattr(config_class, "sub_configs_defaults", {}).items():
+        model_type = getattr(spec, "model_type", None)
+        parts[name] = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else spec
+    return {name: part for name, part in parts.items() if dataclasses.is_dataclass(part)}
+
+
+def build(model_type: str, changes: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """A small random model of a type, in eval mode."""
+    config_class: Any = CONFIG_MAPPING[model_type]
+    settings = {**SETTINGS["types"].get(model_type, {}), **changes}
+    attention = settings.pop("attn_implementation", "sdpa")
+    part = settings.pop("part", None)
+    config = config_class(**shrink(config_class, settings))
+    torch.manual_seed(0)
+    if part is not None:  # transformers' own mapping does not build this class
+        language_model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        model = language_model(getattr(config, part))
+        randomise(model)
+        return model.to(dtype).eval()
+    auto: Any = AutoModelForCausalLM
+    try:
+        model = auto.from_config(config, attn_implementation=attention)
+    except ValueError:  # the class has no sdpa
+        model = auto.from_config(config, attn_implementation="eager")
+    randomise(model)
+    return model.to(dtype).eval()
+
+
+# -- cells
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, rows: list[Tensor]) -> list[Tensor]:
+    """The logits of every row (S,) alone in one call, without a cache: (S, V)."""
+    return [model(row[None]).logits[0] for row in rows]
+
+
+@torch.no_grad()
+def cached(model: PreTrainedModel, ids: Tensor, head: int) -> Tensor:
+    """The logits after the first ``head`` tokens, which run in a call of their own before."""
+    name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+    first = model(ids[:, :head], use_cache=True)
+    for key in ("past_key_values", "cache_params"):
+        if first.get(key) is not None:
+            name = key
+    return model(ids[:, head:], **{name: first[name]}, use_cache=True).logits
+
+
+def error_of(logits: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest logit."""
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def padded(parts: list[Tensor], left: bool) -> tuple[Tensor, Tensor]:
+    """Parts of different lengths as ids (B, T) and mask."""
+    width = max(map(len, parts))
+    ids = torch.full((len(parts), width), 3)
+    mask = torch.zeros(len(parts), width, dtype=torch.bool)
+    for row, part in enumerate(parts):
+        columns = slice(width - len(part), width) if left else slice(0, len(part))
+        ids[row, columns], mask[row, columns] = part, True
+    return ids, mask
+
+
+def measure(model: PreTrainedModel, update: str, scenario: Scenario) -> dict[str, Any]:
+    """One cell: the result, the replay's error and the noise floor."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [
+        [torch.randint(3, VOCABULARY - 9, (n,), generator=generator) for n in lengths]
+        for lengths in (scenario.prefix, scenario.context, scenario.kept)
+    ]
+    rows = [torch.cat(row) for row in zip(*parts, strict=True)]
+    (prefix, prefix_mask), (context, _), (kept, kept_mask) = (
+        padded(part, left) for part, left in zip(parts, (True, True, False), strict=True)
+    )
+    more: dict[str, Any] = {"absorbed": scenario.absorbed}
+    if prefix.shape[1]:
+        more |= {"prefix_ids": prefix, "prefix_mask": prefix_mask}
+    with ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(context, kept, kept_mask=kept_mask, **more)
+        logits = patcher.forward(patch.kept_ids, patch)
+        misses = int(patch.report.misses.sum()) if patch.report is not None else 0
+    lengths = [int(mask.sum()) for mask in patch.kept_mask]
+    replayed = torch.cat([row[:n] for row, n in zip(logits, lengths, strict=True)])
+    head = len(scenario.prefix) and scenario.prefix[0] + scenario.context[0]
+    if scenario.absorbed:
+        head = scenario.absorbed[0][1]
+    if scenario.dtype is not torch.float32:
+        return bits(model, torch.stack(rows), head, logits, patch.logits, misses)
+    full = reference(model, rows)
+    places = []
+    for row, (ids, n) in enumerate(zip(rows, lengths, strict=True)):
+        if scenario.absorbed:
+            spans = {column for start, stop in scenario.absorbed for column in range(start, stop)}
+            places.append([c for c in range(head, len(ids)) if c not in spans])
+        else:
+            places.append([*range(len(ids) - n, len(ids))])
+    expected = torch.cat([row[place] for row, place in zip(full, places, strict=True)])
+    floor = noise_floor(model, rows, full, head)
+    error = error_of(replayed, expected)
+    limit = max(MARGIN * min(floor, 1e-3), ROUNDING)
+    cell = {"error": error, "floor": floor, "misses": misses}
+    return {"result": "right" if error <= limit else "wrong", **cell}
+
+
+def noise_floor(
+    model: PreTrainedModel, rows: list[Tensor], full: list[Tensor], head: int
+) -> float:
+    """How much the model differs from itself in a batch of two, and with its own cache."""
+    doubled = model(rows[0].repeat(2, 1)).logits[0]
+    floor = error_of(doubled, full[0])
+    try:
+        with_cache = cached(model, rows[0][None], head)[0]
+    except Exception:  # the class has no cache, or goes on from it in another way
+        return floor
+    return max(floor, error_of(with_cache, full[0][head:]))
+
+
+def bits(
+    model: PreTrainedModel, ids: Tensor, head: int, logits: Tensor, context: Any, misses: int
+) -> dict[str, Any]:
+    """A cell in bf16: the replay is the model with its context to the last bit."""
+    same = bool(torch.equal(logits, context))
+    cell: dict[str, Any] = {"misses": misses, "error": error_of(logits, context)}
+    try:
+        cell["floor"] = error_of(cached(model, ids, head), context)
+    except Exception:
+        cell["floor"] = None
+    return {"result": "right" if same else "wrong", **cell}
+
+
+def cells_of(model_type: str, changes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All cells of a type."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    models: dict[torch.dtype, PreTrainedModel] = {}
+    for name, scenario in SCENARIOS.items():
+        for update in UPDATES if scenario.dtype is torch.float32 else ("exact",):
+            cell: dict[str, Any] = {"scenario": name, "update": update}
+            try:
+                if scenario.dtype not in models:
+                    models[scenario.dtype] = build(model_type, changes, scenario.dtype)
+                    with torch.no_grad():
+                        models[scenario.dtype](torch.tensor([[3, 4, 5]]))
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                yield {**cell, "result": "not built", "text": text[:500]}
+                return
+            try:
+                yield cell | measure(models[scenario.dtype], update, scenario)
+            except ControllabilityError as error:
+                yield {**cell, "result": "uncontrollable", "text": str(error)[:500]}
+            except (UnsupportedModelError, ValueError) as error:
+                yield {**cell, "result": "refused", "text": str(error)[:500]}
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                yield {**cell, "result": "crashed", "text": text[:500]}
+
+
+# -- processes
+
+
+def run(key: dict[str, str], changes: dict[str, Any], out: Path) -> None:
+    """In a process of its own: write the cells of a type as they are made."""
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    with out.open("a") as file:
+        for cell in cells_of(key["type"], changes):
+            file.write(json.dumps({**key, **cell}) + "\n")
+            file.flush()
+        file.write(json.dumps({**key, "seconds": round(time.monotonic() - start, 1)}) + "\n")
+
+
+def jobs() -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """Every type, then every variant: the key of its cells, and its changes of the settings."""
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        yield {"type": model_type, "variant": ""}, {}
+    for variant, entry in SETTINGS["variants"].items():
+        for model_type in entry["types"]:
+            changes = {k: v for k, v in entry.items() if k != "types"}
+            yield {"type": model_type, "variant": variant}, changes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", help="these types alone, again")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one type")
+    parser.add_argument("--out", type=Path, default=CELLS)
+    options = parser.parse_args()
+    known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    known = [cell for cell in known if cell["type"] not in options.types]
+    done = {(cell["type"], cell["variant"]) for cell in known if "seconds" in cell}
+    known = [cell for cell in known if (cell["type"], cell["variant"]) in done]
+    options.out.write_text("".join(json.dumps(cell) + "\n" for cell in known))
+    context = multiprocessing.get_context("fork")
+    for key, changes in jobs():
+        if (key["type"], key["variant"]) in done:
+            continue
+        if options.types and key["type"] not in options.types:
+            continue
+        process = context.Process(target=run, args=(key, changes, options.out))
+        process.start()
+        process.join(options.limit)
+        if process.is_alive() or process.exitcode:
+            process.kill()
+            process.join()
+            with options.out.open("a") as file:
+                cell = {**key, "result": "not finished", "scenario": "", "update": ""}
+                file.write(json.dumps(cell) + "\n" + json.dumps({**key, "seconds": options.limit}) + "\n")
+        lines = [json.loads(line) for line in options.out.read_text().splitlines()]
+        mine = [c for c in lines if c["type"] == key["type"] and c["variant"] == key["variant"]]
+        counts = Counter(c["result"] for c in mine if "result" in c)
+        print(key["type"], key["variant"], dict(counts), next((c["text"] for c in mine if "text" in c), "")[:150], mine[-1].get("seconds"), flush=True)
+
+
+if __name__ == "__main__":
+    main()
