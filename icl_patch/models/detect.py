@@ -239,13 +239,12 @@ class _Reading:
         return None
 
     def _other_term(self, total: Value, term: Value) -> Call | None:
-        """The first module whose output makes ``total`` if it is added to ``term``."""
-        shape, size = total.now.shape, total.now.numel()
-        for call in self.calls if term.now.numel() == size else []:
-            terms = [x.now.double().reshape(shape) for x in (call.made, term) if x.now.numel() == size]
-            if len(terms) == 2 and call.made is not term and _close(total.now, *terms):
-                return call
-        return None
+        """The module whose output makes ``total`` if it is added to ``term``."""
+        if term.now.numel() != total.now.numel():
+            return None
+        misfits = [_misfit(total.now, term.now.double(), call.made.now.double()) for call in self.calls]
+        best = min(range(len(misfits)), key=misfits.__getitem__)
+        return None if misfits[best] == torch.inf else self.calls[best]
 
     def _readers_of_their_own(self, z: Value) -> list[Call]:
         """Experts, and the matrices before them, that read the residual stream through another norm
@@ -317,44 +316,71 @@ class _Reading:
         self, residuals: list[tuple[str, ...]], ending: _Ending, made: Value
     ) -> dict[str, Any]:
         """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
-        the block's output, or what it goes on from.
+        the block's output, or what it goes on from: those that come closest, because a factor near
+        1 is no more than a rounding of bf16.
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
-        written = next(index for index, call in enumerate(self.calls) if call.path == writer)
-        later = [call.given.now for call in self.calls[written + 1 :] if call not in holders]
+        sums = [
+            found
+            for residual in residuals
+            for mlp in holders
+            for found in self._sums(residual, mlp, holders, made)
+        ]
+        misfit, best = min(sums, key=lambda found: found[0])
         for residual in residuals:
-            hidden = sum(self._tap(name).double() for name in residual)
-            assert isinstance(hidden, Tensor)
             for mlp in holders:
-                given = mlp.made.now.double()
-                for branch in self._branches(holders) if given.numel() == hidden.numel() else []:
-                    added = branch * given.reshape(hidden.shape)
-                    found = {"residual": residual, "residual_multiplier": branch}
-                    if _close(made.now, hidden, added):
-                        return found
-                    scaled = [(made.now, float(scale)) for scale in self._scalars()]
-                    if any(
-                        _close(x, scale * hidden, scale * added)
-                        for x, scale in [*((x, 1.0) for x in later), *scaled]
-                    ):
-                        return found | {"continues_after_sum": True}
-                    for name, factor in self._residual_factors(hidden):
-                        if _close(made.now, factor * hidden, added):
-                            of = "residual_factor" if isinstance(factor, float) else "residual_weight"
-                            return found | {of: name if of == "residual_weight" else factor}
-                if given.numel() == hidden.numel():
-                    fitted = _fit(made.now, hidden, given.reshape(hidden.shape))
-                    if fitted is not None:
-                        factors = dict(
-                            zip(("residual_factor", "residual_multiplier"), fitted, strict=True)
-                        )
-                        return {"residual": residual, **factors}
-        raise self._refuse(
-            "its output is not its residual stream plus what its MLP ends in, each times a number"
-        )
+                fit, factors = self._fitted(residual, mlp, made)
+                if fit < misfit / 2:
+                    misfit, best = fit, {"residual": residual, **factors}
+        if misfit == torch.inf:
+            raise self._refuse(
+                "its output is not its residual stream plus what its MLP ends in, each times a"
+                " number: what attention changes cannot be written to the MLP"
+            )
+        return best
 
-    def _residual_factors(self, hidden: Tensor) -> list[tuple[str, Any]]:
+    def _sums(
+        self, residual: tuple[str, ...], mlp: Call, holders: list[Call], made: Value
+    ) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The sums that the block's output may be, each with its misfit."""
+        hidden, output = self._hidden(residual), made.now
+        written = next(index for index, call in enumerate(self.calls) if call is holders[0])
+        later = [call.given.now for call in self.calls[written + 1 :] if call not in holders]
+        scaled = [(output, float(scale)) for scale in self._scalars()]
+        for branch in self._branches(holders):
+            added = branch * mlp.made.now.double()
+            found = {"residual": residual, "residual_multiplier": branch}
+            yield _misfit(output, hidden, added), found
+            for x, scale in [*((x, 1.0) for x in later), *scaled]:
+                yield (
+                    _misfit(x, scale * hidden, scale * added),
+                    found | {"continues_after_sum": True},
+                )
+            for name, weight in self._weights(hidden):
+                yield _misfit(output, weight * hidden, added), found | {"residual_weight": name}
+
+    def _fitted(
+        self, residual: tuple[str, ...], mlp: Call, made: Value
+    ) -> tuple[float, dict[str, Any]]:
+        """The factors by least squares, and the misfit: they may have no name."""
+        hidden, given = self._hidden(residual), mlp.made.now.double()
+        columns = [hidden.flatten(), given.flatten()]
+        if not len(columns[0]) == len(columns[1]) == made.now.numel():
+            return torch.inf, {}
+        terms, total = torch.stack(columns, 1), made.now.double().reshape(-1, 1)
+        if not (terms.isfinite().all() and total.isfinite().all()):
+            return torch.inf, {}
+        a, b = torch.linalg.lstsq(terms, total).solution.flatten().tolist()
+        misfit = _misfit(made.now, a * hidden, b * given)
+        return misfit, {"residual_factor": a, "residual_multiplier": b}
+
+    def _hidden(self, residual: tuple[str, ...]) -> Tensor:
+        hidden = sum(self._tap(name).double() for name in residual)
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    def _weights(self, hidden: Tensor) -> list[tuple[str, Tensor]]:
         """What the block may multiply its residual stream by: its own parameters of that width."""
         own = self.module.named_parameters(recurse=False)
         return [(name, x.double()) for name, x in own if x.shape == hidden.shape[-1:]]
@@ -433,26 +459,16 @@ class _Reading:
         )
 
 
-def _fit(made: Tensor, hidden: Tensor, given: Tensor) -> tuple[float, float] | None:
-    """The two numbers for which ``a · hidden + b · given`` is what was made, if there are any."""
-    columns = torch.stack([hidden.flatten(), given.flatten()], 1)
-    if made.numel() != len(columns) or not columns.isfinite().all():
-        return None
-    a, b = torch.linalg.lstsq(columns, made.double().reshape(-1, 1)).solution.flatten().tolist()
-    return (a, b) if _close(made, a * hidden, b * given) else None
-
-
-def _close(made: Tensor, hidden: Tensor, added: Tensor) -> bool:
-    """Whether a sum is what was made, up to the rounding of its parts; NaN where there is NaN."""
+def _misfit(made: Tensor, hidden: Tensor, added: Tensor) -> float:
+    """How far a sum is from what was made, relative to it; infinite if by more than the rounding of
+    its parts. NaN counts as equal to NaN.
+    """
     epsilon = max(torch.finfo(made.dtype).eps, torch.finfo(torch.float32).eps)
-    if made.numel() != hidden.numel() or not made.is_floating_point():
-        return False
-    made = made.reshape(hidden.shape).double()
-    size = hidden.abs() + added.abs() + made.abs()
-    off = (made - hidden - added).abs()
-    return bool(
-        (
-            (off <= _ROUNDINGS * epsilon * size.nan_to_num().amax(-1, keepdim=True))
-            | ~made.isfinite()
-        ).all()
-    )
+    if not made.numel() == hidden.numel() == added.numel():
+        return torch.inf
+    made, added = made.double().reshape(hidden.shape), added.reshape(hidden.shape)
+    size = (hidden.abs() + added.abs() + made.abs()).nan_to_num().amax(-1, keepdim=True)
+    off = torch.where(made.isfinite(), made - hidden - added, 0)
+    if not (off.abs() <= _ROUNDINGS * epsilon * size).all():
+        return torch.inf
+    return float(off.norm() / made.nan_to_num(0.0, 0.0, 0.0).norm().clamp(min=1e-300))

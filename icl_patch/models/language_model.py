@@ -127,10 +127,13 @@ def depends_on_cache(model: PreTrainedModel) -> bool:
 
 
 def chooses_tokens(model: PreTrainedModel) -> bool:
-    """Whether some layers attend only to the tokens that an indexer scores highest.
+    """Whether some layers attend only to the tokens that they score highest.
 
-    DeepSeek-V3.2 and GLM-MoE-DSA do. Scores can be equal: a ReLU makes negative ones 0.
+    DeepSeek-V3.2 and GLM-MoE-DSA do, with an indexer. Scores can be equal: a ReLU makes negative
+    ones 0. So does Doge, whose masks keep the ``keep_window_size`` highest.
     """
+    if hasattr(text_config(model), "keep_window_size"):
+        return True
     layers = DynamicCache(config=model.config).layers
     return any(hasattr(layer, "update_indexer") for layer in layers)
 
