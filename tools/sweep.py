@@ -77,9 +77,7 @@ def shrink(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
                 default = field.default
                 if isinstance(default, int) and not isinstance(default, bool):
                     settings[field.name] = min(default, size)
-                elif default is None and re.fullmatch("num_(key_value|kv)_heads", field.name):
-                    settings[field.name] = size
-                elif field.name.endswith("_token_id"):
+                elif re.fullmatch("num_(key_value|kv)_heads|.*_token_id", field.name):
                     settings[field.name] = size
                 break
         if field.name == "is_decoder":
@@ -97,7 +95,7 @@ def parts_of(config_class: Any) -> dict[str, Any]:
     parts = dict(getattr(config_class, "sub_configs", None) or {})
     for name, spec in getattr(config_class, "sub_configs_defaults", {}).items():
         model_type = getattr(spec, "model_type", None)
-        parts[name] = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else spec
+        parts[name] = CONFIG_MAPPING.get(model_type, spec)
     return {name: part for name, part in parts.items() if dataclasses.is_dataclass(part)}
 
 
@@ -186,7 +184,7 @@ def measure(model: PreTrainedModel, update: str, scenario: Scenario) -> dict[str
         return bits(model, torch.stack(rows), head, logits, patch.logits, misses)
     full = reference(model, rows)
     places = []
-    for row, (ids, n) in enumerate(zip(rows, lengths, strict=True)):
+    for ids, n in zip(rows, lengths, strict=True):
         if scenario.absorbed:
             spans = {column for start, stop in scenario.absorbed for column in range(start, stop)}
             places.append([c for c in range(head, len(ids)) if c not in spans])
@@ -206,7 +204,10 @@ def measure(model: PreTrainedModel, update: str, scenario: Scenario) -> dict[str
 
 @torch.no_grad()
 def in_padded_batch(
-    model: PreTrainedModel, prefix: tuple[Tensor, Tensor], context: Tensor, kept: tuple[Tensor, Tensor]
+    model: PreTrainedModel,
+    prefix: tuple[Tensor, Tensor],
+    context: Tensor,
+    kept: tuple[Tensor, Tensor],
 ) -> Tensor:
     """The kept tokens' logits of the unmodified model in one batch with padding, over its cache."""
     ids = torch.cat([prefix[0], context, kept[0]], 1)
@@ -228,9 +229,7 @@ def in_padded_batch(
     return logits[kept[1]]
 
 
-def noise_floor(
-    model: PreTrainedModel, rows: list[Tensor], full: list[Tensor], head: int
-) -> float:
+def noise_floor(model: PreTrainedModel, rows: list[Tensor], full: list[Tensor], head: int) -> float:
     """How much the model differs from itself in a batch of two, and with its own cache."""
     doubled = model(rows[0].repeat(2, 1)).logits[0]
     floor = error_of(doubled, full[0])
@@ -307,12 +306,17 @@ def jobs() -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
 
 
 def main() -> None:
+    """Run the types that have no cells yet, or those named, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="these types alone, again")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one type")
     parser.add_argument("--out", type=Path, default=CELLS)
     options = parser.parse_args()
-    known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    known = (
+        [json.loads(line) for line in options.out.read_text().splitlines()]
+        if options.out.exists()
+        else []
+    )
     known = [cell for cell in known if cell["type"] not in options.types]
     done = {(cell["type"], cell["variant"]) for cell in known if "seconds" in cell}
     known = [cell for cell in known if (cell["type"], cell["variant"]) in done]
@@ -331,11 +335,20 @@ def main() -> None:
             process.join()
             with options.out.open("a") as file:
                 cell = {**key, "result": "not finished", "scenario": "", "update": ""}
-                file.write(json.dumps(cell) + "\n" + json.dumps({**key, "seconds": options.limit}) + "\n")
+                file.write(
+                    json.dumps(cell) + "\n" + json.dumps({**key, "seconds": options.limit}) + "\n"
+                )
         lines = [json.loads(line) for line in options.out.read_text().splitlines()]
         mine = [c for c in lines if c["type"] == key["type"] and c["variant"] == key["variant"]]
         counts = Counter(c["result"] for c in mine if "result" in c)
-        print(key["type"], key["variant"], dict(counts), next((c["text"] for c in mine if "text" in c), "")[:150], mine[-1].get("seconds"), flush=True)
+        print(
+            key["type"],
+            key["variant"],
+            dict(counts),
+            next((c["text"] for c in mine if "text" in c), "")[:150],
+            mine[-1].get("seconds"),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

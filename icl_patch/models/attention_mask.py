@@ -168,7 +168,8 @@ def check_attention(model: PreTrainedModel) -> None:
     if implementation not in _IMPLEMENTATIONS:
         raise UnsupportedModelError(
             f"expected attention implementation {' or '.join(map(repr, _IMPLEMENTATIONS))}, whose"
-            f" masks can be restricted; {type(model).__name__} has {implementation!r}"
+            f" masks can be restricted; {type(model).__name__} has {implementation!r}: call"
+            " model.set_attn_implementation('sdpa') first"
         )
 
 

@@ -22,7 +22,7 @@ from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 
 # What blocks call their MLP; where they call it otherwise, all of the block but its context layers
 # counts.
-_MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "moe", "ffn")
+_MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "moe", "ffn")
 # How the attributes end by which a block, or its MLP, scales what it adds to the residual stream.
 _FACTORS = ("multiplier", "scale", "factor")
 # Roundings in a block's sum, in units of the dtype's spacing.
@@ -149,6 +149,13 @@ class _Reading:
             raise self._refuse("no module in it takes an attention mask or a cache")
         if not self.matrices and not self.experts:
             return self._mixer_form()
+        first = self.trace.calls.index(self._first())
+        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > first]
+        if behind and not self._is_parallel(self._first().given):
+            raise self._refuse(
+                f"{behind[-1]} looks at the context behind the MLP: a change of the MLP's weights"
+                " cannot have that effect"
+            )
         return self._mlp_form()
 
     def mixers_shape(self) -> tuple[int, ...]:
@@ -188,9 +195,7 @@ class _Reading:
             addend=None if ending.addend is None else ending.addend.path,
             **self._norm_forms([norm for norm in (ending.norm, ending.inner) if norm is not None]),
             experts=(
-                experts[0].path
-                if experts and (not parallel or ending.down is None)
-                else None
+                experts[0].path if experts and (not parallel or ending.down is None) else None
             ),
             expert_bias=bool(experts) and PatchedExperts.has_output_bias(experts[0].module),
             experts_scale_input=bool(experts) and PatchedScaledExperts.fits(experts[0].module),
@@ -205,7 +210,9 @@ class _Reading:
         last = max(downs + experts, key=self.calls.index, default=None)
         if last is None:
             raise self._refuse(
-                f"nothing reads what {', '.join(call.path for call in readers)} give"
+                f"nothing that is known reads what {', '.join(call.path for call in readers)} give:"
+                " its MLP is not made of linear maps, or of experts in the layout of transformers"
+                " (gate_up_proj and down_proj of three dimensions)"
             )
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
         down = None if last in experts else last
@@ -239,12 +246,11 @@ class _Reading:
         return None
 
     def _other_term(self, total: Value, term: Value) -> Call | None:
-        """The module whose output makes ``total`` if it is added to ``term``."""
-        if term.now.numel() != total.now.numel():
-            return None
-        misfits = [_misfit(total.now, term.now.double(), call.made.now.double()) for call in self.calls]
-        best = min(range(len(misfits)), key=misfits.__getitem__)
-        return None if misfits[best] == torch.inf else self.calls[best]
+        """The module of the MLP whose output makes ``total`` if it is added to ``term``."""
+        calls = self.calls[self.calls.index(self._first()) :]
+        terms = [(_misfit(total.now, term.now, call.made.now), call) for call in calls]
+        misfit, call = min(terms, key=lambda found: found[0])
+        return None if misfit == torch.inf else call
 
     def _readers_of_their_own(self, z: Value) -> list[Call]:
         """Experts, and the matrices before them, that read the residual stream through another norm
@@ -359,6 +365,15 @@ class _Reading:
                 )
             for name, weight in self._weights(hidden):
                 yield _misfit(output, weight * hidden, added), found | {"residual_weight": name}
+            for beside in self._beside(mlp, holders):
+                yield _misfit(output, hidden, added + branch * beside), found
+
+    def _beside(self, mlp: Call, holders: list[Call]) -> Iterator[Tensor]:
+        """What a second module of the MLP, beside the one that holds the writer, may add to it."""
+        given = mlp.made.now
+        for call in self.calls if mlp is holders[-1] else []:
+            if call.made.now.numel() == given.numel() and call not in holders:
+                yield call.made.now.double().reshape(given.shape)
 
     def _fitted(
         self, residual: tuple[str, ...], mlp: Call, made: Value
@@ -466,7 +481,8 @@ def _misfit(made: Tensor, hidden: Tensor, added: Tensor) -> float:
     epsilon = max(torch.finfo(made.dtype).eps, torch.finfo(torch.float32).eps)
     if not made.numel() == hidden.numel() == added.numel():
         return torch.inf
-    made, added = made.double().reshape(hidden.shape), added.reshape(hidden.shape)
+    hidden = hidden.double()
+    made, added = (x.double().reshape(hidden.shape) for x in (made, added))
     size = (hidden.abs() + added.abs() + made.abs()).nan_to_num().amax(-1, keepdim=True)
     off = torch.where(made.isfinite(), made - hidden - added, 0)
     if not (off.abs() <= _ROUNDINGS * epsilon * size).all():

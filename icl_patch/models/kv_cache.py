@@ -2,6 +2,7 @@
 a compiled step.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ from icl_patch.errors import UnsupportedModelError
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache as the model would make it itself."""
+    """An empty cache as the model would make it itself: of its own class, if it has one."""
+    home = sys.modules[type(model).__module__]
+    for kind in vars(home).values():
+        own = isinstance(kind, type) and kind.__module__ == home.__name__
+        if own and issubclass(kind, DynamicCache):
+            return kind()
     return DynamicCache(config=model.config)
 
 

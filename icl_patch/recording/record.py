@@ -52,6 +52,8 @@ def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:
     if recorder.observes_block:
         block.on_start(stack, recorder.on_start)
         block.on_end(stack, recorder.on_end, first=True)
+        if recorder.exact:
+            block.keep_unrounded(stack)
     if isinstance(recorder, DecodeRecorder) and recorder.receives_norm_input:
         block.on_norm_pair = recorder.on_norm_pair
     else:

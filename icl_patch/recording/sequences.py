@@ -88,9 +88,14 @@ class Sequences:
 
 
 def check_tensor(name: str, given: object) -> None:
-    """Raises TypeError if what was given under this name is no tensor."""
+    """Raises TypeError if what was given under this name is no tensor, and ValueError if the
+    tensor is sparse or without values.
+    """
     if not isinstance(given, Tensor):
         raise TypeError(f"expected {name} as a tensor, got {type(given).__name__}")
+    if given.layout != torch.strided or given.is_meta:
+        got = "on the device meta" if given.is_meta else f"{given.layout}: use to_dense()"
+        raise ValueError(f"expected {name} as a dense tensor with values, got one {got}")
 
 
 def _as_batch(
