@@ -42,9 +42,13 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     ids = random_tokens(model, 3, seed=1)
     traces = trace(model, layers, ids)
     blocks = []
+    # a block without a context layer, between others, gets the same input and needs no patch
+    unseen = {path for path, found in traces.items() if not found.mixers}
     for path in layers:
         if path not in traces:
             raise UnsupportedModelError(f"{path} does not run once a pass with tensors in and out")
+        if path in unseen and len(unseen) < len(traces):
+            continue
         blocks.append(Block(path, _Reading(traces[path]).spec()))
     return blocks
 
@@ -277,7 +281,8 @@ class _Reading:
         """Whether the block is parallel, and what its residual stream before the MLP may be made
         of.
         """
-        pre = [call for call in self.norms if call.made.same_as(z)]
+        # a norm may have modules of its own, such as a gate
+        pre = [call for call in self.calls if call.made.same_as(z) and not call.given.same_as(z)]
         if self._is_parallel(z):
             return True, [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
         return False, [
@@ -333,12 +338,12 @@ class _Reading:
             for mlp in holders
             for found in self._sums(residual, mlp, holders, made)
         ]
-        misfit, best = min(sums, key=lambda found: found[0])
-        for residual in residuals:
-            for mlp in holders:
-                fit, factors = self._fitted(residual, mlp, made)
-                if fit < misfit / 2:
-                    misfit, best = fit, {"residual": residual, **factors}
+        sums += [self._fitted(residual, mlp, made) for residual in residuals for mlp in holders]
+        misfit, best = sums[0]
+        for off, found in sums[1:]:
+            # a later one must be clearly closer: the writer itself stands before what holds it
+            if misfit > torch.finfo(made.now.dtype).eps / 4 and off < misfit / 2:
+                misfit, best = off, found
         if misfit == torch.inf:
             raise self._refuse(
                 "its output is not its residual stream plus what its MLP ends in, each times a"
@@ -387,8 +392,10 @@ class _Reading:
         if not (terms.isfinite().all() and total.isfinite().all()):
             return torch.inf, {}
         a, b = torch.linalg.lstsq(terms, total).solution.flatten().tolist()
+        if abs(a) * hidden.norm() < 1e-3 * total.norm():
+            return torch.inf, {}  # what holds the writer carries the residual stream itself
         misfit = _misfit(made.now, a * hidden, b * given)
-        return misfit, {"residual_factor": a, "residual_multiplier": b}
+        return misfit, {"residual": residual, "residual_factor": a, "residual_multiplier": b}
 
     def _hidden(self, residual: tuple[str, ...]) -> Tensor:
         hidden = sum(self._tap(name).double() for name in residual)

@@ -70,6 +70,12 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return "position_ids" in _inputs_of(type(model).forward)
 
 
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether the model goes on from a cache of the tokens before."""
+    names = _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
+    return bool({"past_key_values", "cache_params", "state"} & names)
+
+
 def counts_slots(model: PreTrainedModel) -> bool:
     """Whether the model numbers its tokens by their slots in the cache.
 

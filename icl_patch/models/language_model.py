@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.forward import takes_cache
 from icl_patch.models.positions import first_position, steady_length
 
 
@@ -68,6 +69,11 @@ def check_language_model(model: object) -> None:
             f" {kind!r}"
         )
     _check_in_memory(model)
+    if not takes_cache(model):
+        raise UnsupportedModelError(
+            f"expected a model with a cache, {type(model).__name__} has none: a replay starts from"
+            " a cache of the tokens that stay"
+        )
     if "minimax_m3_sparse" in (getattr(text_config(model), "layer_types", None) or ()):
         raise UnsupportedModelError(
             f"{type(model).__name__} finds blocks of its cache by positions, which a shorter cache"

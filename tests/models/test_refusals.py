@@ -111,7 +111,14 @@ def test_training_that_changes_what_is_computed_is_refused(reason: str) -> None:
         works(patcher)
 
 
+class Bent(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs).tanh()
+
+
 class Halved(LlamaDecoderLayer):
+    """Carries half of its residual stream."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward(*args, **kwargs) / 2
 
@@ -200,7 +207,7 @@ def disguised(kind: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     "kind",
     [
-        Halved,
+        Bent,
         HalfParallel,
         SelfMade,
         OwnProduct,
@@ -242,11 +249,14 @@ def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
     model = randomised(transformers.BartForCausalLM, config).to(dtype)
     with torch.no_grad():
         model.model.decoder.embed_positions.weight.mul_(0.1)
-    with pytest.raises(
-        UnsupportedModelError,
-        match="BartForCausalLM has positions that the kept tokens alone cannot be given",
-    ):
-        ContextPatcher(model)
+    with ContextPatcher(model) as patcher:
+        works(patcher, {"context_ids": IDS, "kept_ids": KEPT, "prefix_ids": IDS[:, :2]})
+        padded = torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)
+        with pytest.raises(ValueError, match="expected rows of one length for BartForCausalLM"):
+            patcher.compute(IDS, KEPT, context_mask=padded)
+        spans = [(0, 1), (2, 3)]
+        with pytest.raises(ValueError, match="expected one absorbed span for BartForCausalLM"):
+            patcher.compute(IDS, KEPT, absorbed=spans)
 
 
 def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
@@ -256,6 +266,15 @@ def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
         UnsupportedModelError, match="LlamaForCausalLM finds blocks of its cache by positions"
     ):
         ContextPatcher(model)
+
+
+@updates
+def test_factors_without_a_name_are_fitted(update: str) -> None:
+    with ContextPatcher(disguised(Halved), update) as patcher:
+        spec = patcher.attached_model.block_specs[0].spec
+        factors = spec.residual_factor, spec.residual_multiplier
+        assert factors == pytest.approx((0.5, 0.5), rel=1e-6)
+        works(patcher)
 
 
 @updates
