@@ -135,6 +135,7 @@ class AttachedModel:
         self._depends_on_cache = depends_on_cache(self.model)
         self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         check = SelfCheck(self.model, self.recurrent)
+        self._takes_padding = check.takes_padding()
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
         check.run(self.blocks, self._try_exact)
@@ -245,17 +246,17 @@ class AttachedModel:
         return cache
 
     def _check_slots(self, sequences: Sequences) -> None:
-        """Raises ValueError for tokens that a model which counts slots would number otherwise."""
-        if not counts_slots(self.model):
-            return
-        padded, spans = not sequences.head_mask.all(), sequences.tail_absorbed.any()
-        if padded or spans:
-            expected = "rows of one length" if padded else "one absorbed span"
-            got = "rows with padding on the left" if padded else "several"
+        """Raises ValueError for rows that the model would number otherwise than alone."""
+        name = type(self.model).__name__
+        if not (self._takes_padding or sequences.head_mask.all()):
             raise ValueError(
-                f"expected {expected} for {type(self.model).__name__}, which numbers its tokens by"
-                f" their places in the cache, got {got}: "
-                + ("compute each row by itself" if padded else "absorb the spans together")
+                f"expected rows of one length for {name}, whose logits for a padded row are others"
+                " than for the row alone, got padding on the left: compute each row by itself"
+            )
+        if counts_slots(self.model) and sequences.tail_absorbed.any():
+            raise ValueError(
+                f"expected one absorbed span for {name}, which numbers its tokens by their places"
+                " in the cache, got several: absorb them together with the tokens between them"
             )
 
     @one_pass
