@@ -309,6 +309,75 @@ def jobs() -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
             yield {"type": model_type, "variant": variant}, changes
 
 
+# -- the page
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The cells of a file, with a line of its seconds behind those of each type."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
+    """The result of a type or variant in one word, and the reason of what is refused in it."""
+    results = Counter(cell["result"] for cell in cells)
+    text = next(
+        (cell["text"] for cell in cells if cell["result"] != "right" and "text" in cell), ""
+    )
+    worst = ("crashed", "wrong", "not finished", "not built", "refused", "uncontrollable")
+    if results["right"]:
+        found = next((name for name in worst[:2] if results[name]), "right")
+        parts = {c["scenario"] for c in cells if c["result"] in worst[2:]}
+        return found, f"refused: {', '.join(sorted(parts))}. {text}" if parts else ""
+    return next(name for name in worst if results[name]), text
+
+
+def page(cells: list[dict[str, Any]]) -> str:
+    """The table of all types and variants as Markdown."""
+    by_job: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for cell in cells:
+        if "result" in cell:
+            by_job.setdefault((cell["type"], cell["variant"]), []).append(cell)
+    order = [(key["type"], key["variant"]) for key, _ in jobs()]
+    verdicts = {job: verdict(by_job[job]) for job in order if job in by_job}
+    types = Counter(word for (_, variant), (word, _) in verdicts.items() if not variant)
+    variants = Counter(word for (_, variant), (word, _) in verdicts.items() if variant)
+    lines = [
+        INTRODUCTION,
+        "| | " + " | ".join(RESULTS) + " |",
+        "|---" * (len(RESULTS) + 1) + "|",
+        "| types | " + " | ".join(str(types[word]) for word in RESULTS) + " |",
+        "| variants | " + " | ".join(str(variants[word]) for word in RESULTS) + " |",
+        "",
+        "| type | variant | result | error, fp32, max | noise floor | reason |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (model_type, variant), (word, text) in verdicts.items():
+        errors = [
+            (cell["error"], cell.get("floor") or 0.0)
+            for cell in by_job[model_type, variant]
+            if cell["result"] in ("right", "wrong") and cell["scenario"] != "bf16"
+        ]
+        numbers = [f"{max(column):.0e}" for column in zip(*errors, strict=True)] or ["", ""]
+        reason = " ".join(text.split()).replace("|", "\\|")
+        row = (model_type, variant, word, *numbers, reason)
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+RESULTS = ("right", "wrong", "refused", "not built", "not finished")
+INTRODUCTION = f"""# Model classes
+
+Every model type of the causal mapping of transformers {transformers.__version__}, as a small random
+model: `make sweep` measures and writes this page. A type is *right* if the replay without the
+context has the logits of the unmodified model with it, in every scenario ({", ".join(SCENARIOS)}):
+direct, stable and exact in fp32 within {MARGIN} times the noise floor or {ROUNDING:g} of the
+largest logit, exact in bf16 bit for bit. Scenarios that a right type refuses are named with the
+reason. The cells are in [model_classes.jsonl](model_classes.jsonl). Where a class has other logits
+in a batch or over its cache than for a row alone, a cell compares with those of the batch and says
+in `own` how far they are off.
+"""
+
+
 def main() -> None:
     """Run the types that have no cells yet, or those named, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -316,43 +385,30 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds for one type")
     parser.add_argument("--out", type=Path, default=CELLS)
     options = parser.parse_args()
-    known = (
-        [json.loads(line) for line in options.out.read_text().splitlines()]
-        if options.out.exists()
-        else []
-    )
-    known = [cell for cell in known if cell["type"] not in options.types]
-    done = {(cell["type"], cell["variant"]) for cell in known if "seconds" in cell}
-    known = [cell for cell in known if (cell["type"], cell["variant"]) in done]
-    options.out.write_text("".join(json.dumps(cell) + "\n" for cell in known))
-    context = multiprocessing.get_context("fork")
+    cells = [cell for cell in read(options.out) if cell["type"] not in options.types]
+    done = {(cell["type"], cell["variant"]) for cell in cells if "seconds" in cell}
+    cells = [cell for cell in cells if (cell["type"], cell["variant"]) in done]
+    options.out.write_text("".join(json.dumps(cell) + "\n" for cell in cells))
     for key, changes in jobs():
-        if (key["type"], key["variant"]) in done:
-            continue
-        if options.types and key["type"] not in options.types:
-            continue
-        process = context.Process(target=run, args=(key, changes, options.out))
-        process.start()
-        process.join(options.limit)
-        if process.is_alive() or process.exitcode:
-            process.kill()
-            process.join()
-            with options.out.open("a") as file:
-                cell = {**key, "result": "not finished", "scenario": "", "update": ""}
-                file.write(
-                    json.dumps(cell) + "\n" + json.dumps({**key, "seconds": options.limit}) + "\n"
-                )
-        lines = [json.loads(line) for line in options.out.read_text().splitlines()]
-        mine = [c for c in lines if c["type"] == key["type"] and c["variant"] == key["variant"]]
-        counts = Counter(c["result"] for c in mine if "result" in c)
-        print(
-            key["type"],
-            key["variant"],
-            dict(counts),
-            next((c["text"] for c in mine if "text" in c), "")[:150],
-            mine[-1].get("seconds"),
-            flush=True,
-        )
+        chosen = not options.types or key["type"] in options.types
+        if chosen and (key["type"], key["variant"]) not in done:
+            run_apart(key, changes, options.out, options.limit)
+    options.out.with_suffix(".md").write_text(page(read(options.out)))
+
+
+def run_apart(key: dict[str, str], changes: dict[str, Any], out: Path, limit: float) -> None:
+    """:func:`run` in a process of its own, for so many seconds at most."""
+    process = multiprocessing.get_context("fork").Process(target=run, args=(key, changes, out))
+    process.start()
+    process.join(limit)
+    if process.is_alive() or process.exitcode:
+        process.kill()
+        process.join()
+        cell = {**key, "scenario": "", "update": "", "result": "not finished"}
+        with out.open("a") as file:
+            file.write(json.dumps(cell) + "\n" + json.dumps({**key, "seconds": limit}) + "\n")
+    mine = [cell for cell in read(out) if {**cell, **key} == cell and "result" in cell]
+    print(*key.values(), *verdict(mine), flush=True)
 
 
 if __name__ == "__main__":

@@ -61,10 +61,54 @@ def test_attention_without_a_mask_is_refused() -> None:
         model.config._attn_implementation = implementation
         with pytest.raises(
             UnsupportedModelError,
-            match="'sdpa' or 'eager'.*LlamaForCausalLM has '" + implementation.replace("|", r"\|"),
+            match="'sdpa' or 'eager'.*LlamaForCausalLM has '"
+            + implementation.replace("|", r"\|")
+            + r".*set_attn_implementation\('sdpa'\)",
         ):
             ContextPatcher(model)
     assert not any(isinstance(module, PatchedLinear) for module in model.modules())
+
+
+class Adapted(nn.Module):
+    """As peft wraps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.peft_config = model, {}
+
+    def get_base_model(self) -> nn.Module:
+        return self.inside
+
+
+def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
+    model = small("llama")
+    with pytest.raises(UnsupportedModelError, match=r"expected .* model\._orig_mod; got Optimized"):
+        ContextPatcher(torch.compile(model))
+    with pytest.raises(UnsupportedModelError, match=r"expected model\.get_base_model\(\)"):
+        ContextPatcher(Adapted(model))  # type: ignore[arg-type]
+    model.compile()
+    with pytest.raises(
+        UnsupportedModelError, match=r"got LlamaForCausalLM after model\.compile\(\)"
+    ):
+        ContextPatcher(model)
+
+
+def test_weights_and_ids_without_values_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="weights of LlamaForCausalLM in memory, "):
+        ContextPatcher(small("llama").to("meta"))
+    model = small("llama")
+    with pytest.raises(UnsupportedModelError, match="default device"), torch.device("meta"):
+        ContextPatcher(model)
+    with ContextPatcher(model) as patcher:
+        for ids in (IDS.to_sparse(), IDS.to("meta")):
+            with pytest.raises(ValueError, match="expected context_ids as a dense tensor"):
+                patcher.compute(ids, KEPT)
+
+
+def test_a_refusal_without_hooks_does_not_name_hooks() -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        ContextPatcher(disguised(Bent))
+    assert "hooks" not in str(refused.value)
 
 
 def test_an_unknown_update_and_training_are_refused() -> None:
