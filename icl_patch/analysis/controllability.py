@@ -1,7 +1,8 @@
-"""Whether the blocks of a model can take up a context: input- and output-controllability, and what
-is in the way.
+"""Whether the blocks of a model can take up a context: input- and output-controllability, and the
+conditions that fail.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ class BlockControllability:
 
     Attributes:
         block: its path and form. kept_mask: (B, T) bool; nothing is said about padding.
-        obstacles: what was looked at: conditions, and the tokens that meet them.
+        violations: the conditions that were examined, and the tokens that violate them.
 
     Source: Goldwaser et al. (2025), Definitions 3 and 4.
     """
@@ -29,8 +30,11 @@ class BlockControllability:
     kept_mask: Tensor
     violations: tuple[ControllabilityViolation, ...]
 
-    def _free_of(self, rows: list[Tensor]) -> Tensor:
-        return ~torch.stack([torch.zeros_like(self.kept_mask), *rows]).any(0)
+    def _controllable(self, side: str) -> Tensor:
+        return ~self._any(v.always for v in self.violations if v.side == side)
+
+    def _any(self, rows: Iterable[Tensor]) -> Tensor:
+        return torch.stack([torch.zeros_like(self.kept_mask), *rows]).any(0)
 
     @property
     def input_controllable(self) -> Tensor:
@@ -40,9 +44,7 @@ class BlockControllability:
         Fails where ``z = 0`` (Lemmas 6 and 7). The MLP of a parallel block reads nothing that the
         context changes, and cannot fail (Lemma 12).
         """
-        return self._free_of(
-            [obstacle.always for obstacle in self.violations if obstacle.side == "input"]
-        )
+        return self._controllable("input")
 
     @property
     def output_controllable(self) -> Tensor:
@@ -54,24 +56,47 @@ class BlockControllability:
         weights sum to 0 (Lemma 11), and where the block multiplies its MLP's output by 0. A bias
         cannot fail (Lemma 8).
         """
-        return self._free_of(
-            [obstacle.always for obstacle in self.violations if obstacle.side == "output"]
-        )
+        return self._controllable("output")
 
     @property
     def takes_up(self) -> Tensor:
-        """(B, T) bool: whether there is a patch for this context, whose changes are some and not
-        all (Theorem 5).
-        """
-        return self._free_of([obstacle.rows for obstacle in self.violations])
+        """(B, T) bool: whether there is a patch for this particular context (Theorem 5)."""
+        return ~self._any(violation.rows for violation in self.violations)
 
     def reasons(self, row: int, token: int) -> tuple[str, ...]:
         """Why the block is not controllable at one kept token, in words; nothing if it is."""
         return tuple(
-            f"{obstacle.side}: {obstacle.condition}"
-            for obstacle in self.violations
-            if obstacle.always[row, token]
+            f"{violation.side}: {violation.condition}"
+            for violation in self.violations
+            if violation.always[row, token]
         )
+
+
+class Controllability(tuple[BlockControllability, ...]):
+    """The answers of all blocks, in order; printed, they are a table."""
+
+    def __repr__(self) -> str:
+        header = ("block", "input", "output", "takes up", "why not")
+        rows = [header, *map(_cells, self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(block: BlockControllability) -> tuple[str, ...]:
+    """A block's row: the share of kept tokens for which each holds, and what is in the way."""
+    mask = block.kept_mask
+    shares = (
+        f"{int((holds & mask).sum())} of {int(mask.sum())}"
+        for holds in (block.input_controllable, block.output_controllable, block.takes_up)
+    )
+    reasons = dict.fromkeys(
+        reason for row, token in mask.nonzero().tolist() for reason in block.reasons(row, token)
+    )
+    return (block.block.path, *shares, "; ".join(reasons))
 
 
 @torch.no_grad()
@@ -85,19 +110,19 @@ def controllability(
     kept_mask: Tensor | None = None,
     prefix_mask: Tensor | None = None,
     absorbed: list[tuple[int, int]] | None = None,
-) -> tuple[BlockControllability, ...]:
+) -> Controllability:
     """Which blocks are input- and output-controllable at the kept tokens without the context, and
     why the others are not.
 
     The conditions are those of the patcher's update. A block behind one that cannot take up the
-    context is judged by what reaches it.
+    context is judged by the hidden states that reach it.
 
     Args:
         patcher: attached to the model. The others as in :meth:`icl_patch.ContextPatcher.compute`,
             which raises ControllabilityError where ``takes_up`` is False here.
 
     Returns:
-        One answer a block.
+        One answer a block; ``print`` shows them as a table.
 
     Raises:
         ValueError: a shape, a mask or a span does not fit.
@@ -120,7 +145,7 @@ def controllability(
     except ControllabilityError as error:
         violations = error.violations
     mask = sequences.tail_mask[:, sequences.kept_columns]
-    return tuple(
-        BlockControllability(block.block, mask, found)
-        for block, found in zip(attached.blocks, violations, strict=True)
+    return Controllability(
+        BlockControllability(block.block, mask, failed)
+        for block, failed in zip(attached.blocks, violations, strict=True)
     )

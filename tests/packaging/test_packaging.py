@@ -4,8 +4,11 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -18,15 +21,15 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    # from a copy: building writes into the source folder
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, because building writes into the source folder."""
+    source = tmp_path_factory.mktemp("source") / "source"
     names = [
         "icl_patch",
         "triton_kernels",
         "csrc",
         "bench",
+        "MANIFEST.in",
         "pyproject.toml",
         "setup.py",
         "README.md",
@@ -36,6 +39,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         ["cp", "-r", *(str(REPOSITORY / name) for name in names), str(source)], check=True
     )
+    for built in source.rglob("*.so"):
+        built.unlink()
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
     command = [
         sys.executable,
         "-m",
@@ -49,8 +60,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(source),
     ]
-    for built in source.rglob("*.so"):
-        built.unlink()
     subprocess.run(command, check=True, env=os.environ | {"ICL_PATCH_NATIVE": "cpu"})
     [built] = folder.glob("*.whl")
     return built
@@ -76,6 +85,28 @@ def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
     assert needed <= names
     assert not [name for name in names if name.startswith(("triton_kernels", "tests", "build"))]
     assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_the_source_distribution_holds_every_source(source: Path, tmp_path: Path) -> None:
+    """Those of the library too, although the machine that makes it builds none."""
+    script = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=source,
+        check=True,
+        env=os.environ | {"ICL_PATCH_NATIVE": "off"},
+    )
+    [built] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("icl_patch", "triton_kernels", "bench")
+    needed = {
+        path.relative_to(source).as_posix()
+        for pattern in (*(f"{folder}/**/*.py" for folder in folders), "csrc/*/*.*")
+        for path in source.glob(pattern)
+    }
+    assert "csrc/cuda/rmsnorm_inverse.cu" in needed
+    assert needed <= names, needed - names
 
 
 def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> None:
@@ -125,28 +156,6 @@ def test_one_version_everywhere(wheel: Path) -> None:
     )
 
 
-def test_the_readme_runs() -> None:
-    """Its Python blocks as they stand give what their comments say; nothing is left to be filled
-    in.
-    """
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert "@@" not in text
-    [first, second, layer] = re.findall(r"```python\n(.*?)```", text, re.S)
-    changed = layer.replace(
-        "layer.clear_patch()",
-        "print((layer(v) - layer.base_layer(v)).abs().max() > 1, end=' ')\nlayer.clear_patch()",
-    )
-    script = first + "print(tokenizer.decode(logits[0, -1].argmax()))\n" + second
-    script += changed + "print(torch.equal(layer(v), layer.base_layer(v)))"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
-    )
-    one, all_four, alone = done.stdout.splitlines()
-    assert alone == "tensor(True) True"
-    assert one == "F" and "The next token is F" in first
-    assert all_four.startswith("FMRP dict_keys(['mlp.gate_proj'") and "# FMRP" in second
-
-
 def test_importing_touches_no_device() -> None:
     script = (
         "import torch; torch.cuda._lazy_init = torch.cuda.init = lambda: exit('a device was"
@@ -180,3 +189,43 @@ def test_contributing_lists_every_target() -> None:
     listed = re.findall(r"^make ([a-z-]+)", contributing, re.M)
     assert len(targets) > 10
     assert sorted(set(targets) - set(listed)) == []
+
+
+def test_a_machine_without_triton_runs_everything_on_the_cpu() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from icl_patch import ContextPatcher, embedded\n"
+        "import icl_patch.bench.commands.bench, icl_patch.bench.running, icl_patch.evaluation\n"
+        "model, tokenizer = embedded.load()\n"
+        "with ContextPatcher(model, tokenizer=tokenizer) as patcher:\n"
+        "    print(patcher.ask('mode upper\\n', 'fmrp>', max_new_tokens=4).text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", script], capture_output=True, text=True
+    )
+    assert done.stdout == "FMRP\n", done.stderr
+    assert "triton" not in done.stderr
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not [name for name in project["dependencies"] if name.startswith("triton")]
+    assert [name for name in project["optional-dependencies"]["gpu"] if name.startswith("triton")]
+
+
+def test_without_the_native_library_the_cure_is_said_once(tmp_path: Path) -> None:
+    package = Path(icl_patch.__file__).parent
+    shutil.copytree(package, tmp_path / "icl_patch", ignore=shutil.ignore_patterns("*.so"))
+    script = (
+        "import torch; from icl_patch import ops\n"
+        "x = torch.ones(2, 8); v = torch.ones(8)\n"
+        "for _ in range(3): ops.rms_norm(x, v, 1e-6)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pip install --no-build-isolation") == 1
+    asked = environment | {"ICL_PATCH_OPS": "torch"}
+    assert not subprocess.run(command, env=asked, capture_output=True, text=True).stderr
+    command = [sys.executable, "-P", "-m", "icl_patch", "--version"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "native library: no" in done.stdout and "Installing" in done.stdout
