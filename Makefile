@@ -5,7 +5,7 @@ RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress kernels bits bits-compare bench bench-compare figures papers gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress kernels bits bits-compare bench bench-compare sweep figures papers gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -60,6 +60,9 @@ bench: $(RUN) build/peft ## time the kernels beside the code that they replace, 
 
 bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
 	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
+
+sweep: $(RUN) ## try every causal model class of transformers, small and random; goes on where it stopped; hours on one core; docs/model_classes.md
+	OMP_NUM_THREADS=1 $(RUN) tools/sweep.py $(TYPES)
 
 figures: $(RUN) ## draw the benchmarks' tables and pictures, and the tables of README and docs, again from their numbers
 	$(RUN) -m icl_patch bench --plots --out bench/results

@@ -100,9 +100,14 @@ def either(name: str, value: Any, alias: str, other: Any) -> Any:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless the argument ``name`` is a tensor."""
+    """Raises TypeError unless the argument ``name`` is a tensor, and ValueError if the tensor is
+    sparse or without values.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"expected {name} as a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_meta:
+        got = "on the device meta" if value.is_meta else f"{value.layout}: use to_dense()"
+        raise ValueError(f"expected {name} as a dense tensor with values, got one {got}")
 
 
 def _as_batch(
