@@ -262,18 +262,18 @@ class Run:
         self.copies: queue.Queue[Copy] = queue.Queue()
 
     def __call__(self, faults: list[Fault]) -> None:
-        """First the tests alone, then each fault."""
-        groups = {tuple(tests_of(fault.path, self.settings["tests"])): None for fault in faults}
-        jobs = [(f"no fault: {' '.join(tests)}", None, list(tests)) for tests in groups]
-        jobs += [
-            (fault.key, fault, tests_of(fault.path, self.settings["tests"])) for fault in faults
-        ]
-        jobs = [job for job in jobs if job[0] not in self.results]
-        workers = min(os.cpu_count() or 1, len(jobs))
+        """Each fault, and before the first of the same tests these tests alone."""
+        jobs: dict[str, tuple[Fault | None, list[str]]] = {}
+        for fault in faults:
+            tests = tests_of(fault.path, self.settings["tests"])
+            jobs.setdefault(f"no fault: {' '.join(tests)}", (None, tests))
+            jobs[fault.key] = (fault, tests)
+        left = [(key, *job) for key, job in jobs.items() if key not in self.results]
+        workers = min(os.cpu_count() or 1, len(left))
         for number in range(workers):
             self.copies.put(Copy(WORK / f"copy-{number}"))
         with ThreadPoolExecutor(max(workers, 1)) as pool:
-            for _ in pool.map(lambda job: self._one(*job), jobs):
+            for _ in pool.map(lambda job: self._one(*job), left):
                 pass
 
     def _one(self, key: str, fault: Fault | None, tests: list[str]) -> None:
