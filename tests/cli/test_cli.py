@@ -22,7 +22,7 @@ from icl_patch import ContextPatch, ContextPatcher, embedded
 from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import report
-from icl_patch.evaluation.verify import load_model
+from icl_patch.evaluation.loading import load_model
 from icl_patch.generation.loop import LOGITS, MODES
 from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
