@@ -5,10 +5,12 @@ The models have random weights and the named shapes. One step gives every row on
 context of random tokens; the same step is timed again and again, without the choice of the token.
 All ways run in turns, on the same weights and tokens. In the order of the tables:
 
-- `recompute and apply` is ours. `shared cache` keeps one cache for both streams, `two streams`
-  stacks them, `exact` takes two passes (the latter two only where eight of the case's caches fit
-  into the GPU's memory). `compiled` has a static cache that both streams share and is compiled, and
-  on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
+- `recompute and apply` is ours. `exact` is bit-identical to the model on batch-invariant functions
+  and takes one pass over a cache that both streams share; `exact, two passes` is bit-identical to
+  the model as it is. `shared cache` and `two streams` are the stable update, over one cache for
+  both streams and over one for each (two passes and two streams only where eight of the case's
+  caches fit into the GPU's memory). `compiled` has a static cache that both streams share and is
+  compiled, and on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph. The time to compile is not
   in the table but below it, with the compiler's caches as they were. `CUDA graph` is not compiled,
@@ -76,6 +78,8 @@ from icl_patch.generation.shared_cache_trial import require_shared_cache
 from icl_patch.recording.sequences import absorb_all_but_last
 
 OURS = "recompute and apply, shared cache"
+EXACT = "recompute and apply, exact"
+EXACT_TWO_PASSES = "recompute and apply, exact, two passes"
 OURS_COMPILED = "recompute and apply, compiled"
 PLAIN = "plain step"
 COMPILED = "plain step, compiled"
@@ -216,11 +220,13 @@ def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
     """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit."""
     stable, cuda = models.stable, ids.is_cuda
     builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
+    if not any(block.experts for block in models.exact.attached_model.blocks):
+        builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
     if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:
         builders["recompute and apply, two streams"] = lambda: _decoding_step(
             stable, ids, DecodeMode.TWO_STREAM
         )
-        builders["recompute and apply, exact"] = lambda: _exact_step(models.exact, ids)
+        builders[EXACT_TWO_PASSES] = lambda: _two_pass_step(models.exact, ids)
     builders[OURS_COMPILED] = lambda: _compiled_step(
         stable, ids, CompileOptions(inductor=True, cuda_graph=cuda)
     )
@@ -287,7 +293,7 @@ def _compiled_step(patcher: ContextPatcher, ids: Tensor, options: CompileOptions
     return replace(step, compile_seconds=seconds if options.inductor else None)
 
 
-def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
+def _two_pass_step(patcher: ContextPatcher, ids: Tensor) -> Step:
     attached = patcher.attached_model
     sequences = absorb_all_but_last(ids, torch.ones_like(ids, dtype=torch.bool))
     cache: Any = attached.prefill(sequences)

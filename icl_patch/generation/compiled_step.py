@@ -138,6 +138,11 @@ class Traced:
         except Exception as cause:  # of the model's own code, which nobody here has seen
             name = type(self._step.decoder.attached.model).__name__
             reason = str(cause).partition("\n")[0]
+            if "InvalidCxxCompiler" in str(cause):
+                raise UnsupportedModelError(
+                    "expected a C++ compiler for compile, found none: install one (apt install g++)"
+                    f" or name it in CXX, or generate without compile ({reason})"
+                ) from cause
             raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
 
 

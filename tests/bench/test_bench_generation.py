@@ -158,7 +158,7 @@ def test_a_mixture_of_experts() -> None:
         OURS,
         OURS_COMPILED,
         "recompute and apply, two streams",
-        "recompute and apply, exact",
+        "recompute and apply, exact, two passes",
         PLAIN,
         COMPILED,
     }
