@@ -83,8 +83,8 @@ papers: $(EXPERIMENTS:%=papers-%) ## the papers' experiments in full, into docs/
 papers-%: $(RUN)
 	$(RUN) examples/papers/$*.py
 
-gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: its tests, the headline benchmarks, the memory checks; PARTS=tests, SCALE=2: those alone, twice the time
-	@sh tools/gpu.sh
+gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
+	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh
 
 gpu-full: $(RUN) ## there, the whole grid of benchmarks; goes on where it stopped
 	$(RUN) -m icl_patch bench --device cuda --out "$(RESULTS)"

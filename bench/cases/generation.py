@@ -34,12 +34,13 @@ every weight once (of the experts, the chosen ones) at the best bandwidth measur
 the step's time. `cache` is the size of the way's cache, its spare room included. `transient` is the
 peak of memory that one step takes beside model and cache, according to torch's allocator (on a CPU:
 from its allocations and releases as torch.profiler sees them). `calls` counts a step's operator
-calls (CPU) or launches (GPU; a CUDA graph is one).
+calls (CPU) or launches (GPU; a CUDA graph is one). The backend of scaled-dot-product attention
+is read from the names of a step's operators and kernels.
 """
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,8 +63,7 @@ from icl_patch.bench.cases.random_models import (
 )
 from icl_patch.bench.costs import (
     cache_bytes,
-    launches,
-    operator_calls,
+    profiled,
     transient_bytes,
     weight_bytes,
 )
@@ -105,7 +105,7 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
         grid += [] if quick else [(CPU_MIXTURE, batch, 256) for batch in (1, 4)]
     else:
         dtype = torch.bfloat16
-        shapes, batches = (GPU_SHAPES[:2], (1, 8)) if quick else (GPU_SHAPES, (1, 8, 4, 32))
+        shapes, batches = (GPU_SHAPES[:3], (1, 8)) if quick else (GPU_SHAPES, (1, 8, 4, 32))
         grid = [(shape, batch, 1024) for shape in shapes for batch in batches]
         rest = () if quick else (16, 256, 8192)
         grid += [
@@ -311,10 +311,7 @@ def _costs(step: Step, seconds: float, device: torch.device) -> dict[str, Any]:
         costs["compile s"] = step.compile_seconds
     if seconds < _SLOW:
         costs["transient MB"] = transient_bytes(step, device) / 1e6
-        if device.type == "cuda":
-            costs["launches"] = launches(step, device)
-        else:
-            costs["operator calls"] = operator_calls(step)
+        costs |= profiled(step, device)
     return costs
 
 
@@ -333,10 +330,16 @@ def tables(data: Mapping[str, Any]) -> list[str]:
         times = {row["call"]: row["seconds"]["median"] for row in rows if "seconds" in row}
         table = table_lines(COLUMNS, [_line(row, times) for row in rows] + skipped)
         lines += [f"## {case}", "", *table, ""]
-        for row in rows:
-            for note in _notes(row):
-                lines += [note, ""]
+        for note in (*_attention(rows), *(note for row in rows for note in _notes(row))):
+            lines += [note, ""]
     return lines[:-1]
+
+
+def _attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each backend of scaled-dot-product attention."""
+    for backend in dict.fromkeys(row["SDPA"] for row in rows if "SDPA" in row):
+        names = [row["call"] for row in rows if row.get("SDPA") == backend]
+        yield f"Scaled-dot-product attention by {backend}: {'; '.join(names)}."
 
 
 def _notes(row: Mapping[str, Any]) -> Iterator[str]:

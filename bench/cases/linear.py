@@ -127,7 +127,7 @@ def prepare(cases: Sequence[Case], device: torch.device) -> None:
     for case in cases:
         n, k, rows, rank = (int(case.parameters[name]) for name in ("n", "k", "rows", "rank"))
         dtype = getattr(torch, str(case.parameters["dtype"]))
-        config = config_for(gpu_name(device), dtype, n, k, product_path(rows))
+        config = config_for(gpu_name(device), dtype, n, product_path(rows))
         variants.append(tuning.Variant(dtype, n, k, rows, rank, config))
     with tuning.compilers() as pool:
         tuning.compile_all(pool, variants, 10 * major + minor)

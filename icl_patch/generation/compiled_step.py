@@ -161,6 +161,10 @@ class Captured:
 
     def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
         """Run the step on ``token_ids`` (B,)."""
+        with torch.cuda.device(self._token_ids.device):  # streams and graphs are the current one's
+            return self._run_or_replay(token_ids, return_context_logits)
+
+    def _run_or_replay(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
         self._token_ids.copy_(token_ids)
         self._calls += 1
         if self._calls <= self._WARM_UP:

@@ -59,7 +59,7 @@ def _other_modalities(model: PreTrainedModel) -> set[int]:
 
 def check_language_model(model: object) -> None:
     """Raises UnsupportedModelError unless the model is one of transformers that ends in logits over
-    its vocabulary.
+    its vocabulary, all on one device.
     """
     _check_unwrapped(model)
     if not isinstance(model, PreTrainedModel) or not _has_head(model):
@@ -78,6 +78,12 @@ def check_language_model(model: object) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} finds blocks of its cache by positions, which a shorter cache"
             " does not have"
+        )
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"expected the weights of {type(model).__name__} on one device, got"
+            f" {', '.join(devices)}: load it onto one, as with device_map={{'': 'cuda:0'}}"
         )
 
 

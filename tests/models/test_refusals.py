@@ -55,6 +55,13 @@ def test_a_llama_without_a_language_model_head_is_refused(
         ContextPatcher(getattr(transformers, kind)(config).eval())
 
 
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = small("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match="on one device, got cpu, meta: load it onto"):
+        ContextPatcher(model)
+
+
 def test_attention_without_a_mask_is_refused() -> None:
     model = small("llama")
     for implementation in ("flash_attention_2", "flex_attention", "paged|sdpa"):
