@@ -111,6 +111,11 @@ def test_a_refusal_without_hooks_does_not_name_hooks() -> None:
     assert "hooks" not in str(refused.value)
 
 
+def test_a_norm_that_multiplies_in_fp64_is_refused_with_a_cure() -> None:
+    with pytest.raises(UnsupportedModelError, match="convert the model to float32"):
+        ContextPatcher(small("olmo2").double())
+
+
 def test_an_unknown_update_and_training_are_refused() -> None:
     with pytest.raises(ValueError, match="expected update direct, stable, exact, got 'best'"):
         ContextPatcher(small("llama"), "best")
