@@ -46,7 +46,9 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     unseen = {path for path, found in traces.items() if not found.mixers}
     for path in layers:
         if path not in traces:
-            raise UnsupportedModelError(f"{path} does not run once a pass with tensors in and out")
+            raise UnsupportedModelError(
+                f"{path} does not run once in a pass over text, with tensors in and out"
+            )
         if path in unseen and len(unseen) < len(traces):
             continue
         blocks.append(Block(path, _Reading(traces[path]).spec()))
