@@ -241,6 +241,7 @@ def in_batch(
     return torch.cat(logits, 1)[kept[1]]
 
 
+@torch.no_grad()
 def noise_floor(model: PreTrainedModel, rows: list[Tensor], full: list[Tensor], head: int) -> float:
     """How much the model differs from itself in a batch of two, and with its own cache."""
     doubled = model(rows[0].repeat(2, 1)).logits[0]
