@@ -5,7 +5,7 @@ RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress kernels bits bits-compare bench bench-compare sweep figures papers gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress mutants kernels bits bits-compare bench bench-compare sweep figures papers gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,8 +38,15 @@ build/oldest/installed: pyproject.toml
 oldest: build/oldest/installed ## the test suite with the oldest versions that pyproject.toml allows; installs gigabytes, CUDA's libraries among them
 	$(MAKE) PYTHON=$(CURDIR)/build/oldest/bin/python test
 
-stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model
+stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model; every block form on more random numbers
 	$(RUN) -m pytest -m stress
+
+# Apart from the rest: it brings a module that hides Python's own typing.
+build/universalmutator: | $(RUN)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ universalmutator==1.14.1
+
+mutants: $(RUN) build/universalmutator ## plant faults one at a time and run the tests that should notice each, for at most half an hour; goes on where it stopped; MUTANTS=--fresh
+	PYTHONPATH=build/universalmutator $(RUN) tools/mutants.py $(MUTANTS)
 
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills
 	$(RUN) tools/kernel_resources.py

@@ -16,8 +16,8 @@ from icl_patch.bench.cases.linear import (
     SHAPES,
     cold,
     expected_output,
+    product_error_limit,
     random_operands,
-    rounding_limit,
 )
 from icl_patch.bench.harness import reason, relative_error
 from icl_patch.bench.results import environment, write_whole
@@ -245,7 +245,7 @@ def check(operands: Operands, weight: Tensor, config: Config) -> None:
             computed alone.
     """
     output = _launch(operands, weight, config)
-    relative_error(output, operands.expected, rounding_limit(weight.dtype, weight.shape[1]))
+    relative_error(output, operands.expected, product_error_limit(weight.dtype, weight.shape[1]))
     if not torch.equal(output, _launch(operands, weight, config)):
         raise AssertionError("expected the same bits twice, got others")
     if not torch.equal(

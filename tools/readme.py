@@ -23,7 +23,8 @@ RESULTS = ROOT / "bench" / "results"
 UPDATES = ("exact", "stable", "direct")
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 STEPS = {
-    '`exact`, `mode="two_pass"`: bit-identical': "recompute and apply, exact",
+    "`exact`": "recompute and apply, exact",
+    '`exact`, `arithmetic="model"`': "recompute and apply, exact, two passes",
     "`stable`": "recompute and apply, shared cache",
     "`stable`, `compile=True`": "recompute and apply, compiled",
     "PEFT: a LoRA adapter of rank 1, swapped": "PEFT, factors swapped",
@@ -45,12 +46,13 @@ def memory() -> str:
         exact, stable = (row["patch_bytes"][update] for update in ("exact", "stable"))
         cells = [f"{row['cache_bytes'] / 1e3:.0f} kB", f"{exact / 1e6:.1f} MB"]
         ratios = [f"{size / row['cache_bytes']:.0f}" for size in (exact, stable)]
-        rows.append([row["model"], *cells, f"{ratios[0]} ({ratios[1]})"])
+        rows.append([row["model"], *cells, *ratios])
     columns = [
         "bf16 model",
         "cache of one context token",
-        "patch of one token",
-        "as large as the cache of … context tokens: `exact` (`stable`)",
+        "patch of one token (`exact`)",
+        "in context tokens: `exact`",
+        "`stable`",
     ]
     return _table(columns, rows)
 
@@ -82,9 +84,12 @@ def speed() -> str:
             }
             found.append({name: value / seconds["plain step"] for name, value in seconds.items()})
             where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
-            columns.append(f"{where.replace('AMD ', '')}, {case[2:]} row{'s' * (case != 'B=1')}")
-    rows = [[name, *(f"{ratios[call]:.2f}×" for ratios in found)] for name, call in STEPS.items()]
-    rows.insert(3, ["the model's own step, without a patch", *["1×"] * len(found)])
+            columns.append(f"{where.replace('AMD ', '')}, batch {case[2:]}")
+    rows = [
+        [name, *(f"{ratios[call]:.2f}×" if call in ratios else "–" for ratios in found)]
+        for name, call in STEPS.items()
+    ]
+    rows.insert(4, ["the model's own step, without a patch", *["1×"] * len(found)])
     return _table(columns, rows)
 
 

@@ -179,7 +179,7 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
             return None
         # the others round the weight, the factors or the parts too
         roundings = 1 if name in ("patched_linear", "F.linear") else 8
-        limit = rounding_limit(dtype, k, roundings)
+        limit = product_error_limit(dtype, k, roundings)
         return relative_error(result, expected.get(name, shared), limit)
 
     return Comparison(
@@ -213,7 +213,7 @@ def expected_output(weight: Tensor, z: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return _plain(weight, z) + _term(z, u, v)
 
 
-def rounding_limit(dtype: torch.dtype, k: int, roundings: int = 1) -> float:
+def product_error_limit(dtype: torch.dtype, k: int, roundings: int = 1) -> float:
     """The error of sums of K products in fp32 and of some roundings to the dtype."""
     return roundings * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * k**0.5
 

@@ -37,6 +37,13 @@ _DTYPES = {
 }
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json, which every command takes."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, its device, dtype and seed, for :func:`load`."""
     parser.add_argument(
@@ -146,7 +153,7 @@ def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedToken
     with stage("importing transformers"):
         from transformers.utils import logging
 
-        from icl_patch.evaluation.verify import load_model
+        from icl_patch.evaluation.loading import load_model
 
     torch.manual_seed(options.seed)
     logging.disable_progress_bar()

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     model, tokenizer = common.load(options)
     import torch
 
-    from icl_patch.evaluation.verify import encode_contexts
+    from icl_patch.evaluation.loading import encode_contexts
 
     context = common.context_text(options)
     assert context is not None

@@ -102,7 +102,7 @@ def _generate(
     """The steps; the text is printed as it comes, or with ``--json`` there is a bar."""
     from transformers import TextStreamer
 
-    from icl_patch.evaluation.verify import default_context, encode_contexts
+    from icl_patch.evaluation.loading import default_context, encode_contexts
 
     context, model = common.context_text(options), patcher.model
     context = default_context(model) if context is None else context

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from icl_patch._version import __version__
-from icl_patch.cli import demo, extract, generate, inspect, verify
+from icl_patch.cli import common, demo, extract, generate, inspect, verify
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 
 COMMANDS = "icl_patch.commands"
@@ -109,9 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             name, help=command.HELP, description=command.HELP.capitalize() + "."
         )
-        subparser.add_argument(
-            "--json", action="store_true", help="print one JSON object instead of tables"
-        )
+        common.add_json(subparser)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

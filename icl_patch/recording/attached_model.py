@@ -18,7 +18,6 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
-from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, Writer
@@ -51,6 +50,7 @@ from icl_patch.recording.patch_assembly import empty_patch
 from icl_patch.recording.replay import replay_logits, replay_observed
 from icl_patch.recording.self_check import SelfCheck
 from icl_patch.recording.sequences import Sequences
+from icl_patch.tolerances import rounding_limit
 
 
 class HasAttachedModel(Protocol):

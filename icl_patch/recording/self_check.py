@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
-from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import call, counts_slots, takes_positions
@@ -23,6 +22,7 @@ from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, 
 from icl_patch.recording.compute import compute_closing
 from icl_patch.recording.replay import replay_logits
 from icl_patch.recording.sequences import Sequences, assemble
+from icl_patch.tolerances import rounding_limit
 
 
 class SelfCheck:

@@ -24,7 +24,7 @@ from support.small import (
 )
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForConditionalGeneration
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from icl_patch import (
     ContextPatcher,
@@ -114,6 +114,29 @@ def test_a_refusal_without_hooks_does_not_name_hooks() -> None:
 def test_a_norm_that_multiplies_in_fp64_is_refused_with_a_cure() -> None:
     with pytest.raises(UnsupportedModelError, match="convert the model to float32"):
         ContextPatcher(small("olmo2").double())
+
+
+class LeakingAttention(LlamaAttention):
+    """Adds a trace of all that its cache holds, what the mask hides too: less than rounding may
+    be.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, past_key_values: Any, **kwargs: Any
+    ) -> Any:
+        out, weights = super().forward(
+            hidden_states, *args, past_key_values=past_key_values, **kwargs
+        )
+        keys = past_key_values.layers[self.layer_idx].keys
+        return out + 1e-6 * keys.sum((1, 2, 3)).view(-1, 1, 1), weights
+
+
+def test_attention_that_lets_a_trace_of_hidden_tokens_through_is_refused() -> None:
+    model: Any = small("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LeakingAttention
+    with pytest.raises(UnsupportedModelError, match="lets the reduced rows see absorbed tokens"):
+        ContextPatcher(model)
 
 
 def test_an_unknown_update_and_training_are_refused() -> None:
