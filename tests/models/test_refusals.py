@@ -113,7 +113,7 @@ def test_a_refusal_without_hooks_does_not_name_hooks() -> None:
 
 def test_a_norm_that_multiplies_in_fp64_is_refused_with_a_cure() -> None:
     with pytest.raises(UnsupportedModelError, match="convert the model to float32"):
-        ContextPatcher(small("olmo2").double())
+        ContextPatcher(tiny_models.build("olmo2", dtype=torch.float64))
 
 
 class LeakingAttention(LlamaAttention):
