@@ -225,7 +225,7 @@ def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None
             (", rank 4, 4 rows", ", rank 1, 16 rows", ", recording")
         ):
             assert aot.compile_ahead(launch, 90).metadata.shared <= 99 * 1024
-    text = (Path(kernels.__file__).parent / "configs" / "default.json").read_text(encoding="utf-8")
+    text = (Path(kernels.__file__).parent / "configs" / "untuned.json").read_text(encoding="utf-8")
     assert "Not measured" in text
 
 
