@@ -14,6 +14,7 @@
 from icl_patch.static.distill import Distillation
 from icl_patch.static.examples import Example, documents
 from icl_patch.static.fit import Plan, fit
+from icl_patch.static.peft_import import from_peft
 from icl_patch.static.report import Quality, StaticReport
 from icl_patch.static.ridge import LowRank
 from icl_patch.static.static_patch import RowMap, StaticInfo, StaticPatch, applied, mean
@@ -31,5 +32,6 @@ __all__ = [
     "applied",
     "documents",
     "fit",
+    "from_peft",
     "mean",
 ]

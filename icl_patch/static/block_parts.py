@@ -1,13 +1,15 @@
 """The matrices of a block that a static patch may change, and the values that are read from it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.models.block_spec import BlockSpec, Writer
 from icl_patch.models.detect import blocks_of, is_matrix
 from icl_patch.models.language_model import layers_of, random_tokens
@@ -95,6 +97,7 @@ def read_blocks(model: PreTrainedModel) -> list[BlockParts]:
     """The parts of every block of a model.
 
     Raises:
+        TypeError: a module of the model is patched.
         UnsupportedModelError: a block has a form that cannot hold a static patch: experts, an MLP
             beside the attention, no MLP, or a recurrent layer.
     """
@@ -102,6 +105,12 @@ def read_blocks(model: PreTrainedModel) -> list[BlockParts]:
         raise UnsupportedModelError(
             f"expected a model without recurrent layers for a static patch, got"
             f" {type(model).__name__}"
+        )
+    patched = [path for path, part in model.named_modules() if isinstance(part, PatchedModule)]
+    if patched:
+        raise TypeError(
+            f"expected a model without patched modules, got {patched[0]} patched: detach the"
+            " patcher, or leave the patch's context, first"
         )
     blocks = blocks_of(model)
     for block in blocks:
@@ -130,7 +139,9 @@ def _read(traced: BlockTrace, spec: BlockSpec) -> BlockParts:
     assert spec.down is not None
     side, _, hidden = spec.residual[0].partition(" of ")
     if side != "input" or not hidden:
-        raise UnsupportedModelError(f"expected a residual stream that a module of {traced.path} reads")
+        raise UnsupportedModelError(
+            f"expected a residual stream that a module of {traced.path} reads"
+        )
     return BlockParts(
         path=traced.path,
         hidden=hidden,
@@ -191,3 +202,30 @@ def norm_scale(block: nn.Module, output: OutputMatrix) -> tuple[Tensor, float]:
     eps = getattr(norm, "eps", None)
     scale = output.scale_offset + norm.weight.detach().float()
     return scale, float(norm.variance_epsilon if eps is None else eps)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The matrix W (N, K) of a linear map in fp64.
+
+    Raises:
+        UnsupportedModelError: the module is not an ``nn.Linear`` or a Conv1D with a plain weight.
+    """
+    weight = getattr(module, "weight", None)
+    if type(module) not in (nn.Linear, Conv1D) or type(weight) is not nn.Parameter:
+        raise UnsupportedModelError(
+            f"expected nn.Linear or Conv1D with a plain weight, got {type(module).__name__}"
+        )
+    matrix = weight.detach().double()
+    return matrix.T if type(module) is Conv1D else matrix
+
+
+def matrix_shapes(
+    model: PreTrainedModel, blocks: Iterable[BlockParts], parts: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """(N, K) of every matrix of the parts, by its path in the model."""
+    shapes = {}
+    for block in blocks:
+        for path in [path for part in parts for path in block.matrices(part)]:
+            n, k = weight_of(model.get_submodule(f"{block.path}.{path}")).shape
+            shapes[f"{block.path}.{path}"] = (n, k)
+    return shapes

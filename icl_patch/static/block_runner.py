@@ -142,8 +142,9 @@ def make_batches(
     """The rows in batches of one fold each, at the first block. The tokens of the preserved rows
     together weigh ``kappa`` times those of the others.
     """
-    tokens = [sum(len(row.without) for row in rows if row.preserve is kind) for kind in (False, True)]
-    preserve_weight = kappa * tokens[0] / tokens[1] if tokens[1] else 0.0
+    preserved = sum(len(row.without) for row in rows if row.preserve)
+    others = sum(len(row.without) for row in rows) - preserved
+    preserve_weight = kappa * others / preserved if preserved else 0.0
     order = sorted(range(len(rows)), key=lambda i: (folds[i], len(rows[i].with_context)))
     groups: list[list[int]] = []
     for i in order:

@@ -17,11 +17,12 @@ from icl_patch.layers.swap import restore, swap
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import weight_fingerprint
 from icl_patch.patch.serialization import file_parts, read_file
+from icl_patch.static.block_parts import weight_of
 from icl_patch.static.block_runner import Batch, BlockRunner, make_batches
 from icl_patch.static.examples import Row
 from icl_patch.static.report import StaticReport, Tally, measure, plain_logits, spread
 from icl_patch.static.ridge import LowRank
-from icl_patch.static.sequential import Progress, weight_of
+from icl_patch.static.sequential import Progress
 from icl_patch.static.static_linear import StaticLinear
 
 _KIND = "static_distillation"
@@ -85,9 +86,10 @@ def distill(
     and the last step counts.
     """
     if not held_out and len(rows) >= _HELD_OUT_OF:
-        held_out, rows = rows[:: _HELD_OUT_OF], [
-            row for i, row in enumerate(rows) if i % _HELD_OUT_OF
-        ]
+        held_out, rows = (
+            rows[::_HELD_OUT_OF],
+            [row for i, row in enumerate(rows) if i % _HELD_OUT_OF],
+        )
     changes = _first(runner, paths, rank, options.seed, start)
     training = _Training(runner, changes, rows, preserve, kappa, options)
     return training.run(held_out, state, progress)
@@ -109,24 +111,10 @@ def _first(
         u = torch.zeros(rank, out_features)
         known = None if start is None else start.get(path)
         if known is not None:
-            given = _balanced(known, rank)
+            given = known.truncated(rank)
             u[: given.rank], v[: given.rank] = given.u, given.v
-        changes[path] = LowRank(
-            u.to(device).requires_grad_(), v.to(device).requires_grad_()
-        )
+        changes[path] = LowRank(u.to(device).requires_grad_(), v.to(device).requires_grad_())
     return changes
-
-
-def _balanced(change: LowRank, rank: int) -> LowRank:
-    """The nearest change of a rank, both factors with the roots of its singular values."""
-    left, left_r = torch.linalg.qr(change.u.double().T)
-    right, right_r = torch.linalg.qr(change.v.double().T)
-    u, sizes, v = torch.linalg.svd(left_r @ right_r.T)
-    root = sizes[:rank].sqrt()
-    return LowRank(
-        ((left @ u[:, :rank]) * root).T.float().contiguous(),
-        ((right @ v[:rank].T) * root).T.float().contiguous(),
-    )
 
 
 class _Training:
@@ -194,8 +182,16 @@ class _Training:
         changes = self.best[2]
         tally = self._measure([*tests, *keeps], teacher, changes)
         return changes, StaticReport(
-            tally.quality(), plain.quality(), False, tally.preserved_kl(), (), (), (),
-            self.best[1], 0.0, 0,
+            tally.quality(),
+            plain.quality(),
+            False,
+            tally.preserved_kl(),
+            (),
+            (),
+            (),
+            self.best[1],
+            0.0,
+            0,
         )
 
     def _measure(

@@ -86,7 +86,9 @@ class Example:
             return cls(ids(context), tuple(map(ids, questions)), given, prefix, ends)
         parts = [_chat_parts(tokenizer, context, question) for question in questions]
         if any(part[:2] != parts[0][:2] for part in parts):
-            raise ValueError("expected a chat template that puts the context in one place, got more")
+            raise ValueError(
+                "expected a chat template that puts the context in one place, got more"
+            )
         return cls(parts[0][1], tuple(part[2] for part in parts), given, parts[0][0], ends)
 
 
@@ -258,10 +260,7 @@ def preserved_rows(texts: Sequence[Sequence[int]]) -> list[Row]:
     """
     if not all(len(text) for text in texts):
         raise ValueError("expected texts to preserve of at least one token each, got an empty one")
-    return [
-        Row(tuple(text), tuple(text), len(text), 0, (), preserve=True)
-        for text in texts
-    ]
+    return [Row(tuple(text), tuple(text), len(text), 0, (), preserve=True) for text in texts]
 
 
 def check_rows(model: PreTrainedModel, rows: Sequence[Row]) -> None:

@@ -1,58 +1,34 @@
-"""Fitting a static patch: the one call, its checks, and the choice of a rank."""
+"""Fitting a static patch: the call, its checks, and the choice of a rank."""
 
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.static.block_parts import BlockParts, check_parts, read_blocks
+from icl_patch.static.block_parts import check_parts, matrix_shapes, read_blocks
 from icl_patch.static.block_runner import BlockRunner, make_batches
 from icl_patch.static.distill import Distillation, distill
 from icl_patch.static.examples import (
     Example,
-    Row,
     answered,
     check_rows,
     preserved_rows,
     rows_of,
 )
 from icl_patch.static.fit_state import FitState, RidgeOptions
+from icl_patch.static.plan import AUTO_RANKS, Plan, Size, plan_distillation, plan_ridge
 from icl_patch.static.report import Quality, StaticReport, measure, measure_streams
 from icl_patch.static.ridge import LAMBDAS, LowRank
-from icl_patch.static.sequential import Progress, fit_blocks, weight_of
+from icl_patch.static.sequential import Progress, fit_blocks
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 
 METHODS = ("ridge", "distill")
-_AUTO_RANKS = (1, 2, 4, 8, 16, 32)
 _AUTO_GAIN = 0.95  # the smallest rank with this share of the best rank's gain in KL
 _NO_FOLDS_LAMBDA = 1e-2
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a fit will take, known before it starts.
-
-    questions, tokens: of the examples and the preserved texts; blocks: of the model; rank: of the
-    changes, None for no limit; nbytes: of memory beside the model; seconds: roughly, from the time
-    of a matrix product on this machine.
-    """
-
-    questions: int
-    tokens: int
-    blocks: int
-    rank: int | None
-    nbytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.questions} questions, {self.tokens} tokens, {self.blocks} blocks: about"
-            f" {self.seconds:.0f} s and {self.nbytes / 1e6:,.0f} MB beside the model"
-        )
 
 
 def fit(
@@ -162,8 +138,20 @@ class _Job:
         self.parts, self.rank, self.kappa, self.folds = check_parts(parts), rank, kappa, folds
         self.preserve, self.held_out = preserved_rows(preserve), held_out
         self.blocks = read_blocks(model)
-        _check_rank(model, self.blocks, self.parts, rank, method)
+        self.largest_rank = min(
+            min(shape) for shape in matrix_shapes(model, self.blocks, self.parts).values()
+        )
+        self._check_rank()
         self.runner = BlockRunner(model, self.blocks)
+
+    def _check_rank(self) -> None:
+        rank, most = self.rank, self.largest_rank
+        if rank == "auto" or (rank is None and self.method == "ridge"):
+            return
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
+            raise ValueError(
+                f"expected a rank from 1 to {most}, the largest that every matrix has, got {rank!r}"
+            )
 
     def prepare(self, max_new_tokens: int) -> None:
         """Let the model answer; the rows of the examples and of those held out."""
@@ -172,13 +160,21 @@ class _Job:
         check_rows(self.model, [*self.rows, *self.preserve, *self.test_rows])
 
     def plan(self, options: Distillation) -> Plan:
-        """Sizes of the fit; see :class:`Plan`."""
-        rows = [*self.rows, *self.preserve]
-        tokens = sum(len(row.with_context) + len(row.without) for row in rows)
-        return plan(
-            self.model, self.blocks, self.parts, self.rank, self.folds, len(rows), tokens,
-            options.steps if self.method == "distill" else 0,
+        """What the fit will take."""
+        rows, rank = [*self.rows, *self.preserve], self.rank
+        size = Size(
+            model=self.model,
+            shapes=matrix_shapes(self.model, self.blocks, self.parts),
+            blocks=len(self.blocks),
+            rank=None if isinstance(rank, str) else rank,
+            folds=self.folds,
+            rows=len(rows),
+            tokens=sum(len(row.with_context) + len(row.without) for row in rows),
         )
+        if self.method == "distill":
+            return plan_distillation(size, options.steps, options.batch_size)
+        fits = sum(r <= self.largest_rank for r in AUTO_RANKS) if rank == "auto" else 1
+        return plan_ridge(size, len(self.parts), fits)
 
     # -- ridge
 
@@ -190,9 +186,8 @@ class _Job:
         if self.rank != "auto":
             assert not isinstance(self.rank, str)
             return self._ridge(self.rank, lambdas, state, progress)
-        most = _largest_rank(self.model, self.blocks, self.parts)
         fits = []
-        for rank in (rank for rank in _AUTO_RANKS if rank <= most):
+        for rank in (rank for rank in AUTO_RANKS if rank <= self.largest_rank):
             fits.append(self._ridge(rank, lambdas, None, progress))
         kl = [_held_out(report).kl for _, report in fits]
         plain = fits[0][1].without
@@ -258,11 +253,20 @@ class _Job:
         """Gradient descent, see :mod:`icl_patch.static.distill`."""
         if start is not None:
             start.check_model(self.model)
-        paths = [f"{b.path}.{path}" for b in self.blocks for p in self.parts for path in b.matrices(p)]
+        paths = list(matrix_shapes(self.model, self.blocks, self.parts))
         assert isinstance(self.rank, int)
         return distill(
-            self.runner, paths, self.rank, self.rows, self.test_rows, self.preserve, self.kappa,
-            options, None if start is None else start.changes, state, progress,
+            self.runner,
+            paths,
+            self.rank,
+            self.rows,
+            self.test_rows,
+            self.preserve,
+            self.kappa,
+            options,
+            None if start is None else start.changes,
+            state,
+            progress,
         )
 
     # -- what no patch can hold
@@ -286,95 +290,3 @@ class _Job:
 def _held_out(report: StaticReport) -> Quality:
     assert report.held_out is not None
     return report.held_out
-
-
-def _matrix_shapes(
-    model: PreTrainedModel, blocks: Sequence[BlockParts], parts: Sequence[str]
-) -> dict[str, tuple[int, int]]:
-    """(N, K) of every matrix that may change, by path."""
-    return {
-        f"{block.path}.{path}": tuple(
-            weight_of(model.get_submodule(f"{block.path}.{path}")).shape
-        )
-        for block in blocks
-        for part in parts
-        for path in block.matrices(part)
-    }
-
-
-def _largest_rank(
-    model: PreTrainedModel, blocks: Sequence[BlockParts], parts: Sequence[str]
-) -> int:
-    return min(min(shape) for shape in _matrix_shapes(model, blocks, parts).values())
-
-
-def _check_rank(
-    model: PreTrainedModel,
-    blocks: Sequence[BlockParts],
-    parts: Sequence[str],
-    rank: int | str | None,
-    method: str,
-) -> None:
-    if rank == "auto" or (rank is None and method == "ridge"):
-        return
-    most = _largest_rank(model, blocks, parts)
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
-        raise ValueError(
-            f"expected a rank from 1 to {most}, the largest that every matrix has, got {rank!r}"
-        )
-
-
-def plan(
-    model: PreTrainedModel,
-    blocks: Sequence[BlockParts],
-    parts: Sequence[str],
-    rank: int | str | None,
-    folds: int,
-    rows: int,
-    tokens: int,
-    steps: int,
-) -> Plan:
-    """The plan of a fit of ``tokens`` tokens, those of both runs counted.
-
-    Memory of a ridge fit: both hidden states and the values read from a block, for all tokens, and
-    for one matrix at a time the rows in fp64 with S and C of every fold and their sum; of a
-    distillation: factors, gradients and both moments of Adam. Operations: 2 a weight and token
-    forward, three times that backward; n K² for a moment and K³/3 for a factorisation, of which
-    there are one a fold and λ, and one a fold.
-    """
-    shapes = _matrix_shapes(model, blocks, parts)
-    width = max(k for _, k in shapes.values())
-    hidden = blocks_width(model, blocks)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    kept = int(rank) if isinstance(rank, int) else min(hidden, 32)
-    factors = sum(kept * (n + k) for n, k in shapes.values())
-    if steps:
-        operations = 2.0 * weights * tokens * (1 + 4 * steps * 16 / max(rows, 1))
-        nbytes = 4 * factors * 4 + 4 * tokens * hidden
-    else:
-        passes = 3 + len(parts)
-        solves = (folds + 1) * (1 + len(LAMBDAS) * (folds > 1))
-        system = min(width, tokens)
-        matrices = len(blocks) * len(parts)
-        operations = 2.0 * weights * tokens * passes
-        operations += matrices * (tokens * system**2 + solves * system**3 / 3 + solves * 9.0 * hidden**3)
-        nbytes = 4 * tokens * (4 * hidden + 2 * width) + 8 * tokens * (width + hidden)
-        nbytes += 8 * (folds + 1) * (system**2 + hidden * width) + 4 * factors * (folds + 1)
-    return Plan(rows, tokens, len(blocks), None if rank == "auto" else rank, nbytes, operations / _speed(model))  # type: ignore[arg-type]
-
-
-def blocks_width(model: PreTrainedModel, blocks: Sequence[BlockParts]) -> int:
-    """d, the width of the residual stream."""
-    block = blocks[0]
-    return int(weight_of(model.get_submodule(f"{block.path}.{block.writer.path}")).shape[0])
-
-
-def _speed(model: PreTrainedModel) -> float:
-    """Operations a second of a product of fp32 matrices on the model's device."""
-    x = torch.randn(512, 512, device=model.device)
-    float((x @ x).sum())
-    began = time.perf_counter()
-    for _ in range(3):
-        x @ x
-    float(x.sum())
-    return 3 * 2 * 512**3 / (time.perf_counter() - began)

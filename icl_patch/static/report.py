@@ -15,7 +15,7 @@ class Quality:
     """The patched model beside the model with its context, at the tokens of the answers.
 
     Attributes:
-        kl: mean KL(with context ‖ patched) in nats a token.
+        kl: mean KL(with context ‖ patched) in nats a token; tvd: mean total variation distance.
         whole: the share of answers of which every token is the patched model's first choice: its
             greedy answer is the given one.
         tokens: the share of such tokens.
@@ -23,6 +23,7 @@ class Quality:
     """
 
     kl: float
+    tvd: float
     whole: float
     tokens: float
     questions: int
@@ -96,7 +97,7 @@ class Tally:
     """Sums over answers' tokens and preserved tokens."""
 
     def __init__(self) -> None:
-        self.kl = self.right = self.whole = self.preserve_kl = 0.0
+        self.kl = self.tvd = self.right = self.whole = self.preserve_kl = 0.0
         self.tokens = self.questions = self.preserved = 0
 
     def add(self, batch: Batch, with_context: Tensor, patched: Tensor) -> None:
@@ -106,6 +107,7 @@ class Tally:
         answer = batch.answer
         right = got.argmax(-1) == batch.labels
         self.kl += float(kl[answer].sum())
+        self.tvd += float((wanted.exp() - got.exp()).abs().sum(-1)[answer].sum() / 2)
         self.right += float(right[answer].sum())
         self.tokens += int(answer.sum())
         asked = answer.any(1)
@@ -121,6 +123,7 @@ class Tally:
             return None
         return Quality(
             self.kl / self.tokens,
+            self.tvd / self.tokens,
             self.whole / self.questions,
             self.right / self.tokens,
             self.questions,

@@ -38,6 +38,19 @@ class LowRank:
         """Both factors in another dtype or on another device."""
         return LowRank(self.u.to(dtype), self.v.to(dtype))
 
+    def truncated(self, rank: int) -> "LowRank":
+        """The nearest change of at most a rank: the largest singular values, the roots of which go
+        into both factors.
+        """
+        left, left_r = torch.linalg.qr(self.u.double().T)
+        right, right_r = torch.linalg.qr(self.v.double().T)
+        u, sizes, v = torch.linalg.svd(left_r @ right_r.T, full_matrices=False)
+        root = sizes[:rank].sqrt()
+        return LowRank(
+            ((left @ u[:, :rank]) * root).T.to(self.u.dtype).contiguous(),
+            ((right @ v[:rank].T) * root).T.to(self.v.dtype).contiguous(),
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of both factors."""
@@ -111,7 +124,7 @@ class PrimalMoments(Moments):
         rho = ridge * self.s.diagonal().mean()
         system = self.s + rho * torch.eye(len(self.s), dtype=self.s.dtype, device=self.s.device)
         change = torch.cholesky_solve(self.c.T, torch.linalg.cholesky(system)).T
-        return Solution(change, change @ self.c.T)
+        return Solution(change, change, self.c.T)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,15 +140,16 @@ class DualMoments(Moments):
         rho = ridge * gram.diagonal().sum() / self.inputs.shape[1]
         system = gram + rho * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         mixture = torch.cholesky_solve(self.targets, torch.linalg.cholesky(system))  # (n, N)
-        return Solution(mixture.T @ self.inputs, mixture.T @ gram @ self.targets)
+        return Solution(mixture.T @ self.inputs, mixture.T, gram @ self.targets)
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """``Δ`` (N, K) and ``Δ Cᵀ = Δ (S + ρ I) Δᵀ`` (N, N), fp64."""
+    """``Δ`` (N, K) in fp64, and two factors of ``Δ Cᵀ = Δ (S + ρ I) Δᵀ`` (N, N)."""
 
     change: Tensor
-    gram: Tensor
+    gram_left: Tensor
+    gram_right: Tensor
 
     def low_rank(self, rank: int | None, left: Tensor | None = None) -> LowRank:
         """``W Δ``, or Δ without ``left``, cut to a rank: ``u = U``, ``v = Uᵀ W Δ`` with U the top
@@ -146,7 +160,8 @@ class Solution:
         if rank is None:
             whole = torch.eye(len(self.change), dtype=self.change.dtype, device=self.change.device)
             return LowRank(whole if left is None else left.double().T, self.change)
-        values, vectors = torch.linalg.eigh((self.gram + self.gram.T) / 2)
+        gram = self.gram_left @ self.gram_right
+        values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
         half = vectors * values.clamp_min(0).sqrt()  # half halfᵀ is the gram matrix
         if left is not None:
             half = left.double() @ half

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.layers.swap import restore, swap
 from icl_patch.ops.reference import InversionStatus
-from icl_patch.static.block_parts import BlockParts, OutputMatrix, norm_scale
+from icl_patch.static.block_parts import BlockParts, OutputMatrix, norm_scale, weight_of
 from icl_patch.static.block_runner import Batch, BlockRunner
 from icl_patch.static.fit_state import BlockFit, FitState, RidgeOptions
 from icl_patch.static.ridge import Regression, Solution, choose_ridge
@@ -151,22 +151,18 @@ class _BlockStep:
         self._finish()
         return known
 
-    def _fit_inputs(
-        self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]
-    ) -> None:
+    def _fit_inputs(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
         """Matrices that read one input z: ``ΔW = W D`` with D the ridge of ``z_ctx − z`` on z."""
         name = "z" if part == "readers" else "qk"
         paths = self.block.matrices(part)
-        weights = {path: self._matrix(path) for path in paths}
+        weights = {path: weight_of(self.modules[path].base_layer) for path in paths}
         change = target[name].double() - own[name].double()
         solutions = self._solve(
             part, own[name], change, self.weight, torch.cat(list(weights.values()))
         )
         self._keep({path: (solutions, weights[path]) for path in paths})
 
-    def _fit_output(
-        self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]
-    ) -> None:
+    def _fit_output(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
         """A matrix that writes: Δ the ridge of what its output lacks on its input."""
         attention = part == "o_proj"
         output = self.block.attention_output if attention else self.block.writer
@@ -225,10 +221,6 @@ class _BlockStep:
             for k in range(self.options.folds):
                 self.fitted.by_fold[k][path] = changes[k]
 
-    def _matrix(self, path: str) -> Tensor:
-        """W (N, K) in fp64: the module's output of the unit vectors, less its bias."""
-        return weight_of(self.modules[path].base_layer)
-
     # -- on to the next block
 
     def _finish(self) -> None:
@@ -245,15 +237,3 @@ class _BlockStep:
             error += float((batch.own(batch.student.hidden)[answers] - wanted).square().sum())
             size += float(wanted.square().sum())
         self.fitted.residual = (error / size) ** 0.5 if size else 0.0
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """The matrix W (N, K) of a linear map in fp64: its weight as stored, or its outputs of the unit
-    vectors for a module that stores it in another way.
-    """
-    weight = getattr(module, "weight", None)
-    if isinstance(module, nn.Linear) and type(weight) is nn.Parameter:
-        return weight.detach().double()
-    if type(module).__name__ == "Conv1D" and type(weight) is nn.Parameter:
-        return weight.detach().T.double()
-    raise ValueError(f"expected nn.Linear or Conv1D with a plain weight, got {type(module).__name__}")

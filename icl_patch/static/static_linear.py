@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import Mode
 from icl_patch.layers.linear import PatchedLinear
+from icl_patch.layers.patched_module import Mode
 
 
 class StaticLinear(PatchedLinear):
@@ -41,9 +41,7 @@ class StaticLinear(PatchedLinear):
                 f"expected a row map of 1 or {z.shape[0]} entries, one for each row of the batch,"
                 f" got {len(self.rows)}"
             )
-        index = self.rows.repeat_interleave(
-            len(flat) // len(self.rows), output_size=len(flat)
-        )
+        index = self.rows.repeat_interleave(len(flat) // len(self.rows), output_size=len(flat))
         options: dict[str, Any] = {"index": index, "out_dtype": self.out_dtype}
         linear = self.linear_map(z)
         if linear is not None:

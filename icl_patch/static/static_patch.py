@@ -1,7 +1,7 @@
 """A static patch: one change of weights for every token, with what was measured of it."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -121,7 +121,7 @@ class StaticPatch:
         """
         if rank < 1:
             raise ValueError(f"expected a rank of at least 1, got {rank}")
-        changes = {path: _truncated(change, rank) for path, change in self.changes.items()}
+        changes = {path: change.truncated(rank) for path, change in self.changes.items()}
         return replace(self, changes=changes, report=None)
 
     # -- using it
@@ -152,13 +152,13 @@ class StaticPatch:
             TypeError: a matrix is not a plain weight of an ``nn.Linear`` or a Conv1D.
         """
         self.check_model(model)
-        merged: dict[str, Tensor] = {}
+        changed = []
         for path, change in self._on(model).items():
             linear = StaticLinear(model.get_submodule(path))
             linear.set_pool(change.u.unsqueeze(0), change.v.unsqueeze(0))
-            merged[path] = linear.merge().weight
-        for path, weight in merged.items():
-            model.get_submodule(path).weight.copy_(weight)  # type: ignore[operator, union-attr]
+            changed.append((linear.base_layer, linear.merge()))
+        for module, merged in changed:
+            module.load_state_dict(merged.state_dict())
         return model
 
     def _on(self, model: PreTrainedModel) -> dict[str, LowRank]:
@@ -321,9 +321,7 @@ def applied(
 
 
 @contextmanager
-def _swapped(
-    model: PreTrainedModel, paths: Mapping[str, Any]
-) -> Iterator[dict[str, StaticLinear]]:
+def _swapped(model: PreTrainedModel, paths: Mapping[str, Any]) -> Iterator[dict[str, StaticLinear]]:
     with ExitStack() as stack:
         modules = {}
         for path in paths:
@@ -361,17 +359,6 @@ def _stacked(path: str, one: LowRank, other: LowRank) -> LowRank:
     return LowRank(torch.cat([one.u, other.u]), torch.cat([one.v, other.v]))
 
 
-def _truncated(change: LowRank, rank: int) -> LowRank:
-    left, left_r = torch.linalg.qr(change.u.double().T)
-    right, right_r = torch.linalg.qr(change.v.double().T)
-    u, sizes, v = torch.linalg.svd(left_r @ right_r.T)
-    root = sizes[:rank].sqrt()
-    return LowRank(
-        ((left @ u[:, :rank]) * root).T.float().contiguous(),
-        ((right @ v[:rank].T) * root).T.float().contiguous(),
-    )
-
-
 def _check_change(model: PreTrainedModel, path: str, change: LowRank) -> None:
     try:
         module = model.get_submodule(path)
@@ -399,7 +386,9 @@ def _read_info(header: dict[str, Any]) -> StaticInfo:
     for entry in fields(StaticInfo):
         value = header.get(entry.name)
         if not (isinstance(value, str) or (value is None and entry.name in optional)):
-            raise PatchFormatError(f"expected header entry {entry.name!r} of text, got {value!r:.80}")
+            raise PatchFormatError(
+                f"expected header entry {entry.name!r} of text, got {value!r:.80}"
+            )
     return StaticInfo(**{entry.name: header[entry.name] for entry in fields(StaticInfo)})
 
 
