@@ -30,7 +30,7 @@ from icl_patch.static.report import Tally, plain_logits, spread
 
 DOCS = Path(__file__).parents[2] / "docs"
 LONGEST = 27  # tokens of an answer, line end included
-PRESERVED = 200  # generic documents
+PRESERVED = 50  # generic documents
 OTHER = 10  # unrelated prompts of each kind
 FOLDS = 4
 

@@ -11,6 +11,7 @@
     patch.to_peft("adapter", model)  # a LoRA for PEFT and vLLM
 """
 
+from icl_patch.static.block_parts import PARTS
 from icl_patch.static.distill import Distillation
 from icl_patch.static.examples import Example, documents
 from icl_patch.static.fit import Plan, fit
@@ -20,6 +21,7 @@ from icl_patch.static.ridge import LowRank
 from icl_patch.static.static_patch import RowMap, StaticInfo, StaticPatch, applied, mean
 
 __all__ = [
+    "PARTS",
     "Distillation",
     "Example",
     "LowRank",

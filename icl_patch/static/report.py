@@ -37,7 +37,9 @@ class StaticReport:
         held_out: on questions that the patch was not fitted on; None if there were none.
         without: the same questions without a patch.
         cross_fitted: ``held_out`` is of all questions, each answered by the patch that was fitted
-            without its fold; False: of questions that were held out, by the patch itself.
+            without its fold; False: of questions that were held out, by the patch itself. A fold's
+            patch of a later block is fitted on the streams of other folds, whose patches have seen
+            the fold: a small leak, so that questions held out altogether are the stricter test.
         preserve_kl: mean KL(model ‖ patched) on the preserved texts, None without any.
         residual: for each block, ``‖out_ctx − out‖ / ‖out_ctx‖`` at the answers' tokens; only of
             a ridge fit.

@@ -184,9 +184,11 @@ def choose_ridge(
 
     left: W (M, N); the error is that of ``W t``.
     """
+    # ‖W x‖ = ‖R x‖ with W = Q R, which has no more rows than x has elements
+    metric = None if left is None else torch.linalg.qr(left.double(), mode="r").R.T
 
     def size(x: Tensor) -> float:
-        return float(((x if left is None else x @ left.double().T) ** 2).sum())
+        return float((x if metric is None else x @ metric).square().sum())
 
     errors = []
     for ridge in lambdas:

@@ -16,6 +16,9 @@ from icl_patch.static.ridge import Regression, Solution, choose_ridge
 from icl_patch.static.static_linear import StaticLinear
 
 Progress = Callable[[int, int], None]
+# What the fit of a part reads of the run with the context, and of the run without it.
+_TARGETS = {"qk": {"qk"}, "o_proj": {"hidden"}, "readers": {"z"}, "writer": {"sum"}}
+_READ = {"qk": {"qk"}, "o_proj": {"x", "o"}, "readers": {"z"}, "writer": {"hidden", "h"}}
 
 
 def fit_blocks(
@@ -84,34 +87,35 @@ class _BlockStep:
     # -- the block's passes
 
     def _paths(self) -> dict[str, str]:
-        """The modules whose inputs the fit reads."""
+        """The modules with the inputs that the fit reads."""
         block = self.block
         paths = {"hidden": block.hidden, "z": block.readers[0], "h": block.writer.path}
         if block.attention_output is not None:
             paths["o"] = block.attention_output.path
-        if "qk" in self.options.parts:
+        if block.qk:
             paths["qk"] = block.qk[0]
         return paths | ({} if block.final_norm is None else {"sum": block.final_norm})
 
-    def _pass(self, teacher: bool) -> dict[str, Tensor]:
-        """The inputs of the modules, the block's input ``x`` and its output, at all tokens
-        (n, ·).
+    def _pass(self, teacher: bool, names: set[str]) -> dict[str, Tensor]:
+        """Values of one pass at all tokens, (n, ·) by name: inputs of modules, the block's input
+        ``x`` and its ``sum``.
         """
-        found: dict[str, list[Tensor]] = {}
-        with self.runner.taps(self.index, self._paths()) as taps:
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        paths = {name: path for name, path in self._paths().items() if name in names}
+        with self.runner.taps(self.index, paths) as taps:
             for batch in self.batches:
                 self._set(None if teacher else batch.fold)
                 stream = batch.teacher if teacher else batch.student
                 out = self.runner.run(self.index, stream)
                 if teacher:
                     self.after.append(out)
-                values = {**taps, "x": stream.hidden, "out": out, "sum": taps.get("sum", out)}
-                at = batch.aligned if teacher else batch.own
-                for name, value in values.items():
-                    found.setdefault(name, []).append(at(value))
+                values = {"x": stream.hidden, "sum": out, **taps}
+                for name in names:
+                    value = values[name]
+                    found[name].append(batch.aligned(value) if teacher else batch.own(value))
         result = {name: torch.cat(values) for name, values in found.items()}
         for name, value in result.items():
-            if not value.isfinite().all():
+            if not value.sum().isfinite():
                 run = "with" if teacher else "without"
                 raise ValueError(
                     f"expected finite activations, got NaN or infinity in {name!r} of"
@@ -133,9 +137,10 @@ class _BlockStep:
 
     def fit(self) -> BlockFit:
         """Fit the parts in order; each sees what those before it have changed."""
-        target = self._pass(teacher=True)
-        for part in self.options.parts:
-            own = self._pass(teacher=False)
+        parts = self.options.parts
+        target = self._pass(True, {name for part in parts for name in _TARGETS[part]})
+        for part in parts:
+            own = self._pass(False, _READ[part])
             if part in ("readers", "qk"):
                 self._fit_inputs(part, own, target)
             else:
