@@ -2,6 +2,8 @@
 with its context.
 """
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -264,8 +266,8 @@ class _Checkpoint:
             "kind": _KIND,
             "fingerprint": weight_fingerprint(training.runner.model),
             "options": asdict(training.options),
-            "rows": rows,
-            "kappa": training.kappa,
+            "shapes": [list(parameter.shape) for parameter in training.parameters],
+            "data": hashlib.sha256(json.dumps([rows, training.kappa]).encode()).hexdigest(),
         }
         return cls(Path(state) / "distillation.safetensors", settings)
 

@@ -190,6 +190,7 @@ class _BlockStep:
         if output.norm is None:
             return wanted - given, self.weight
         scale, eps = norm_scale(self.layer, output)
+        wanted = wanted.where(scale != 0, 0.0)  # no W changes an element that the scale drops
         rms = given.square().mean(-1).sqrt()
         solved = ops.invert_rmsnorm(wanted, scale, rms, eps, given)
         reached = (solved.status == InversionStatus.EASY) | (solved.status == InversionStatus.HARD)
