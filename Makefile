@@ -72,6 +72,11 @@ papers: $(EXPERIMENTS:%=papers-%) ## the papers' experiments in full, into docs/
 papers-%: $(RUN)
 	$(RUN) examples/papers/$*.py
 
+STATIC ?=
+
+static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; goes on where it stopped; STATIC=--full: the whole grid
+	$(RUN) examples/static/evaluation.py $(STATIC)
+
 gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: its tests, the headline benchmarks, the memory checks; PARTS=tests, SCALE=2: those alone, twice the time
 	@sh tools/gpu.sh
 

@@ -250,9 +250,9 @@ def grid(full: bool) -> Iterator[Cell]:
     more = [("format", "dash"), ("language", "french")]
     more += [("fewshot", name) for name in ("dash", "twin", "flip")]
     for seed in range(5 if full else 1):
-        for kind, name in names + more if full else names:
-            yield Cell(kind, name, "patch for each token", 1, None, seed)
-            for n in (1, 4, 16, 64, 256) if full else (16, 64):
+        for n in (64, 16, 4, 1, 256) if full else (64, 16):
+            for kind, name in names + more if full else names:
+                yield Cell(kind, name, "patch for each token", 1, None, seed)
                 for method in METHODS:
                     if n >= FOLDS or "shuffled" not in method:
                         yield Cell(kind, name, method, n, 4, seed)
@@ -260,8 +260,7 @@ def grid(full: bool) -> Iterator[Cell]:
                     for rank in (1, 2, 8, 16, None if method == "ridge" else 64):
                         yield Cell(kind, name, method, n, rank, seed)
         for method in ("no context", "ridge", "distill"):
-            for n in (2,):
-                yield Cell("recall", "bem", method, n, 4, seed)
+            yield Cell("recall", "bem", method, 2, 4, seed)
 
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
@@ -280,7 +279,7 @@ def main() -> None:
     options = parser.parse_args()
     began, known = time.perf_counter(), read(options.out)
     part, parts = map(int, options.part.split("/"))
-    for cell in list(grid(options.full))[part::parts]:
+    for cell in list(dict.fromkeys(grid(options.full)))[part::parts]:
         if cell.key in known or time.perf_counter() - began > 3600 * options.hours:
             continue
         entry = {"key": cell.key, **asdict(cell), **measure(cell)}

@@ -1,9 +1,13 @@
 """``icl-patch generate``: text from freshly patched weights at every token."""
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HELP = "generate with freshly patched weights at every token"
 # As in generation.loop, which imports torch.
@@ -16,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_context(parser, "as for verify")
     common.add_update(parser)
+    parser.add_argument(
+        "--patch",
+        type=Path,
+        metavar="FILE",
+        help="generate after --context with the changed weights of this file instead, the same at"
+        " every token",
+    )
     parser.add_argument(
         "--max-new-tokens",
         type=common.positive,
@@ -67,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature")
     context = common.context_text(options)
+    if options.patch is not None:
+        return _with_patch(options, model, tokenizer, context)
     ids, mask = encode_contexts(
         tokenizer, [default_context(model) if context is None else context], chat=options.chat
     )
@@ -116,3 +129,46 @@ def run(options: argparse.Namespace) -> int:
         tables.append(table("Replays without the context", ["token", "L∞", "same choice"], rows))
     common.print_result(options, result, text, *tables)
     return 0 if all(check["same_argmax"] for check in checks) else 1
+
+
+def _with_patch(
+    options: argparse.Namespace,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str | None,
+) -> int:
+    """Generate with a patch file: a static patch, or the last token's of one for each token."""
+    from contextlib import ExitStack
+
+    from icl_patch.evaluation.verify import encode_contexts
+    from icl_patch.patch.context_patch import ContextPatch
+    from icl_patch.patch.serialization import read_file
+    from icl_patch.patcher import ContextPatcher
+    from icl_patch.static import StaticPatch
+
+    if prompt is None or options.check_every or options.compile:
+        raise ValueError("expected --context, and no --check-every or --compile, with --patch")
+    ids, mask = encode_contexts(tokenizer, [prompt], chat=options.chat)
+    arguments: dict[str, Any] = {"do_sample": options.sample}
+    if options.temperature is not None:
+        arguments["temperature"] = options.temperature
+    with ExitStack() as stack:
+        if read_file(options.patch)[0].get("kind") == "static":
+            static = StaticPatch.load(options.patch, model, tokenizer)
+            stack.enter_context(static.applied(model))
+        else:
+            patch = ContextPatch.load(options.patch, model, tokenizer)
+            patcher = stack.enter_context(ContextPatcher(model, patch.info.update))
+            stack.enter_context(patcher.applied(patch))
+        generate: Any = model.generate
+        out = generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device).long(),
+            max_new_tokens=options.max_new_tokens,
+            **arguments,
+        )
+    token_ids = out[0, ids.shape[1] :].tolist()
+    text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    result = {"patch": str(options.patch), "token_ids": token_ids, "text": text}
+    common.print_result(options, result, text)
+    return 0

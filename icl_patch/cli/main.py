@@ -19,7 +19,7 @@ from io import TextIOWrapper
 from typing import Protocol
 
 from icl_patch._version import __version__
-from icl_patch.cli import demo, extract, generate, inspect, verify
+from icl_patch.cli import apply, demo, export, extract, fit, generate, inspect, verify
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 
 COMMANDS = "icl_patch.commands"
@@ -86,5 +86,8 @@ def _commands() -> dict[str, Command]:
         "generate": generate,
         "extract": extract,
         "inspect": inspect,
+        "fit": fit,
+        "apply": apply,
+        "export": export,
     }
     return commands | {entry.name: entry.load() for entry in entry_points(group=COMMANDS)}
