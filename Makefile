@@ -5,7 +5,7 @@ RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress kernels bits bits-compare bench bench-compare figures papers gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress kernels bits bits-compare bench bench-compare figures papers static gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16

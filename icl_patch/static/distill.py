@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch.layers.swap import restore, swap
@@ -20,7 +21,7 @@ from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import weight_fingerprint
 from icl_patch.patch.serialization import file_parts, read_file
 from icl_patch.static.block_parts import weight_of
-from icl_patch.static.block_runner import Batch, BlockRunner, make_batches
+from icl_patch.static.block_runner import BlockRunner, make_batches
 from icl_patch.static.examples import Row
 from icl_patch.static.report import StaticReport, Tally, measure, plain_logits, spread
 from icl_patch.static.ridge import LowRank
@@ -39,7 +40,7 @@ class Distillation:
     Attributes:
         steps: of AdamW; learning_rate: after a warm-up over ``warmup`` steps it falls by a cosine
             to 2 %.
-        batch_size: questions a step, and as many preserved texts.
+        batch_size: questions a step; preserve_batch_size: preserved texts a step.
         check_every: steps between two measurements of the held-out KL; patience: how many of them
             without a new best until it stops early.
         clip: the largest norm of the gradient.
@@ -50,14 +51,16 @@ class Distillation:
     learning_rate: float = 1e-2
     warmup: int = 10
     batch_size: int = 16
+    preserve_batch_size: int = 4
     check_every: int = 10
     patience: int = 3
     clip: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = min(self.steps, self.batch_size, self.check_every, self.patience, self.warmup)
-        if least < 1 or not self.learning_rate > 0 or not self.clip > 0:
+        counts = (self.steps, self.warmup, self.batch_size, self.preserve_batch_size)
+        least = min(*counts, self.check_every, self.patience)
+        if least < 1 or not min(self.learning_rate, self.clip) > 0:
             raise ValueError(f"expected positive settings of a distillation, got {self}")
 
     def rate(self, step: int) -> float:
@@ -147,13 +150,11 @@ class _Training:
         }
 
     @contextmanager
-    def _patched(self, changes: dict[str, LowRank]) -> Iterator[None]:
-        modules = {path: swap(self.runner.model, path, StaticLinear) for path in changes}
+    def _patched(self) -> Iterator[dict[str, StaticLinear]]:
+        """Within this context the matrices are :class:`StaticLinear`, by path."""
+        modules = {path: swap(self.runner.model, path, StaticLinear) for path in self.changes}
         try:
-            for path, module in modules.items():
-                change = changes[path]
-                module.set_pool(change.u.unsqueeze(0), change.v.unsqueeze(0))
-            yield
+            yield modules
         finally:
             for module in modules.values():
                 restore((self.runner.model,), module)
@@ -164,51 +165,53 @@ class _Training:
         self, held_out: Sequence[Row], state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
         """All steps, or until the held-out KL has not fallen for ``patience`` measurements."""
-        options, checkpoint = self.options, _Checkpoint.of(state, self)
+        checkpoint = _Checkpoint.of(state, self)
         checkpoint.read(self)
-        tests = make_batches(self.runner, held_out, [0] * len(held_out), 0.0) if held_out else []
-        keeps = make_batches(self.runner, self.preserve, [0] * len(self.preserve), 0.0)
-        plain, teacher = measure(self.runner, [*tests, *keeps])
-        while self.step < options.steps:
-            with torch.enable_grad():
-                self._descend()
-            self.step += 1
-            if self.step % options.check_every == 0 or self.step == options.steps:
-                tally = self._measure([*tests, *keeps], teacher, self.changes)
-                self._note(tally)
-                checkpoint.write(self)
-                if self.step - self.best[1] >= options.patience * options.check_every:
-                    break
-            if progress is not None:
-                progress(self.step, options.steps)
-        changes = self.best[2]
-        tally = self._measure([*tests, *keeps], teacher, changes)
+        rows = [*held_out, *self.preserve]
+        tests = make_batches(self.runner, rows, [0] * len(rows), 0.0)
+        plain, teacher = measure(self.runner, tests)
+        with torch.no_grad():
+            questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
+        with self._patched() as modules:
+            while not self._ended():
+                _set(modules, self.changes)
+                with torch.enable_grad():
+                    self._descend(questions, texts)
+                self.step += 1
+                if self.step % self.options.check_every == 0 or self.step == self.options.steps:
+                    self._note(measure(self.runner, tests, teacher)[0])
+                    checkpoint.write(self)
+                if progress is not None:
+                    progress(self.step, self.options.steps)
+            changes = self.best[2]
+            _set(modules, changes)
+            tally = measure(self.runner, tests, teacher)[0]
         return changes, StaticReport(
-            tally.quality(),
-            plain.quality(),
-            False,
-            tally.preserved_kl(),
-            (),
-            (),
-            (),
-            self.best[1],
-            0.0,
-            0,
+            held_out=tally.quality(),
+            without=plain.quality(),
+            cross_fitted=False,
+            preserve_kl=tally.preserved_kl(),
+            residual=(),
+            ridges=(),
+            explained=(),
+            steps=self.best[1],
+            seconds=0.0,
+            nbytes=0,
         )
 
-    def _measure(
-        self, batches: list[Batch], teacher: list[Tensor], changes: dict[str, LowRank]
-    ) -> Tally:
-        with torch.no_grad(), self._patched(changes):
-            return measure(self.runner, batches, teacher)[0]
+    def _ended(self) -> bool:
+        since_best = self.step - self.best[1]
+        patience = self.options.patience * self.options.check_every
+        return self.step >= self.options.steps or since_best >= patience
 
     def _note(self, tally: Tally) -> None:
         """Keep the factors if the held-out loss is the smallest so far; the last ones if nothing is
         held out.
         """
         quality = tally.quality()
-        loss = -self.step if quality is None else quality.kl
-        loss += 0.0 if quality is None else self.kappa * (tally.preserved_kl() or 0.0)
+        loss = -float(self.step)
+        if quality is not None:
+            loss = quality.kl + self.kappa * (tally.preserved_kl() or 0.0)
         if not math.isfinite(loss):
             raise ValueError(
                 f"expected a finite KL divergence, got {loss} at step {self.step}: lower the"
@@ -217,37 +220,67 @@ class _Training:
         if loss < self.best[0]:
             self.best = (loss, self.step, self._copy())
 
-    def _descend(self) -> None:
+    def _descend(self, questions: "list[Target]", texts: "list[Target]") -> None:
         """One step of the optimiser."""
-        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.step)
-        loss = self._loss(self._draw(self.rows, generator))
-        if self.preserve and self.kappa:
-            loss = loss + self.kappa * self._loss(self._draw(self.preserve, generator))
+        options = self.options
+        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + self.step)
+        loss = self._loss(_draw(questions, options.batch_size, generator))
+        if texts and self.kappa:
+            kept = self._loss(_draw(texts, options.preserve_batch_size, generator))
+            loss = loss + self.kappa * kept
         gradients = torch.autograd.grad(loss, self.parameters)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.options.clip)
+        torch.nn.utils.clip_grad_norm_(self.parameters, options.clip)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.learning_rate * self.options.rate(self.step)
+            group["lr"] = options.learning_rate * options.rate(self.step)
         self.optimizer.step()
 
-    def _draw(self, rows: list[Row], generator: torch.Generator) -> list[Row]:
-        order = torch.randperm(len(rows), generator=generator)[: self.options.batch_size]
-        return [rows[i] for i in order.tolist()]
+    def _loss(self, drawn: "list[Target]") -> Tensor:
+        """Mean KL(with context ‖ patched) over the tokens that are asked."""
+        width = max(len(target.ids) for target in drawn)
+        ids = torch.stack([F.pad(x.ids, (0, width - len(x.ids))) for x in drawn])
+        asked = torch.stack([F.pad(x.asked, (0, width - len(x.ids))) for x in drawn])
+        hidden = torch.stack([F.pad(x.hidden, (0, 0, 0, width - len(x.ids))) for x in drawn])
+        with torch.no_grad():
+            wanted = self.runner.logits(ids, hidden)[asked].log_softmax(-1)
+        got = plain_logits(self.runner, ids)[asked].float().log_softmax(-1)
+        return (wanted.exp() * (wanted - got)).sum(-1).mean()
 
-    def _loss(self, rows: list[Row]) -> Tensor:
-        """Mean KL(teacher ‖ patched) over the answers' tokens, or all tokens of preserved texts."""
-        total, count = torch.zeros((), device=self.runner.model.device), 0
-        for batch in make_batches(self.runner, rows, [0] * len(rows), 0.0):
-            with torch.no_grad():
-                wanted = spread(batch, plain_logits(self.runner, batch.teacher.ids))
-            with self._patched(self.changes):
-                got = plain_logits(self.runner, batch.student.ids)
-            asked = batch.valid if rows[0].preserve else batch.answer
-            wanted, got = (x[asked].float().log_softmax(-1) for x in (wanted, got))
-            total = total + (wanted.exp() * (wanted - got)).sum()
-            count += int(asked.sum())
-        return total / count
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A row without its context: ids (T,); the tokens (T,) bool at which the loss is taken; and the
+    last hidden states (T, d) of the run with the context.
+    """
+
+    ids: Tensor
+    asked: Tensor
+    hidden: Tensor
+
+
+def targets(runner: BlockRunner, rows: Sequence[Row]) -> list[Target]:
+    """The targets of rows: at the answers' tokens, or at all tokens of a preserved text."""
+    found = []
+    for batch in make_batches(runner, rows, [0] * len(rows), 0.0):
+        for index in range(len(runner.blocks)):
+            batch.teacher.hidden = runner.run(index, batch.teacher)
+        hidden = spread(batch, batch.teacher.hidden)
+        for at, row in enumerate(batch.rows):
+            kept = batch.valid[at]
+            asked = kept if row.preserve else batch.answer[at]
+            found.append(Target(batch.student.ids[at][kept], asked[kept], hidden[at][kept]))
+    return found
+
+
+def _set(modules: dict[str, StaticLinear], changes: dict[str, LowRank]) -> None:
+    for path, module in modules.items():
+        module.set_pool(changes[path].u.unsqueeze(0), changes[path].v.unsqueeze(0))
+
+
+def _draw(targets: list[Target], count: int, generator: torch.Generator) -> list[Target]:
+    order = torch.randperm(len(targets), generator=generator)[:count]
+    return [targets[i] for i in order.tolist()]
 
 
 @dataclass(frozen=True)
