@@ -54,7 +54,7 @@ bits-compare: $(RUN) ## compare two records: OLD=before.json NEW=build/bits.json
 build/peft: | $(RUN)
 	@$(RUN) -c 'import peft' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "bench: no peft, its column will be left out"
 
-bench: $(RUN) build/peft ## time the kernels beside what they replace, on the CPU, in less than ten minutes; tables in bench/results
+bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
 	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
@@ -80,10 +80,8 @@ static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; g
 gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: its tests, the headline benchmarks, the memory checks; PARTS=tests, SCALE=2: those alone, twice the time
 	@sh tools/gpu.sh
 
-PART ?= 1/1
-
-gpu-full: $(RUN) ## there, the whole grid of benchmarks, or PART=i/n of it; goes on where it stopped
-	$(RUN) -m icl_patch bench --device cuda --part $(PART) --out "$(RESULTS)"
+gpu-full: $(RUN) ## there, the whole grid of benchmarks; goes on where it stopped
+	$(RUN) -m icl_patch bench --device cuda --out "$(RESULTS)"
 
 tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file; TUNE=--quick takes minutes
 	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs $(TUNE)
@@ -95,7 +93,7 @@ lint: $(RUN) ## ruff, the import contracts and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) tools/lint_imports.py
-	$(RUN) -m mypy
+	$(RUN) tools/lint_types.py
 
 format: $(RUN) ## let ruff format the code
 	$(RUN) -m ruff check --fix .

@@ -1,10 +1,11 @@
-"""What pyproject.toml cannot say: the kernels' name, and how the native library is built.
+"""Package metadata and build steps that pyproject.toml cannot express: the names of the packages in
+``triton_kernels`` and ``bench``, and the native library.
 
 ``icl_patch/ops/_native.so`` is a plain shared library on torch's stable ABI: it holds no Python, so
 one file serves every Python and every torch from 2.11 on, with or without CUDA. torch's own
-``CUDAExtension`` cannot be built against a torch without CUDA, hence the steps
-here: the CPU driver is compiled once per instruction set, the CUDA driver by nvcc where there is
-one, and both are linked to torch.
+``CUDAExtension`` cannot be built against a torch without CUDA. Here ninja compiles the CPU drivers
+once per instruction set and, where there is an nvcc, the CUDA driver, and links them to torch. It
+compiles again only the parts whose command, sources or headers have changed.
 
 ICL_PATCH_NATIVE = auto (default: what the compilers at hand can build) | cpu (no CUDA) | off
 """
@@ -12,10 +13,10 @@ ICL_PATCH_NATIVE = auto (default: what the compilers at hand can build) | cpu (n
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,28 +26,36 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-# kept, where build_temp is not: an editable install compiles again what has changed only
+# Not setuptools' build_temp, which a build by pip does not keep.
 OBJECTS = ROOT / "build" / "native"
 TORCH_API = "0x020b000000000000"  # torch 2.11
 CUDA_ARCHITECTURES = ("80", "90")
 
-CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
-# Without fused multiply-add every instruction set gives the same bits: the products alone cannot
-# afford it.
+X86 = ["-DICL_PATCH_X86"] if platform.machine() in ("x86_64", "AMD64") else []
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", f"-I{CSRC}", *X86]
+CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-psabi"]
+CPU_FLAGS = ["-fno-math-errno", "-fno-trapping-math"]
+# Without fused multiply-add every instruction set gives the same bits. Only the products need it.
 CPU_DRIVERS = {
-    "rmsnorm_inverse_cpu": ["-ffp-contract=off"],
-    "small_ops_cpu": ["-ffp-contract=off"],
-    "patched_linear_cpu": [],
+    "linear": [],
+    "rmsnorm_inverse": ["-ffp-contract=off"],
+    "row_ops": ["-ffp-contract=off"],
 }
 INSTRUCTION_SETS = {"portable": []}
-X86 = ["-DICL_PATCH_X86"] if platform.machine() in ("x86_64", "AMD64") else []
 if X86:
-    wide = ["-mavx512f", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
+    avx512 = ["-mavx512f", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
     INSTRUCTION_SETS |= {
         "avx2": ["-mavx2", "-mf16c", "-mfma"],
-        "avx512": wide,
-        "avx512_bf16": [*wide, "-mavx512bf16"],
+        "avx512": avx512,
+        "avx512_bf16": [*avx512, "-mavx512bf16"],
     }
+
+
+def find_ninja() -> list[str] | None:
+    """The command of the ninja package, else the system's."""
+    if find_spec("ninja"):
+        return [sys.executable, "-m", "ninja"]
+    return [command] if (command := shutil.which("ninja")) else None
 
 
 def find_compiler() -> str | None:
@@ -100,135 +109,109 @@ def native_extension() -> Extension | None:
         lacking = "ICL_PATCH_NATIVE=off"
     elif find_compiler() is None:
         lacking = "there is no C++ compiler"
+    elif find_ninja() is None:
+        lacking = "there is no ninja; pip install ninja"
     elif find_spec("torch") is None:
         lacking = "torch is not installed; install it first and build with --no-build-isolation"
     else:
-        depends = [str(path.relative_to(ROOT)) for path in CSRC.iterdir()]
-        return Extension("icl_patch.ops._native", ["csrc/ops.cpp"], depends=depends)
+        sources = [str(path.relative_to(ROOT)) for path in CSRC.rglob("*.cpp")]
+        depends = [str(path.relative_to(ROOT)) for path in CSRC.rglob("*.[hc]*")]
+        return Extension("icl_patch.ops._native", sources, depends=depends)
     print(f"icl-patch: building without the native library: {lacking}", file=sys.stderr)
     return None
 
 
-def target_log(target: Path) -> Path:
-    """Where the compiler's messages for an object are kept: nvcc's tell registers and spills."""
-    return OBJECTS / f"{target.name}.log"
-
-
-class BuildNative(build_ext):
-    """Compiles every part that is older than its sources, side by side, and links them."""
-
-    def get_ext_filename(self, fullname: str) -> str:
-        """No Python in the file, no Python in its name."""
-        return fullname.replace(".", "/") + ".so"
-
-    def build_extension(self, ext: Extension) -> None:
-        """Compile and link ``ext``."""
-        target = Path(self.get_ext_fullpath(ext.name))
-        OBJECTS.mkdir(parents=True, exist_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        compiler, cuda = (
-            find_compiler(),
-            find_cuda() if os.environ.get("ICL_PATCH_NATIVE") != "cpu" else None,
-        )
-        commands = {OBJECTS / "ops.o": self.ops_command(compiler, cuda)}
-        for name, flags in INSTRUCTION_SETS.items():
-            for driver, driver_flags in CPU_DRIVERS.items():
-                isa = [
-                    f"-DICL_PATCH_ISA={name}",
-                    *X86,
-                    "-fno-math-errno",
-                    "-fno-trapping-math",
-                    *driver_flags,
-                    *flags,
-                ]
-                commands[OBJECTS / f"{driver}-{name}.o"] = [
-                    compiler,
-                    *CXX_FLAGS,
-                    *isa,
-                    "-c",
-                    str(CSRC / f"{driver}.cpp"),
-                ]
-        if cuda:
-            commands[OBJECTS / "cuda.o"] = cuda_command(cuda)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(self.make, commands, commands.values()))
-        self.make(
-            target, self.link_command(compiler, cuda, list(commands)), newer_than=list(commands)
-        )
-
-    def ops_command(self, compiler: str, cuda: Path | None) -> list[str]:
-        """The registration: the one part that sees torch."""
-        torch = Path(find_spec("torch").submodule_search_locations[0])
-        flags = [f"-DTORCH_TARGET_VERSION={TORCH_API}", *X86]
-        if cuda:
-            flags.append(f'-DICL_PATCH_CUDA="{",".join(CUDA_ARCHITECTURES)}"')
-        return [
-            compiler,
-            *CXX_FLAGS,
-            *flags,
-            f"-isystem{torch / 'include'}",
-            "-c",
-            str(CSRC / "ops.cpp"),
-        ]
-
-    def link_command(self, compiler: str, cuda: Path | None, objects: list[Path]) -> list[str]:
-        """Torch's libraries are those the process has loaded already: no run path."""
-        libraries = Path(find_spec("torch").submodule_search_locations[0]) / "lib"
-        names = [
-            name
-            for name in ("torch", "torch_cpu", "torch_cuda", "c10")
-            if (libraries / f"lib{name}.so").exists()
-        ]
-        link = [
-            "-shared",
-            "-s",
-            f"-L{libraries}",
-            "-Wl,--no-as-needed",
-            *(f"-l{name}" for name in names),
-            "-Wl,--as-needed",
-        ]
-        if cuda:
-            link += [str(find_static_runtime(cuda)), "-ldl", "-lrt", "-lpthread"]
-        return [compiler, *map(str, objects), *link]
-
-    def make(self, target: Path, command: list[str], newer_than: list[Path] | None = None) -> None:
-        """Run ``command -o target`` unless the target was made by the same command and is newer
-        than what it is made from.
-        """
-        sources = newer_than or [*CSRC.iterdir(), Path(__file__)]
-        record = OBJECTS / f"{target.name}.command"
-        line = " ".join([*command, "-o", str(target)])
-        made_so = (
-            target.exists() and record.exists() and record.read_text() == line and not self.force
-        )
-        if made_so and target.stat().st_mtime > max(source.stat().st_mtime for source in sources):
-            return
-        done = subprocess.run(
-            [*command, "-o", str(target)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(
-                "icl-patch: the native library cannot be"
-                f" built:\n{line}\n{done.stderr}\nICL_PATCH_NATIVE=off does without"
-            )
-        record.write_text(line)
-        target_log(target).write_text(done.stderr)
+def cpu_commands(compiler: str, cuda: Path | None) -> dict[str, tuple[Path, list[str]]]:
+    """Source and command of every object file that the C++ compiler makes."""
+    torch = Path(find_spec("torch").submodule_search_locations[0])
+    flags = [f"-DTORCH_TARGET_VERSION={TORCH_API}", f"-isystem{torch / 'include'}"]
+    if cuda:
+        flags.append(f'-DICL_PATCH_CUDA="{",".join(CUDA_ARCHITECTURES)}"')
+    commands = {
+        f"{source.stem}.o": (source, [compiler, *CXX_FLAGS, *flags])
+        for source in sorted(CSRC.glob("bindings/*.cpp"))
+    }
+    for isa, isa_flags in INSTRUCTION_SETS.items():
+        for driver, driver_flags in CPU_DRIVERS.items():
+            flags = [f"-DICL_PATCH_ISA={isa}", *CPU_FLAGS, *driver_flags, *isa_flags]
+            source = CSRC / "cpu" / f"{driver}.cpp"
+            commands[f"{driver}-{isa}.o"] = (source, [compiler, *CXX_FLAGS, *flags])
+    return commands
 
 
 def cuda_command(cuda: Path) -> list[str]:
-    """Machine code for the architectures known, and PTX for those to come."""
+    """Machine code for the known architectures, and PTX for later ones."""
     *_, latest = CUDA_ARCHITECTURES
     code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHITECTURES]
-    flags = [
-        "-std=c++17",
-        "-O3",
-        "-fmad=false",
-        "-Xptxas=-v",
-        "--threads=0",
-        "-Xcompiler=-fPIC,-fvisibility=hidden",
+    code.append(f"-gencode=arch=compute_{latest},code=compute_{latest}")
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "--threads=0", f"-I{CSRC}"]
+    return [str(cuda / "bin/nvcc"), *flags, "-Xcompiler=-fPIC,-fvisibility=hidden", *code]
+
+
+def link_flags(cuda: Path | None) -> list[str]:
+    """No run path: torch's libraries are those that the process has loaded already."""
+    libraries = Path(find_spec("torch").submodule_search_locations[0]) / "lib"
+    names = ("torch", "torch_cpu", "torch_cuda", "c10")
+    present = [f"-l{name}" for name in names if (libraries / f"lib{name}.so").exists()]
+    flags = ["-shared", "-s", f"-L{libraries}", "-Wl,--no-as-needed", *present, "-Wl,--as-needed"]
+    if cuda:
+        flags += [str(find_static_runtime(cuda)), "-ldl", "-lrt", "-lpthread"]
+    return flags
+
+
+def ninja_file(compiler: str, cuda: Path | None) -> str:
+    """What ninja builds in OBJECTS. The report of a compiler goes to a log beside its object file:
+    ptxas tells registers and spills.
+    """
+    commands = cpu_commands(compiler, cuda)
+    if cuda:
+        commands["cuda.o"] = (CSRC / "cuda" / "rmsnorm_inverse.cu", cuda_command(cuda))
+    log = "> $out.log 2>&1 || (cat $out.log; false)"
+    lines = [
+        "rule compile",
+        f"  command = $line -MD -MF $out.d -c $in -o $out {log}",
+        "  description = $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {escaped(compiler)} $in $flags -o $out",
+        f"build _native.so: link {' '.join(commands)}",
+        f"  flags = {escaped(*link_flags(cuda))}",
     ]
-    ptx = f"-gencode=arch=compute_{latest},code=compute_{latest}"
-    return [str(cuda / "bin/nvcc"), *flags, *code, ptx, "-c", str(CSRC / "rmsnorm_inverse.cu")]
+    for target, (source, command) in commands.items():
+        path = re.sub(r"([$ :])", r"$\1", str(source))
+        lines += [f"build {target}: compile {path}", f"  line = {escaped(*command)}"]
+    return "\n".join(lines) + "\n"
+
+
+def escaped(*words: str) -> str:
+    """For the shell, in a ninja file."""
+    return shlex.join(words).replace("$", "$$")
+
+
+class BuildNative(build_ext):
+    """Builds the library with ninja."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """The file's name says nothing of Python, as it holds none."""
+        return fullname.replace(".", "/") + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile and link."""
+        cuda = find_cuda() if os.environ.get("ICL_PATCH_NATIVE") != "cpu" else None
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        (OBJECTS / "build.ninja").write_text(ninja_file(find_compiler(), cuda))
+        done = subprocess.run(
+            [*find_ninja(), "-C", str(OBJECTS)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(
+                "icl-patch: the native library cannot be built:\n"
+                f"{done.stdout}{done.stderr}ICL_PATCH_NATIVE=off does without"
+            )
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(OBJECTS / "_native.so", target)
 
 
 class PythonlessWheel(bdist_wheel):
@@ -240,13 +223,18 @@ class PythonlessWheel(bdist_wheel):
         return (python, abi, platform_tag) if self.root_is_pure else ("py3", "none", platform_tag)
 
 
+def installed_packages(name: str, folder: str) -> list[str]:
+    """``folder`` and its subpackages, as ``name``."""
+    return [name, *(f"{name}.{package}" for package in find_packages(folder))]
+
+
 if __name__ == "__main__":
     native = native_extension()
     setup(
         packages=[
             *find_packages(include=["icl_patch", "icl_patch.*"]),
-            "icl_patch.kernels",
-            *(f"icl_patch.{name}" for name in find_packages(include=["bench", "bench.*"])),
+            *installed_packages("icl_patch.kernels", "triton_kernels"),
+            *installed_packages("icl_patch.bench", "bench"),
         ],
         package_dir={"icl_patch.kernels": "triton_kernels", "icl_patch.bench": "bench"},
         package_data={

@@ -5,42 +5,27 @@ import importlib
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 import icl_patch
 from icl_patch.bench.harness import UNFINISHED, Case, cell, format_seconds
 from icl_patch.ops import native
 
-_COLUMNS = (
-    "case",
-    "call",
-    "ours",
-    "parameters",
-    "seconds",
-    "ratio",
-    "unit",
-    "rate",
-    "failed",
-    "code",
-    "parts",
-    "not observed",
-    UNFINISHED,
-)
-
 
 def environment(device: torch.device) -> dict[str, Any]:
     """The machine and the versions that the numbers come from."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    found = {
+    values = {
         "device": name,
         "threads": torch.get_num_threads(),
         "cpu_instructions": native.cpu_instructions,
@@ -50,19 +35,20 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     if device.type == "cuda":
-        found["triton"] = version("triton")
-    return found
+        values["triton"] = version("triton")
+    return values
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        platform.processor() or "CPU",
-    )
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    named = re.search(r"^model name\s*: *(.*?)\s*$", text, re.M)
+    return named[1] if named else platform.processor() or "CPU"
+
+
+def file_name(device: str) -> str:
+    """A device's name in lower case with hyphens."""
+    return "-".join(re.sub(r"\((R|TM)\)", "", device).split()).lower()
 
 
 @cache
@@ -70,24 +56,16 @@ def code_fingerprint() -> str:
     """A hash of the code that computes: the package and its native library, without the benchmarks,
     the command line and the evaluation.
     """
-    root = Path(icl_patch.__file__).parent
-    folders = (
-        [root]
-        if (root / "kernels").exists()
-        else [root, Path(__file__).parent.parent / "triton_kernels"]
-    )
-    excluded = {"bench", "cli", "evaluation"}
-    files = [
-        path
-        for folder in folders
+    root, kernels = (Path(str(files(name))) for name in ("icl_patch", "icl_patch.kernels"))
+    excluded = [root / name for name in ("bench", "cli", "evaluation")]
+    digests = {
+        path: hashlib.sha256(path.name.encode() + path.read_bytes()).hexdigest()
+        for folder in (root, kernels)  # the kernels lie elsewhere in an editable installation
         for path in folder.rglob("*")
-        if path.relative_to(folder).parts[0] not in excluded
-    ]
-    kept = [path for path in files if path.suffix in (".py", ".so", ".json")]
-    parts = sorted(
-        hashlib.sha256(path.name.encode() + path.read_bytes()).hexdigest() for path in kept
-    )
-    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
+        if path.suffix in (".py", ".so", ".json")
+        and not any(path.is_relative_to(other) for other in excluded)
+    }
+    return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()[:12]
 
 
 @dataclass
@@ -106,34 +84,25 @@ class Results:
     def __post_init__(self) -> None:
         self.environment = environment(self.device)
         if self.path.exists():
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            if found["environment"] == self.environment:
-                self.cases, self.skipped = _by_case(found["rows"]), found.get("skipped", {})
+            saved = json.loads(self.path.read_text(encoding="utf-8"))
+            if saved["environment"] == self.environment:
+                self.cases, self.skipped = _by_case(saved["rows"]), saved.get("skipped", {})
             else:
+                other = saved["environment"]
                 changed = [
-                    name
-                    for name, value in self.environment.items()
-                    if found["environment"].get(name) != value
+                    name for name in self.environment if other.get(name) != self.environment[name]
                 ]
                 self.dropped = f"{self.path} is begun anew: it is of another {', '.join(changed)}"
 
     @property
     def path(self) -> Path:
         """The JSON file; the table lies beside it."""
-        words = self.environment["device"].replace("(R)", "").replace("(TM)", "").split()
-        return self.folder / f"{self.benchmark}-{'-'.join(words).lower()}.json"
+        return self.folder / f"{self.benchmark}-{file_name(self.environment['device'])}.json"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of all cases."""
         return [row for rows in self.cases.values() for row in rows]
-
-    @property
-    def failed(self) -> list[str]:
-        """A line for every call that failed."""
-        return [
-            f"{row['case']}, {row['call']}: {row['failed']}" for row in self.rows if "failed" in row
-        ]
 
     def has(self, name: str) -> bool:
         """Whether this code has measured the whole case without a failure."""
@@ -163,7 +132,7 @@ class Results:
         """Write the JSON file and the table, each atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, json.dumps(self.to_dict(), indent=1) + "\n")
-        write_whole(self.path.with_suffix(".md"), markdown(self.to_dict()))
+        write_whole(self.path.with_suffix(".md"), page(self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of the JSON file."""
@@ -173,20 +142,6 @@ class Results:
             "skipped": self.skipped,
             "rows": self.rows,
         }
-
-    def table(self) -> Table:
-        """The table for a terminal."""
-        names, rows = cells(self.rows)
-        made = Table(
-            *names,
-            title=(
-                f"{self.benchmark} on {self.environment['device']}, {self.environment['threads']}"
-                " threads"
-            ),
-        )
-        for row in rows:
-            made.add_row(*row)
-        return made
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -206,71 +161,58 @@ def _by_case(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return cases
 
 
-def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a row of text for each case: our call with all its numbers, then every
-    other call's time and its ratio to ours.
+def table_by_case(
+    rows: Sequence[dict[str, Any]], numbers: Sequence[str] | None = None
+) -> list[str]:
+    """A Markdown table with a row for each case: our call with its numbers (by default all), then
+    every other call's time and its ratio to ours.
     """
     cases = _by_case(rows)
-    ours = {case: next((row for row in found if row["ours"]), {}) for case, found in cases.items()}
+    ours = {case: next((row for row in calls if row["ours"]), {}) for case, calls in cases.items()}
     names = list(dict.fromkeys(row["call"] for row in ours.values() if row.get("call")))
-    numbers = list(
-        dict.fromkeys(name for row in ours.values() for name in row if name not in _COLUMNS)
-    )
+    present = dict.fromkeys(name for row in ours.values() for name in row if _is_number(row, name))
+    numbers = [name for name in present if numbers is None or name in numbers]
     others = list(dict.fromkeys(row["call"] for row in rows if not row["ours"]))
     lines = []
-    for case, found in cases.items():
-        mine = ours[case]
-        spread = (
-            [format_seconds(mine["seconds"][name]) for name in ("low", "high")]
-            if "seconds" in mine
-            else []
-        )
-        line = [
-            case,
-            cell(mine) if mine else "",
-            " – ".join(spread),
-            *(_number(mine[name]) if name in mine else "" for name in numbers),
-        ]
-        calls = {row["call"]: row for row in found}
-        lines.append(line + [cell(calls[name]) if name in calls else "" for name in others])
-    return [
-        "case",
-        names[0] if len(names) == 1 else "ours",
-        "middle half",
-        *numbers,
-        *others,
-    ], lines
+    for case, case_rows in cases.items():
+        our_row, calls = ours[case], {row["call"]: cell(row) for row in case_rows}
+        seconds = our_row.get("seconds", {})
+        spread = " – ".join(format_seconds(seconds[end]) for end in ("low", "high") if seconds)
+        line = [case, cell(our_row) if our_row else "", spread]
+        line += [format_number(our_row[name]) if name in our_row else "" for name in numbers]
+        lines.append(line + [calls.get(name, "") for name in others])
+    head = ["case", names[0] if len(names) == 1 else "ours", "middle half"]
+    return table_lines([*head, *numbers, *others], lines)
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+def _is_number(row: dict[str, Any], name: str) -> bool:
+    """Whether an entry of a row is a number with a column of its own."""
+    return isinstance(row[name], float | int) and name not in ("ours", "ratio", "rate", UNFINISHED)
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """The page of a results file: the benchmark's docstring, the environment, and the table, or the
-    tables of the benchmark's own ``tables(data)``.
-    """
+def format_number(value: float | None) -> str:
+    """Three digits, all of a large number's; ``-`` for None."""
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def tables(data: dict[str, Any]) -> list[str]:
+    """The lines of a results file's tables: the benchmark's own ``tables(data)``, or one table."""
     module = importlib.import_module(f"icl_patch.bench.cases.{data['benchmark']}")
-    about = (module.__doc__ or "").strip()
+    return list(module.tables(data)) if hasattr(module, "tables") else table_by_case(data["rows"])
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page of a results file: the benchmark's docstring, the environment, the tables."""
+    module = importlib.import_module(f"icl_patch.bench.cases.{data['benchmark']}")
     where = ", ".join(f"{name} {value}" for name, value in data["environment"].items() if value)
-    notes = [f"Not measured: {call}, {reason}." for call, reason in data.get("skipped", {}).items()]
+    notes = [f"- Not measured: {call}, {why}." for call, why in data.get("skipped", {}).items()]
     notes += [
-        f"Failed: {row['case']}, {row['call']}: {row['failed']}"
+        f"- Failed: {row['case']}, {row['call']}: {row['failed']}"
         for row in data["rows"]
         if "failed" in row
     ]
-    lines = [
-        f"# {data['benchmark']}",
-        "",
-        about,
-        "",
-        where,
-        "",
-        *(f"- {note}" for note in notes),
-        *([""] if notes else []),
-    ]
-    lines += module.tables(data) if hasattr(module, "tables") else table_lines(*cells(data["rows"]))
-    return "\n".join([*lines, ""])
+    head = [f"# {data['benchmark']}", "", (module.__doc__ or "").strip(), "", where, ""]
+    return "\n".join([*head, *notes, *([""] if notes else []), *tables(data), ""])
 
 
 def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -289,8 +231,8 @@ def load_all(folder: Path, benchmark: str) -> list[dict[str, Any]]:
 
 def default_folder() -> Path:
     """``$ICL_RESULTS``, else ``bench/results`` in a checkout, else ``icl-patch-bench`` here."""
-    if given := os.environ.get("ICL_RESULTS"):
-        return Path(given)
+    if folder := os.environ.get("ICL_RESULTS"):
+        return Path(folder)
     checkout = Path(__file__).parent
     return (
         checkout / "results"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from icl_patch.evaluation import embedded
     from icl_patch.evaluation.verify import verify
+    from icl_patch.invariance.batch_invariant import batch_invariant
     from icl_patch.layers.experts import PatchedExperts
     from icl_patch.layers.linear import PatchedLinear
     from icl_patch.layers.rms_norm import PatchedRMSNorm
@@ -45,6 +46,7 @@ _HOMES = {
     "PatchedLinear": "icl_patch.layers.linear",
     "PatchedRMSNorm": "icl_patch.layers.rms_norm",
     "UnsupportedModelError": "icl_patch.errors",
+    "batch_invariant": "icl_patch.invariance.batch_invariant",
     "controllability": "icl_patch.analysis.controllability",
     "detach": "icl_patch.recording.attached_block",
     "embedded": "icl_patch.evaluation",
@@ -64,6 +66,7 @@ __all__ = [
     "PatchedRMSNorm",
     "UnsupportedModelError",
     "__version__",
+    "batch_invariant",
     "controllability",
     "detach",
     "embedded",

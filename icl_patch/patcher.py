@@ -324,6 +324,7 @@ class ContextPatcher:
         patches: bool = True,
         check_every: int = 0,
         prefill_chunk: int | None = None,
+        arithmetic: str = "auto",
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
         """Generation in which every token is produced by freshly patched weights on that token
@@ -365,7 +366,7 @@ class ContextPatcher:
             prefill_chunk: so many tokens of the context a pass; all at once by default.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
-                ``cache_implementation="static"``, further inputs of the model …
+                further inputs of the model …
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
@@ -379,7 +380,9 @@ class ContextPatcher:
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
-        options = loop.Options(logits, mode, compile, patches, check_every, prefill_chunk)
+        options = loop.Options(
+            logits, mode, compile, patches, check_every, prefill_chunk, arithmetic
+        )
         return loop.generate(
             self.decoder, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
         )

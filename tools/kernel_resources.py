@@ -76,7 +76,7 @@ def triton_kernels(console: Console) -> list[str]:
     if find_spec("triton") is None:
         console.print("no Triton kernels were compiled here: triton is not installed")
         return []
-    from icl_patch.kernels import aot, specialisations
+    from icl_patch.kernels.compilation import aot, specialisations
 
     table = empty_table("Triton")
     problems = []

@@ -4,17 +4,15 @@
 set -eu
 
 run=build/python
-csv=build/profile/ncu.csv
+text=build/profile/ncu.txt
 mkdir -p build/profile
-rm -f "$csv"
 if ! $run -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    watched="there is no CUDA device"
+    echo "Skipped: there is no CUDA device" >"$text"
 elif ! command -v ncu >/dev/null; then
-    watched="there is no ncu"
+    echo "Skipped: there is no ncu" >"$text"
 else
     # the clocks are left as they are: the machine may be shared
-    ncu --csv --page raw --clock-control none --nvtx --nvtx-include icl-patch/ --metrics "$($run -m icl_patch.bench.profiling metrics)" \
-        $run -m icl_patch.bench.profiling kernels >"$csv" 2>build/profile/ncu.err || cat build/profile/ncu.err >>"$csv"
-    watched=$csv
+    ncu --clock-control none --nvtx --nvtx-include icl-patch/ --section SpeedOfLight --section Occupancy --section WarpStateStats \
+        $run -m icl_patch.bench.profiling kernels >"$text" 2>build/profile/ncu.err || cat build/profile/ncu.err >>"$text"
 fi
-$run -m icl_patch.bench.profiling page "${ICL_RESULTS:-docs/profiles}" "$watched"
+$run -m icl_patch.bench.profiling page "${ICL_RESULTS:-docs/profiles}" "$text"

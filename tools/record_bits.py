@@ -43,8 +43,7 @@ from transformers import PreTrainedModel
 # Adapter: all that this tool takes from the package. A renaming edits these lines and no others.
 from icl_patch import ContextPatch, ContextPatcher, embedded
 from icl_patch.cli.main import main as run_command
-from icl_patch.evaluation.tiny_models import IMAGE_TOKEN, REFUSED
-from icl_patch.evaluation.tiny_models import SUPPORTED as ZOO
+from icl_patch.evaluation.tiny_models import IMAGE_TOKEN, REFUSED, SUPPORTED
 from icl_patch.evaluation.tiny_models import build as build_model
 from icl_patch.ops.native import describe as describe_native
 
@@ -143,7 +142,7 @@ def ragged(rows: int, columns: int, *, side: str) -> Tensor:
 
 
 def cases_of(name: str, dtype: torch.dtype) -> Cases:
-    """What ``ContextPatcher.compute`` gets, for a family of the zoo."""
+    """What ``ContextPatcher.compute`` gets, for a family of tiny models."""
     text = {"context_ids": tokens(0, 3, 11), "kept_ids": tokens(1, 3, 7)}
     text["kept_mask"] = ragged(3, 7, side="right")
     prefix = {"prefix_ids": tokens(2, 3, 5), "prefix_mask": ragged(3, 5, side="left")}
@@ -151,8 +150,8 @@ def cases_of(name: str, dtype: torch.dtype) -> Cases:
         "context": text | {"context_mask": ragged(3, 11, side="left")},
         "prefix": text | prefix | {"absorbed": [(0, 5), (8, 10)]},
     }
-    if name in ZOO and ZOO[name].images:
-        found["image"] = image_case(ZOO[name].settings, dtype)
+    if name in SUPPORTED and SUPPORTED[name].images:
+        found["image"] = image_case(SUPPORTED[name].settings, dtype)
     return found
 
 
@@ -303,8 +302,8 @@ def record_all(quick: bool) -> Record:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     record = Record()
-    by_writer = {entry.writer: family for family, entry in reversed(ZOO.items())}
-    families = list(by_writer.values()) if quick else [*ZOO, *REFUSED]
+    by_writer = {entry.writer: family for family, entry in reversed(SUPPORTED.items())}
+    families = list(by_writer.values()) if quick else [*SUPPORTED, *REFUSED]
     parts = [*families, *(f"{x}, compiled" for x in COMPILED_MODELS if not quick), "embedded"]
     for part in track(parts, "recording", console=Console(stderr=True), transient=True):
         torch.manual_seed(0)

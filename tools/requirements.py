@@ -1,10 +1,11 @@
-"""What the package and its tests cannot do without, as pyproject.toml says.
+"""The requirements of the package and its tests, as pyproject.toml lists them.
 
-python tools/requirements.py met      # exit 0 if this interpreter has it, in versions that will do;
-else say what it lacks python tools/requirements.py oldest   # the oldest versions allowed, for pip
+python tools/requirements.py met     # exit 0 if this interpreter meets them, else say what it lacks
+python tools/requirements.py oldest  # the oldest versions allowed, for pip
 """
 
 import re
+import shutil
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -22,21 +23,22 @@ def parsed(requirement: str) -> tuple[str, str]:
 
 
 def is_met(requirement: str) -> bool:
-    """Whether this interpreter has it."""
+    """Whether this interpreter has it; for ninja the system's command will do."""
     name, least = parsed(requirement)
     try:
         return release(version(name)) >= release(least)
     except PackageNotFoundError:
-        return False
+        return name == "ninja" and shutil.which(name) is not None
 
 
 project = tomllib.loads(
     (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
 )
-needed = [*project["project"]["dependencies"], "pytest>=8", *project["build-system"]["requires"]]
+build = project["build-system"]["requires"]
+needed = [*project["project"]["dependencies"], "pytest>=8"]
 match sys.argv[1:]:
     case ["met"]:
-        if lacking := [requirement for requirement in needed if not is_met(requirement)]:
+        if lacking := [requirement for requirement in needed + build if not is_met(requirement)]:
             sys.exit(f"setup: {sys.executable} lacks {', '.join(lacking)}")
     case ["oldest"]:
         tests = [
@@ -45,10 +47,8 @@ match sys.argv[1:]:
             if "torchao" not in requirement
         ]
         print(
-            *dict.fromkeys(
-                "{}=={}".format(*parsed(requirement)) for requirement in needed[:-1] + tests
-            ),
-            needed[-1],
+            *dict.fromkeys("{}=={}".format(*parsed(requirement)) for requirement in needed + tests),
+            *build,
         )
     case arguments:
         sys.exit(f"expected met or oldest, got {' '.join(arguments) or 'nothing'}")

@@ -22,7 +22,7 @@ fail() {
 mkdir -p build
 
 if "$python" tools/requirements.py met; then
-    rm -rf build/site build/site.new
+    rm -rf build/site build/site.new build/lib build/lib.* # setuptools keeps files there that the sources no longer have
     "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --target build/site.new . ||
         fail "laying out the package in build/site failed; see above"
     mv build/site.new build/site

@@ -13,23 +13,23 @@ if __name__ == "triton_kernels":
         " project's own package"
     )
 
-from icl_patch.kernels.coefficients import coefficients
-from icl_patch.kernels.config import Config, config_for
-from icl_patch.kernels.direction import Direction, read_direction
-from icl_patch.kernels.experts import expert_linear
-from icl_patch.kernels.gated import gated_product
-from icl_patch.kernels.launching import INTERPRETED
-from icl_patch.kernels.linear import patched_linear, product_path
-from icl_patch.kernels.low_rank import add_low_rank
-from icl_patch.kernels.norms import NormPair, norm_pair, rms_norm
-from icl_patch.kernels.recording import Recorded, record_linear
-from icl_patch.kernels.tuning import candidates, tune
+from icl_patch.kernels.compilation.tuning import candidates, tune
+from icl_patch.kernels.ops.coefficients import coefficients
+from icl_patch.kernels.ops.direction import ReadDirection, read_direction
+from icl_patch.kernels.ops.experts import expert_linear
+from icl_patch.kernels.ops.gated import gated_product
+from icl_patch.kernels.ops.linear import patched_linear, product_path
+from icl_patch.kernels.ops.low_rank import add_low_rank
+from icl_patch.kernels.ops.norms import NormedPair, norm_pair, rms_norm
+from icl_patch.kernels.ops.recording import Recorded, record_linear
+from icl_patch.kernels.runtime.config import Config, config_for
+from icl_patch.kernels.runtime.launching import INTERPRETED
 
 __all__ = [
     "INTERPRETED",
     "Config",
-    "Direction",
-    "NormPair",
+    "NormedPair",
+    "ReadDirection",
     "Recorded",
     "add_low_rank",
     "candidates",

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 from transformers import PreTrainedModel
 
 from icl_patch.bench.decode_steps import Step
@@ -96,8 +95,7 @@ def lora_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) -
 
     def step() -> Tensor:
         context_step()
-        with record_function("part: building"):
-            torch._foreach_copy_(places, factors)
+        torch._foreach_copy_(places, factors)
         logits: Tensor = wrapped(
             input_ids=patch.kept_ids, position_ids=patch.position_ids, use_cache=False, **chosen
         ).logits[:, -1]

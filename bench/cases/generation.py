@@ -5,22 +5,21 @@ The models have random weights and the named shapes. One step gives every row on
 context of random tokens; the same step is timed again and again, without the choice of the token.
 All ways run in turns, on the same weights and tokens. In the order of the tables:
 
-- `recompute and apply` is ours. `fast` keeps one cache for both streams, `two streams` stacks them,
-  `exact` takes two passes (the latter two only where eight of the case's caches fit into the GPU's
-  memory). `compiled` is `fast` over a static cache, compiled, and on a GPU a CUDA graph; `CUDA
-  graph` is the same without the compiler.
+- `recompute and apply` is ours. `shared cache` keeps one cache for both streams, `two streams`
+  stacks them, `exact` takes two passes (the latter two only where eight of the case's caches fit
+  into the GPU's memory). `compiled` has a static cache that both streams share and is compiled, and
+  on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
-  through `torch.compile` over a static cache, and on a GPU a CUDA graph. The table leaves out the
-  time to compile; the line below it has that, with the compiler's caches as they were. `CUDA graph`
-  is not compiled, over the static cache, where no sliding window is full.
+  through `torch.compile` over a static cache, and on a GPU a CUDA graph. The time to compile is not
+  in the table but below it, with the compiler's caches as they were. `CUDA graph` is not compiled,
+  over the static cache, where no sliding window is full.
 - `patch applied` is the model's own step with a given patch applied in every layer, over the same
   caches, in the same three forms.
 - `replay of a given patch` runs the current token alone with its own patch, through
   `patcher.forward`, without a cache.
-- `W + ΔW built` is Algorithm 1 with materialised matrices, row by row, with a cache and without
-  one. `PEFT, factors swapped` is a LoRA of rank 1 on the same matrices, one adapter a row. Both
-  take a context step, change the weights, and take a reduced step; computing the update is not
-  timed.
+- `W + ΔW built` is Algorithm 1 with materialised matrices, row by row. `PEFT, factors swapped` is a
+  LoRA of rank 1 on the same matrices, one adapter a row. Both take a context step, change the
+  weights, and take a reduced step; computing the update is not timed.
 
 A mixture of experts has our own forms and the plain step only: a patch changes the experts that a
 token chose and no others, and PEFT has no adapter for experts. The plain step runs the experts as
@@ -30,17 +29,17 @@ The error is the largest difference of the logits from the plain step's (`patch 
 plain step's with that weight built), relative to the largest logit. It must be smaller than the
 patch's own effect; a step that fails has no time. `of the streaming limit` is the time to read
 every weight once (of the experts, the chosen ones) at the best bandwidth measured here, divided by
-the step's time. `cache` is the size of the way's cache, its spare room included. `beyond` is the
+the step's time. `cache` is the size of the way's cache, its spare room included. `transient` is the
 peak of memory that one step takes beside model and cache, according to torch's allocator (on a CPU:
 from its allocations and releases as torch.profiler sees them). `calls` counts a step's operator
-calls (CPU) or launches (GPU; for a CUDA graph the launches that it holds). Parts are shares of a
-profiled step, by module; operations that the compiler has fused across modules are in the rest.
+calls (CPU) or launches (GPU; a CUDA graph is one).
 """
 
 import functools
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,21 +48,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.bench.baselines.lora import lora_step, peft_problem
-from icl_patch.bench.baselines.materialised import (
-    bare_step,
-    materialised,
-    naive_step,
-    uncached_step,
-)
-from icl_patch.bench.baselines.plain import (
-    CompiledStep,
-    GraphedStep,
-    StaticContext,
-    dynamic_cache,
-    plain_step,
-    static_cache,
-    static_plain_step,
-)
+from icl_patch.bench.baselines.materialised import bare_step, materialised, naive_step
+from icl_patch.bench.baselines.plain import StaticContext, dynamic_cache, plain_step, static_step
 from icl_patch.bench.cases.random_models import (
     CPU_MIXTURE,
     CPU_SHAPE,
@@ -72,27 +58,34 @@ from icl_patch.bench.cases.random_models import (
     RandomModel,
     twin,
 )
-from icl_patch.bench.costs import PARTS, Parts, cache_bytes, profiled, transient_bytes, weight_bytes
-from icl_patch.bench.decode_steps import LazyStep, StaticCacheStep, Step
-from icl_patch.bench.harness import Case, Comparison, format_seconds, relative_error
-from icl_patch.bench.results import Results, table_lines
+from icl_patch.bench.costs import (
+    cache_bytes,
+    launches,
+    operator_calls,
+    transient_bytes,
+    weight_bytes,
+)
+from icl_patch.bench.decode_steps import LazyStep, Step
+from icl_patch.bench.harness import Case, Comparison, dtype_name, format_seconds, relative_error
+from icl_patch.bench.results import Results, format_number, table_lines
 from icl_patch.bench.timing import ceiling
-from icl_patch.generation.compiled_step import CompileOptions
+from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.shared_cache_trial import require_shared_cache
 from icl_patch.recording.sequences import absorb_all_but_last
 
-OURS = "recompute and apply, fast"
+OURS = "recompute and apply, shared cache"
 OURS_COMPILED = "recompute and apply, compiled"
 PLAIN = "plain step"
 COMPILED = "plain step, compiled"
 PEFT = "PEFT, factors swapped"
 APPLIED = ("patch applied", "patch applied, compiled", "patch applied, CUDA graph")
-NAIVE = ("W + ΔW built, with a cache", "W + ΔW built, Algorithm 1 without a cache")
+NAIVE = "W + ΔW built, with a cache"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
 _LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
 _SLOW = 3.0  # seconds: a slower step is not repeated for the profiler
+_WARM_UP = 5  # calls until our step is traced, compiled and, at the fourth, captured
 
 
 def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
@@ -115,18 +108,14 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
             (shape, batch, context) for shape in shapes for batch in batches for context in rest
         ]
         grid += [] if quick else [(GPU_MIXTURE, batch, 1024) for batch in batches]
-    found = []
-    for shape, batch, context in grid:
-        title = f"{shape.name} {str(dtype).removeprefix('torch.')} B={batch} context={context}"
-        parameters: dict[str, str | int] = {"model": shape.name, "batch": batch, "context": context}
-        found.append(
-            Case(
-                title,
-                functools.partial(comparison, shape, batch, context, dtype, device),
-                parameters,
-            )
+    return [
+        Case(
+            f"{shape.name} {dtype_name(dtype)} B={batch} context={context}",
+            functools.partial(comparison, shape, batch, context, dtype, device),
+            {"model": shape.name, "batch": batch, "context": context},
         )
-    return found
+        for shape, batch, context in grid
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +133,12 @@ class Models:
 
 @functools.lru_cache(maxsize=1)
 def models_of(shape: RandomModel, dtype: torch.dtype, device: torch.device) -> Models:
-    """The cases of a shape share its weights."""
+    """The models of a shape, whose cases share them."""
     model = shape.build(device, dtype)
-    return Models(
-        model, *(ContextPatcher(twin(model), update) for update in ("stable", "exact", "stable"))
+    stable, exact, applied = (
+        ContextPatcher(twin(model), update) for update in ("stable", "exact", "stable")
     )
+    return Models(model, stable, exact, applied)
 
 
 @torch.no_grad()
@@ -158,44 +148,29 @@ def comparison(
     """The calls of one case."""
     torch.compiler.reset()  # forget the previous case
     models = models_of(shape, dtype, device)
-    ids = torch.randint(
-        0,
-        min(1000, shape.vocabulary),
-        (batch, context),
-        generator=torch.Generator().manual_seed(context),
-    ).to(device)
-    # with logits: the profiler's global hooks are allowed in a replay that can be checked
-    patch = decode_one_token(
-        _state(models.stable, ids, DecodeMode.SHARED_CACHE), ids[:, -1], return_context_logits=True
-    ).make_patch()
+    rng = torch.Generator().manual_seed(context)
+    ids = torch.randint(0, min(1000, shape.vocabulary), (batch, context), generator=rng).to(device)
+    state = _state(models.stable, ids, DecodeMode.SHARED_CACHE)
+    patch = decode_one_token(state, ids[:, -1]).make_patch()
     models.patched.close()
     if not shape.experts:
         models.patched.enter_context(models.applied.applied(patch))
     cache = dynamic_cache(models.plain, ids)
     plain = plain_step(models.plain, ids, cache)
-    has_room = (
-        not ids.is_cuda
-        or 8 * cache_bytes(cache) < torch.cuda.get_device_properties(device).total_memory
-    )
     rounded, limit = _LIMITS[dtype]
     expected = _expected(models.plain, patch, plain, rounded)
     static = StaticContext(models.plain, ids)
-    calls = ours(models, ids, has_room) | {
-        PLAIN: plain,
-        COMPILED: CompiledStep(static_plain_step(models.plain, ids, static), static),
-    }
-    if not shape.experts:
-        calls |= baselines(models, ids, patch, plain, cache, static)
-    seen = [models.plain, models.stable.model, models.exact.model, models.applied.model]
+    builders = _ours(models, ids, 8 * cache_bytes(cache))
+    builders |= _baselines(models, ids, patch, cache, static)
     if peft_problem() is None and not shape.experts:
-        seen.append(twin(models.plain))
-        calls[PEFT] = LazyStep(lambda: lora_step(seen[-1], patch, plain))
+        builders[PEFT] = lambda: lora_step(twin(models.plain), patch, plain)
+    calls = {name: LazyStep(build) for name, build in builders.items()}
     nbytes = weight_bytes(models.plain, patch)
     return Comparison(
         ours=OURS,
         calls=calls,
         check=lambda name, logits: relative_error(
-            logits, expected[name in APPLIED], rounded if name in (*NAIVE, PEFT) else limit
+            logits, expected[name in APPLIED], rounded if name in (NAIVE, PEFT) else limit
         ),
         nbytes=dict.fromkeys(calls, nbytes),
         ceiling=ceiling(device),
@@ -204,7 +179,7 @@ def comparison(
         notes={"weights MB": nbytes / 1e6},
         # the others have their times before the compiler begins
         apart=[name for name in calls if ids.is_cuda and "compiled" in name],
-        costs=lambda name, seconds: _costs(calls[name], seconds, Parts(seen, patch.blocks), device),
+        costs=lambda name, seconds: _costs(calls[name].step, seconds, device),
         most_seconds=6.0,
     )
 
@@ -234,56 +209,52 @@ def _expected(
     return expected, applied
 
 
-def ours(models: Models, ids: Tensor, has_room: bool) -> dict[str, Step]:
-    """The forms of our step by name, ``OURS`` first; ``has_room``: with those of several caches."""
-    found: dict[str, Step] = {
-        OURS: LazyStep(lambda: _decoding_step(models.stable, ids, DecodeMode.SHARED_CACHE))
-    }
-    if has_room:
-        found["recompute and apply, two streams"] = LazyStep(
-            lambda: _decoding_step(models.stable, ids, DecodeMode.TWO_STREAM)
+Builders = dict[str, Callable[[], Step]]
+
+
+def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
+    """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit."""
+    stable, cuda = models.stable, ids.is_cuda
+    builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
+    if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:
+        builders["recompute and apply, two streams"] = lambda: _decoding_step(
+            stable, ids, DecodeMode.TWO_STREAM
         )
-        found["recompute and apply, exact"] = LazyStep(lambda: _exact_step(models.exact, ids))
-    found[OURS_COMPILED] = LazyStep(
-        lambda: _compiled_step(models.stable, ids, CompileOptions(True, ids.is_cuda))
+        builders["recompute and apply, exact"] = lambda: _exact_step(models.exact, ids)
+    builders[OURS_COMPILED] = lambda: _compiled_step(
+        stable, ids, CompileOptions(inductor=True, cuda_graph=cuda)
     )
-    if ids.is_cuda:
-        found["recompute and apply, CUDA graph"] = LazyStep(
-            lambda: _compiled_step(models.stable, ids, CompileOptions(False, True))
+    if cuda:
+        builders["recompute and apply, CUDA graph"] = lambda: _compiled_step(
+            stable, ids, CompileOptions(cuda_graph=True)
         )
-    return found
+    return builders
 
 
-def baselines(
-    models: Models,
-    ids: Tensor,
-    patch: ContextPatch,
-    plain: Step,
-    cache: DynamicCache,
-    static: StaticContext,
-) -> dict[str, Step]:
+def _baselines(
+    models: Models, ids: Tensor, patch: ContextPatch, cache: DynamicCache, static: StaticContext
+) -> Builders:
     """The other ways by name; they share one static cache and one cache of the model's own."""
+    dense = not any(block.spec.experts for block in patch.blocks)
     changed = models.applied.model
-    runs = [static_plain_step(model, ids, static) for model in (models.plain, changed)]
-    # An eager step moves a full window by an index from the host, which no graph can hold.
-    graph = ids.is_cuda and not _windows(models.plain, ids)
-    return {
-        **({"plain step, CUDA graph": GraphedStep(runs[0], static)} if graph else {}),
-        APPLIED[0]: plain_step(changed, ids, cache),
-        APPLIED[1]: CompiledStep(runs[1], static),
-        **({APPLIED[2]: GraphedStep(runs[1], static)} if graph else {}),
-        "replay of a given patch": Step(
+    runs = {PLAIN: models.plain} | ({APPLIED[0]: changed} if dense else {})
+    builders: Builders = {}
+    for name, model in runs.items():
+        builders[name] = functools.partial(plain_step, model, ids, cache)
+        for form in ("compiled", "CUDA graph"):
+            # an eager step moves a full window by an index from the host, which no graph can hold
+            if form == "compiled" or (ids.is_cuda and dense and not static.full):
+                builders[f"{name}, {form}"] = functools.partial(
+                    static_step, model, ids, static, compiled=form == "compiled"
+                )
+    if dense:
+        builders["replay of a given patch"] = lambda: Step(
             lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
-        ),
-        NAIVE[0]: naive_step(models.plain, patch, plain),
-        NAIVE[1]: uncached_step(models.plain, ids, patch),
-    }
-
-
-def _windows(model: PreTrainedModel, ids: Tensor) -> bool:
-    """Whether a layer's window is shorter than the context, so that its static cache moves."""
-    layers: list[Any] = static_cache(model, ids).layers
-    return any(layer.is_sliding and layer.max_cache_len < ids.shape[1] for layer in layers)
+        )
+        builders[NAIVE] = lambda: naive_step(
+            models.plain, patch, plain_step(models.plain, ids, cache)
+        )
+    return builders
 
 
 def _state(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode, **arguments: Any) -> DecodeState:
@@ -302,8 +273,18 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode) -> St
 
 
 def _compiled_step(patcher: ContextPatcher, ids: Tensor, options: CompileOptions) -> Step:
+    """Our step over static buffers: compiled, as a CUDA graph, or both."""
     state = _state(patcher, ids, DecodeMode.SHARED_CACHE, reserve=False)
-    return StaticCacheStep(state, ids[:, -1].clone(), options)
+    token = ids[:, -1].clone()
+    use_compiled_step(state, options, return_context_logits=False)
+    step = Step(lambda: decode_one_token(state, token).logits, state.rewind, state.cache)
+    started = time.perf_counter()
+    step()
+    step()
+    seconds = time.perf_counter() - started
+    for _ in range(_WARM_UP - 2):
+        step()
+    return replace(step, compile_seconds=seconds if options.inductor else None)
 
 
 def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
@@ -318,71 +299,51 @@ def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
     return Step(run, lambda: cache.crop(-1), cache)
 
 
-def _costs(step: Step, seconds: float, parts: Parts, device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"cache MB": cache_bytes(step.cache) / 1e6}
+def _costs(step: Step, seconds: float, device: torch.device) -> dict[str, Any]:
+    costs: dict[str, Any] = {"cache MB": cache_bytes(step.cache) / 1e6}
     if step.compile_seconds is not None:
-        found["compile s"] = step.compile_seconds
+        costs["compile s"] = step.compile_seconds
     if seconds < _SLOW:
-        with step.observable():
-            found["beyond MB"] = transient_bytes(step, device) / 1e6
-            found |= profiled(step, parts, device, traced=step.traced)
-    return found
+        costs["transient MB"] = transient_bytes(step, device) / 1e6
+        if device.type == "cuda":
+            costs["launches"] = launches(step, device)
+        else:
+            costs["operator calls"] = operator_calls(step)
+    return costs
 
 
 # The tables
 
 
 def tables(data: Mapping[str, Any]) -> list[str]:
-    """Two Markdown tables for each case: one row for each way, and the time by part."""
+    """A Markdown table for each case, with a row for each way."""
+    skipped = [
+        [name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
+        for name, reason in data.get("skipped", {}).items()
+    ]
     lines: list[str] = []
     for case in dict.fromkeys(row["case"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["case"] == case and row["call"]]
         times = {row["call"]: row["seconds"]["median"] for row in rows if "seconds" in row}
-        missing = [
-            [name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
-            for name, reason in data.get("skipped", {}).items()
-        ]
-        lines += [
-            f"## {case}",
-            "",
-            *table_lines(COLUMNS, [_line(row, times) for row in rows] + missing),
-            "",
-        ]
-        there = [
-            part
-            for part in PARTS
-            if part != "experts" or any(part in row.get("parts", ()) for row in rows)
-        ]
-        shares = [
-            [row["call"], *(_share(row["parts"].get(part)) for part in there)]
-            for row in rows
-            if "parts" in row
-        ]
-        if shares:
-            lines += [*table_lines(["share of a profiled step", *there], shares), ""]
-        where = next((row for row in rows if "weights MB" in row), None)
-        if where is not None:
-            lines += [
-                (
-                    f"A step reads {where['weights MB']:.0f} MB of weights, at"
-                    f" {where['ceiling GB/s']:.1f} GB/s at best."
-                ),
-                "",
-            ]
-        compiled = [
-            f"{row['call']} {format_seconds(row['compile s'])}"
-            for row in rows
-            if "compile s" in row
-        ]
-        lines += (
-            [f"Compiling took, before the times: {', '.join(compiled)}.", ""] if compiled else []
+        table = table_lines(COLUMNS, [_line(row, times) for row in rows] + skipped)
+        lines += [f"## {case}", "", *table, ""]
+        for row in rows:
+            for note in _notes(row):
+                lines += [note, ""]
+    return lines[:-1]
+
+
+def _notes(row: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each property of one way that has no column."""
+    if "weights MB" in row:
+        yield (
+            f"A step reads {row['weights MB']:.0f} MB of weights, at {row['ceiling GB/s']:.1f} GB/s"
+            " at best."
         )
-        lines += [
-            f"Not observed: {row['call']}, {row['not observed']}."
-            for row in rows
-            if "not observed" in row
-        ]
-    return lines[:-1] if lines and not lines[-1] else lines
+    if "compile s" in row:
+        yield f"{row['call']}: compiled in {format_seconds(row['compile s'])}."
+    if "not profiled" in row:
+        yield f"{row['call']} is not profiled: {row['not profiled']}."
 
 
 COLUMNS = (
@@ -394,7 +355,7 @@ COLUMNS = (
     "over compiled",
     "of the streaming limit",
     "cache MB",
-    "beyond MB",
+    "transient MB",
     "calls",
     "error",
 )
@@ -405,36 +366,22 @@ def _line(row: Mapping[str, Any], times: Mapping[str, float]) -> list[str]:
     if "seconds" not in row:
         return [name, f"FAILED: {row['failed']}", *[""] * (len(COLUMNS) - 2)]
     seconds = row["seconds"]
-
-    def ratio(baseline: str) -> str:
-        return f"{seconds['median'] / times[baseline]:.2f}×" if baseline in times else "-"
-
-    def number(*names: str) -> str:
-        return next(
-            (
-                f"{row[name]:.3g}" if abs(row[name]) < 1000 else f"{row[name]:.0f}"
-                for name in names
-                if name in row
-            ),
-            "-",
-        )
-
+    ratios = [
+        f"{seconds['median'] / times[baseline]:.2f}×" if baseline in times else "-"
+        for baseline in (PLAIN, COMPILED)
+    ]
+    calls = row.get("launches", row.get("operator calls"))
+    numbers = [row.get(name) for name in ("cache MB", "transient MB")]
     return [
         name,
         format_seconds(seconds["median"]),
         " – ".join(format_seconds(seconds[end]) for end in ("low", "high")),
-        number("rate"),
-        ratio(PLAIN),
-        ratio(COMPILED),
-        _share(row.get("of ceiling")) or "-",
-        number("cache MB"),
-        number("beyond MB"),
-        number("launches", "operator calls"),
-        number("error"),
+        format_number(row.get("rate")),
+        *ratios,
+        _percent(row.get("of ceiling")),
+        *map(format_number, (*numbers, calls, row.get("error"))),
     ]
 
 
-def _share(value: float | None) -> str:
-    return (
-        "" if value is None else f"{100 * value:.0f} %" if value >= 0.1 else f"{100 * value:.2g} %"
-    )
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.{0 if value >= 0.1 else 1}f} %"

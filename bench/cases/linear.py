@@ -23,7 +23,7 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.bench.baselines.lora import lora_layer, peft_problem
-from icl_patch.bench.harness import Case, Comparison, relative_error
+from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.results import Results
 from icl_patch.bench.timing import InTurn, copy_bandwidth, last_level_cache
 
@@ -76,58 +76,32 @@ class Setting:
     def parameters(self) -> dict[str, str | int]:
         """As in the JSON."""
         n, k = self.shape
-        return {
-            "matrix": self.matrix,
-            "n": n,
-            "k": k,
-            "dtype": dtype_name(self.dtype),
-            "rows": self.rows,
-            "rank": self.rank,
-        }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
+        sizes = {"rows": self.rows, "rank": self.rank}
+        return {"matrix": self.matrix, "n": n, "k": k, "dtype": dtype_name(self.dtype), **sizes}
 
 
 def settings(device: torch.device, quick: bool) -> list[Setting]:
-    """The whole grid, or what fits into a few minutes; every part of it that shares weights in one
-    piece.
-    """
+    """The whole grid, or a part that takes a few minutes; the settings of a weight in sequence."""
     everything = [
         Setting(matrix, dtype, rows, rank)
         for matrix, dtype, rank, rows in itertools.product(SHAPES, DTYPES, RANKS, ROWS)
     ]
-    if not quick:
-        return everything
-    return [
-        setting
-        for setting in everything
-        if (_headline if device.type == "cuda" else _quick_on_cpu)(setting)
-    ]
+    chosen = _quick_on_gpu if device.type == "cuda" else _quick_on_cpu
+    return [setting for setting in everything if not quick or chosen(setting)]
 
 
-def _headline(setting: Setting) -> bool:
-    """On a GPU: bf16; rank 1 everywhere, other ranks at the first two shapes."""
-    if setting.dtype is not torch.bfloat16:
-        return False
-    return setting.rank == 1 or (setting.matrix in list(SHAPES)[:3] and setting.rows in (1, 8, 32))
+def _quick_on_gpu(setting: Setting) -> bool:
+    """bf16; rank 1 everywhere, other ranks at the first three shapes."""
+    few = setting.matrix in list(SHAPES)[:3] and setting.rows in (1, 8, 32)
+    return setting.dtype is torch.bfloat16 and (setting.rank == 1 or few)
 
 
 def _quick_on_cpu(setting: Setting) -> bool:
-    """On a CPU: weights from 16 MB to 0.23 GB; other ranks and many rows at the smallest."""
-    if setting.matrix not in (
-        "Gemma-3-1B up",
-        "Gemma-3-1B down",
-        "Gemma-3-4B up",
-        "Llama-3-8B up",
-        "GPT-2 XL up, Conv1D",
-    ):
-        return False
+    """Weights from 16 MB to 0.23 GB; other ranks and many rows at the smallest."""
     if setting.matrix == "Gemma-3-1B up":
         return setting.rank == 1 or setting.rows in (1, 2)
-    return setting.rank == 1 and setting.rows <= 16
+    names = ("Gemma-3-1B down", "Gemma-3-4B up", "Llama-3-8B up", "GPT-2 XL up, Conv1D")
+    return setting.matrix in names and setting.rank == 1 and setting.rows <= 16
 
 
 def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
@@ -135,17 +109,18 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     if reason := peft_problem():
         results.skip("PEFT", reason)
     return [
-        Case(found.name, functools.partial(comparison, found, device), found.parameters)
-        for found in settings(device, quick)
+        Case(setting.name, functools.partial(comparison, setting, device), setting.parameters)
+        for setting in settings(device, quick)
     ]
 
 
 def prepare(cases: Sequence[Case], device: torch.device) -> None:
-    """Compile side by side what the cases will launch: it takes longer than to measure them."""
+    """Compile the kernels of the cases in parallel: compiling takes longer than measuring."""
     if find_spec("triton") is None:
         return
-    from icl_patch.kernels import config_for, product_path, tuning
-    from icl_patch.kernels.config import gpu_name
+    from icl_patch.kernels import config_for, product_path
+    from icl_patch.kernels.compilation import tuning
+    from icl_patch.kernels.runtime.config import gpu_name
 
     major, minor = torch.cuda.get_device_capability(device)
     variants = []
@@ -171,33 +146,27 @@ def cold(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> li
 
 
 def comparison(setting: Setting, device: torch.device) -> Comparison:
-    """What is timed in one case, on operands of the size that a model has."""
+    """The calls of one case, on operands of the size that a model has."""
     (n, k), rows, rank, dtype = setting.shape, setting.rows, setting.rank, setting.dtype
     weights = cold(device, setting.shape, dtype)
     if CONV1D in setting.matrix:
         weights = [weight.view(k, n).T for weight in weights]
-    rng = torch.Generator(device).manual_seed(1)
-    z, u, v = (
-        torch.randn(size, generator=rng, device=device)
-        for size in ((rows, k), (rows, rank, n), (rows, rank, k))
-    )
-    # a patch as large as the plain output: one that is missing shows
-    z, v = z.to(dtype), v / k**0.5
+    z, u, v = random_operands((n, k), rows, rank, dtype, device)
     plain = _plain(weights[0], z)
-    expected = {
-        "plain": plain,
-        "own": plain + _term(z, u, v),
-        "shared": plain + _term(z, u[:1], v[:1]),
-    }
+    per_row, shared = (plain + _term(z, u[:m], v[:m]) for m in (rows, 1))
+    expected = {"patched_linear": per_row, "F.linear": plain, "unfused": per_row}
     functions = {
         "patched_linear": lambda weight: ops.patched_linear(z, weight, u, v),
         "F.linear": lambda weight: F.linear(z, weight),
         "unfused": _unfused(z, u.to(dtype), v.to(dtype)),
         **_materialised(weights[0], z, u[0].to(dtype), v[0].to(dtype)),
     }
-    on_gpu = device.type == "cuda"
-    if not on_gpu:
+    size, ends = n * k * dtype.itemsize, rows * (n + k) * dtype.itemsize
+    factors = rows * rank * (n + k) * u.itemsize
+    nbytes = {"patched_linear": size + ends + factors, "F.linear": size + ends}
+    if device.type != "cuda":
         functions[READ] = _read
+        nbytes[READ] = size
     turn = itertools.count()
     calls = {name: InTurn(function, weights, turn) for name, function in functions.items()}
     if peft_problem() is None:
@@ -208,37 +177,45 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
     def check(name: str, result: Any) -> float | None:
         if name == READ:
             return None
-        wanted = expected[
-            (
-                "plain"
-                if name == "F.linear"
-                else "own"
-                if name in ("patched_linear", "unfused")
-                else "shared"
-            )
-        ]
-        # one rounding of the output, and fp32 sums; the others round the weight, the factors or the
-        # parts too
+        # the others round the weight, the factors or the parts too
         roundings = 1 if name in ("patched_linear", "F.linear") else 8
-        return relative_error(
-            result,
-            wanted,
-            roundings * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * k**0.5,
-        )
+        limit = rounding_limit(dtype, k, roundings)
+        return relative_error(result, expected.get(name, shared), limit)
 
-    size, ends = n * k * dtype.itemsize, rows * (n + k) * dtype.itemsize
-    factors = rows * rank * (n + k) * u.itemsize
     return Comparison(
         ours="patched_linear",
         calls=calls,
         check=check,
-        nbytes={"patched_linear": size + ends + factors, "F.linear": size + ends}
-        | ({} if on_gpu else {READ: size}),
-        ceiling=copy_bandwidth(device) if on_gpu else READ,
+        nbytes=nbytes,
+        ceiling=copy_bandwidth(device) if device.type == "cuda" else READ,
         apart=("W + ΔW", "W + ΔW in a buffer"),
         least_seconds=2e-3,
         most_seconds=1.5,
     )
+
+
+def random_operands(
+    shape: tuple[int, int], rows: int, rank: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z (M, K), and u (M, R, N) and v (M, R, K) in fp32 of a patch as large as the plain output: a
+    missing one shows.
+    """
+    (n, k), rng = shape, torch.Generator(device).manual_seed(1)
+    z, u, v = (
+        torch.randn(size, generator=rng, device=device)
+        for size in ((rows, k), (rows, rank, n), (rows, rank, k))
+    )
+    return z.to(dtype), u, v / k**0.5
+
+
+def expected_output(weight: Tensor, z: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """``W z + Σ_r (v_r·z) u_r`` in fp64: (M, N)."""
+    return _plain(weight, z) + _term(z, u, v)
+
+
+def rounding_limit(dtype: torch.dtype, k: int, roundings: int = 1) -> float:
+    """The error of sums of K products in fp32 and of some roundings to the dtype."""
+    return roundings * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * k**0.5
 
 
 def _plain(weight: Tensor, z: Tensor) -> Tensor:
@@ -257,7 +234,7 @@ def _term(z: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def _read(weight: Tensor) -> Tensor:
-    """The sum of what lies there, in words of fp32: torch's fastest read."""
+    """The sum of the weight's memory in words of fp32: torch's fastest read."""
     stored = weight if weight.is_contiguous() else weight.T
     return stored.flatten()[: weight.numel() // 2 * 2].view(torch.float32).sum()
 
@@ -279,19 +256,14 @@ def _materialised(
     like: Tensor, z: Tensor, u: Tensor, v: Tensor
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """``W + Σ_r u_r v_rᵀ`` for all rows, in new memory and in a buffer."""
-    buffer, outer = torch.empty_like(like), len(u) == 1
-
-    def build(weight: Tensor) -> Tensor:
-        return weight + (torch.outer(u[0], v[0]) if outer else u.T @ v)
+    buffer = torch.empty_like(like)
 
     def rebuild(weight: Tensor) -> Tensor:
-        return (
-            torch.addr(weight, u[0], v[0], out=buffer)
-            if outer
-            else torch.addmm(weight, u.T, v, out=buffer)
-        )
+        if len(u) == 1:
+            return torch.addr(weight, u[0], v[0], out=buffer)
+        return torch.addmm(weight, u.T, v, out=buffer)
 
     return {
-        "W + ΔW": lambda weight: F.linear(z, build(weight)),
+        "W + ΔW": lambda weight: F.linear(z, weight + (u.T @ v if len(u) > 1 else u.T * v)),
         "W + ΔW in a buffer": lambda weight: F.linear(z, rebuild(weight)),
     }

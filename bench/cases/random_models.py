@@ -40,29 +40,26 @@ class RandomModel:
 
     def config(self) -> PreTrainedConfig:
         """The configuration of transformers."""
-        more: dict[str, int] = {}
+        settings = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "head_dim": self.head,
+            "max_position_embeddings": 16384,
+            "tie_word_embeddings": True,
+        }
         if self.kind is Gemma3TextConfig:
-            more["query_pre_attn_scalar"] = self.head
+            settings["query_pre_attn_scalar"] = self.head
         if self.window is not None:
-            more["sliding_window"] = self.window
+            settings["sliding_window"] = self.window
         if self.experts:
-            more |= {
-                "moe_intermediate_size": self.inner,
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.chosen,
-            }
-        return self.kind(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
-            head_dim=self.head,
-            max_position_embeddings=16384,
-            tie_word_embeddings=True,
-            **more,
-        )
+            settings["moe_intermediate_size"] = self.inner
+            settings["num_experts"] = self.experts
+            settings["num_experts_per_tok"] = self.chosen
+        return self.kind.from_dict(settings)
 
     def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """The model with seeded weights, as large as trained ones: a context changes the logits."""

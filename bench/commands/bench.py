@@ -8,7 +8,7 @@ from pathlib import Path
 from icl_patch.bench import BENCHMARKS
 from icl_patch.cli import common
 
-HELP = "time the kernels beside what they replace, and write the tables"
+HELP = "time the kernels beside the code that they replace, and write the tables"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="a few minutes: the most telling shapes, fewer rounds"
     )
     parser.add_argument(
-        "--part",
-        type=_part,
-        metavar="I/N",
-        default=(1, 1),
-        help="only the I-th of N parts of the cases",
-    )
-    parser.add_argument(
         "--fresh",
         action="store_true",
-        help="measure again what the tables have of this code and environment",
+        help="measure every case again, those in the tables too",
     )
     parser.add_argument(
         "--seconds",
@@ -51,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plots",
         action="store_true",
-        help="measure nothing: draw the pictures and tables of what was measured",
+        help="measure nothing: draw the pictures and tables of the results again",
     )
     parser.add_argument(
         "--out",
@@ -65,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, or draw; 1 if a call failed."""
     import torch
 
-    from icl_patch.bench.results import Results, default_folder
-    from icl_patch.bench.running import Plan, measure_benchmark, redraw
+    from icl_patch.bench.results import Results, default_folder, tables
+    from icl_patch.bench.running import BenchOptions, measure_benchmark, redraw
 
     if unknown := [name for name in options.name if name not in BENCHMARKS]:
         raise ValueError(
@@ -79,23 +72,18 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    plan = Plan(options.device, options.quick, options.part, options.fresh, options.seconds)
+    bench_options = BenchOptions(options.device, options.quick, options.fresh, options.seconds)
     measured = [Results(name, options.device, folder) for name in options.name or BENCHMARKS]
     passed = True
     for results in measured:
-        for line, passed_so_far in measure_benchmark(results, plan):
+        for line, passed_so_far in measure_benchmark(results, bench_options):
             print(f"{results.benchmark}: {line}", file=sys.stderr, flush=True)
             passed = passed and passed_so_far
         if not options.json:
-            common.print_result(options, {}, results.table(), f"written to {results.path}")
+            common.print_result(
+                options, {}, *tables(results.to_dict()), f"written to {results.path}"
+            )
     if options.json:
         by_name = {results.benchmark: results.to_dict() for results in measured}
         common.print_result(options, by_name)
     return 0 if passed else 1
-
-
-def _part(text: str) -> tuple[int, int]:
-    i, slash, n = text.partition("/")
-    if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
-        raise argparse.ArgumentTypeError(f"expected I/N with 1 ≤ I ≤ N, got {text!r}")
-    return int(i), int(n)

@@ -53,20 +53,20 @@ def run(options: argparse.Namespace) -> int:
             " measured on their own GPU"
         )
     if find_spec("triton") is None:
-        raise ValueError("expected triton, whose kernels are what is tuned: it is not installed")
+        raise ValueError("expected triton, the compiler of the tuned kernels: it is not installed")
     from icl_patch.bench import tuning
     from icl_patch.evaluation.report import table
 
     dtypes = tuple(options.dtype or map(common.dtype, ("bf16", "fp16", "fp32")))
-    plan = tuning.Plan(options.device, dtypes, options.quick, options.workers)
+    tuned = tuning.TuningOptions(options.device, dtypes, options.quick, options.workers)
     path, entries = tuning.write(
-        plan, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
+        tuned, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
     )
-    rows = [
-        [entry.regime, entry.dtype, entry.max_n or "any", *vars(entry.config).values()]
+    result = [
+        {"path": entry.path, "dtype": entry.dtype, "max_n": entry.max_n, **vars(entry.config)}
         for entry in entries
     ]
-    columns = ["regime", "dtype", "N up to", *vars(entries[0].config)]
-    result = {"file": str(path), "entries": [dict(zip(columns, row, strict=True)) for row in rows]}
-    common.print_result(options, result, table(str(path), columns, rows))
+    rows = [["any" if value is None else value for value in row.values()] for row in result]
+    output = {"file": str(path), "entries": result}
+    common.print_result(options, output, table(str(path), list(result[0]), rows))
     return 0

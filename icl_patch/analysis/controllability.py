@@ -1,7 +1,8 @@
-"""Whether the blocks of a model can take up a context: input- and output-controllability, and what
-is in the way.
+"""Whether the blocks of a model can take up a context: input- and output-controllability, and the
+conditions that fail.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ class BlockControllability:
 
     Attributes:
         block: its path and form. kept_mask: (B, T) bool; nothing is said about padding.
-        obstacles: what was looked at: conditions, and the tokens that meet them.
+        violations: the conditions that were examined, and the tokens that violate them.
 
     Source: Goldwaser et al. (2025), Definitions 3 and 4.
     """
@@ -29,8 +30,11 @@ class BlockControllability:
     kept_mask: Tensor
     violations: tuple[ControllabilityViolation, ...]
 
-    def _free_of(self, rows: list[Tensor]) -> Tensor:
-        return ~torch.stack([torch.zeros_like(self.kept_mask), *rows]).any(0)
+    def _controllable(self, side: str) -> Tensor:
+        return ~self._any(v.always for v in self.violations if v.side == side)
+
+    def _any(self, rows: Iterable[Tensor]) -> Tensor:
+        return torch.stack([torch.zeros_like(self.kept_mask), *rows]).any(0)
 
     @property
     def input_controllable(self) -> Tensor:
@@ -40,9 +44,7 @@ class BlockControllability:
         Fails where ``z = 0`` (Lemmas 6 and 7). The MLP of a parallel block reads nothing that the
         context changes, and cannot fail (Lemma 12).
         """
-        return self._free_of(
-            [obstacle.always for obstacle in self.violations if obstacle.side == "input"]
-        )
+        return self._controllable("input")
 
     @property
     def output_controllable(self) -> Tensor:
@@ -54,23 +56,19 @@ class BlockControllability:
         weights sum to 0 (Lemma 11), and where the block multiplies its MLP's output by 0. A bias
         cannot fail (Lemma 8).
         """
-        return self._free_of(
-            [obstacle.always for obstacle in self.violations if obstacle.side == "output"]
-        )
+        return self._controllable("output")
 
     @property
     def takes_up(self) -> Tensor:
-        """(B, T) bool: whether there is a patch for this context, whose changes are some and not
-        all (Theorem 5).
-        """
-        return self._free_of([obstacle.rows for obstacle in self.violations])
+        """(B, T) bool: whether there is a patch for this particular context (Theorem 5)."""
+        return ~self._any(violation.rows for violation in self.violations)
 
     def reasons(self, row: int, token: int) -> tuple[str, ...]:
         """Why the block is not controllable at one kept token, in words; nothing if it is."""
         return tuple(
-            f"{obstacle.side}: {obstacle.condition}"
-            for obstacle in self.violations
-            if obstacle.always[row, token]
+            f"{violation.side}: {violation.condition}"
+            for violation in self.violations
+            if violation.always[row, token]
         )
 
 
@@ -90,7 +88,7 @@ def controllability(
     why the others are not.
 
     The conditions are those of the patcher's update. A block behind one that cannot take up the
-    context is judged by what reaches it.
+    context is judged by the hidden states that reach it.
 
     Args:
         patcher: attached to the model. The others as in :meth:`icl_patch.ContextPatcher.compute`,
@@ -121,6 +119,6 @@ def controllability(
         violations = error.violations
     mask = sequences.tail_mask[:, sequences.kept_columns]
     return tuple(
-        BlockControllability(block.block, mask, found)
-        for block, found in zip(attached.blocks, violations, strict=True)
+        BlockControllability(block.block, mask, failed)
+        for block, failed in zip(attached.blocks, violations, strict=True)
     )

@@ -1,9 +1,10 @@
 """The implicit learning dynamics of a context: how the weights change as it grows token by token,
 or is absorbed token by token.
 
-A change of a weight is only ever held as the vectors of ``Σ_r u_r v_rᵀ``; norms, inner products and
-products with a vector come from
-these. Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
+A change of a weight is stored as the vectors of ``Σ_r u_r v_rᵀ`` alone; norms, inner products and
+products with a vector are computed from these.
+
+Source: Dherin et al. (2025), Proposition 3.1 and Appendix E.
 """
 
 import copy
@@ -89,14 +90,10 @@ class LowRank:
             total += torch.where(self.index == expert, products, 0.0).sum(-1)
         return total
 
-    def scaled(self, factor: Tensor) -> "LowRank":
-        """``factor M``: factor (...)."""
-        return LowRank(factor[..., None, None] * self.u, self.v, self.index)
-
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """``W_i = W_0 + ΔW_i``, i = 0 … n: what a context does to one parameter as it grows to n
+    """``W_i = W_0 + ΔW_i``, i = 0 … n: the values of one parameter as the context grows to n
     tokens.
 
     Attributes:
@@ -160,17 +157,9 @@ class Trajectory:
         Where all steps share ``v = A(x)/‖A(x)‖²`` this is the paper's ``W_0 (A(c_1…c_i, x) -
         A(c_1…c_{i+1}, x)) A(x)ᵀ``.
         """
-        rates = self.rates()
-        return self.steps().scaled(
-            torch.where(rates > 0, -1 / torch.where(rates > 0, rates, 1.0), 0.0)
-        )
-
-    def losses(self, weight: Tensor) -> Tensor:
-        """``L_i(W_i) = trace(Δ_iᵀ W_i)``: W_0 as (N, K), of experts (E, N, K) -> (n, ...) fp64. A
-        bias or scale is (N, 1).
-        """
-        gradients = self.gradients()
-        return gradients.against(weight) + gradients.inner(self.changes[:-1])
+        rates, steps = self.rates(), self.steps()
+        factor = torch.where(rates > 0, -1 / torch.where(rates > 0, rates, 1.0), 0.0)
+        return LowRank(factor[..., None, None] * steps.u, steps.v, steps.index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,29 +186,29 @@ class Dynamics:
         """``W_0, …, W_n`` of one parameter for every row and kept token: leading dimensions (n + 1,
         B, T).
 
-        ``ΔW_0`` is 0: nothing is absorbed yet. The first patch's factors are not always, an update
-            may correct rounding with them.
+        ``ΔW_0`` is 0: nothing is absorbed yet. The first patch's factors may differ from 0, because
+        an update may correct rounding with them.
 
         Raises:
             ValueError: the patches change no such parameter.
         """
-        found = [
+        changes = [
             change for patch in self.patches for name, change in _named(patch) if name == parameter
         ]
-        if not found:
+        if not changes:
             raise ValueError(
                 f"expected one of the changed parameters {', '.join(self.parameters)}, got"
                 f" {parameter!r}"
             )
-        if found[0].index is None:
-            return Trajectory.of(
-                _from_zero([change.u for change in found]), _stacked([change.v for change in found])
-            )
-        slots = [change.in_slots() for change in found]
-        v = _stacked([v for _, v in slots])
-        u = _from_zero([u for u, _ in slots])
-        v = torch.ones_like(u[..., :1]) if v is None else v
-        return Trajectory.of(u, v, _stacked([change.index for change in found]))
+        pairs: list[Any] = [
+            (change.u, change.v) if change.index is None else change.in_slots()
+            for change in changes
+        ]
+        u, v = (None if xs[0] is None else torch.stack(xs) for xs in zip(*pairs, strict=True))
+        assert u is not None
+        u[0] = 0
+        indices: list[Any] = [change.index for change in changes]
+        return Trajectory.of(u, v, None if indices[0] is None else torch.stack(indices))
 
     def step_norms(self) -> dict[str, Tensor]:
         """``‖W_{i+1} - W_i‖_F`` of every changed parameter: (n, B, T) fp64."""
@@ -235,15 +224,6 @@ def _named(patch: ContextPatch) -> Iterator[tuple[str, ParameterChange]]:
                 + (f".{change.parameter}" if change.parameter else ""),
                 change,
             )
-
-
-def _from_zero(parts: list[Tensor]) -> Tensor:
-    return torch.stack([torch.zeros_like(parts[0]), *parts[1:]])
-
-
-def _stacked(parts: list[Tensor | None]) -> Tensor | None:
-    given = [part for part in parts if part is not None]
-    return torch.stack(given) if given else None
 
 
 @torch.no_grad()
@@ -278,8 +258,8 @@ def grow(
             cache = kv_cache.new_cache(model)
             forward_passes.run_head(model, part, cache)
         else:
-            given = (part.head_ids[:, new], part.head_mask, positions[:, new], cache)
-            forward_passes.run(model, *given, longest=part.longest, last_logits=1)
+            inputs = (part.head_ids[:, new], part.head_mask, positions[:, new], cache)
+            forward_passes.run(model, *inputs, longest=part.longest, last_logits=1)
         copied = copy.deepcopy(cache)
         if patches[0].passes == 1:  # one pass over both streams, and rows for both
             kv_cache.stack_cache(copied, len(part.head_ids))
@@ -287,7 +267,7 @@ def grow(
     return Dynamics(tuple(patches))
 
 
-# -- Appendix E: the context is absorbed from its first token on, and what is left of it stays
+# Appendix E: the context is absorbed from its first token on, and the rest of it stays
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,9 +275,9 @@ class Factorisation:
     """``W_n = W_0 (1 + h_1 A_1)(1 + h_2 A_2) ⋯ (1 + h_n A_n)``, kept as vectors: ``A_i = ΔA(c_i)
     z_iᵀ``, ``h_i = 1/‖z_i‖²``.
 
-    ``z_i = A(c_{i+1}, …, c_n, x)`` is what the first dense layer reads when i tokens are absorbed,
+    ``z_i = A(c_{i+1}, …, c_n, x)`` is the first dense layer's input when i tokens are absorbed,
     and ``ΔA(c_i) = z_{i-1} - z_i``. Then ``W_i z_i = W_0 z_0`` for every i: the block's output
-    stays what it is with the whole context.
+    stays equal to that with the whole context.
 
     Attributes:
         inputs: z_0, …, z_n: (n + 1, ..., K).
@@ -371,11 +351,11 @@ class Factorisation:
 def factorise(
     patcher: HasAttachedModel, context_ids: Tensor, kept_ids: Tensor, layer: int
 ) -> Factorisation:
-    """The factorisation of what a context does to the readers of one block, for the token that
+    """The factorisation of a context's effect on the readers of one block, for the token that
     follows it.
 
-    One patch a context token is computed: the first i tokens are absorbed, the others stay beside
-        the token.
+    One patch is computed for each context token: the first i tokens are absorbed, the others stay
+    beside the token.
 
     Args:
         context_ids: (B, n) int64. kept_ids: (B, 1) int64. layer: which block.
@@ -386,8 +366,7 @@ def factorise(
 
     Raises:
         ValueError: more than one kept token, or the block has no readers that share their input; or
-            as
-            :meth:`icl_patch.ContextPatcher.require_attached`.
+            as :meth:`icl_patch.ContextPatcher.require_attached`.
     """
     if kept_ids.shape[1:] != (1,):
         raise ValueError(f"expected kept_ids (B, 1), got {tuple(kept_ids.shape)}")
@@ -398,7 +377,7 @@ def factorise(
         factors = patch.layers[layer]
         if "readers.v" not in factors:
             raise ValueError(
-                "expected a block with readers of what attention gives, got"
+                "expected a block with readers of the attention's output, got"
                 f" {patch.blocks[layer].path}, which has none"
             )
         inputs.append(factors["readers.v"][:, -1])

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from icl_patch.analysis.ov_matrices import ValueOutput, value_output
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.metrics import rounding_limit
@@ -26,20 +25,9 @@ from icl_patch.models.language_model import random_tokens
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-__all__ = [
-    "FoldedNorm",
-    "Folding",
-    "NormForm",
-    "UncentredLayerNorm",
-    "ValueOutput",
-    "fold",
-    "norm_form",
-    "value_output",
-]
-
 
 class UncentredLayerNorm(nn.Module):
-    """``y = x / σ(x)``, with ``σ(x) = sqrt(mean((x - mean x)²) + eps)``: what is left of a
+    """``y = x / σ(x)``, with ``σ(x) = sqrt(mean((x - mean x)²) + eps)``: the rest of a
     LayerNorm that has been folded.
 
     Computed in fp32 at least and rounded once to the dtype of x. Source: "Folding weights in
@@ -94,7 +82,7 @@ class Folding:
         self.model = model
         self.folded: tuple[FoldedNorm, ...] = ()
         self.refused: dict[str, str] = {}
-        # holder, name, what was there, what is
+        # holder, name, original, replacement
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def __enter__(self) -> "Folding":
@@ -207,7 +195,7 @@ def fold(
 
         with fold(model) as folding:
             folding.folded, folding.refused
-            value_output(model, 0).head(3)               # W_VO of the folded weights
+            ov_matrices.value_output(model, 0).head(3)   # W_VO of the folded weights
             with ContextPatcher(model) as patcher: ...   # patches of the folded model
 
     What reads a norm's output is seen in a pass over a few tokens, and the logits are compared
@@ -248,28 +236,23 @@ def fold(
         if path not in candidates:
             raise ValueError(f"expected the path of a norm with a weight and an eps, got {path!r}")
     ids = random_tokens(model, 7, seed=0)
-    with watch_consumers(model, candidates) as found:
+    with watch_consumers(model, candidates) as consumers:
         expected = model(input_ids=ids, use_cache=False).logits
     folding = Folding(model)
-    tied = _tied(model)
+    tied = {} if untie else _tied(model)
     chosen: list[FoldedNorm] = []
     for path in candidates:
-        form = norm_form(model.get_submodule(path))
-        reason = (
-            "it was not asked for"
-            if path not in asked
-            else _reason(model, found[path], form, {} if untie else tied)
-        )
-        if reason is not None:
-            folding.refused[path] = reason
+        form, reads = norm_form(model.get_submodule(path)), consumers[path]
+        reason = _reason(model, reads, form, tied) if path in asked else "it was not asked for"
+        if reason is not None or form is None:
+            folding.refused[path] = str(reason)
         else:
-            assert form is not None
-            chosen.append(FoldedNorm(path, form, tuple(found[path].linear)))
-    refused = {path: reason for path, reason in folding.refused.items() if path in asked}
+            chosen.append(FoldedNorm(path, form, tuple(reads.linear)))
+    refused = [f"{path}: {folding.refused[path]}" for path in asked if path in folding.refused]
     if (norms is not None and refused) or not chosen:
-        listed = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
         raise UnsupportedModelError(
-            f"{type(model).__name__} has norms that cannot be folded: {listed or 'it has no norms'}"
+            f"{type(model).__name__} has norms that cannot be folded:"
+            f" {'; '.join(refused) or 'it has no norms'}"
         )
     try:
         for norm in chosen:
@@ -297,25 +280,22 @@ def norm_form(norm: nn.Module) -> NormForm | None:
     x = 0.7 + 2 * torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0))
     x = x.to(weight.device, weight.dtype)
     try:
-        got = norm(x).double()
+        output = norm(x).double()
     except TypeError:  # it has other inputs too, such as a gate
         return None
-    found: list[tuple[float, NormForm]] = []
+    errors: dict[NormForm, float] = {}
     for centred, offset in itertools.product((False, True), (0.0, 1.0)):
         wide = x.double()
         wide = wide - wide.mean(-1, keepdim=True) if centred else wide
-        want = (
-            wide
-            * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-            * (offset + weight.double())
-        )
-        want = want if bias is None else want + bias.double()
-        off = float((got - want).abs().max() / want.abs().max())
-        found.append((off, NormForm(centred, offset, eps)))
+        rms = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+        expected = wide / rms * (offset + weight.double())
+        expected = expected if bias is None else expected + bias.double()
+        error = (output - expected).abs().max() / expected.abs().max()
+        errors[NormForm(centred, offset, eps)] = float(error)
     # the sums in fp32; and in the dtype the normalised x, the scale, their product and the bias
     limit = 16 * torch.finfo(torch.float32).eps + 4 * torch.finfo(weight.dtype).eps
-    off, form = min(found, key=lambda pair: pair[0])
-    return form if off <= limit else None
+    form = min(errors, key=lambda form: errors[form])
+    return form if errors[form] <= limit else None
 
 
 def _eps(norm: nn.Module) -> float | None:

@@ -1,5 +1,5 @@
-"""``W_VO = W_V W_O`` per head: what an attention head writes into the residual stream for what it
-reads.
+"""``W_VO = W_V W_O`` per head: the map from an attention head's input to its output in the residual
+stream.
 """
 
 from dataclasses import dataclass
@@ -68,12 +68,12 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
     """``attention(X)_i = Σ_h Σ_j α_ijh x_j W_VO_h + b_VO``, with ``W_VO_h = W_V_h W_O_h`` and
     ``b_VO = b_V W_O + b_O``.
 
-    ``x_j`` is what the attention reads: the norm's output, or ``x/σ(x)`` in a model that
+    ``x_j`` is the attention's input: the norm's output, or ``x/σ(x)`` in a model that
     :func:`icl_patch.analysis.norm_folding.fold` has folded; there ``W_VO`` and ``b_VO`` contain the
     norm's centring, scale and bias. With grouped heads, head h has the values of its group. A norm
     after the attention (Gemma) is not included.
 
-    That the layer is what its names say is checked on one token, for which every α is 1.
+    The formula is checked against the layer on one token, for which every α is 1.
 
     Args:
         model: a causal language model.
@@ -101,26 +101,25 @@ def value_output(model: PreTrainedModel, layer: int) -> ValueOutput:
     weight_o = weight_o.unflatten(0, (heads, -1))  # (H, d_head, d)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     weight_v, bias_v = _values(*_affine(value), packing, heads, weight_o.shape[1], groups)
-    made = ValueOutput(weight_v, weight_o, bias_o + torch.einsum("hk,hkd->d", bias_v, weight_o))
-    _check(model, block, value, output, made)
-    return made
+    factors = ValueOutput(weight_v, weight_o, bias_o + torch.einsum("hk,hkd->d", bias_v, weight_o))
+    _check(model, block, value, output, factors)
+    return factors
 
 
 def _find(block: nn.Module) -> tuple[nn.Module, nn.Module, _Packing]:
     for value, output, packing in _LAYOUTS:
-        found = [
+        attentions = [
             module
             for module in block.modules()
             if isinstance(module._modules.get(value), LINEAR)
             and isinstance(module._modules.get(output), LINEAR)
         ]
-        if len(found) == 1:
-            return found[0].get_submodule(value), found[0].get_submodule(output), packing
-        if len(found) > 1:
+        if len(attentions) > 1:
             raise UnsupportedModelError(
-                f"{type(block).__name__} has {len(found)} attentions: which one is meant cannot be"
-                " told"
+                f"expected one attention in {type(block).__name__}, got {len(attentions)}"
             )
+        for attention in attentions:
+            return attention.get_submodule(value), attention.get_submodule(output), packing
     raise UnsupportedModelError(
         f"{type(block).__name__} has no value and output matrices under a known name"
     )
@@ -160,29 +159,30 @@ def _values(
 
 
 def _check(
-    model: PreTrainedModel, block: nn.Module, value: nn.Module, output: nn.Module, made: ValueOutput
+    model: PreTrainedModel,
+    block: nn.Module,
+    value: nn.Module,
+    output: nn.Module,
+    factors: ValueOutput,
 ) -> None:
     """Raises UnsupportedModelError unless the block's attention on one token is ``Σ_h x W_VO_h +
     b_VO``.
     """
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     handles = [
-        value.register_forward_pre_hook(lambda _module, args: seen.append(args[0])),
-        output.register_forward_hook(lambda _module, _args, out: seen.append(out)),
+        value.register_forward_pre_hook(lambda _module, args: recorded.append(args[0])),
+        output.register_forward_hook(lambda _module, _args, out: recorded.append(out)),
     ]
     try:
         model(input_ids=torch.ones(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    if len(seen) == 2:
-        want = (
-            torch.einsum("d,hdk,hke->e", seen[0].to(made.value).flatten(), made.value, made.output)
-            + made.bias
-        )
-        if (seen[1].to(want).flatten() - want).abs().max() <= rounding_limit(
-            model.dtype
-        ) * want.abs().max():
+    if len(recorded) == 2:
+        x, y = (tensor.flatten().to(factors.value) for tensor in recorded)
+        expected = torch.einsum("d,hdk,hke->e", x, factors.value, factors.output) + factors.bias
+        limit = rounding_limit(model.dtype) * expected.abs().max()
+        if (y - expected).abs().max() <= limit:
             return
     raise UnsupportedModelError(
         f"the attention of {type(block).__name__} on one token is not x W_V W_O + b: its form is"

@@ -1,15 +1,24 @@
-"""Algorithm 1 of Goldwaser et al. (2025) as written: build every changed weight, block by block."""
+"""Algorithm 1 of Goldwaser et al. (2025) as written: build every changed weight, block by block.
+
+It specifies :meth:`icl_patch.ContextPatcher.compute`, and the benchmarks compare with it. It is not
+a practical way to compute patches: every change is a matrix, and serves a single token.
+"""
 
 import copy
-from collections.abc import Sequence
-from contextlib import ExitStack
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from icl_patch.models.block_spec import Block
+from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.ops.reference import rms_normalize, stable_scale
+
+Activations = dict[str, Tensor]
+"""Inputs (T, K) of a block's patched modules by name, and the residual stream before the MLP (T, d)
+under ``""``."""
 
 
 @torch.no_grad()
@@ -17,10 +26,8 @@ def algorithm_1(model: Any, blocks: Sequence[Block], ids: Tensor, *, stable: boo
     """A copy of the model with weights ``θ + Δθ``: on x alone it computes what the model computes
     on ``[C, x]``.
 
-    One run of the model on ``[C, x]`` records the target activations. Then, block by block, the
-    copy runs on x alone up to the block, and the block is updated. This takes a pass for every
-    block and a matrix for every change: it specifies :meth:`icl_patch.ContextPatcher.compute` and
-    is not a way to compute patches.
+    One run of the model on ``[C, x]`` records the target activations. In a run of the copy on x
+    alone, every weight changes just before its module runs.
 
     Args:
         model: a causal language model.
@@ -35,79 +42,118 @@ def algorithm_1(model: Any, blocks: Sequence[Block], ids: Tensor, *, stable: boo
         Lemmas 6 to 9 and 12.
     """
     updated, position = copy.deepcopy(model), torch.tensor([[ids.shape[1] - 1]], device=ids.device)
-    targets = _activations(model, blocks, input_ids=ids)
-    for layer, block in enumerate(blocks):
+    with recorded(model, blocks) as targets:
+        model(input_ids=ids, use_cache=False)
+    with updating(updated, blocks, targets, -1, stable=stable):
+        updated(input_ids=ids[:, -1:], position_ids=position, use_cache=False)
+    return updated
+
+
+@contextmanager
+def recorded(model: Any, blocks: Sequence[Block]) -> Iterator[list[Activations]]:
+    """Record the activations of every block while the model runs once."""
+    activations: list[Activations] = [{} for _ in blocks]
+    with _observed(model, blocks, functools.partial(_record, activations)):
+        yield activations
+
+
+@contextmanager
+def updating(
+    model: Any,
+    blocks: Sequence[Block],
+    targets: Sequence[Activations],
+    token: int,
+    *,
+    stable: bool = False,
+) -> Iterator[None]:
+    """Within this context a run of one token replaces every weight by ``θ + Δθ`` before its use.
+
+    Args:
+        targets: the activations with the context, from :func:`recorded`.
+        token: the token's row in the targets.
+
+    Raises:
+        ValueError: as :func:`algorithm_1`.
+    """
+    for block in blocks:
         if block.spec.experts is not None or block.spec.mixer or block.spec.inner_norm is not None:
             raise ValueError(
                 f"expected a block with one MLP and one norm behind it at most, got {block.path}"
                 " with others"
             )
-        current = _activations(updated, blocks, input_ids=ids[:, -1:], position_ids=position)
-        module = updated.get_submodule(block.path)
-        _update_block(module, block, targets[layer], current[layer], stable)
-    return updated
+    current: list[Activations] = [{} for _ in blocks]
+
+    def update(layer: int, name: str, x: Tensor) -> None:
+        _record(current, layer, name, x)
+        spec, module = blocks[layer].spec, model.get_submodule(blocks[layer].path)
+        target = {key: value[token] for key, value in targets[layer].items()}
+        if name in spec.readers:
+            weight, difference = module.get_submodule(name).weight, target[name] - x[0]
+            u = difference @ weight if name in spec.transposed else weight @ difference
+            _add_outer(module, spec, name, u, x[0])
+        elif name == spec.down:
+            delta = (target[""] - current[layer][""][0]) / spec.residual_multiplier
+            _update_writer(module, spec, target, delta, stable)
+
+    with _observed(model, blocks, update):
+        yield
 
 
-def _activations(model: Any, blocks: Sequence[Block], **inputs: Tensor) -> list[dict[str, Tensor]]:
-    """For every block, at the last token: the inputs of its patched modules by name, and the
-    residual stream before the MLP under ``""``.
-    """
-    recorded: list[dict[str, Tensor]] = [{} for _ in blocks]
+def _record(activations: list[Activations], layer: int, name: str, x: Tensor) -> None:
+    block = activations[layer]
+    # the residual stream is a sum of several parts in some blocks
+    block[name] = block[name] + x if name == "" and name in block else x.clone()
 
-    def record(activations: dict[str, Tensor], name: str, value: Any) -> None:
-        while not isinstance(value, Tensor):
-            value = next(iter(value.values())) if isinstance(value, dict) else value[0]
-        last = value.reshape(-1, value.shape[-1])[-1].clone()
-        is_sum = name == "" and name in activations  # the residual is a sum of module outputs
-        activations[name] = activations[name] + last if is_sum else last
 
+@contextmanager
+def _observed(
+    model: Any, blocks: Sequence[Block], observe: Callable[[int, str, Tensor], None]
+) -> Iterator[None]:
+    """Call ``observe(layer, name, x)`` with every part of the blocks' :data:`Activations`."""
     with ExitStack() as hooks:
-        for block, activations in zip(blocks, recorded, strict=True):
-            module = model.get_submodule(block.path)
-            for name in block.spec.patched:
-                before = module.get_submodule(name).register_forward_pre_hook(
-                    lambda _m, args, a=activations, n=name: record(a, n, args)
-                )
-                hooks.callback(before.remove)
-            for side, _, path in (part.partition(" of ") for part in block.spec.residual):
-                part = module.get_submodule(path)
+        for layer, block in enumerate(blocks):
+            root = model.get_submodule(block.path)
+            parts = [(f"input of {name}", name) for name in block.spec.patched]
+            for place, name in (*parts, *((place, "") for place in block.spec.residual)):
+                side, _, path = place.partition(" of ")
+                module = root.get_submodule(path)
+                call = functools.partial(observe, layer, name)
                 if side == "input":
-                    hook = part.register_forward_pre_hook(
-                        lambda _m, args, kw, a=activations: record(a, "", args or kw),
+                    hook = module.register_forward_pre_hook(
+                        lambda _module, args, kwargs, call=call: call(_rows(args or kwargs)),
                         with_kwargs=True,
                     )
                 else:
-                    hook = part.register_forward_hook(
-                        lambda _m, _args, out, a=activations: record(a, "", out)
+                    hook = module.register_forward_hook(
+                        lambda _module, _args, output, call=call: call(_rows(output))
                     )
                 hooks.callback(hook.remove)
-        model(**inputs, use_cache=False)
-    return recorded
+        yield
 
 
-def _update_block(
-    module: Any, block: Block, target: dict[str, Tensor], current: dict[str, Tensor], stable: bool
+def _rows(value: Any) -> Tensor:
+    """The first tensor of a module's inputs or outputs, (T, K)."""
+    while not isinstance(value, Tensor):
+        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+    return value.flatten(0, -2)
+
+
+def _add_outer(module: Any, spec: BlockSpec, name: str, u: Tensor, z: Tensor) -> None:
+    """``W + u zᵀ / ‖z‖²``."""
+    parameter, v = module.get_submodule(name).weight, z / z.square().sum()
+    factors = (v, u) if name in spec.transposed else (u, v)
+    parameter.data = torch.addr(parameter.data, *(x.to(parameter.dtype) for x in factors))
+
+
+def _update_writer(
+    module: Any, spec: BlockSpec, target: Activations, delta: Tensor, stable: bool
 ) -> None:
-    """ComputeSingleBlockUpdate, and ``θ' = θ + Δθ`` in place."""
-    spec = block.spec
-
-    def add(name: str, u: Tensor, z: Tensor) -> None:
-        change = torch.outer(u, z) / z.square().sum()  # u zᵀ / ‖z‖²
-        parameter = module.get_submodule(name).weight
-        parameter.data += (change.mT if name in spec.transposed else change).to(parameter.dtype)
-
-    for name in spec.readers:
-        weight = module.get_submodule(name).weight
-        z_ctx, z = target[name], current[name]
-        difference = z_ctx - z
-        add(name, difference @ weight if name in spec.transposed else weight @ difference, z)
-    delta = (target[""] - current[""]) / spec.residual_multiplier
     assert spec.down is not None
-    h, down = target[spec.down], module.get_submodule(spec.down)
+    down = module.get_submodule(spec.down)
     if spec.writer.value == "bias":
-        down.bias.data += delta
+        down.bias.data = down.bias.data + delta
     elif spec.writer.value == "weight":
-        add(spec.down, delta, h)
+        _add_outer(module, spec, spec.down, delta, target[spec.down])
     else:
         assert spec.post_norm is not None
         norm = module.get_submodule(spec.post_norm)
@@ -115,7 +161,8 @@ def _update_block(
         h_down, scale = target[spec.post_norm], norm.weight + spec.scale_offset
         if stable:
             update = stable_scale(delta[None], scale, h_down[None], eps)
-            add(spec.down, update.u[0], h)
-            norm.weight.data += (update.new_scale[0] - scale).to(scale.dtype)
+            _add_outer(module, spec, spec.down, update.u[0], target[spec.down])
+            change = update.new_scale[0] - scale
         else:
-            norm.weight.data += delta / rms_normalize(h_down, eps)
+            change = delta / rms_normalize(h_down, eps)
+        norm.weight.data = norm.weight.data + change.to(scale.dtype)

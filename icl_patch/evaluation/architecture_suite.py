@@ -1,7 +1,7 @@
 """Measure every block form on a small random model: ``icl-patch verify --all-families``."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation import tiny_models
+from icl_patch.evaluation.verify import same_experts
 from icl_patch.models import kv_cache
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.patcher import ContextPatcher
@@ -81,8 +82,8 @@ def run_suite(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FamilyReport]:
-    """Run every family of the zoo, or those named: patches of ragged rows with a prefix and several
-    absorbed spans, replayed.
+    """Replay patches of ragged rows, with a prefix and several absorbed spans, of every family of
+    :mod:`icl_patch.evaluation.tiny_models`, or of those named.
 
     Raises:
         KeyError: there is no such family.
@@ -98,44 +99,47 @@ def run_suite(
 
 def _run(name: str, seed: int) -> FamilyReport:
     family = tiny_models.SUPPORTED.get(name) or tiny_models.REFUSED[name]
-    description: dict[str, Any] = {
-        "name": name,
-        "model": family.config,
-        "writer": family.writer,
-        "lemmas": family.lemmas,
-        "note": family.note,
-    }
+    report = FamilyReport(name, family.config, family.writer, family.lemmas, family.note)
     try:
-        measures = _measure_fp32(name, seed)
-        bf16 = _measure_exact(name, seed, torch.bfloat16)
+        bf16 = _measure(name, "exact", torch.bfloat16, seed)
+        fp32, direct, stable = (
+            _measure(name, update, torch.float32, seed) for update in ("exact", "direct", "stable")
+        )
     except UnsupportedModelError as error:
-        return FamilyReport(**description, refused=str(error))
-    exact = _measure_exact(name, seed, torch.float32)
-    return FamilyReport(
-        **description,
-        **measures,
-        exact_fp32=exact["identical"],
+        return replace(report, refused=str(error))
+    return replace(
+        report,
+        noise_floor=direct["noise_floor"],
+        direct=direct["linf"],
+        stable=stable["linf"],
+        exact_fp32=fp32["identical"],
         exact_bf16=bf16["identical"],
-        reader_error=max(exact["reader_error"], bf16["reader_error"]),
-        correction=max(exact["correction"], bf16["correction"]),
-        experts_identical=(
-            None if bf16["choices"] is None else min(exact["choices"], bf16["choices"])
-        ),
+        reader_error=max(fp32["reader_error"], bf16["reader_error"]),
+        correction=max(fp32["correction"], bf16["correction"]),
+        experts_identical=min(bf16["experts"], fp32["experts"]) if "experts" in bf16 else None,
     )
 
 
-def _sequences(seed: int) -> Sequences:
-    """Three ragged rows: a prefix, a context with two absorbed spans, seven kept tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = 3
+def _sequences(seed: int, copies: int = 1) -> Sequences:
+    """Three ragged rows: a prefix, a context with two absorbed spans, seven kept tokens; each row
+    ``copies`` times.
+    """
+    generator, highest = torch.Generator().manual_seed(seed), tiny_models.IMAGE_TOKEN - 2
     prefix, context, kept = (
-        torch.randint(1, tiny_models.IMAGE_TOKEN - 2, (rows, width), generator=generator)
+        torch.randint(1, highest, (3, width), generator=generator).repeat(copies, 1)
         for width in (5, 11, 7)
     )
-    prefix_mask = torch.arange(5).flip(0) < torch.tensor([5, 3, 1]).unsqueeze(1)
-    kept_mask = torch.arange(7) < torch.tensor([7, 5, 3]).unsqueeze(1)
-    masks = {"prefix_mask": prefix_mask, "kept_mask": kept_mask}
-    return assemble(context, kept, prefix_ids=prefix, absorbed=[(0, 5), (8, 10)], **masks)
+    prefix_lengths, kept_lengths = (
+        torch.tensor(lengths).repeat(copies).unsqueeze(1) for lengths in ((5, 3, 1), (7, 5, 3))
+    )
+    return assemble(
+        context,
+        kept,
+        prefix_ids=prefix,
+        absorbed=[(0, 5), (8, 10)],
+        prefix_mask=torch.arange(5).flip(0) < prefix_lengths,
+        kept_mask=torch.arange(7) < kept_lengths,
+    )
 
 
 @torch.no_grad()
@@ -143,57 +147,31 @@ def _baseline(model: Any, sequences: Sequences) -> Tensor:
     """The unmodified model's logits of the kept tokens; token by token if it is recurrent."""
     cache, width = kv_cache.new_cache(model), sequences.tail_ids.shape[1]
     forward_passes.run_head(model, sequences, cache)
-    parts = (
-        [slice(column, column + 1) for column in range(width)]
-        if is_recurrent(model)
-        else [slice(width)]
-    )
-    return torch.cat([forward_passes.run_tail(model, sequences, cache, part) for part in parts], 1)[
-        :, sequences.kept_columns
-    ]
+    step = 1 if is_recurrent(model) else width
+    parts = [slice(start, start + step) for start in range(0, width, step)]
+    logits = [forward_passes.run_tail(model, sequences, cache, part) for part in parts]
+    return torch.cat(logits, 1)[:, sequences.kept_columns]
 
 
-def _doubled(sequences: Sequences) -> Sequences:
-    """Every row twice."""
-    rows = {
-        name: value if name == "tail_absorbed" else value.repeat(2, 1)
-        for name, value in vars(sequences).items()
-    }
-    return Sequences(**rows)
-
-
-def _measure_fp32(name: str, seed: int) -> dict[str, Any]:
-    """The noise floor, and the L∞ of direct and stable replays."""
-    model, sequences = tiny_models.build(name, seed), _sequences(seed)
-    errors = {}
-    for update in ("direct", "stable"):
-        with ContextPatcher(model, update) as patcher:
-            patch = patcher.attached_model.compute(sequences).patch
-            logits = patcher.attached_model.replay_logits(patch)
-        reference, mask = _baseline(model, sequences), patch.kept_mask
-        errors[update] = float(metrics.linf(logits, reference)[mask].max())
-    twice = _baseline(model, _doubled(sequences))[: len(reference)]
-    return errors | {"noise_floor": float(metrics.linf(twice, reference)[mask].max())}
-
-
-def _measure_exact(name: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Bit identity of an exact replay, and its reader error, correction and choice of experts."""
+def _measure(name: str, update: str, dtype: torch.dtype, seed: int) -> dict[str, float]:
+    """A replay against the unmodified model: its numbers in :class:`FamilyReport`."""
     model, sequences = tiny_models.build(name, seed, dtype), _sequences(seed)
     reference = _baseline(model, sequences)
-    with ContextPatcher(model, "exact") as patcher:
+    doubled = _baseline(model, _sequences(seed, copies=2))[: len(reference)]
+    with ContextPatcher(model, update) as patcher:
         computed = patcher.attached_model.compute(sequences)
-        logits, all_activations = patcher.attached_model.replay(computed.patch)
+        logits, activations = patcher.attached_model.replay(computed.patch)
     mask, report = computed.patch.kept_mask, computed.patch.report
     assert report is not None
     epsilon = torch.finfo(dtype).eps
-    choices = [
-        (replayed.experts[1].sort(-1).values == recorded.experts[1].sort(-1).values).all(-1)[mask]
-        for replayed, recorded in zip(all_activations, computed.activations, strict=True)
-        if replayed.experts is not None and recorded.experts is not None
-    ]
-    return {
+    measured = {
+        "noise_floor": float(metrics.linf(doubled, reference)[mask].max()),
+        "linf": float(metrics.linf(logits, reference)[mask].max()),
         "identical": float(metrics.bit_identical(logits, reference)[mask].double().mean()),
         "reader_error": float(report.reader_error.max()) / epsilon,
         "correction": float(report.correction.max()) / epsilon,
-        "choices": float(torch.cat(choices).double().mean()) if choices else None,
     }
+    # two streams record all tokens of the tail, a closing pass the kept ones as a replay does
+    if update == "exact" and (same := same_experts(computed, activations)):
+        measured["experts"] = float(torch.stack(same)[:, mask].double().mean())
+    return measured

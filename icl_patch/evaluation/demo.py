@@ -13,9 +13,8 @@ from icl_patch.evaluation.embedded.scoring import (
     LONGEST_ANSWER,
     answers,
     decode_answers,
-    encode_batch,
 )
-from icl_patch.evaluation.verify import VerifyReport, verify
+from icl_patch.evaluation.verify import VerifyReport, encode_contexts, verify
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
@@ -41,13 +40,9 @@ def patched_answers(
     patcher: ContextPatcher, tokenizer: PreTrainedTokenizerBase, texts: list[str]
 ) -> list[str]:
     """Greedy answers in which every token comes from a replay on the current token alone."""
-    ids, mask = encode_batch(tokenizer, texts)
+    ids, mask = (x.to(patcher.model.device) for x in encode_contexts(tokenizer, texts))
     generated: list[Tensor] = []
-    for step in patcher.generate(
-        ids.to(patcher.model.device),
-        context_mask=mask.to(patcher.model.device),
-        max_new_tokens=LONGEST_ANSWER,
-    ):
+    for step in patcher.generate(ids, context_mask=mask, max_new_tokens=LONGEST_ANSWER):
         replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
         if not torch.equal(replayed.argmax(-1)[step.live], step.token_ids[step.live]):
             raise RuntimeError("the replay chose another token than the stream it was recorded in")

@@ -1,5 +1,6 @@
 """Reports as tables on a terminal, as Markdown and as JSON."""
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -34,116 +35,93 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def format_value(value: Any) -> str:
-    """A float with two digits (an exact zero as ``0``), a bool as yes or no, others as ``str``."""
+    """A float with two digits (an exact zero as ``0``), a bool as yes or no, None as ``-``, others
+    as ``str``.
+    """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return "0" if value == 0 else f"{value:.1e}"
-    return str(value)
+    return "-" if value is None else str(value)
 
 
-def percent(share: float) -> str:
-    """``97.5 %``; only what is exactly 1 reads ``100 %``."""
-    if share == 1:
-        return "100 %"
-    return f"{min(100 * share, 99.99):.4g} %"
+def percent(share: float | None) -> str:
+    """``97.5 %``; ``100 %`` only for exactly 1; ``-`` for None."""
+    if share is None:
+        return "-"
+    return "100 %" if share == 1 else f"{min(100 * share, 99.99):.4g} %"
 
 
-def verify_table(
-    reports: Sequence[VerifyReport], title: str = "Replay without context against the model with it"
-) -> Table:
+def verify_table(reports: Sequence[VerifyReport]) -> Table:
     """A table of verify reports, one row each."""
-    columns = [
-        "update",
-        "dtype",
-        "tokens",
-        "token match",
-        "bit-identical",
-        "L∞ max",
-        "TVD max",
-        "floor L∞",
-        "floor TVD",
-        "reader error",
-        "correction",
-        "promise kept",
-    ]
-    rows = []
+    records = []
     for report in reports:
-        numbers = report.to_dict()
-        rows.append(
-            [
-                report.update,
-                report.dtype,
-                numbers["tokens"],
-                percent(report.token_match),
-                percent(report.bit_identical),
-                numbers["linf_max"],
-                numbers["tvd_max"],
-                report.noise_floor["linf_max"],
-                report.noise_floor["tvd_max"],
-                report.reader_error_max,
-                report.correction_max if report.update == "exact" else "-",
-                _verdict(report),
-            ]
+        numbers, exact = report.to_dict(), report.update == "exact"
+        promised = exact or report.dtype == "float32"
+        records.append(
+            {
+                "update": report.update,
+                "dtype": report.dtype,
+                "tokens": len(report.steps),
+                "token match": percent(report.token_match),
+                "bit-identical": percent(report.bit_identical),
+                "L∞ max": numbers["linf_max"],
+                "TVD max": numbers["tvd_max"],
+                "floor L∞": report.noise_floor["linf_max"],
+                "floor TVD": report.noise_floor["tvd_max"],
+                "reader error": report.reader_error_max,
+                "correction": report.correction_max if exact else None,
+                "promise kept": report.passed if promised else "no promise",
+            }
         )
-    return table(title, columns, rows)
+    return _table_of("Replay without context against the model with it", records)
 
 
 def suite_table(reports: Sequence[FamilyReport]) -> Table:
     """The measurements of every supported block form."""
-    columns = [
-        "family",
-        "ends in",
-        "lemmas",
-        "floor",
-        "direct fp32",
-        "stable fp32",
-        "exact fp32",
-        "exact bf16",
+    records = [
+        {
+            "family": entry.name,
+            "ends in": entry.writer,
+            "lemmas": entry.lemmas,
+            "floor": entry.noise_floor,
+            "direct fp32": entry.direct,
+            "stable fp32": entry.stable,
+            "exact fp32": percent(entry.exact_fp32),
+            "exact bf16": percent(entry.exact_bf16),
+            "reader error, ε": _digits(entry.reader_error),
+            "correction, ε": _digits(entry.correction),
+            "experts": percent(entry.experts_identical),
+            "passed": entry.refused or entry.passed,
+        }
+        for entry in reports
+        if entry.expected
     ]
-    columns += ["reader error, ε", "correction, ε", "experts", "passed"]
-    rows = []
-    for entry in reports:
-        if not entry.expected:
-            continue
-        shares = [
-            "-" if share is None else percent(share)
-            for share in (entry.exact_fp32, entry.exact_bf16)
-        ]
-        errors = [entry.noise_floor, entry.direct, entry.stable]
-        sizes = [
-            "-" if size is None else f"{size:.1f}"
-            for size in (entry.reader_error, entry.correction)
-        ]
-        experts = "-" if entry.experts_identical is None else percent(entry.experts_identical)
-        rows.append(
-            [
-                entry.name,
-                entry.writer,
-                entry.lemmas,
-                *errors,
-                *shares,
-                *sizes,
-                experts,
-                entry.refused or entry.passed,
-            ]
-        )
-    return table(
-        "Every covered form, on a small random model: replay without context against the model"
+    return _table_of(
+        "Every supported form, on a small random model: replay without context against the model"
         " with it",
-        columns,
-        rows,
+        records,
     )
 
 
 def refused_table(reports: Sequence[FamilyReport]) -> Table:
     """The refused block forms, why, and the error that attaching raises."""
-    rows = [
-        [entry.name, entry.note, entry.refused or "NOT refused"]
+    records = [
+        {"family": entry.name, "why": entry.note, "the error": entry.refused or "NOT refused"}
         for entry in reports
         if not entry.expected
     ]
-    return table("Refused", ["family", "why", "what attaching says"], rows)
+    return _table_of("Refused", records)
+
+
+def _digits(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1f}"
+
+
+def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:
+    """A table with a row for each record, whose columns are the records' keys."""
+    columns = list(records[0]) if records else []
+    return table(title, columns, [list(record.values()) for record in records])
 
 
 def support_markdown() -> str:
@@ -158,22 +136,14 @@ def support_markdown() -> str:
     return "\n".join(rows)
 
 
-def _verdict(report: VerifyReport) -> str:
-    if report.update != "exact" and report.dtype != "float32":
-        return "none given"
-    return "yes" if report.passed else "NO"
-
-
 def to_markdown(tables: Sequence[Table]) -> str:
     """Tables as Markdown, under their titles."""
+    console = Console(width=400, no_color=True, highlight=False)
     parts = []
-    for table in tables:
-        title, box = table.title, table.box
-        table.title, table.box = None, MARKDOWN
-        console = Console(width=400, no_color=True, highlight=False)
+    for table in map(copy.copy, tables):
+        title, table.title, table.box = table.title, None, MARKDOWN
         with console.capture() as capture:
             console.print(table)
-        table.title, table.box = title, box
         lines = [line.strip() for line in capture.get().splitlines() if line.strip()]
         parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)

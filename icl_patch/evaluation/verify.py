@@ -11,7 +11,7 @@ Source: Goldwaser et al. (2025), section 4.
 """
 
 import copy
-import math
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -153,31 +154,17 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain JSON types."""
-        linf, tvd = self._errors("linf"), self._errors("tvd")
+        errors = {
+            f"{name}_{kind}": float(getattr(self._errors(name), kind)())
+            for name in ("linf", "tvd")
+            for kind in ("max", "median")
+        }
+        properties = ("token_match", "bit_identical", "limit", "passed")
         return {
-            "model": self.model,
-            "family": self.family,
-            "update": self.update,
-            "dtype": self.dtype,
-            "device": self.device,
-            "prompts": self.prompts,
+            **vars(self),
+            **{name: getattr(self, name) for name in properties},
+            **errors,
             "tokens": len(self.steps),
-            "passes": self.passes,
-            "keep_last": self.keep_last,
-            "token_match": self.token_match,
-            "bit_identical": self.bit_identical,
-            "blocks_bit_identical": self.blocks_bit_identical,
-            "linf_max": float(linf.max()),
-            "linf_median": float(linf.median()),
-            "tvd_max": float(tvd.max()),
-            "tvd_median": float(tvd.median()),
-            "noise_floor": self.noise_floor,
-            "limit": self.limit,
-            "passed": self.passed,
-            "reader_error_max": self.reader_error_max,
-            "experts_identical": self.experts_identical,
-            "correction_max": self.correction_max,
-            "misses": self.misses,
             "steps": [vars(step) for step in self.steps],
         }
 
@@ -235,32 +222,35 @@ def verify(
 
     references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _noise_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
-    comparison = _Comparison()
+    comparisons: list[dict[str, Tensor]] = []
     with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
-        steps = _computations(patcher.attached_model, ids, mask, tokens, keep_last, inputs)
-        for number, (reference, computation) in enumerate(
-            zip(references.unbind(1), steps, strict=True), 1
-        ):
-            logits, replayed = patcher.attached_model.replay(computation.patch)
-            comparison.add(reference, logits[:, -1], computation, replayed)
+        attached = patcher.attached_model
+        for computation in _computations(attached, ids, mask, tokens, keep_last, inputs):
+            logits, replayed = attached.replay(computation.patch)
+            reference = references[:, len(comparisons)]
+            comparisons.append(_compare(reference, logits[:, -1], computation, replayed))
             if progress is not None:
-                progress(number, max_new_tokens)
+                progress(len(comparisons), max_new_tokens)
+    totals = {
+        name: torch.stack([step[name] for step in comparisons], -1) for name in comparisons[0]
+    }
+    experts = totals["same_experts"]
     return VerifyReport(
         model=name or getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__,
-        family=patcher.attached_model.family,
+        family=attached.family,
         update=update,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         prompts=len(ids),
-        passes=comparison.passes,
+        passes=computation.patch.passes,
         keep_last=keep_last,
         noise_floor=floor,
-        reader_error_max=comparison.reader_error,
-        blocks_bit_identical=comparison.identical_blocks / comparison.blocks,
-        correction_max=comparison.correction,
-        misses=comparison.misses,
-        experts_identical=comparison.experts_identical,
-        steps=comparison.steps(tokens),
+        reader_error_max=float(totals["reader_error"].max()),
+        blocks_bit_identical=float(totals["same_blocks"].double().mean()),
+        correction_max=float(totals["correction"].max()),
+        misses=int(totals["misses"].sum()),
+        experts_identical=float(experts.double().mean()) if experts.numel() else None,
+        steps=_verified_tokens(tokens, totals),
     )
 
 
@@ -322,26 +312,24 @@ def encode_contexts(
         raise ValueError(
             f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none"
         )
-    rows = []
-    for text in contexts:
-        if chat:
-            turn = [{"role": "user", "content": text}]
-            text = str(
-                tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    if chat:
+        contexts = [
+            str(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+                )
             )
-        rows.append(
-            torch.tensor(
-                tokenizer(text, add_special_tokens=not chat)["input_ids"], dtype=torch.int64
-            )
-        )
-    if any(len(row) == 0 for row in rows) or not rows:
+            for text in contexts
+        ]
+    rows = [
+        torch.tensor(tokenizer(text, add_special_tokens=not chat)["input_ids"], dtype=torch.int64)
+        for text in contexts
+    ]
+    if not rows or not all(map(len, rows)):
         raise ValueError("expected contexts of at least one token, got an empty one")
-    width = max(map(len, rows))
-    ids = torch.stack(
-        [F.pad(row, (width - len(row), 0), value=tokenizer.pad_token_id or 0) for row in rows]
-    )
-    mask = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
-    return ids, mask
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad(rows, padding_value=tokenizer.pad_token_id or 0)
+    return ids, pad([torch.ones_like(row, dtype=torch.bool) for row in rows])
 
 
 def default_context(model: PreTrainedModel) -> str:
@@ -500,78 +488,63 @@ def _computations(
         ids, mask = _extend(ids, mask, token_ids)
 
 
-def _worse(one: float, other: float) -> float:
-    """The larger error; NaN counts as the largest."""
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+def same_experts(computation: Computation, replayed: Sequence[BlockActivations]) -> list[Tensor]:
+    """Whether the replay chose the experts of the computation, (B, T) bool for each block that has
+    experts.
+    """
+    return [
+        (other.experts[1].sort(-1).values == recorded.experts[1].sort(-1).values).all(-1)
+        for other, recorded in zip(replayed, computation.activations, strict=True)
+        if other.experts is not None and recorded.experts is not None
+    ]
 
 
-class _Comparison:
-    """Compares the replay of every step with the baseline and gathers the errors."""
+def _compare(
+    reference: Tensor, logits: Tensor, computation: Computation, replayed: list[BlockActivations]
+) -> dict[str, Tensor]:
+    """The replay of one step against the baseline's logits (B, V): the numbers of
+    :class:`VerifiedToken` for each row, and those of :class:`VerifyReport` for the step.
+    """
+    pairs = list(zip(computation.activations, replayed, strict=True))
+    report = computation.patch.report
+    assert report is not None
+    reader_errors = [
+        metrics.linf(other.readers[name][:, -1], y_ctx[:, -1]).max()
+        for recorded, other in pairs
+        for name, y_ctx in recorded.readers.items()
+        # A gate's single output may be near 0: the patch's report has its error, relative to the
+        # values of both streams.
+        if y_ctx.shape[-1] > 1
+    ]
+    same = [choices[:, -1] for choices in same_experts(computation, replayed)]
+    return {
+        "match": metrics.same_argmax(logits, reference),
+        "bit_identical": metrics.bit_identical(logits, reference),
+        "linf": metrics.linf(logits, reference),
+        "tvd": metrics.total_variation(logits, reference),
+        "same_blocks": torch.stack(
+            [
+                metrics.bit_identical(_output(other)[:, -1], _output(recorded)[:, -1])
+                for recorded, other in pairs
+            ]
+        ),
+        "same_experts": torch.stack(same) if same else torch.empty(0),
+        # torch's maximum, unlike Python's, keeps NaN
+        "reader_error": torch.stack(
+            [x.double().cpu() for x in (*reader_errors, report.reader_error.max())]
+        ).max(),
+        "correction": report.correction.max(),
+        "misses": report.misses.sum(),
+    }
 
-    def __init__(self) -> None:
-        self._columns: list[dict[str, Tensor]] = []
-        self.reader_error = self.correction = 0.0
-        self.identical_blocks = self.blocks = self.misses = self.passes = 0
-        self.identical_choices = self.choices = 0
 
-    def add(
-        self,
-        reference: Tensor,
-        logits: Tensor,
-        computation: Computation,
-        replayed: list[BlockActivations],
-    ) -> None:
-        self._columns.append(
-            {
-                "match": metrics.same_argmax(logits, reference),
-                "bit_identical": metrics.bit_identical(logits, reference),
-                "linf": metrics.linf(logits, reference),
-                "tvd": metrics.total_variation(logits, reference),
-            }
-        )
-        for activations, other in zip(computation.activations, replayed, strict=True):
-            assert activations.output is not None and other.output is not None
-            same = metrics.bit_identical(other.output[:, -1], activations.output[:, -1])
-            self.identical_blocks += int(same.sum())
-            self.blocks += same.numel()
-            if activations.experts is not None and other.experts is not None:
-                chosen, expected = (
-                    experts[1][:, -1].sort(-1).values
-                    for experts in (other.experts, activations.experts)
-                )
-                self.identical_choices += int((chosen == expected).all(-1).sum())
-                self.choices += len(chosen)
-            for name, y_ctx in activations.readers.items():
-                # A gate's single output may be near 0: the patch's report has its error, relative
-                # to the values of both streams.
-                if y_ctx.shape[-1] == 1:
-                    continue
-                self.reader_error = _worse(
-                    self.reader_error,
-                    float(metrics.linf(other.readers[name][:, -1], y_ctx[:, -1]).max()),
-                )
-        report = computation.patch.report
-        assert report is not None
-        self.reader_error = _worse(self.reader_error, float(report.reader_error.max()))
-        self.correction = _worse(self.correction, float(report.correction.max()))
-        self.misses += int(report.misses.sum())
-        self.passes = computation.patch.passes
+def _output(activations: BlockActivations) -> Tensor:
+    assert activations.output is not None
+    return activations.output
 
-    @property
-    def experts_identical(self) -> float | None:
-        """Share of (token, block) pairs in which the same experts were chosen; None without
-        experts.
-        """
-        return self.identical_choices / self.choices if self.choices else None
 
-    def steps(self, tokens: Tensor) -> list[VerifiedToken]:
-        """The verified tokens, prompt by prompt."""
-        columns = {
-            name: torch.stack([step[name] for step in self._columns], 1).tolist()
-            for name in self._columns[0]
-        }
-        return [
-            VerifiedToken(token_id, **{name: columns[name][row][step] for name in columns})
-            for row, ids in enumerate(tokens.tolist())
-            for step, token_id in enumerate(ids)
-        ]
+def _verified_tokens(tokens: Tensor, totals: Mapping[str, Tensor]) -> list[VerifiedToken]:
+    """The verified tokens, prompt by prompt, from (B, steps) of each number."""
+    names = ("match", "bit_identical", "linf", "tvd")
+    columns = [x.flatten().tolist() for x in (tokens, *(totals[name] for name in names))]
+    return [VerifiedToken(*values) for values in zip(*columns, strict=True)]

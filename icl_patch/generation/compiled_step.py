@@ -1,8 +1,8 @@
-"""A decode step that is compiled: traced once and compiled, captured as a CUDA graph, or both.
+"""A compiled decode step: traced once and compiled, captured as a CUDA graph, or both.
 
-The step reads buffers that stay in place, so that neither the next token nor the next context needs
-another step. It is traced as it runs, below Python: only operators remain of hooks, contexts and
-the model's own code. A model that looks at the numbers of a tensor cannot be traced.
+The step reads and writes fixed buffers, so it serves later tokens and later contexts too. Tracing
+records the operators of one step as it runs; hooks, contexts and the model's Python code leave
+nothing else. A model whose code reads a tensor's numbers on the host cannot be traced.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +28,9 @@ from icl_patch.models import kv_cache
 from icl_patch.models.forward_override import what_runs
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock
-from icl_patch.recording.diagnostics import BlockDiagnostics
 
-_LEAST = 32  # tokens
-_KEPT = 2  # steps, with their caches, that are kept for later contexts
+_BUCKET = 32  # tokens
+_CACHED_STEPS = 2  # steps, with their caches, that are kept for later contexts
 COMPILE = ("inductor", "cuda_graph", "inductor+cuda_graph")
 
 
@@ -65,18 +64,18 @@ class CompileOptions:
         return self.inductor or self.cuda_graph
 
 
-class _NoLook(TorchFunctionMode):
-    """Within this context a tensor's numbers cannot be read on the host: a trace would keep the
-    numbers of this pass.
+class _NoHostReads(TorchFunctionMode):
+    """Within this context reading a tensor's numbers on the host raises an error, because a trace
+    would keep the numbers of this pass.
     """
 
-    _LOOKS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
+    _READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
 
     def __torch_function__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function in self._LOOKS:
-            raise RuntimeError(f"it looks at the numbers of a tensor ({function.__name__})")
+        if function in self._READS:
+            raise RuntimeError(f"it reads a tensor's numbers on the host ({function.__name__})")
         return function(*args, **kwargs or {})
 
 
@@ -92,7 +91,7 @@ class Traced:
         self._token_ids = step.inputs.current.new_zeros(batch)
         self._graph: Callable[[], list[Tensor]] | None = None
         self._compiled = False
-        # Of a step's output: every leaf that is no tensor, and None in the place of one.
+        # The leaves of a step's output: those that are no tensors, and None in a tensor's place.
         self._leaves: list[Any] = []
         self._tree: Any = None
 
@@ -101,20 +100,15 @@ class Traced:
         self._token_ids.copy_(token_ids)
         if self._graph is None:
             return self._trace(return_context_logits)
-        if not self._compiled:
+        if self._compiled:
+            tensors = iter(self._graph())
+        else:
             with self._naming_the_model():
                 tensors = iter(self._graph())
             self._compiled = True
-        else:
-            tensors = iter(self._graph())
         leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
-        logits, infeasible, factors, collected = tree_unflatten(leaves, self._tree)
-        blocks = self._step.decoder.attached.blocks
-        diagnostics = [
-            BlockDiagnostics(block.block.path, None, collected=entries)
-            for block, entries in zip(blocks, collected, strict=True)
-        ]
-        return StepOutput(logits, infeasible, factors, diagnostics)
+        output: StepOutput = tree_unflatten(leaves, self._tree)
+        return output
 
     def _trace(self, return_context_logits: bool) -> StepOutput:
         outputs: list[StepOutput] = []
@@ -122,16 +116,14 @@ class Traced:
         def run() -> list[Tensor]:
             output = self._step(self._token_ids, return_context_logits)
             outputs.append(output)
-            collected = [diagnostics.collected for diagnostics in output.diagnostics]
-            parts = (output.logits, output.maybe_infeasible, output.factors, collected)
-            leaves, self._tree = tree_flatten(parts)
+            leaves, self._tree = tree_flatten(output)
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
         # One fake mode for all tensors: make_fx would make one for each, in half of its time.
         one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
         with self._naming_the_model():
-            with one_mode, _NoLook():
+            with one_mode, _NoHostReads():
                 graph = make_fx(run)()
             blocks = self._step.decoder.attached.blocks
             self._graph = Regions(graph, [block.module for block in blocks])
@@ -206,13 +198,14 @@ class CompiledStep:
         assert isinstance(state.run_step, DecodeStep) and state.step_inputs is not None
         current, batch = state.step_inputs.current, len(state.ids)
         with torch.inference_mode(False):
-            rows, like = len(current), current.new_zeros
+            rows, zeros = len(current), current.new_zeros
+            slot = zeros(1)
             self.inputs = StepInputs(
-                current=like(rows, 1),
-                positions=like(rows, 1),
-                mask=like(rows, capacity),
-                cache=kv_cache.static_cache(_filled_cache(state), capacity),
-                slot=like(1),
+                current=zeros(rows, 1),
+                positions=zeros(rows, 1),
+                mask=zeros(rows, capacity),
+                cache=kv_cache.fixed_cache(_filled_cache(state), capacity, slot),
+                slot=slot,
                 length=0,
             )
             step = replace(state.run_step, inputs=self.inputs)
@@ -256,7 +249,7 @@ def bucketed_capacity(tokens: int) -> int:
     """The capacity of a compiled step: up to a quarter more than ``tokens``, in steps of at least
     32, so that other contexts can use the step too.
     """
-    step = max(_LEAST, 1 << max(tokens - 1, 0).bit_length() >> 3)
+    step = max(_BUCKET, 1 << max(tokens - 1, 0).bit_length() >> 3)
     return -(-tokens // step) * step
 
 
@@ -314,13 +307,13 @@ def use_compiled_step(
         step = CompiledStep(state, capacity, return_context_logits, options)
     step.start_from(state.step_inputs)
     state.run_step, state.step_inputs, state.cache = step, step.inputs, step.inputs.cache
-    state.traced_hooks = decoder.attached.hooks.found()
+    state.traced_hooks = decoder.attached.hooks.current()
 
     def release() -> None:
         # An abandoned generation runs this wherever it is collected: it waits for no thread.
         if decoder.attached.is_attached:
             decoder.compiled_steps[key] = step
-        for oldest in list(decoder.compiled_steps)[:-_KEPT]:
+        for oldest in list(decoder.compiled_steps)[:-_CACHED_STEPS]:
             decoder.compiled_steps.pop(oldest, None)
 
     return release

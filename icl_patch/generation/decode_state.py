@@ -1,4 +1,4 @@
-"""The state of a generation: a growing context, and what its decode steps read and leave."""
+"""The state of a generation: a growing context, the inputs of a decode step, and its output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 from transformers import Cache
 
 from icl_patch.generation.decoder import Decoder
-from icl_patch.recording.attached_block import Factors
+from icl_patch.recording.attached_block import BlockActivations, Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
-from icl_patch.recording.hooks import Found
+from icl_patch.recording.hooks import HookIds
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last
 
 
@@ -30,14 +31,14 @@ class DecodeMode(Enum):
 
 @dataclass(eq=False)
 class StepInputs:
-    """The tensors that a step reads. They stay in place, so that a compiled step can be run again.
+    """The tensors that a step reads. They keep their addresses, so a compiled step can run again.
 
     Attributes:
         current, positions: (rows, 1) int64, the current token and its position; B rows, or 2B with
             two streams in the cache.
         mask: (rows, capacity) int64, 1 = token.
         cache: all tokens but the current one.
-        slot: (1,) int64, the current token's column in a static cache; None for a dynamic one.
+        slot: (1,) int64, the current token's column in a fixed cache; None for a dynamic one.
         length: in a dynamic cache, the number of tokens including the current one.
     """
 
@@ -77,12 +78,14 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
-    """What a step leaves.
+    """The output of a step.
 
     Attributes:
         logits: (B, V) of the reduced stream, or (2B, V) of both streams.
         maybe_infeasible: () bool, whether some block may not be able to take up the context.
         factors, diagnostics: of every block.
+        misses: (L, B), the elements that an exact factor of each block misses; None for other
+            updates. activations: of every block, with the context, where there are misses.
         is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
     """
 
@@ -91,8 +94,11 @@ class StepOutput:
     factors: list[Factors]
     diagnostics: list[BlockDiagnostics]
     is_overwritten: Callable[[], bool] | None = None
+    misses: Tensor | None = None
+    activations: list[BlockActivations] | None = None
 
 
+register_dataclass(StepOutput)  # so that a compiled step's output can be flattened
 RunStep = Callable[[Tensor, bool], StepOutput]  # (token_ids, return_context_logits)
 
 
@@ -101,16 +107,16 @@ class DecodeState:
     """A growing context: its tokens, its cache, and how its steps run.
 
     Attributes:
-        decoder: the attached model, and what generation keeps of it.
-        mode: how the steps run. run_step: a step's function; None in two passes.
-        step_inputs: what it reads; None in two passes.
+        decoder: the attached model, and what generation caches for it.
+        mode: how the steps run. run_step: the function of a step; None in two passes.
+        step_inputs: its inputs; None in two passes.
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
             hold tokens.
         length: the number of columns in use, including the current token's.
         live: (B, 1) bool, the rows that still generate. The others get no patch.
         cache: all tokens but the current one.
         fingerprint: of the weights at the start.
-        fill: puts a head into an empty cache, or into a new one, with the rows of a step.
+        fill: runs the model on a head; returns a new cache with the rows of a step.
         switches_factors: whether the rotary factors change at some length (LongRoPE).
         steps: the number of steps taken.
         traced_hooks: the hooks that a compiled step was made with; it runs no others.
@@ -126,10 +132,10 @@ class DecodeState:
     live: Tensor
     cache: Cache
     fingerprint: str
-    fill: Callable[[Sequences, Cache | None], Cache]
+    fill: Callable[[Sequences], Cache]
     switches_factors: bool
     steps: int = 0
-    traced_hooks: Found | None = None
+    traced_hooks: HookIds | None = None
 
     def advance(self, token_ids: Tensor) -> None:
         """Make ``token_ids`` (B,) the current token; the one before joins the context."""
@@ -150,12 +156,6 @@ class DecodeState:
         cache: Any = self.cache
         if not cache.is_compileable:
             cache.crop(-1)
-            return
-        layers = [layer for layer in cache.layers if hasattr(layer, "cumulative_length")]
-        torch._foreach_sub_([layer.cumulative_length for layer in layers], 1)  # one launch
-        for layer in layers:
-            if layer.is_sliding:
-                layer.cumulative_length_int -= 1
 
     def keep_live(self, live: Tensor) -> None:
         """Note the rows that still generate, (B,) bool."""
@@ -186,7 +186,7 @@ def new_step_inputs(cache: Cache, past: Tensor, capacity: int) -> StepInputs:
         positions=past.sum(1, keepdim=True) - 1,
         mask=F.pad(past, (0, capacity - width)),
         cache=cache,
-        slot=past.new_tensor([width - 1]) if cache.is_compileable else None,
+        slot=None,
         length=width,
     )
 
@@ -196,6 +196,6 @@ def maybe_infeasible(diagnostics: list[BlockDiagnostics], like: Tensor) -> Tenso
     checks = [block.feasibility_checks() for block in diagnostics]
     refused = [flag for flags, _ in checks for flag in flags]
     inverses = [inverse for _, values in checks for inverse in values]
-    found = [torch.cat(refused).any()] if refused else []
-    found += [(torch.cat(inverses) == 0).any()] if inverses else []
-    return torch.stack(found).any() if found else like.new_zeros((), dtype=torch.bool)
+    flags = [torch.cat(refused).any()] if refused else []
+    flags += [(torch.cat(inverses) == 0).any()] if inverses else []
+    return torch.stack(flags).any() if flags else like.new_zeros((), dtype=torch.bool)

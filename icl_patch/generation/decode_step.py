@@ -1,8 +1,8 @@
 """One decode step: everything before the current token becomes a change of weights for it.
 
-:func:`prefill` puts a context into a cache and returns a :class:`DecodeState`;
-:func:`decode_one_token` runs one token on top of it. A step leaves nothing in the model. B rows, S
-tokens so far, V ids.
+:func:`prefill` runs a context into a cache and returns a :class:`DecodeState`;
+:func:`decode_one_token` runs one token on top of it. A step leaves the model's modules as they
+were. Shapes: B rows, S tokens so far, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,6 +27,8 @@ from icl_patch.generation.decode_state import (
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
+from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import inputs, names_of
@@ -43,7 +45,9 @@ from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
+from icl_patch.recording.compute import close_on
 from icl_patch.recording.decode_recorder import DecodeRecorder
+from icl_patch.recording.exact_decode_recorder import ExactDecodeRecorder, close_loops
 from icl_patch.recording.hooks import paths_of
 from icl_patch.recording.patch_assembly import report_of, scales_of
 from icl_patch.recording.record import recording
@@ -55,12 +59,14 @@ class DecodeStep:
     """Both streams of one token through the model, without waiting for the device.
 
     Attributes:
-        inputs: what the step reads.
+        inputs: the tensors that the step reads.
         streams: how both streams share one cache; None where each has its own rows in the cache.
         linears: modules with the forward that runs their product through our ops.
         fused: modules with a forward of several operations in one launch.
         receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
         patch_index: (2B,) int64, the patch of each row of both streams, -1 for none.
+        arithmetic: what the step's products and activations run in. An exact step needs
+            ``"batch_invariant"``.
         for_inductor: whether the step is written for a compiler, see :class:`DecodeRecorder`.
     """
 
@@ -71,6 +77,7 @@ class DecodeStep:
     fused: list[tuple[nn.Module, Forward]]
     receives_norm_input: frozenset[AttachedBlock]
     patch_index: Tensor
+    arithmetic: str = MODEL
     for_inductor: bool = False
 
     def for_compiler(self) -> "DecodeStep":
@@ -82,8 +89,10 @@ class DecodeStep:
         attached, step_inputs = self.decoder.attached, self.inputs
         model: Any = attached.model
         step_inputs.advance(token_ids)
+        exact = attached.update == "exact"
+        kind = ExactDecodeRecorder if exact else DecodeRecorder
         recorders = [
-            DecodeRecorder(
+            kind(
                 block,
                 attached.update,
                 self.patch_index,
@@ -100,19 +109,32 @@ class DecodeStep:
             step_inputs.cache,
             last_logits=1,
         )
-        with recording(recorders), self._both_streams(len(token_ids), return_context_logits):
+        streams = self._both_streams(len(token_ids), return_context_logits, exact)
+        with running_in(self.arithmetic), recording(recorders), streams:
             logits = model(**model_inputs).logits[:, -1]
+            misses = close_loops(recorders)
             factors = [block.factors() for block in attached.blocks]
         diagnostics = [recorder.diagnostics for recorder in recorders]
-        return StepOutput(logits, maybe_infeasible(diagnostics, logits), factors, diagnostics)
+        flag = maybe_infeasible(diagnostics, logits)
+        if misses is None:
+            return StepOutput(logits, flag, factors, diagnostics)
+        activations = [recorder.context for recorder in recorders]
+        flag = flag | misses.any()
+        return StepOutput(
+            logits, flag, factors, diagnostics, misses=misses, activations=activations
+        )
 
     @contextmanager
-    def _both_streams(self, batch: int, return_context_logits: bool) -> Iterator[None]:
-        """Within this context the model runs both streams of the current token."""
+    def _both_streams(
+        self, batch: int, return_context_logits: bool, context_only: bool
+    ) -> Iterator[None]:
+        """Within this context the model runs both streams of the current token; with
+        ``context_only`` the head sees the context stream alone, whose bits both have.
+        """
         model = self.decoder.attached.model
         with ExitStack() as stack:
             if self.streams is not None:
-                stack.enter_context(self.streams.run(self.inputs.slot))
+                stack.enter_context(self.streams.run(self.inputs.slot, context_only=context_only))
             else:
                 one_token = OneToken(self.inputs.mask, batch=batch)
                 stack.enter_context(restricted_attention(model, one_token))
@@ -141,6 +163,7 @@ class DecodeResult:
     make_patch: Callable[[], ContextPatch]
 
 
+@one_pass
 @torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
@@ -151,7 +174,6 @@ def prefill(
     mode: DecodeMode,
     *,
     chunk: int | None = None,
-    cache: Cache | None = None,
     reserve: bool = True,
     **model_inputs: Any,
 ) -> DecodeState:
@@ -163,27 +185,9 @@ def prefill(
         mode: how the steps are to run. ``SHARED_CACHE`` needs a ``decoder.shared_cache``.
         chunk: the number of tokens a call, for long contexts; all at once by default. Not for
             recurrent models, nor with further inputs.
-        cache: an empty cache; a dynamic one by default.
-        reserve: whether a dynamic cache gets room for later tokens, so that few steps copy it.
+        reserve: whether the cache gets room for later tokens, so that few steps copy it.
         model_inputs: further inputs of the model for this pass.
     """
-    with decoder.attached.attachment.one_pass():
-        return _prefill(
-            decoder, context_ids, context_mask, capacity, mode, chunk, cache, reserve, model_inputs
-        )
-
-
-def _prefill(
-    decoder: Decoder,
-    context_ids: Tensor,
-    context_mask: Tensor,
-    capacity: int,
-    mode: DecodeMode,
-    chunk: int | None,
-    cache: Cache | None,
-    reserve: bool,
-    model_inputs: dict[str, Any],
-) -> DecodeState:
     attached, names = decoder.attached, names_of(model_inputs)
     if chunk is not None and (attached.recurrent or names):
         why = "of a recurrent model, which goes on by one token a call"
@@ -194,8 +198,8 @@ def _prefill(
     check_vocabulary(attached.model, context_ids, context_mask)
     attached.watch_hooks(two_streams=mode is not DecodeMode.TWO_PASS)
 
-    def fill(head: Sequences, cache: Cache | None) -> Cache:
-        cache = kv_cache.new_cache(attached.model) if cache is None else cache
+    def fill(head: Sequences) -> Cache:
+        cache = kv_cache.new_cache(attached.model)
         if head.head_ids.shape[1]:
             forward_passes.run_head(attached.model, head, cache, chunk=chunk, **model_inputs)
         if mode is DecodeMode.TWO_STREAM:
@@ -204,7 +208,7 @@ def _prefill(
             kv_cache.reserve(cache, capacity)
         return cache
 
-    cache = fill(sequences, cache)
+    cache = fill(sequences)
     step = None
     if mode is not DecodeMode.TWO_PASS:
         past = context_mask[:, :-1].repeat(2 if mode is DecodeMode.TWO_STREAM else 1, 1)
@@ -231,6 +235,7 @@ def _new_step(
     decoder: Decoder, step_inputs: StepInputs, batch: int, mode: DecodeMode
 ) -> DecodeStep:
     attached = decoder.attached
+    exact = attached.update == "exact"
     if decoder.fused_modules is None:
         with torch.autocast(attached.model.device.type, enabled=False):
             decoder.fused_modules = FusedModules(attached.model, attached.blocks)
@@ -251,9 +256,11 @@ def _new_step(
         step_inputs,
         streams,
         linears,
-        decoder.fused_modules.forwards(),
-        frozenset(decoder.fused_modules.blocks_with_norm_input()),
+        # the replay of an exact step has to run the same modules
+        [] if exact else decoder.fused_modules.forwards(),
+        frozenset() if exact else frozenset(decoder.fused_modules.blocks_with_norm_input()),
         torch.arange(-batch, batch, device=device).clamp(min=-1),
+        BATCH_INVARIANT if exact else MODEL,
     )
 
 
@@ -286,7 +293,7 @@ def decode_one_token(
             _refill(state)
         if state.run_step is None:
             return _two_passes(state)
-        hooked = attached.hooks.found()
+        hooked = attached.hooks.current()
         if state.traced_hooks is not None and hooked != state.traced_hooks:
             raise UnsupportedModelError(
                 "expected the forward hooks that the step was traced with, they have changed on"
@@ -296,9 +303,12 @@ def decode_one_token(
         if output.maybe_infeasible:  # the step's only synchronisation with the device
             for diagnostics in output.diagnostics:
                 diagnostics.resolve(state.live).check(start=state.steps - 1)
+            if output.misses is not None and bool((output.misses * state.live.T).any()):
+                return _closed_again(state, output)
         batch = len(state.ids)
         logits = output.logits[-batch:]
-        context_logits = output.logits[:batch] if len(output.logits) > batch else None
+        exact = output.misses is not None  # both streams have the same logits
+        context_logits = output.logits[:batch] if exact or len(output.logits) > batch else None
         make_patch = _DeferredPatch(state, output, context_logits, bool(hooked))
         if hooked:
             attached.check_step(hooked, make_patch(), logits.unsqueeze(1), state.live)
@@ -310,7 +320,7 @@ def _refill(state: DecodeState) -> None:
     sequences = state.sequences()
     if not switches(state.decoder.attached.model, sequences):
         return
-    filled = state.fill(sequences, None)
+    filled = state.fill(sequences)
     if state.cache.is_compileable:
         kv_cache.copy_cache(filled, state.cache, state.length - 1)
     else:
@@ -323,6 +333,18 @@ def _two_passes(state: DecodeState) -> DecodeResult:
     patch = computation.patch
     assert patch.logits is not None
     return DecodeResult(computation.reduced_logits[:, -1], patch.logits[:, -1], lambda: patch)
+
+
+def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
+    """An exact step whose factors miss their target somewhere: a pass of the reduced stream closes
+    every block on the context's output again, and goes on from what it reached.
+    """
+    attached = state.decoder.attached
+    patch = attached.empty_patch(state.sequences(), passes=2, arithmetic=BATCH_INVARIANT)
+    patch = replace(patch, logits=output.logits.unsqueeze(1))
+    assert output.activations is not None
+    computation = close_on(attached, output.activations, patch, attached.update, state.live)
+    return DecodeResult(computation.reduced_logits[:, -1], output.logits, lambda: computation.patch)
 
 
 class _DeferredPatch:
@@ -347,7 +369,9 @@ class _DeferredPatch:
         layers = tuple(self._of_live_rows(block, layer) for block, layer in factors)
         resolved = [diagnostics.resolve(self.live) for diagnostics in output.diagnostics]
         logits = None if self.context_logits is None else self.context_logits.unsqueeze(1)
-        patch = self.attached.empty_patch(sequences_of(self.ids, self.context_mask), passes=1)
+        arithmetic = MODEL if output.misses is None else BATCH_INVARIANT
+        sequences = sequences_of(self.ids, self.context_mask)
+        patch = self.attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
         if patch.info.fingerprint != self.fingerprint:
             raise ValueError(
                 "expected the weights that the step ran with, they have changed since: ask for the"

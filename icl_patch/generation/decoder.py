@@ -1,22 +1,23 @@
-"""What generation keeps of an attached model between calls."""
+"""Decoder: an attached model with everything that generation caches for it."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.layers.attachment import Attachment
 from icl_patch.recording.attached_model import AttachedModel
 
 
 @dataclass(eq=False)
 class Decoder:
-    """An attached model, and what its decode steps have found out about it.
+    """An attached model, and what its decode steps cache.
 
     Attributes:
         attached: the model.
-        shared_cache: how its blocks run both streams over one cache, once somebody has asked.
-        fused_modules: its norms and gated MLPs as single operations, from the first step on.
-        compiled_steps: the steps that were compiled last, by all that they depend on.
+        shared_cache: how its blocks run both streams over one cache; None before it is first used.
+        fused_modules: its norms and gated MLPs as single operations; None before the first step.
+        compiled_steps: the last compiled steps, by everything that they depend on.
     """
 
     attached: AttachedModel
@@ -24,12 +25,12 @@ class Decoder:
     fused_modules: FusedModules | None = None
     compiled_steps: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def attachment(self) -> Attachment:
+        """The model's lock, for :func:`icl_patch.layers.attachment.one_pass`."""
+        return self.attached.attachment
+
     def clear(self) -> None:
         """Forget everything about the model."""
         self.shared_cache = self.fused_modules = None
         self.compiled_steps.clear()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has to make these anew: they hold functions that run the modules of this model.
-        found: dict[str, Any] = {"shared_cache": None, "fused_modules": None, "compiled_steps": {}}
-        return {"attached": self.attached, **found}

@@ -1,7 +1,7 @@
-"""The small arithmetic of a decode step in fewer launches: the model's norms and gated products
-through our ops.
+"""Run the norms and gated MLPs of a decode step through our ops, which take fewer launches.
 
-Which modules of a model are which is found by trying them: nothing is assumed of a class.
+A module is tried on random rows: if one of our ops gives the same output, it takes the module's
+place. Nothing is assumed of a class.
 """
 
 from abc import ABC, abstractmethod
@@ -17,21 +17,21 @@ from transformers import PreTrainedModel
 from icl_patch import ops
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
-from icl_patch.layers.rms_norm import rms_norm_form
+from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norm_form
 from icl_patch.models.consumers import LINEAR
 from icl_patch.models.forward_override import Forward, untouched
 from icl_patch.recording.attached_block import AttachedBlock
 
 _ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
-_ROUNDINGS = 16  # by which two orders of the same arithmetic may differ
-# of the rows that a module is tried with: one that clamps does so in large ones
+_ROUNDINGS = 16  # the allowed difference between two orders of the same arithmetic
+# Scales of the rows that a module is tried on; the large ones show whether it clamps.
 _SCALES = (1.0, 30.0, 1000.0)
 
 
 @dataclass(frozen=True)
 class _Fused(ABC):
-    """A module's forward in fewer launches, of the one input that it was tried with; of any other
-    it is the module's own.
+    """A module's forward in fewer launches for a call with one input; other calls run the module's
+    own forward.
     """
 
     module: Any
@@ -43,7 +43,7 @@ class _Fused(ABC):
 
     @property
     def fresh(self) -> bool:
-        """Whether the module is still what it was when it was tried."""
+        """Whether nobody has hooked or replaced the module's forward since it was tried."""
         return untouched(self.module)
 
     @abstractmethod
@@ -53,26 +53,18 @@ class _Fused(ABC):
 
 @dataclass(frozen=True)
 class _Norm(_Fused):
-    """An RMSNorm: :func:`icl_patch.ops.rms_norm` with these."""
+    """An RMSNorm in one launch."""
 
-    scale_offset: float
-    cast_first: bool
+    patched: PatchedRMSNorm  # the same norm, which knows how it applies its scale
 
     def run(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return ops.rms_norm(
-            rows,
-            self.module.weight,
-            _eps(self.module),
-            scale_offset=self.scale_offset,
-            cast_first=self.cast_first,
-        ).reshape(x.shape)
+        return self.patched.in_one_launch(x)
 
 
 @dataclass(frozen=True)
 class _NormBefore(_Norm):
-    """The norm before a block's MLP, which is also where the block's recorder gets its delta and
-    its readers' direction.
+    """The norm before a block's MLP, which also gives the block's recorder its delta and its
+    readers' direction.
     """
 
     block: AttachedBlock
@@ -81,13 +73,12 @@ class _NormBefore(_Norm):
         on_norm_pair = self.block.on_norm_pair
         if on_norm_pair is None:
             return super().run(x)
-        rows = x.reshape(-1, x.shape[-1])
         pair = ops.norm_pair(
-            rows,
+            x.reshape(-1, x.shape[-1]),
             self.module.weight,
-            _eps(self.module),
-            scale_offset=self.scale_offset,
-            cast_first=self.cast_first,
+            self.patched.eps,
+            scale_offset=self.patched.scale_offset,
+            cast_first=self.patched.cast_first,
         )
         on_norm_pair(pair)
         return pair.z_pair.reshape(x.shape)
@@ -95,8 +86,9 @@ class _NormBefore(_Norm):
 
 @dataclass(frozen=True)
 class _Gated(_Fused):
-    """An MLP ``down(act(gate(x)) ⊙ up(x))``, or with both halves in one matrix; ``swapped``: the
-    activation is the second's.
+    """An MLP ``down(act(gate(x)) ⊙ up(x))``; gate and up may be the halves of one matrix.
+
+    swapped: whether the gate is the second reader or half.
     """
 
     readers: tuple[nn.Module, ...]
@@ -107,7 +99,7 @@ class _Gated(_Fused):
 
     @property
     def fresh(self) -> bool:
-        """Whether the module and its children are still what they were."""
+        """Whether nobody has hooked the module, or replaced its forward or a child, since then."""
         return super().fresh and {self.act, self.down, *self.readers} <= set(self.module.children())
 
     def run(self, x: Tensor) -> Tensor:
@@ -122,17 +114,17 @@ class _Gated(_Fused):
             h = ops.gated_product(
                 gate.reshape(-1, width), up.reshape(-1, width), self.activation
             ).reshape(gate.shape)
-        else:  # somebody wants to see it run
+        else:  # a hook on the activation must run
             h = self.act(gate) * up
         out: Tensor = self.down(h)
         return out
 
 
 class FusedModules:
-    """What of a model our ops can do in its place.
+    """The modules of a model that our ops can run.
 
     Args:
-        model: the attached model. blocks: its blocks, whose modules are off.
+        model: the attached model. blocks: its blocks, with their patched modules off.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
@@ -146,7 +138,7 @@ class FusedModules:
             ]
 
     def forwards(self) -> list[tuple[nn.Module, Forward]]:
-        """What runs in place of whose forward; of modules that nobody has put a hook on."""
+        """The modules, each with the function that runs in place of its forward."""
         return [(found.module, found) for found in self._found if found.fresh]
 
     def blocks_with_norm_input(self) -> set[AttachedBlock]:
@@ -154,10 +146,6 @@ class FusedModules:
         return {
             found.block for found in self._found if isinstance(found, _NormBefore) and found.fresh
         }
-
-
-def _eps(norm: Any) -> float:
-    return float(getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0)))
 
 
 def _norm(module: nn.Module) -> _Norm | None:
@@ -178,9 +166,11 @@ def _norm(module: nn.Module) -> _Norm | None:
     x = _trial(len(weight), weight, 1e-3)  # where eps shows
     try:
         form = rms_norm_form(module, x, module(x))
-    except Exception:  # of the module's own code: whatever it is, it is no RMSNorm
+    except Exception:  # the module's own code takes other inputs: no RMSNorm
         return None
-    return None if form is None else _Norm(module, *form)
+    if form is None:
+        return None
+    return _Norm(module, PatchedRMSNorm(module, scale_offset=form[0], cast_first=form[1]))
 
 
 def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[_NormBefore]:
@@ -192,7 +182,7 @@ def _norms_before(blocks: Sequence[AttachedBlock]) -> Iterator[_NormBefore]:
             else None
         )
         if norm is not None:
-            yield _NormBefore(norm.module, norm.scale_offset, norm.cast_first, block)
+            yield _NormBefore(norm.module, norm.patched, block)
 
 
 def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[_Gated]:
@@ -220,7 +210,7 @@ def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[_Gated]:
 
 
 def _width(reader: Any) -> int:
-    """K, of what a linear module reads."""
+    """K, the number of input features of a linear module."""
     width: int = reader.in_features if hasattr(reader, "in_features") else reader.weight.shape[0]
     return width
 
@@ -231,42 +221,40 @@ def _activation(module: nn.Module) -> str | None:
     x = torch.linspace(-8, 8, 161)
     limit = _ROUNDINGS * torch.finfo(x.dtype).eps * x.abs()  # of x: in GELU the result may cancel
     try:
-        made = module(x)
-    except Exception:  # of the module's own code: whatever it is, it is no activation that we know
+        output = module(x)
+    except Exception:  # the module's own code takes other inputs: no activation that we know
         return None
     return next(
         (
             name
             for name, function in _ACTIVATIONS.items()
-            if bool(((made - function(x)).abs() <= limit).all())
+            if bool(((output - function(x)).abs() <= limit).all())
         ),
         None,
     )
 
 
 def _trial(width: int, like: Tensor, *scales: float) -> Tensor:
-    """Three rows of every scale, and of these."""
+    """Three random rows for each of ``_SCALES`` and ``scales``, (M, width)."""
     rows = torch.randn(3, width, generator=torch.Generator().manual_seed(2))
     return torch.cat([scale * rows for scale in (*_SCALES, *scales)]).to(like.device, like.dtype)
 
 
-def _same(mine: Forward, module: nn.Module, x: Tensor) -> bool:
-    """Whether both make the same of every row, to rounding; a row in which the module overflows
-    says nothing.
-    """
+def _same(fused: Forward, module: nn.Module, x: Tensor) -> bool:
+    """Whether both give the same output up to rounding; rows that overflow are left out."""
     try:
-        made, expected = mine(x), module(x)
-    except Exception:  # of the module's own code: it wants something else
+        output, expected = fused(x), module(x)
+    except Exception:  # the module's own code takes other inputs
         return False
     if (
         not isinstance(expected, Tensor)
-        or made.shape != expected.shape
-        or made.dtype != expected.dtype
+        or output.shape != expected.shape
+        or output.dtype != expected.dtype
     ):
         return False
     finite = expected.isfinite().all(-1)
-    made, expected = made[finite].double(), expected[finite].double()
-    near = (made - expected).abs().amax(-1) <= _ROUNDINGS * torch.finfo(
+    output, expected = output[finite].double(), expected[finite].double()
+    near = (output - expected).abs().amax(-1) <= _ROUNDINGS * torch.finfo(
         x.dtype
     ).eps * expected.abs().amax(-1)
     return bool(near.all()) and len(near) >= len(x) // len(_SCALES)

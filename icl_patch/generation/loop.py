@@ -1,8 +1,7 @@
-"""The per-token loop: at every step the context, all of it, becomes a change of weights for the
-current token.
+"""The generation loop: every step turns the whole context into a change of weights for its token.
 
-What is chosen from the logits, and when a row ends, is transformers' own: its generation
-configuration, logits processors, stopping criteria and streamers. The loop is an iterator of steps
+transformers chooses the tokens and ends the rows, with its generation configuration, logits
+processors, stopping criteria and streamers. The loop is an iterator of steps
 (:meth:`icl_patch.ContextPatcher.generate`), or a decoding method for
 ``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
 """
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
-    QuantizedCache,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -31,22 +29,27 @@ from icl_patch.generation.compiled_step import CompileOptions, check_compilable,
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
-from icl_patch.generation.shared_cache_trial import require_shared_cache
-from icl_patch.models.language_model import check_length, check_vocabulary, position_limit
+from icl_patch.generation.shared_cache_trial import (
+    require_batch_invariant_steps,
+    require_shared_cache,
+)
+from icl_patch.invariance.arithmetic import ARITHMETICS, BATCH_INVARIANT, MODEL
+from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
 LOGITS = ("reduced", "context", "replay")
 MODES = ("auto", *(mode.value for mode in DecodeMode))
+ARITHMETIC_CHOICES = ("auto", *ARITHMETICS)
 DEFAULT_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class ReplayCheck:
-    """A step against the replay of its patch, without context: the logits' distance relative to max
-    |logit|, and the same choice, (B,).
+    """A step compared with the replay of its patch, which runs without the context.
 
-    Of rows that had ended nothing is said: 0 and True.
+    linf: (B,), the largest difference of the logits, relative to the largest logit; 0 for rows that
+    had ended. same_argmax: (B,) bool, whether both choose one token; True for rows that had ended.
     """
 
     linf: Tensor
@@ -78,8 +81,7 @@ class GenerationStep:
 
     @cached_property
     def patch(self) -> ContextPatch:
-        """The patch that the tokens came from, of the current token of every row; made when it is
-        first asked for.
+        """The patch of every row's current token, which gave the new tokens; made at first use.
 
         It has logits with the context where the step computed them: in two passes, or where the
         choice is made from them.
@@ -103,6 +105,7 @@ class Options:
     patches: bool = True
     check_every: int = 0
     prefill_chunk: int | None = None
+    arithmetic: str = "auto"
 
     @property
     def compilers(self) -> CompileOptions:
@@ -114,6 +117,10 @@ class Options:
             raise ValueError(f"expected logits {', '.join(LOGITS)}, got {self.logits!r}")
         if self.mode not in MODES:
             raise ValueError(f"expected mode {', '.join(MODES)}, got {self.mode!r}")
+        if self.arithmetic not in ARITHMETIC_CHOICES:
+            raise ValueError(
+                f"expected arithmetic {', '.join(ARITHMETIC_CHOICES)}, got {self.arithmetic!r}"
+            )
         CompileOptions.of(self.compile)
         if self.check_every < 0:
             raise ValueError(f"expected check_every ≥ 0, got {self.check_every}")
@@ -130,7 +137,6 @@ class _Prepared:
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    cache: Cache | None
     model_inputs: dict[str, Any]
 
     @property
@@ -168,12 +174,10 @@ def _prepare(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(model_kwargs.get("position_ids"), mask)
-    cache = model_kwargs.get("past_key_values")
-    if getattr(cache, "offloading", False) or isinstance(cache, QuantizedCache):
-        raise ValueError(
-            "expected a dynamic or a static cache, got"
-            f" {generation_config.cache_implementation or type(cache).__name__}"
-        )
+    cache: Any = model_kwargs.get("past_key_values")
+    if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
+        got = generation_config.cache_implementation or type(cache).__name__
+        raise ValueError(f"expected a dynamic cache, got {got}: compile=True makes a static one")
     if cache is not None and cache.get_seq_length() != 0:
         raise ValueError(
             f"expected an empty cache, got one of {int(cache.get_seq_length())} tokens: the context"
@@ -185,7 +189,6 @@ def _prepare(
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,
-        cache=cache if cache is not None and cache.is_compileable else None,
         model_inputs={
             name: value
             for name, value in model_kwargs.items()
@@ -231,14 +234,11 @@ def generate(
         raise ValueError(
             "expected no assistant_model: each token is generated with a patch of its own"
         )
-    cache = arguments.get("past_key_values")
-    if cache is not None and not cache.is_compileable:
+    if (cache := arguments.get("past_key_values")) is not None:
         raise ValueError(
-            f"expected a static cache or none, got a {type(cache).__name__}: a dynamic one is made"
-            " for every context"
+            f"expected no cache, got a {type(cache).__name__}: every context gets a new one"
         )
     ids, mask = check_context(context_ids, context_mask)
-    check_vocabulary(decoder.attached.model, ids, mask)
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -263,12 +263,12 @@ def generate(
 def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
     """Whether neither the arguments nor a configuration limits the number of tokens."""
     configs = (arguments.get("generation_config"), model.generation_config)
-    given = [
+    lengths = [
         getattr(config, name, None)
         for config in configs
         for name in ("max_length", "max_new_tokens")
     ]
-    return arguments.get("max_length") is None and all(length is None for length in given)
+    return arguments.get("max_length") is None and all(length is None for length in lengths)
 
 
 def decoding_method(
@@ -293,23 +293,23 @@ def decoding_method(
         prepared = _prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
-        check_vocabulary(model, *check_context(prepared.ids, prepared.mask))
+        check_context(prepared.ids, prepared.mask)
         asked = [
             name for name in ("scores", "logits") if getattr(generation_config, f"output_{name}")
         ]
-        found: dict[str, Any] = {
+        outputs: dict[str, Any] = {
             name: () for name in asked if generation_config.return_dict_in_generate
         }
         sequences = [input_ids]
         for step in _steps(decoder, prepared, options, streamer):
             sequences.append(step.token_ids.unsqueeze(1))
-            for name in found:
-                found[name] += (getattr(step, name).float(),)
-        found["sequences"] = torch.cat(sequences, 1)
+            for name in outputs:
+                outputs[name] += (getattr(step, name).float(),)
+        outputs["sequences"] = torch.cat(sequences, 1)
         return (
-            GenerateDecoderOnlyOutput(**found)
+            GenerateDecoderOnlyOutput(**outputs)
             if generation_config.return_dict_in_generate
-            else found["sequences"]
+            else outputs["sequences"]
         )
 
     return decode
@@ -334,7 +334,6 @@ def start(decoder: Decoder, prepared: _Prepared, options: Options) -> DecodeStat
         prepared.capacity,
         choose_mode(decoder, options),
         chunk=options.prefill_chunk,
-        cache=None if compilers else prepared.cache,
         reserve=not compilers,
         **prepared.model_inputs,
     )
@@ -344,9 +343,17 @@ def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
     """The mode of the steps: the one asked for, or the fastest that the model allows.
 
     Raises:
-        ValueError: the update takes two passes on this model, and another mode is asked for.
+        ValueError: the update takes two passes on this model, or runs in another arithmetic, and
+            that is not what is asked for.
         UnsupportedModelError: both streams cannot share a cache, and that is asked for.
     """
+    if decoder.attached.update == "exact":
+        return _choose_exact_mode(decoder, options)
+    if options.arithmetic == BATCH_INVARIANT:
+        raise ValueError(
+            f"expected arithmetic 'model' with update {decoder.attached.update!r}, got"
+            f" {options.arithmetic!r}, which is for exact steps"
+        )
     one_pass = options.mode in ("two_stream", "shared_cache") or bool(options.compilers)
     if decoder.attached.needs_two_passes or options.mode == "two_pass":
         if one_pass:
@@ -366,6 +373,34 @@ def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
         if options.mode == "shared_cache":
             raise
         return DecodeMode.TWO_STREAM
+    return DecodeMode.SHARED_CACHE
+
+
+def _choose_exact_mode(decoder: Decoder, options: Options) -> DecodeMode:
+    """Exact steps take one pass over a shared cache in the batch-invariant arithmetic, and two
+    passes in the model's own.
+    """
+    if options.mode == "two_stream" or options.compilers:
+        asked = f"compile={options.compile!r}" if options.compilers else "mode='two_stream'"
+        raise ValueError(
+            f"expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, without"
+            f" compile, got {asked}"
+        )
+    two_passes = options.mode == "two_pass" or options.arithmetic == MODEL
+    one_pass = options.mode == "shared_cache" or options.arithmetic == BATCH_INVARIANT
+    if two_passes and one_pass:
+        raise ValueError(
+            "expected mode 'two_pass' with arithmetic 'model', or 'shared_cache' with"
+            f" 'batch_invariant', got {options.mode!r} with {options.arithmetic!r}"
+        )
+    if two_passes:
+        return DecodeMode.TWO_PASS
+    try:
+        require_batch_invariant_steps(decoder)
+    except UnsupportedModelError:
+        if one_pass:
+            raise
+        return DecodeMode.TWO_PASS
     return DecodeMode.SHARED_CACHE
 
 
@@ -398,7 +433,7 @@ def _steps(
 ) -> Iterator[GenerationStep]:
     """The steps; everything before the first one has been done, and its errors raised."""
     steps: Any = _loop(decoder, prepared, options, streamer)
-    next(steps)  # so that the loop's end runs, even if nobody asks for a step
+    next(steps)  # from here on the loop's `finally` runs, even if nobody takes a step
     return steps
 
 
@@ -419,7 +454,7 @@ def _loop(
         with decoder.attached.attachment.one_pass():
             state = start(decoder, prepared, options)
             if options.compilers:
-                hooked = bool(decoder.attached.hooks.found())
+                hooked = bool(decoder.attached.hooks.current())
                 release = use_compiled_step(
                     state,
                     options.compilers,
@@ -452,5 +487,5 @@ def _loop(
     finally:
         if release is not None:
             release()
-        if streamer is not None:  # whoever waits for the text has waited enough, however it ended
+        if streamer is not None:  # also after an error: a consumer may be waiting for the text
             streamer.end()

@@ -1,17 +1,18 @@
 """Both streams of one token over a cache of B rows: only the rows that differ are doubled.
 
-By induction the reduced stream enters a block as the context stream does, so its queries, keys and
-values are the same. The streams part
-where the attention has read the cache: the model's attention runs as it is for the context rows,
-and the reduced rows, which attend to the current token alone, get its value. From the attention's
-output projection to the block's end there are 2B rows, (2, B, 1, ·); then the context rows alone go
-on to the next block, and the last block hands on both. Nothing is assumed of a class but what
-:class:`SharedCacheStreams` has traced; that it is enough is checked by a replay, see
-:func:`icl_patch.generation.shared_cache_trial.require_shared_cache`.
+The patch makes a block's output the same in both streams, so both enter the next block with the
+same hidden state, queries, keys and values. They differ only after the attention has read the
+cache. There the model's attention runs unchanged for the context rows; the reduced rows, which
+attend to the current token alone, get this token's value. From the attention's output projection
+to the block's end there are 2B rows, (2, B, 1, ·). Then only the context rows enter the next block;
+the last block returns both.
+
+:class:`SharedCacheStreams` traces what it needs to know of a class. Whether that is enough is
+checked by a replay, see :func:`icl_patch.generation.shared_cache_trial.require_shared_cache`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.attention_mask import Override
+from icl_patch.models.detect import is_matrix
 from icl_patch.models.forward_override import (
     Forward,
     is_plain_linear,
@@ -31,25 +33,26 @@ from icl_patch.models.forward_override import (
     what_runs,
 )
 from icl_patch.models.language_model import vocabulary
+from icl_patch.models.trace import trace
 from icl_patch.recording.attached_block import AttachedBlock
 
 _IMPLEMENTATION = "sdpa"
 
-# What is called with every (output, query, value, keyword arguments) of the model's attention.
+# Called with (output, query, value, keyword arguments) of every attention of the model.
 _attend: ContextVar[Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | None] = ContextVar(
     "icl_patch_attend", default=None
 )
 
 
-def _interposed(own: Callable[..., Any]) -> Callable[..., Any]:
+def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        made = own(module, query, key, value, *args, **kwargs)
+        output = original(module, query, key, value, *args, **kwargs)
         attend = _attend.get()
         if attend is not None:
-            attend(made[0], query, value, kwargs)
-        return made
+            attend(output[0], query, value, kwargs)
+        return output
 
     return attention
 
@@ -91,8 +94,9 @@ class SharedCacheStreams:
                 f"mode='shared_cache' needs attention {_IMPLEMENTATION!r},"
                 f" {type(model).__name__} has {implementation!r}"
             )
-        self._blocks = [block.module for block in blocks]
-        self.projections = _trace(model, blocks)
+        self._last = blocks[-1]
+        self._context_only = False
+        self.projections = _output_projections(model, blocks)
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
         outputs = [(module, self._doubled(module)) for module in self.projections]
@@ -101,9 +105,8 @@ class SharedCacheStreams:
             for module in map(_mixture, blocks)
             if module is not None
         ]
-        ends = [(module, _first_stream(module.forward)) for module in self._blocks[:-1]]
-        last = (self._blocks[-1], _both_streams(self._blocks[-1].forward))
-        self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends, last]
+        ends = [(block.module, self._ending(block)) for block in blocks]
+        self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends]
         self._model, self._traced = model, what_runs(model)
 
     @property
@@ -112,38 +115,41 @@ class SharedCacheStreams:
         return self._traced == what_runs(self._model)
 
     @contextmanager
-    def run(self, slot: Tensor | None) -> Iterator[None]:
-        """Within this context a pass over one token a row gives both streams' logits, (2B, 1, V).
+    def run(self, slot: Tensor | None, *, context_only: bool = False) -> Iterator[None]:
+        """Within this context a pass over one token a row gives both streams' logits, (2B, 1, V),
+        or with ``context_only`` those of the context stream, (B, 1, V).
 
-        slot: (1,) int64, the column of the token in a static cache; None for a dynamic one, where
+        slot: (1,) int64, the column of the token in a fixed cache; None for a dynamic one, where
             it is the last.
         """
-        self._slot = slot
+        self._slot, self._context_only = slot, context_only
         try:
             with _attending(self._alone), overriding(self._forwards):
                 yield
         finally:
             self._reduced = self._slot = None
 
-    def _alone(self, made: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
-        """Keep what the current token gets that attends to itself alone: its value, for a softmax
-        of one number is 1.
+    def _alone(self, output: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
+        """Keep the attention's output for the reduced rows, in the shape of ``output``.
+
+        A token that attends to itself alone gets its own value, because the softmax of one number
+        is 1.
         """
         slot = self._slot
-        # the newest token is the last, also in a window that is full
-        own = (
-            value[:, :, -1:]
-            if slot is None
-            else value.index_select(2, slot.clamp(max=value.shape[2] - 1))
-        )
-        # (B, groups, 1, ·) -> (B, 1, heads, ·)
-        self._reduced = own.expand(-1, -1, query.shape[1] // value.shape[1], -1).reshape(made.shape)
+        if slot is None:  # the newest token is the last one, also in a full window
+            newest = value[:, :, -1:]
+        else:
+            newest = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
+        heads = newest.expand(-1, -1, query.shape[1] // value.shape[1], -1)
+        self._reduced = heads.reshape(
+            output.shape
+        )  # (B, groups, heads of each, ·) -> (B, 1, heads, ·)
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
         streams.
         """
-        own = (
+        original = (
             linear_forward(module)
             if is_plain_linear(module) and isinstance(module, nn.Linear)
             else module.forward
@@ -152,36 +158,33 @@ class SharedCacheStreams:
         def forward(x: Tensor) -> Tensor:
             assert self._reduced is not None
             reduced, self._reduced = self._reduced.reshape(x.shape), None
-            return own(torch.stack([x, reduced]))
+            return original(torch.stack([x, reduced]))
+
+        return forward
+
+    def _ending(self, block: AttachedBlock) -> Forward:
+        """A block's forward that hands on the context stream (B, 1, d), or both streams (2B, 1, d)
+        if it is the last block.
+        """
+        original = block.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            total = out[0] if isinstance(out, tuple) else out
+            if block.on_sum is not None:
+                block.on_sum(total)
+            both = block is self._last and not self._context_only
+            total = total.flatten(0, 1) if both else total[0]
+            return (total, *out[1:]) if isinstance(out, tuple) else total
 
         return forward
 
 
-def _first_stream(own: Forward) -> Forward:
-    """A block's forward that hands on the context stream alone."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out = own(*args, **kwargs)
-        return (out[0][0], *out[1:]) if isinstance(out, tuple) else out[0]
-
-    return forward
-
-
-def _both_streams(own: Forward) -> Forward:
-    """The last block's forward: (2, B, 1, d) -> (2B, 1, d)."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out = own(*args, **kwargs)
-        return (out[0].flatten(0, 1), *out[1:]) if isinstance(out, tuple) else out.flatten(0, 1)
-
-    return forward
-
-
-def _in_a_batch(own: Forward) -> Forward:
+def _in_a_batch(original: Forward) -> Forward:
     """A forward that takes (batch, tokens, d), given both streams: (2, B, 1, d) as (2B, 1, d)."""
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = own(x.flatten(0, -3), *args, **kwargs)
+        out = original(x.flatten(0, -3), *args, **kwargs)
         return (
             (out[0].reshape(x.shape), *out[1:]) if isinstance(out, tuple) else out.reshape(x.shape)
         )
@@ -207,65 +210,38 @@ def _unsupported_reason(block: AttachedBlock) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _trace(model: Any, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
-    """The module of every block that reads the attention's output, as it is: found in a pass over
-    two tokens.
+def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> list[nn.Module]:
+    """The matrix of every block that reads the attention's output, found in a pass over two tokens.
+
+    Raises:
+        UnsupportedModelError: a block has no such matrix, or its attention has a sink.
     """
-    found: dict[int, nn.Module] = {}
-    attended: dict[int, Tensor] = {}
-    running: list[int] = []
+    outputs: dict[int, tuple[Tensor, bool]] = {}  # by their address, with whether there is a sink
 
-    def on_attention(made: Tensor, _query: Tensor, _value: Tensor, given: dict[str, Any]) -> None:
-        if running:
-            path = blocks[running[-1]].block.path
-            if running[-1] in attended:
-                raise UnsupportedModelError(
-                    f"mode='shared_cache' does not cover {path}: it attends more than once"
-                )
-            if given.get("s_aux") is not None:
-                raise UnsupportedModelError(
-                    f"mode='shared_cache' does not cover {path}: it attends to a sink beside the"
-                    " tokens"
-                )
-            attended[running[-1]] = made
+    def on_attention(output: Tensor, _query: Tensor, _value: Tensor, options: Any) -> None:
+        outputs[output.data_ptr()] = output, options.get("s_aux") is not None
 
-    def on_start(index: int) -> None:
-        running.append(index)
-
-    def on_end(*_: Any) -> None:
-        running.pop()
-
-    def on_call(module: nn.Module, args: Any) -> None:
-        made = attended.get(running[-1]) if running else None
-        if made is None or running[-1] in found or not args or not isinstance(args[0], Tensor):
-            return
-        if args[0].data_ptr() == made.data_ptr() and args[0].numel() == made.numel():
-            found[running[-1]] = module
-
-    with ExitStack() as hooks:
-        for index, block in enumerate(blocks):
-            hooks.callback(
-                block.module.register_forward_pre_hook(
-                    lambda *_, index=index: on_start(index)
-                ).remove
-            )
-            hooks.callback(block.module.register_forward_hook(on_end).remove)
-            for module in block.module.modules():
-                weight = getattr(module, "weight", None)
-                if isinstance(weight, Tensor) and weight.dim() == 2:
-                    hooks.callback(module.register_forward_pre_hook(on_call).remove)
-        ids = torch.arange(2, device=model.device).unsqueeze(0) % vocabulary(model)
-        with torch.no_grad(), _attending(on_attention):
-            model(input_ids=ids, use_cache=False)
-    for index, block in enumerate(blocks):
-        if index not in found or not overridable(found[index]):
-            what = (
-                "calls no attention of transformers' interface"
-                if index not in attended
-                else "does something to the attention's output"
-            )
-            raise UnsupportedModelError(
-                f"mode='shared_cache' does not cover {block.block.path}: it {what} before a matrix"
-                " reads it"
-            )
-    return [found[index] for index in range(len(blocks))]
+    ids = torch.arange(2, device=model.device).unsqueeze(0) % vocabulary(model)
+    with _attending(on_attention):
+        traces = trace(model, {block.block.path: block.module for block in blocks}, ids)
+    if len(outputs) != len(blocks):
+        raise UnsupportedModelError(
+            f"mode='shared_cache' does not cover {type(model).__name__}: its {len(blocks)} blocks"
+            f" call {len(outputs)} attentions of transformers' interface, not one each"
+        )
+    projections = []
+    for path, block_trace in traces.items():
+        readers = [
+            call
+            for call in block_trace.calls
+            if is_matrix(call.module) and call.given.tensor.data_ptr() in outputs
+        ]
+        reason = None
+        if not readers or not overridable(readers[-1].module):
+            reason = "it does something to the attention's output before a matrix reads it"
+        elif outputs[readers[-1].given.tensor.data_ptr()][1]:
+            reason = "it attends to a sink beside the tokens"
+        if reason is not None:
+            raise UnsupportedModelError(f"mode='shared_cache' does not cover {path}: {reason}")
+        projections.append(readers[-1].module)
+    return projections

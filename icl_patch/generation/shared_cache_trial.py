@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from icl_patch import metrics
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
@@ -10,7 +12,10 @@ from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.invariance.arithmetic import DTYPES
+from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.models.language_model import random_tokens
+from icl_patch.recording.attached_model import AttachedModel
 
 
 def require_shared_cache(decoder: Decoder) -> None:
@@ -38,12 +43,56 @@ def require_shared_cache(decoder: Decoder) -> None:
             raise UnsupportedModelError(
                 f"mode='shared_cache' does not cover {name}: {cause}"
             ) from cause
-    if not error <= metrics.rounding_limit(model.dtype):
+    exact = attached.update == "exact"
+    if not error <= (0 if exact else metrics.rounding_limit(model.dtype)):
         decoder.shared_cache = None
         raise UnsupportedModelError(
             f"mode='shared_cache' does not cover {name}: replays of its steps are off by"
             f" {error:.1g}"
         )
+
+
+def require_batch_invariant_steps(decoder: Decoder) -> None:
+    """:func:`require_shared_cache` for exact steps, which have to be their replays bit for bit.
+
+    Raises:
+        UnsupportedModelError: as there, or something in the model has no batch-invariant form.
+    """
+    if reason := _reason_against_batch_invariance(decoder.attached):
+        raise UnsupportedModelError(
+            f"arithmetic='batch_invariant' does not cover {type(decoder.attached.model).__name__}:"
+            f" {reason}; arithmetic='model' does"
+        )
+    require_shared_cache(decoder)
+
+
+def _reason_against_batch_invariance(attached: AttachedModel) -> str | None:
+    model = attached.model
+    others = [
+        path
+        for path, module in model.named_modules()
+        if _multiplies(module) and not _is_plain(module)
+    ]
+    reasons = {
+        f"it runs in {model.dtype}": model.dtype not in DTYPES,
+        "autocast is enabled": torch.is_autocast_enabled(model.device.type),
+        "it has experts": any(block.experts is not None for block in attached.blocks),
+        "it has forward hooks": bool(attached.hooks.current()),
+        f"{', '.join(others[:1])} is no plain linear map": bool(others),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    is_matrix = isinstance(weight, Tensor) and weight.dim() == 2
+    return is_matrix and not isinstance(module, nn.Embedding)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear map of torch or transformers that nobody has touched."""
+    base = module.base_layer if isinstance(module, PatchedModule) else module
+    return isinstance(base, (nn.Linear, Conv1D)) and type(base.weight) is nn.Parameter
 
 
 def _replay_error(decoder: Decoder) -> float:

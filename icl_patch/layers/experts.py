@@ -66,7 +66,7 @@ class PatchedExperts(PatchedModule):
 
     @staticmethod
     def has_output_bias(module: nn.Module) -> bool:
-        """Whether the experts add a bias to what they write."""
+        """Whether the experts' output has a bias."""
         return bool(getattr(module, "has_bias", False))
 
     @staticmethod
@@ -78,10 +78,6 @@ class PatchedExperts(PatchedModule):
         """Be the base module again, bit for bit, and drop the patch."""
         super().off()
         self.tokens = 1
-
-    def replay(self, tokens: int = 1) -> None:
-        """Apply the factors that were set, from now on, to rows of ``tokens`` tokens each."""
-        self.tokens, self.mode = tokens, Mode.REPLAY
 
     def _run(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """z (M, d), the chosen experts (M, k) and their weights (M, k) -> (M, d)."""

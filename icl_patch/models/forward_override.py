@@ -52,6 +52,7 @@ def _in_this_thread(forward: Forward, others: Forward) -> Forward:
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (forward if threading.get_ident() == thread else others)(*args, **kwargs)
 
+    chosen.__wrapped__ = others  # type: ignore[attr-defined]  # inspect.signature looks there
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Key-value caches: empty ones, both streams of one, room for tokens to come, and fixed places for
+"""Key-value caches: new ones, the rows of both streams, room for later tokens, the fixed buffers of
 a compiled step.
 """
 
@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from icl_patch.errors import UnsupportedModelError
 
@@ -23,77 +18,54 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def stack_cache(cache: Cache, batch: int) -> None:
-    """Repeat a cache of B rows as both streams of a cache of 2B, in place."""
-    if not cache.is_compileable:
-        cache.batch_select_indices(torch.arange(2 * batch) % batch)
-        return
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        if layer.keys is not None:  # as before the first token, and where a layer shares another's
-            layer.keys, layer.values = (
-                layer.keys.repeat(2, 1, 1, 1),
-                layer.values.repeat(2, 1, 1, 1),
-            )
-            layer.batch_size = 2 * batch
+    """Repeat the B rows of a dynamic cache as both streams of a cache of 2B rows, in place."""
+    cache.batch_select_indices(torch.arange(2 * batch) % batch)
 
 
 class ReservedLayer(DynamicLayer):
-    """A dynamic cache's layer with room for tokens to come: a step writes its token in place, where
-    the library copies the layer.
+    """A dynamic layer with room for later tokens: a step writes its token in place, where
+    transformers' layer copies all tokens.
 
-    The room grows by a quarter at a time, up to ``capacity`` tokens. What the library's own methods
-    (``crop``, ``batch_select_indices``, …) make of the layer is taken as it is; beyond the capacity
-    it grows as theirs does.
+    The room grows by a quarter at a time, up to ``capacity`` tokens, and beyond that by one call's
+    tokens. If another method (``crop``, ``batch_select_indices``, …) has replaced the tensors, the
+    next token makes new room for them.
     """
 
-    _LEAST = 256  # tokens that it grows by
+    _LEAST = 256  # tokens that the room grows by
 
     def __init__(self, layer: DynamicLayer, capacity: int) -> None:
         super().__init__()
         vars(self).update(vars(layer))
         self._capacity = capacity
-        self._rooms: dict[str, Tensor] = {}
-        for name in ("keys", "values"):
-            self._make_room(name, getattr(self, name).shape[-2])
-
-    def _make_room(self, name: str, tokens: int) -> None:
-        held = getattr(self, name)
-        size = max(tokens, min(tokens + max(tokens // 4, self._LEAST), self._capacity))
-        self._rooms[name] = held.new_empty(*held.shape[:-2], size, held.shape[-1])
-        self._rooms[name][..., : held.shape[-2], :] = held
-        setattr(self, name, self._rooms[name][..., : held.shape[-2], :])
+        self._buffers: dict[str, Tensor] = {}
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the tokens' keys and values; all of them."""
-        if not (self._takes("keys", key_states) and self._takes("values", value_states)):
-            return super().update(key_states, value_states, *args, **kwargs)
+        """Append the tokens' keys and values; returns those of all tokens."""
         return self._append("keys", key_states), self._append("values", value_states)
 
     def _append(self, name: str, states: Tensor) -> Tensor:
-        start = getattr(self, name).shape[-2]
-        stop = start + states.shape[-2]
-        if stop > self._rooms[name].shape[-2]:
-            self._make_room(name, stop)
-        self._rooms[name][..., start:stop, :] = states
-        held = self._rooms[name][..., :stop, :]
-        setattr(self, name, held)
-        return held
+        held = getattr(self, name)
+        start, stop = held.shape[-2], held.shape[-2] + states.shape[-2]
+        buffer = self._buffers.get(name)
+        if buffer is None or stop > buffer.shape[-2] or not _is_prefix(held, buffer):
+            size = max(stop, min(stop + max(stop // 4, self._LEAST), self._capacity))
+            buffer = held.new_empty(*held.shape[:-2], size, held.shape[-1])
+            buffer[..., :start, :] = held
+            self._buffers[name] = buffer
+        buffer[..., start:stop, :] = states
+        setattr(self, name, buffer[..., :stop, :])
+        return buffer[..., :stop, :]
 
-    def _takes(self, name: str, states: Tensor) -> bool:
-        """Whether what the layer holds lies where it was put, with room after it or to be made."""
-        room, held = self._rooms[name], getattr(self, name)
-        if (
-            held is None
-            or held.dim() != room.dim()
-            or held.stride() != room.stride()
-            or held.shape[:-2] != room.shape[:-2]
-        ):
-            return False
-        return held.data_ptr() == room.data_ptr() and held.shape[-2] + states.shape[-2] <= max(
-            room.shape[-2], self._capacity
-        )
+
+def _is_prefix(held: Tensor, buffer: Tensor) -> bool:
+    """Whether ``held`` are the first tokens of ``buffer``, in its memory."""
+    return (
+        held.data_ptr() == buffer.data_ptr()
+        and held.stride() == buffer.stride()
+        and held.shape[:-2] == buffer.shape[:-2]
+    )
 
 
 def reserve(cache: Cache, capacity: int) -> None:
@@ -105,42 +77,59 @@ def reserve(cache: Cache, capacity: int) -> None:
             cache.layers[index] = ReservedLayer(layer, capacity)
 
 
-def static_cache(cache: Cache, capacity: int) -> Cache:
-    """A cache with a fixed place for each of ``capacity`` tokens in every layer, also where the
-    model has a window: its mask knows.
+class FixedLayer(StaticLayer):
+    """A static layer that writes one token into the column ``slot``, (1,) int64, of its buffers.
+
+    The layers of a cache share the slot, where transformers' static layers have a counter each.
+    """
+
+    def __init__(self, capacity: int, slot: Tensor) -> None:
+        super().__init__(max_cache_len=capacity)
+        self._slot, self.cumulative_length = slot, slot[0]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the token's keys and values; returns the whole buffers."""
+        assert self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, self._slot, key_states)
+        self.values.index_copy_(2, self._slot, value_states)
+        return self.keys, self.values
+
+
+def fixed_cache(cache: Cache, capacity: int, slot: Tensor) -> Cache:
+    """A cache of zeros with ``capacity`` columns in every layer, which are written at ``slot``.
+
+    A layer with a sliding window has as many columns as the others: its mask knows the window.
 
     Raises:
-        UnsupportedModelError: ``cache``, of one token at least, keeps something else than keys and
+        UnsupportedModelError: ``cache``, of one token at least, holds something else than keys and
             values.
     """
     held: list[Any] = cache.layers
     layers: list[Any] = []
     for layer in held:
-        nothing = getattr(layer, "keys", ()) is None  # it shares another layer's
-        if not nothing and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if getattr(layer, "keys", ()) is None:  # it shares another layer's
+            layers.append(layer)
+            continue
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
                 f"expected a cache of keys and values to fix in place, got a {type(layer).__name__}"
             )
-        layers.append(layer if nothing else StaticLayer(max_cache_len=capacity))
-        if not nothing:
-            layers[-1].update(layer.keys, layer.values)  # the places are made by the first
+        layers.append(FixedLayer(capacity, slot))
+        layers[-1].lazy_initialization(layer.keys, layer.values)
     return Cache(layers=layers)
 
 
-def copy_cache(cache: Cache, static: Cache, length: int) -> None:
-    """Put a dynamic cache of ``length`` tokens into a static one, in place.
+def copy_cache(cache: Cache, fixed: Cache, length: int) -> None:
+    """Copy a dynamic cache of ``length`` tokens into a fixed one.
 
-    Tokens that a window of the dynamic cache has dropped stay 0.
+    The columns of tokens that a sliding window has dropped are 0.
     """
-    layers: list[Any] = static.layers
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, StaticLayer):
-            continue
-        layer.reset()
-        if length:
-            held: Any = cache.layers[index]
-            gone = length - held.keys.shape[-2]
-            layer.cumulative_length += gone
-            if isinstance(layer, StaticSlidingWindowLayer):
-                layer.cumulative_length_int += gone
-            layer.update(held.keys, held.values)
+    for source, target in zip(cache.layers, fixed.layers, strict=False):
+        if isinstance(target, FixedLayer):
+            for name in ("keys", "values"):
+                buffer = getattr(target, name).zero_()
+                if length:
+                    states = getattr(source, name)
+                    buffer[:, :, length - states.shape[2] : length] = states

@@ -33,8 +33,8 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def module_states(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
-    """Within this context the states that modules keep are those that belong to ``cache``;
-    afterwards they are what they were.
+    """Within this context the modules' own states are those of ``cache``; afterwards they are
+    restored.
 
     An empty cache belongs to the state that the modules start from. The states after the pass are
     kept with the cache.

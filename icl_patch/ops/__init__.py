@@ -9,7 +9,13 @@ from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.experts import expert_linear
 from icl_patch.ops.gated_product import gated_product
 from icl_patch.ops.inversion import invert_rmsnorm, stable_scale
-from icl_patch.ops.linear import add_low_rank, patched_linear, product_path, record_linear
+from icl_patch.ops.linear import (
+    add_low_rank,
+    gemv_products,
+    patched_linear,
+    product_path,
+    record_linear,
+)
 from icl_patch.ops.norms import NormPair, norm_pair, rms_norm, rms_normalize
 from icl_patch.ops.reference import InversionStatus, RMSNormInverse, StableScale
 
@@ -22,6 +28,7 @@ __all__ = [
     "add_low_rank",
     "expert_linear",
     "gated_product",
+    "gemv_products",
     "invert_rmsnorm",
     "norm_pair",
     "patched_linear",

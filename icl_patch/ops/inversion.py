@@ -32,9 +32,9 @@ def invert_rmsnorm(
         eps: the norm's.
         fallback: (B, n), the direction for the coordinates at ``min m²`` when the secular equation
             has no root; usually the vector whose norm is inverted.
-        method: ``"newton"`` (natively the two-point Gauss model of ``csrc/rmsnorm_inverse.h``,
-            which takes about half as many evaluations; Newton on ``1/‖y‖`` in plain torch) or
-            ``"bisection"`` (64 geometric steps).
+        method: ``"newton"`` (natively the two-point Gauss model of
+            ``csrc/common/rmsnorm_inverse.h``, which takes about half as many evaluations; Newton on
+            ``1/‖y‖`` in plain torch) or ``"bisection"`` (64 geometric steps).
 
     Returns:
         RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row of bad input has its

@@ -3,6 +3,9 @@ to an output that is there already.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -46,6 +49,21 @@ _CPU_GEMV_ROWS = {
 }
 
 
+_only_gemv: ContextVar[bool] = ContextVar("icl_patch_only_gemv", default=False)
+
+
+@contextmanager
+def gemv_products() -> Iterator[None]:
+    """Within this context every number of rows takes the path ``"gemv"``, so that a row's bits do
+    not depend on how many there are.
+    """
+    token = _only_gemv.set(True)
+    try:
+        yield
+    finally:
+        _only_gemv.reset(token)
+
+
 def product_path(z: Tensor, rows: int) -> str:
     """The path by which ``rows`` rows of z's dtype are multiplied on z's device: ``"gemv"`` for few
     rows, ``"gemm"`` for many.
@@ -54,6 +72,8 @@ def product_path(z: Tensor, rows: int) -> str:
     is torch's own product, from 17 rows on; in bf16 from 5 rows on where the processor has matrix
     units, and never where torch has no fast product of a dtype (fp16 without AVX512-FP16).
     """
+    if _only_gemv.get():
+        return GEMV
     most = _CPU_GEMV_ROWS.get(z.dtype, _GEMV_ROWS) if z.is_cpu else _GEMV_ROWS
     return GEMM if rows > most else GEMV
 
@@ -97,7 +117,7 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
-    if path is None and not z.is_cuda and z.dim() == 2:
+    if path is None and (not z.is_cuda or _only_gemv.get()) and z.dim() == 2:
         path = product_path(z, z.shape[0])
     run = _patched_linear.native_first if path == GEMV else _patched_linear.dispatch
     return run(z, weight, u, v, bias, index, out_dtype, path=path)

@@ -1,27 +1,23 @@
-"""A recorded patch: the factors of every block for every kept token, what they are valid for, and
-their file format.
+"""A patch: the factors of every block for every kept token, and what they are valid for.
 
-A patch file is a safetensors file. Its tensors are ``layers.{i}.{name}``, each (B, T, width), row
-by row the factors of the kept tokens:
+``patch.layers`` has a dictionary for each block. B rows, T kept tokens, k active experts; the names
+are paths relative to the block:
 
-=======================================
-==================================================================================== name
-                        meaning =======================================
-                        ====================================================================================
-``{reader}.u``, ``readers.v``           ``W_reader + u vᵀ``; all readers of a block share v
-``{down}.u``, ``{down}.v``              ``W_down + u vᵀ`` (absent in a direct patch of a scale
-writer) ``{down}.bias_change``                        ``b + Δb``
-``{norm}.new_scale``, ``{norm}.scale``  m' in place of m; the latter is (width,), the norm's own, so
-that Δm = m' - m is at hand ``{experts}.index``                     (B, T, k) int64, the token's
-active experts; slot j holds the factors of expert ``index[j]`` ``{experts}.gate_up_proj.u``
-   (B, T, k, width), ``W_j + u_j vᵀ`` with the readers' v ``{experts}.down_proj.u``, ``.v``
-   (B, T, d) and (B, T, k, width), ``W_j + u v_jᵀ``; or ``.bias_change`` (B, T, d), ``b_j + Δb``
-=======================================
-====================================================================================
+- ``{reader}.u`` (B, T, N) and ``readers.v`` (B, T, K): the reader's weight is ``W + u vᵀ``. All
+  readers of one input share v; a reader of another input has ``{reader}.v``.
+- ``{down}.u``, ``{down}.v``: the output matrix is ``W_down + u vᵀ``. A direct patch of a scale
+  writer has neither. ``{down}.bias_change``: the bias is ``b + Δb``.
+- ``{norm}.new_scale``: the scale m' that takes the place of m, and ``{norm}.scale`` (width,), the
+  norm's own m, so that ``Δm = m' - m``.
+- ``{experts}.index`` (B, T, k) int64: the token's active experts; slot j has the factors of expert
+  ``index[j]``. ``{experts}.gate_up_proj.u`` (B, T, k, N): ``W_j + u_j vᵀ`` with the readers' v.
+- ``{experts}.down_proj.u`` (B, T, d) and ``.v`` (B, T, k, width): ``W_j + u v_jᵀ``; or
+  ``{experts}.down_proj.bias_change`` (B, T, d): ``b_j + Δb``.
 
-Its metadata entry ``icl_patch`` is a JSON object: the format, the SHA-256 of the file, the fields
-of :class:`PatchInfo`, the path and form of every block, and ids, masks, positions and slots as
-lists.
+A patch file is a safetensors file with these tensors under ``layers.{i}.{name}``, see
+:mod:`icl_patch.patch.serialization`. Its metadata entry ``icl_patch`` is a JSON object: the format,
+the SHA-256 of the file, the fields of :class:`PatchInfo`, the path and form of every block, and
+ids, masks, positions and slots as lists.
 """
 
 import os
@@ -31,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import FingerprintMismatch
@@ -56,15 +53,17 @@ from icl_patch.patch.serialization import (
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What recording observed, per layer, row and kept token, (L, B, T).
+    """The diagnostics of a patch, per layer, row and kept token, (L, B, T).
 
-    reader_error: largest ``|(W + u vᵀ) z - W z_ctx|`` over the readers, relative to ``max |W
-    z_ctx|``; status: of the RMSNorm inversion (:class:`icl_patch.ops.InversionStatus`; 0 where none
-    was needed); misses: elements of the block's output that the exact update could not hit;
-    correction: size of the exact update's correction on top of the direct or stable one, relative
-        to the block's output;
-    experts_changed: how many of the experts that the patched router chose are not those chosen with
-        the context.
+    Attributes:
+        reader_error: the largest ``|(W + u vᵀ) z - W z_ctx|`` of the readers, relative to
+            ``max |W z_ctx|``.
+        status: of the RMSNorm inversion (:class:`icl_patch.ops.InversionStatus`; 0 without one).
+        misses: the elements of the block's output that the exact update could not reach.
+        correction: the exact update's correction of the direct or stable one, relative to the
+            block's output.
+        experts_changed: the number of experts that the patched router chose and the router with the
+            context did not.
     """
 
     reader_error: Tensor
@@ -74,8 +73,11 @@ class PatchReport:
     experts_changed: Tensor
 
 
+register_dataclass(PatchReport)  # so that tree_map reaches its tensors
+
+
 def blank_report(valid: Tensor) -> PatchReport:
-    """The report of a pass over tokens (B, T) that has observed nothing yet, without its layers."""
+    """The initial report of one block, (B, T) each."""
 
     def zeros(dtype: torch.dtype) -> Tensor:
         return torch.zeros_like(valid, dtype=dtype)
@@ -92,18 +94,17 @@ class ContextPatch:
     here:
 
     Attributes:
-        info: what the patch belongs to.
+        info: the model, tokenizer and update that the patch belongs to.
         layers: the factors of every block, by name (see the module's table); layer_indices: which
             blocks; blocks: path and form of every block of the model.
         kept_ids, kept_mask, position_ids, kept_slots: (B, T) int64, the mask bool; right-padded.
-        The slot is the column in the whole
-            sequence, which sliding windows are counted in.
+            The slot is the column in the whole sequence; sliding windows are counted in slots.
         prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first
-        absorbed one; left-padded.
+            absorbed one; left-padded.
         logits: (B, T, V) with the context, or None (they are not saved): of the untouched model if
             the patch took two passes, of the context stream if it took one.
-        report: what recording observed, or None for a loaded patch.
-        weights: those that it was computed with, hashed again when it is saved; None if it was
+        report: the diagnostics, or None for a loaded patch.
+        weights: the model's weights, which are hashed again when the patch is saved; None if it was
             loaded or copied.
         hooked: whether the model had forward hooks when it was computed; it is not saved.
     """
@@ -147,17 +148,9 @@ class ContextPatch:
 
     def to(self, device: torch.device | str) -> "ContextPatch":
         """The patch with every tensor on ``device``."""
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TOKEN_TENSORS}
-        layers = tuple(
-            {name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers
-        )
-        logits = None if self.logits is None else self.logits.to(device)
-        report = (
-            None
-            if self.report is None
-            else PatchReport(**{k: v.to(device) for k, v in vars(self.report).items()})
-        )
-        return replace(self, layers=layers, logits=logits, report=report, **moved)
+        names = ("layers", "logits", "report", *TOKEN_TENSORS)
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **tree_map_only(Tensor, lambda x: x.to(device), tensors))
 
     def select(
         self, rows: slice = slice(None), tokens: slice = slice(None), layers: slice = slice(None)
@@ -169,8 +162,9 @@ class ContextPatch:
         patches must be replayed whole, because
         other shapes change the result: a direct patch of a scale writer, which divides by
         activations, and a patch of a model with sparse attention, which breaks ties between tokens
-        by their places. An exact patch is bit-identical when it is replayed whole; a part of one is
-        right up to rounding.
+        by their places. An exact patch in the model's arithmetic is bit-identical when it is
+        replayed whole; a part of one is right up to rounding. Rows of one in the batch-invariant
+        arithmetic are bit-identical too.
 
         Raises:
             ValueError: nothing would be left, or the layers would change their order.
@@ -190,24 +184,13 @@ class ContextPatch:
         whole = self.layer_indices[layers] == self.layer_indices and kept == range(len(kept))
         if not self.info.divisible:
             whole = whole and cut["kept_ids"].shape == self.kept_ids.shape
-        report = self.report
-        if report is not None:
-            report = PatchReport(
-                **{
-                    name: tensor[layers][:, rows][:, :, tokens]
-                    for name, tensor in vars(report).items()
-                }
-            )
         return replace(
             self,
             info=replace(self.info, replayable=self.info.replayable and whole),
-            layers=tuple(
-                {k: v if v.dim() == 1 else v[rows, tokens] for k, v in layer.items()}
-                for layer in chosen
-            ),
+            layers=tree_map_only(Tensor, lambda x: x if x.dim() == 1 else x[rows, tokens], chosen),
             layer_indices=self.layer_indices[layers],
             logits=None if self.logits is None else self.logits[rows, tokens],
-            report=report,
+            report=tree_map_only(Tensor, lambda x: x[layers][:, rows][:, :, tokens], self.report),
             **cut,
         )
 
@@ -243,13 +226,13 @@ class ContextPatch:
         for index, change in self._changes():
             sizes.setdefault(change.name, {})[index] = change.size()
         zero = torch.zeros(self.kept_ids.shape)
-        found: dict[str, Tensor] = {}
+        stacked: dict[str, Tensor] = {}
         for name, by_layer in sizes.items():
             like = next(iter(by_layer.values()))
-            found[name] = torch.stack(
+            stacked[name] = torch.stack(
                 [by_layer.get(index, zero.to(like)) for index in range(len(self.layers))]
             )
-        return found
+        return stacked
 
     def _changes(self) -> Iterator[tuple[int, "ParameterChange"]]:
         """Every change in the patch, with its place among the layers."""

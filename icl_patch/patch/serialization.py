@@ -1,5 +1,5 @@
-"""The file format of a patch: its header and its tensors, checked before anything is made of them,
-and against a model.
+"""The file format of a patch: reading, writing and checking its header and tensors; and the check
+that a patch fits a model.
 """
 
 import hashlib
@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import PatchFormatError
+from icl_patch.invariance.arithmetic import ARITHMETICS, MODEL
 from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.language_model import position_limit, vocabulary
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
@@ -48,7 +49,7 @@ DTYPES = {
 }
 _ALLOWED: dict[str, Collection[str]] = {
     "kind": ("per_token",),
-    "arithmetic": ("model",),
+    "arithmetic": ARITHMETICS,
     "update": UPDATES,
     "dtype": DTYPES,
 }
@@ -57,17 +58,21 @@ Header = dict[str, Any]
 
 @dataclass(frozen=True)
 class PatchInfo:
-    """What a patch belongs to.
+    """The model, tokenizer and run that a patch belongs to.
 
-    model, revision: the name or path and the commit the model was loaded from, as far as it knows;
-    fingerprint: SHA-256 of the weights; tokenizer: SHA-256 of the tokenizer, None if there was
-    none; family, update, dtype (of the model); passes: forward passes over the kept tokens that the
-    patch took; longest: tokens, context
-    included, of the longest row of the batch that it was computed in; divisible: whether some rows
-    or the first tokens can be replayed without the others; replayable: False once tokens or layers
-    were cut out that a replay needs; kind: "per_token", a change of the weights for each kept
-    token; arithmetic: "model", the run that the patch reproduces rounds as the model's own modules
-    do; tensor_parallel: devices that share a weight in that run.
+    Attributes:
+        model, revision: the name or path and the commit of the model, as far as it knows them.
+        fingerprint: SHA-256 of the weights.
+        tokenizer: SHA-256 of the tokenizer, None without one.
+        family, update: the model's type, and the update's name. dtype: of the model.
+        passes: the number of forward passes over the kept tokens.
+        longest: the number of tokens, with the context, in the longest row of the batch.
+        divisible: whether some rows, or the first tokens, can be replayed without the others.
+        replayable: False if tokens or layers that a replay needs were cut out.
+        kind: "per_token", a change of the weights for each kept token.
+        arithmetic: "model" if the reproduced run rounds as the model's own modules do,
+            "batch_invariant" if it rounds as within :func:`icl_patch.batch_invariant`.
+        tensor_parallel: the number of devices that share a weight in that run.
     """
 
     model: str
@@ -82,7 +87,7 @@ class PatchInfo:
     divisible: bool
     replayable: bool = True
     kind: str = "per_token"
-    arithmetic: str = "model"
+    arithmetic: str = MODEL
     tensor_parallel: int = 1
 
 
@@ -158,7 +163,7 @@ def _header(file: BinaryIO, path: Any) -> Header:
 
 
 def _around(content: bytes, digest: str) -> tuple[memoryview, memoryview]:
-    """What stands before and after the digest, which is the first text like it in the file."""
+    """The parts before and after the digest, which stands first in the file."""
     at = content.find(digest.encode())  # -1 if its characters are escaped: then it matches nothing
     return memoryview(content)[:at], memoryview(content)[at + len(digest) :]
 
@@ -203,18 +208,16 @@ def check_header(header: Header) -> None:
 def _token_tensor(name: str, value: list[Any]) -> Tensor:
     """A header's rows of numbers (of booleans for a mask) as a tensor; no element is converted."""
     kind, dtype = (bool, torch.bool) if name.endswith("mask") else (int, torch.int64)
-    rows_fit = all(isinstance(row, list) and len(row) == len(value[0]) for row in value)
-    if (
-        not value
-        or not rows_fit
-        or not all(type(element) is kind for row in value for element in row)
+    if not value or not all(
+        isinstance(row, list)
+        and len(row) == len(value[0])
+        and all(type(element) is kind and 0 <= element < 2**63 for element in row)
+        for row in value
     ):
         raise PatchFormatError(
-            f"expected {name} as rows of equal length of type {kind.__name__}, got {value!r:.80}"
+            f"expected {name} as rows of equal length of type {kind.__name__}, from 0 to 2⁶³ - 1,"
+            f" got {value!r:.80}"
         )
-    for row in value:
-        if not all(0 <= element < 2**63 for element in row):
-            raise PatchFormatError(f"expected {name} of numbers from 0 to 2⁶³ - 1, got {row!r:.80}")
     return torch.tensor(value, dtype=dtype).reshape(len(value), len(value[0]))
 
 
@@ -223,27 +226,18 @@ def token_tensors(header: dict[str, Any]) -> dict[str, Tensor]:
     PatchFormatError.
     """
     read = {name: _token_tensor(name, header[name]) for name in TOKEN_TENSORS}
+    rows, tokens = read["kept_ids"].shape
+    if tokens == 0:
+        raise PatchFormatError(f"expected at least one kept token, got kept_ids {(rows, tokens)}")
     for name, tensor in read.items():
-        group = read["kept_ids" if name in TOKEN_TENSORS[:4] else "prefix_ids"]
-        if tensor.shape != group.shape or len(tensor) != len(read["kept_ids"]):
-            raise PatchFormatError(
-                f"expected {name} {tuple(group.shape)}, got {tuple(tensor.shape)}"
-            )
-    for name, mask in (
-        ("kept_mask", read["kept_mask"]),
-        ("prefix_mask", read["prefix_mask"].flip(1)),
-    ):
-        if (mask.long().diff(dim=1) > 0).any() or not (
-            mask.any(1).all() or mask.shape[1] == 0 or name == "prefix_mask"
-        ):
-            raise PatchFormatError(
-                f"expected {name} with padding on the {'right' if name == 'kept_mask' else 'left'}"
-                " only"
-            )
-    if read["kept_ids"].numel() == 0:
-        raise PatchFormatError(
-            f"expected at least one kept token, got kept_ids {tuple(read['kept_ids'].shape)}"
-        )
+        columns = tokens if name in TOKEN_TENSORS[:4] else read["prefix_ids"].shape[1]
+        if tensor.shape != (rows, columns):
+            raise PatchFormatError(f"expected {name} {(rows, columns)}, got {tuple(tensor.shape)}")
+    kept, prefix = read["kept_mask"].long(), read["prefix_mask"].long()
+    if (kept.diff(dim=1) > 0).any() or not kept[:, 0].all():
+        raise PatchFormatError("expected kept_mask with a token in every row, padding on the right")
+    if (prefix.diff(dim=1) < 0).any():
+        raise PatchFormatError("expected prefix_mask with padding on the left only")
     _check_order(read)
     last, longest = int(read["position_ids"].max()), header["longest"]
     if longest <= last:
@@ -312,39 +306,32 @@ def read_layers(
     layers = tuple(
         {name: tensors[f"layers.{index}.{name}"] for name in names[index]} for index in indices
     )
-    width = next(
-        x.shape[-1] if x.dim() else 0
-        for i, layer in zip(indices, layers, strict=True)
-        for x in _residual_wide(names[i], layer)
-    )
-    for index, layer in zip(indices, layers, strict=True):
-        slots = next(
-            (layer[name].shape[-1:] for name, kind in names[index].items() if kind == "index"), ()
-        )
-        for name, kind in names[index].items():
-            _check_factor(
-                f"layers.{index}.{name}",
-                layer[name],
-                kind,
-                (*tokens, *(slots if kind == "slots" else ())),
-                width,
-            )
+    kinds = [(index, name, kind) for index in indices for name, kind in names[index].items()]
+    widths = [
+        (index, kind, tuple(tensors[f"layers.{index}.{name}"].shape[-1:]))
+        for index, name, kind in kinds
+    ]
+    # every block has a factor as wide as the residual stream
+    hidden = next(width for _, kind, width in widths if kind == "hidden")
+    slots = {index: width for index, kind, width in widths if kind == "index"}
+    for index, name, kind in kinds:
+        path = f"layers.{index}.{name}"
+        leading = (*tokens, *(slots.get(index, ()) if kind == "slots" else ()))
+        _check_factor(path, tensors[path], kind, leading, hidden)
     check_finite(tensors)
     return layers
 
 
-def _residual_wide(names: dict[str, str], layer: dict[str, Tensor]) -> Iterator[Tensor]:
-    """A block's factors that are as wide as the residual stream: every block has one."""
-    return (layer[name] for name, kind in names.items() if kind == "hidden")
-
-
 def _check_factor(
-    name: str, tensor: Tensor, kind: str, leading: tuple[int, ...], width: int
+    name: str,
+    tensor: Tensor,
+    kind: str,
+    leading: tuple[int, ...],
+    width: tuple[int, ...],
 ) -> None:
     """Shape and dtype of one factor; the inner widths are checked against a model."""
-    shape = {"hidden": (*leading, width), "norm": (width,)}.get(
-        kind, (*leading, *tensor.shape[-1:])
-    )
+    own_width = tuple(tensor.shape[-1:])
+    shape = {"hidden": leading + width, "norm": width}.get(kind, leading + own_width)
     if tuple(tensor.shape) != shape:
         raise PatchFormatError(f"expected {name} {shape}, got {tuple(tensor.shape)}")
     if kind == "index":
@@ -363,7 +350,7 @@ def _check_factor(
         raise PatchFormatError(f"expected {name} in fp32 or fp64, got {tensor.dtype}")
 
 
-# -- what a model has room for
+# -- the patch against a model
 
 
 def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:

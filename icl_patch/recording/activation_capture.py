@@ -1,4 +1,4 @@
-"""Noting what blocks do in a pass, with the context or without, and changing nothing."""
+"""Capturing the activations of blocks in a pass, without changing the pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,9 +13,7 @@ from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 
 @contextmanager
 def observe(blocks: Sequence[AttachedBlock]) -> Iterator[list[BlockActivations]]:
-    """Within this context, note what the blocks do, one tape a block and pass; their arithmetic is
-    left alone.
-    """
+    """Within this context each call of a block appends its activations to the list."""
     all_activations: list[BlockActivations] = []
     with ExitStack() as hooks:
         for block in blocks:
@@ -24,7 +22,7 @@ def observe(blocks: Sequence[AttachedBlock]) -> Iterator[list[BlockActivations]]
 
 
 class _Observer:
-    """Writes one block's tapes."""
+    """Captures one block's activations."""
 
     def __init__(self, block: AttachedBlock, all_activations: list[BlockActivations]) -> None:
         self.block, self.all_activations = block, all_activations

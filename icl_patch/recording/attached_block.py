@@ -1,41 +1,48 @@
-"""A block whose readers and writer have been swapped, and what is seen of it during a pass."""
+"""AttachedBlock: a block with patched readers and writer; its factors, and hooks on its passes."""
 
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import Attachment, WaitingForward
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.linear import PatchedLinear
-from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.patched_module import Mode, PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.block_spec import Block
 from icl_patch.models.trace import first_tensor
 from icl_patch.ops import NormPair
+from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import updates
 from icl_patch.recording.residual_sum import ResidualSum
+from icl_patch.recording.sequences import Sequences
 
-# of one block by name, see icl_patch.models.block_spec.Form.factor_names
+# the factors of one block by name, see icl_patch.models.block_spec.BlockSpec.factor_names
 Factors = dict[str, Tensor]
 
 
 @dataclass
 class BlockActivations:
-    """What one block did to B x T tokens.
+    """The tensors of one block in a pass over B x T tokens, (B, T, ...) each.
 
-    hidden: the residual stream before the MLP (fp32 or wider); readers: their outputs; experts:
-    what the experts read and which were chosen, (B, T, k); written: the output matrix's output;
-    output: the block's, or of a post-LN block the input of its last norm.
+    Attributes:
+        hidden: the residual stream before the MLP, in fp32 or wider.
+        readers: the readers' outputs by name.
+        experts: the experts' input and the chosen experts, (B, T, k).
+        written: the output of the output matrix ``down``.
+        output: the block's output; of a post-LN block the input of its last norm.
     """
 
     hidden: Tensor | None = None
@@ -45,47 +52,22 @@ class BlockActivations:
     output: Tensor | None = None
 
     def part(self, columns: Tensor | slice) -> "BlockActivations":
-        """The tape of some of the tokens."""
-
-        def cut(x: Tensor | None) -> Any:
-            return None if x is None else x[:, columns]
-
-        return BlockActivations(
-            hidden=cut(self.hidden),
-            readers={name: cut(out) for name, out in self.readers.items()},
-            experts=None if self.experts is None else (cut(self.experts[0]), cut(self.experts[1])),
-            written=cut(self.written),
-            output=cut(self.output),
-        )
+        """The activations of some of the tokens."""
+        part: BlockActivations = tree_map_only(Tensor, lambda x: x[:, columns], self)
+        return part
 
     @classmethod
-    def joined(cls, all_activations: Sequence["BlockActivations"]) -> "BlockActivations":
-        """One tape of several, token after token."""
-        if len(all_activations) == 1:
-            return all_activations[0]
-
-        def cat(parts: Sequence[Any]) -> Any:
-            return None if parts[0] is None else torch.cat(list(parts), 1)
-
-        experts = [
-            activations.experts
-            for activations in all_activations
-            if activations.experts is not None
-        ]
-        return cls(
-            hidden=cat([activations.hidden for activations in all_activations]),
-            readers={
-                name: cat([activations.readers[name] for activations in all_activations])
-                for name in all_activations[0].readers
-            },
-            experts=(
-                (cat([z for z, _ in experts]), cat([index for _, index in experts]))
-                if experts
-                else None
-            ),
-            written=cat([activations.written for activations in all_activations]),
-            output=cat([activations.output for activations in all_activations]),
+    def joined(cls, calls: Sequence["BlockActivations"]) -> "BlockActivations":
+        """The activations of several calls of the model, token after token."""
+        if len(calls) == 1:
+            return calls[0]
+        joined: BlockActivations = tree_map(
+            lambda *parts: None if parts[0] is None else torch.cat(parts, 1), *calls
         )
+        return joined
+
+
+register_dataclass(BlockActivations)  # so that tree_map reaches its tensors
 
 
 class AttachedBlock:
@@ -97,25 +79,22 @@ class AttachedBlock:
         self.module = model.get_submodule(block.path)
         # the recorder's, where the norm before the MLP reports both streams in one launch
         self.on_norm_pair: Callable[[NormPair], None] | None = None
-        self._swapped: list[tuple[str, nn.Module, PatchedModule]] = []  # with what held them then
+        # the recorder's, where both streams of a decode step share a cache
+        self.on_sum: Callable[[Tensor], None] | None = None
+        self._swapped: list[
+            tuple[str, nn.Module, PatchedModule]
+        ] = []  # path, parent then, patched module
         try:
             self.readers: dict[str, PatchedLinear] = {
                 name: self._swap(name, PatchedRouter if name in spec.routers else PatchedLinear)
                 for name in spec.readers
             }
-            kind = PatchedScaledExperts if spec.experts_scale_input else PatchedExperts
-            self.experts: PatchedExperts | None = (
-                None if spec.experts is None else self._swap(spec.experts, kind)
-            )
-            self.down: PatchedLinear | None = (
-                None if spec.down is None else self._swap(spec.down, PatchedLinear)
-            )
-            self.inner_norm: PatchedRMSNorm | None = (
-                None if spec.inner_norm is None else self._swap(spec.inner_norm, self._wrap_norm)
-            )
-            self.post_norm: PatchedRMSNorm | None = (
-                None if spec.post_norm is None else self._swap(spec.post_norm, self._wrap_norm)
-            )
+            experts = PatchedScaledExperts if spec.experts_scale_input else PatchedExperts
+            self.experts: PatchedExperts | None = self._swap(spec.experts, experts)
+            self.down: PatchedLinear | None = self._swap(spec.down, PatchedLinear)
+            self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, self._wrap_norm)
+            self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, self._wrap_norm)
+            self._places = tuple(self._factor_places())
         except BaseException:
             self.detach()
             raise
@@ -125,7 +104,10 @@ class AttachedBlock:
             base, scale_offset=self.spec.scale_offset, cast_first=self.spec.cast_first
         )
 
-    def _swap(self, name: str, wrap: Any) -> Any:
+    def _swap(self, name: str | None, wrap: Any) -> Any:
+        """The patched module that takes the place of the module ``name``; None without a name."""
+        if name is None:
+            return None
         holder = self.module.get_submodule(name.rpartition(".")[0])
         patched = swap(self.module, name, wrap)
         patched.attachment = self.attachment
@@ -133,8 +115,8 @@ class AttachedBlock:
         return patched
 
     def detach(self) -> None:
-        """Put the base modules back. What somebody has put in a patched module's place since stays
-        there, with a warning.
+        """Put the base modules back. If another module has replaced a patched one, it stays, with a
+        warning.
         """
         replaced = []
         while self._swapped:
@@ -143,8 +125,7 @@ class AttachedBlock:
                 replaced.append(self.block.path_of(name))
         for path in replaced:
             warnings.warn(
-                f"{path} has been replaced while it was patched: what stands there now is left as"
-                " it is",
+                f"{path} has been replaced while it was patched: the new module stays",
                 stacklevel=5,
             )
 
@@ -175,124 +156,86 @@ class AttachedBlock:
 
     def off(self) -> None:
         """Be the base modules again."""
-        self.on_norm_pair = None
+        self.on_norm_pair = self.on_sum = None
         for module in self.patched:
             module.off()
 
     # -- factors
 
-    def factors(self) -> Factors:
-        """The factors the modules hold, by name, as (rows, columns, ...)."""
-        found: Factors = {
-            f"{name}.u": reader.u for name, reader in self.readers.items() if reader.u is not None
-        }
-        vs = {name: reader.v for name, reader in self.readers.items()}
-        vs |= {} if self.experts is None else {str(self.spec.experts): self.experts.read_v}
-        for name, v in vs.items():
-            if v is not None:
-                found[f"{name}.v" if name in self.spec.separately_normed else "readers.v"] = v
-        if self.experts is not None:
-            found |= self._of_experts(self.experts)
+    def _factor_places(self) -> Iterator[tuple[str, PatchedModule, str]]:
+        """The name of every factor, with the module and the attribute that hold it."""
+        spec = self.spec
+        for name, reader in self.readers.items():
+            yield f"{name}.u", reader, "u"
+        for name, reader in self.readers.items():
+            yield self._direction_name(name), reader, "v"
+        if spec.experts is not None and self.experts is not None:
+            written = "bias_change" if spec.expert_bias else "u"
+            yield self._direction_name(spec.experts), self.experts, "read_v"
+            yield f"{spec.experts}.gate_up_proj.u", self.experts, "read_u"
+            yield f"{spec.experts}.index", self.experts, "index"
+            yield f"{spec.experts}.down_proj.{written}", self.experts, "write_u"
+            yield f"{spec.experts}.down_proj.v", self.experts, "write_v"
         if self.down is not None:
-            held = {"u": self.down.u, "v": self.down.v, "bias_change": self.down.bias_change}
-            found |= {
-                f"{self.spec.down}.{name}": factor
-                for name, factor in held.items()
-                if factor is not None
-            }
+            for attribute in ("u", "v", "bias_change"):
+                yield f"{spec.down}.{attribute}", self.down, attribute
         for name, norm in self.norms.items():
-            if norm.new_scale is not None:
-                found[f"{name}.new_scale"] = norm.new_scale
-        return found
+            yield f"{name}.new_scale", norm, "new_scale"
 
-    def _of_experts(self, experts: PatchedExperts) -> Factors:
-        path = self.spec.experts
-        written = "bias_change" if self.spec.expert_bias else "u"
-        held = {
-            "gate_up_proj.u": experts.read_u,
-            "index": experts.index,
-            f"down_proj.{written}": experts.write_u,
-            "down_proj.v": experts.write_v,
-        }
-        return {f"{path}.{name}": factor for name, factor in held.items() if factor is not None}
+    def _direction_name(self, reader: str) -> str:
+        """The name of a reader's ``v``, which the readers of one input share."""
+        return f"{reader}.v" if reader in self.spec.separately_normed else "readers.v"
+
+    def factors(self) -> Factors:
+        """The factors that the modules hold, by name, as (rows, columns, ...)."""
+        held = {name: getattr(module, part) for name, module, part in self._places}
+        return {name: factor for name, factor in held.items() if factor is not None}
 
     def replay(self, factors: Factors) -> None:
         """Set every module to apply its factors, (B, T, ...)."""
-        # flat: one row a token, also in a batch of one, where (1, T, N) would be a shared patch of
-        # rank T
+        # one row a token: (1, T, N) of a batch of one would be a shared change of rank T
         flat = {
             name: factor.flatten(0, 1) if factor.dim() >= 3 else factor
             for name, factor in factors.items()
+            if not name.endswith(".new_scale")
         }
-        norms = {
-            f"{name}.new_scale": factors[f"{name}.new_scale"]
-            for name in self.norms
-            if f"{name}.new_scale" in factors
-        }
-        self._set(flat | norms, tokens=next(iter(factors.values())).shape[1])
-
-    def _set(self, flat: Factors, tokens: int = 1) -> None:
-        """Set every module to apply its factors in the form that it takes them, of rows of so many
-        tokens each.
-        """
-        for name, reader in self.readers.items():
-            reader.set_patch(
-                flat[f"{name}.u"],
-                flat[f"{name}.v" if name in self.spec.separately_normed else "readers.v"],
-            )
+        self._set({**factors, **flat})
         if self.experts is not None:
-            self._replay_experts(self.experts, flat, tokens)
-        if self.down is not None:
-            self._replay_down(self.down, flat)
-        for name, norm in self.norms.items():
-            if f"{name}.new_scale" in flat:
-                norm.set_patch(flat[f"{name}.new_scale"])
+            self.experts.tokens = next(iter(factors.values())).shape[1]
 
     def apply(self, factors: Factors) -> None:
         """Set every module to apply one token's factors, (width,) each, to all tokens.
 
         Raises:
-            UnsupportedModelError: the block has experts: what a token's experts got is no change of
-                the others.
+            UnsupportedModelError: the block has experts: a token's patch changes only the experts
+                that it chose.
         """
         if self.experts is not None:
             raise UnsupportedModelError(
                 f"{self.block.path} has experts: a token's patch changes the experts it chose, and"
                 " no others"
             )
-        shared = {
-            name: factor if name.endswith((".new_scale", ".bias_change")) else factor[None, None]
-            for name, factor in factors.items()
-        }
-        self._set(shared)
+        self._set(
+            {
+                name: factor
+                if name.endswith((".new_scale", ".bias_change"))
+                else factor[None, None]
+                for name, factor in factors.items()
+            }
+        )
 
-    def _replay_experts(self, experts: PatchedExperts, flat: Factors, tokens: int) -> None:
-        path, written = self.spec.experts, "bias_change" if self.spec.expert_bias else "u"
-        experts.off()
-        own = path in self.spec.separately_normed
-        experts.read_u, experts.read_v = (
-            flat.get(f"{path}.gate_up_proj.u"),
-            flat.get(f"{path}.v" if own else "readers.v"),
-        )
-        experts.index = flat[f"{path}.index"]
-        experts.write_u, experts.write_v = (
-            flat.get(f"{path}.down_proj.{written}"),
-            flat.get(f"{path}.down_proj.v"),
-        )
-        experts.replay(tokens)
-
-    def _replay_down(self, down: PatchedLinear, flat: Factors) -> None:
-        path = self.spec.down
-        written = flat.get(f"{path}.u", flat.get(f"{path}.bias_change"))
-        if written is None:
-            return
-        out_dtype = (
-            torch.float64 if self.post_norm is None and written.dtype == torch.float64 else None
-        )
-        if f"{path}.bias_change" in flat:
-            down.set_bias_change(written, out_dtype=out_dtype)
-        else:
-            down.set_patch(written, flat[f"{path}.v"], out_dtype=out_dtype)
+    def _set(self, factors: Factors) -> None:
+        """Set every module to apply its factors."""
+        self.off()
+        for name, module, attribute in self._places:
+            if name in factors:
+                setattr(module, attribute, factors[name])
+                module.mode = Mode.REPLAY
+        if self.down is not None and self.post_norm is None:
+            written = self.down.bias_change if self.down.u is None else self.down.u
+            # an exact factor: the sum is rounded at the block's end
+            if written is not None and written.dtype == torch.float64:
+                self.down.out_dtype = torch.float64
 
     # -- hooks
 
@@ -309,8 +252,8 @@ class AttachedBlock:
         """
         thread = self.attachment.thread
 
-        def in_its_thread(*given: Any) -> Any:
-            return hook(*given) if thread == threading.get_ident() else None
+        def in_its_thread(*arguments: Any) -> Any:
+            return hook(*arguments) if thread == threading.get_ident() else None
 
         hooks.callback(register(hook if thread is None else in_its_thread, **options).remove)
 
@@ -325,9 +268,7 @@ class AttachedBlock:
         self.hook(hooks, self.module.register_forward_pre_hook, before, with_kwargs=True)
 
     def on_residual(self, hooks: ExitStack, hook: Any) -> None:
-        """Call ``hook(x)`` with every tensor that the residual stream before the MLP is the sum
-        of.
-        """
+        """Call ``hook(x)`` with every term of the residual stream before the MLP, a sum."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             hook(first_tensor((*args, kwargs)))
@@ -344,9 +285,7 @@ class AttachedBlock:
                 self.hook(hooks, module.register_forward_hook, after)
 
     def on_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
-        """Call ``hook(total)`` with the block's sum; a tensor that it returns takes the sum's
-        place.
-        """
+        """Call ``hook(total)`` with the block's sum. A tensor that it returns replaces the sum."""
 
         def before(_module: nn.Module, args: Any) -> Any:
             changed = hook(args[0])
@@ -368,6 +307,20 @@ class AttachedBlock:
         else:
             norm = self.module.get_submodule(self.spec.final_norm)
             self.hook(hooks, norm.register_forward_pre_hook, before, prepend=first)
+
+
+class HasBlocks(Protocol):
+    """The parts of :class:`icl_patch.recording.attached_model.AttachedModel` that a pass needs."""
+
+    model: PreTrainedModel
+    update: str
+    blocks: list[AttachedBlock]
+    recurrent: bool
+
+    def empty_patch(
+        self, sequences: Sequences, passes: int, arithmetic: str = MODEL
+    ) -> ContextPatch:
+        """A patch of the kept tokens of ``sequences``, without factors."""
 
 
 _attaching = threading.Lock()
@@ -393,7 +346,7 @@ def attach(model: PreTrainedModel) -> Attachment:
 
 
 def detach(model: nn.Module) -> None:
-    """Put back all base modules of a model, whoever attached it or swapped a module.
+    """Put back all base modules of a model, also those that another patcher has swapped.
 
     The patcher of the model is detached too. If another thread runs a pass, this waits for it. A
     model without patched modules is left as it is.
@@ -408,12 +361,12 @@ def detach(model: nn.Module) -> None:
 
 def _attachments(model: nn.Module) -> list[Attachment]:
     """The attachments of the model's modules: one, unless a module holds several models."""
-    found: dict[int, Attachment] = {}
+    attachments: dict[int, Attachment] = {}
     for module in model.modules():
         for part in (module, vars(module).get("forward")):
             if isinstance(part, PatchedModule | WaitingForward) and part.attachment is not None:
-                found[id(part.attachment)] = part.attachment
-    return list(found.values())
+                attachments[id(part.attachment)] = part.attachment
+    return list(attachments.values())
 
 
 def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:

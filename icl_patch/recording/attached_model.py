@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
 from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
@@ -32,17 +33,16 @@ from icl_patch.models.language_model import (
     family_of,
 )
 from icl_patch.models.recurrent_state import is_recurrent
-from icl_patch.patch.context_patch import ContextPatch, PatchReport
+from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
 from icl_patch.patch.serialization import UPDATES, PatchInfo, check_fit
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
 from icl_patch.recording.compute import Computation, compute_closing, compute_two_stream
 from icl_patch.recording.hooks import (
-    Found,
+    HookIds,
     Hooks,
     error_of,
-    first_block_off,
     paths_of,
     wrong_patch,
     wrong_replay,
@@ -102,8 +102,9 @@ class AttachedModel:
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
-        self._rows_tried: Found = ()  # the hooks that `watch_hooks` tried last
-        self._finalizer = self._undo_when_collected()
+        self._rows_tried: HookIds = ()  # the hooks that `watch_hooks` tried last
+        # When this object is collected, no pass is running.
+        weakref.finalize(self, self.attachment.undo).atexit = False
         self.applied = False
         self._dtype = model.dtype
         try:
@@ -119,7 +120,7 @@ class AttachedModel:
             if not known:
                 name = type(model).__name__
                 reason = f"{name} fails on the tokens that attaching tries: {error}"
-            if hooked := self.hooks.found():
+            if hooked := self.hooks.current():
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
             elif known:
                 raise
@@ -136,24 +137,12 @@ class AttachedModel:
         check = SelfCheck(self.model, self.recurrent)
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
-        check.run(self.blocks, self._try_exact)
+        check.run(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self) | {"_finalizer": None}
-        for name in ("weights", "hooks"):  # they watch this model
-            state.pop(name, None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.hooks = Hooks(self.model, self.attachment.forwards)
-        self._finalizer = self._undo_when_collected()
-
-    def _undo_when_collected(self) -> "weakref.finalize[[], AttachedModel]":
-        """Put the model's modules back when this object is collected: no pass is running then."""
-        finalizer = weakref.finalize(self, self.attachment.undo)
-        finalizer.atexit = False
-        return finalizer
+        raise TypeError(
+            "expected a model to copy, got its patcher: copy the model, and attach another patcher"
+        )
 
     @property
     def is_attached(self) -> bool:
@@ -207,8 +196,8 @@ class AttachedModel:
         return self.update == "direct" and scales
 
     def _needs_two_passes_for(self, sequences: Sequences) -> bool:
-        """The same for these tokens: a model whose attention depends on its cache needs two passes
-        if kept tokens attend to more than themselves.
+        """Whether these tokens take two passes. They also do if the attention depends on the length
+        of the cache and kept tokens attend to other tokens.
         """
         if self.needs_two_passes or not self._depends_on_cache:
             return self.needs_two_passes
@@ -272,31 +261,12 @@ class AttachedModel:
         live: (B, 1) bool, the rows that get a patch from a closing pass; all by default.
         two_passes: whether to take two passes even if one would do, over a cache of B rows.
         """
-        hooked = self.hooks.found()
+        hooked = self.hooks.current()
         if two_passes or self._needs_two_passes_for(sequences):
-            computation = self._compute_closing(cache, sequences, self.update, live)
+            computation = compute_closing(self, cache, sequences, self.update, live)
         else:
-            patch = self.empty_patch(sequences, passes=1)
-            computation = compute_two_stream(
-                self.model, self.blocks, self.update, patch, cache, sequences
-            )
+            computation = compute_two_stream(self, cache, sequences)
         return self._check_computed(hooked, computation, live) if hooked else computation
-
-    def _compute_closing(
-        self, cache: Cache, sequences: Sequences, update: str, live: Tensor | None = None
-    ) -> Computation:
-        patch = self.empty_patch(sequences, passes=2)
-        return compute_closing(
-            self.model, self.blocks, update, patch, cache, sequences, self.recurrent, live
-        )
-
-    def _try_exact(self, sequences: Sequences) -> tuple[PatchReport, Tensor]:
-        """The report of an exact patch, whatever the update, and the logits of its replay."""
-        cache = kv_cache.new_cache(self.model)
-        forward_passes.run_head(self.model, sequences, cache)
-        patch = self._compute_closing(cache, sequences, "exact").patch
-        assert patch.report is not None
-        return patch.report, self.replay_logits(patch)
 
     # -- replay
 
@@ -304,13 +274,13 @@ class AttachedModel:
     @torch.no_grad()
     def replay(self, patch: ContextPatch) -> tuple[Tensor, list[BlockActivations]]:
         """Replay a patch, unchecked: logits (B, T, V), and every block's activations."""
-        return replay_observed(self.model, self.blocks, patch, self.recurrent)
+        return replay_observed(self, patch)
 
     @one_pass
     @torch.no_grad()
     def replay_logits(self, patch: ContextPatch) -> Tensor:
         """The same without looking at the blocks: logits (B, T, V)."""
-        return replay_logits(self.model, self.blocks, patch, self.recurrent)
+        return replay_logits(self, patch)
 
     @one_pass
     @torch.no_grad()
@@ -324,7 +294,7 @@ class AttachedModel:
             UnsupportedModelError: they differ.
         """
         self.watch_hooks(two_streams=False)
-        logits, hooked, expected = self.replay_logits(patch), self.hooks.found(), patch.logits
+        logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
         if not hooked and (not patch.hooked or expected is None):
             return logits
         if expected is None:
@@ -346,7 +316,7 @@ class AttachedModel:
             UnsupportedModelError: the context stream differs from the model in a batch of its own.
         """
         self.hooks = Hooks(self.model, self.attachment.forwards)
-        hooked = self.hooks.found()
+        hooked = self.hooks.current()
         if not two_streams or hooked == self._rows_tried:
             return
         try:
@@ -360,7 +330,7 @@ class AttachedModel:
         self._rows_tried = hooked
 
     def _check_computed(
-        self, hooked: Found, computation: Computation, live: Tensor | None
+        self, hooked: HookIds, computation: Computation, live: Tensor | None
     ) -> Computation:
         """Replay a patch that was computed with hooks, and compare the logits: bit for bit for an
         exact patch without misses, else as far as rounding goes.
@@ -372,21 +342,14 @@ class AttachedModel:
         report, expected = patch.report, patch.logits
         assert report is not None and expected is not None
         valid = patch.kept_mask if live is None else patch.kept_mask & live
-        logits, activations = self.replay(patch)
-        error = error_of(logits, expected, valid)
+        error = error_of(self.replay_logits(patch), expected, valid)
         closed = self.update == "exact" and not report.misses.any()
         if error > (0 if closed else self._replay_limit):
-            first = None
-            if patch.passes == 2:
-                paths = [block.block.path for block in self.blocks]
-                outputs = [[block.output for block in activations]]
-                outputs.append([block.output for block in computation.activations])
-                first = first_block_off(zip(paths, *outputs, strict=True), valid)
-            raise wrong_patch(hooked, error, first)
+            raise wrong_patch(hooked, error)
         return replace(computation, patch=patch)
 
     def check_step(
-        self, hooked: Found, patch: ContextPatch, reduced_logits: Tensor, live: Tensor
+        self, hooked: HookIds, patch: ContextPatch, reduced_logits: Tensor, live: Tensor
     ) -> None:
         """Compare a decode step's replay, and the reduced stream's logits (B, 1, V), with the
         logits with the context; ``live``: (B, 1) bool.
@@ -429,15 +392,20 @@ class AttachedModel:
                 self.applied = False
                 stack.close()
 
-    # -- what a patch says of its model
+    # -- patches and their model
 
-    def empty_patch(self, sequences: Sequences, passes: int) -> ContextPatch:
+    def empty_patch(
+        self, sequences: Sequences, passes: int, arithmetic: str = MODEL
+    ) -> ContextPatch:
         """A patch of the kept tokens of ``sequences``, without factors."""
         return empty_patch(
-            sequences, self._info(passes, int(sequences.longest)), self.block_specs, self.weights
+            sequences,
+            self._info(passes, int(sequences.longest), arithmetic),
+            self.block_specs,
+            self.weights,
         )
 
-    def _info(self, passes: int, longest: int) -> PatchInfo:
+    def _info(self, passes: int, longest: int, arithmetic: str) -> PatchInfo:
         config = self.model.config
         return PatchInfo(
             model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
@@ -448,6 +416,7 @@ class AttachedModel:
             update=self.update,
             dtype=str(self.model.dtype),
             passes=passes,
+            arithmetic=arithmetic,
             longest=longest,
             divisible=self._divisible,
         )

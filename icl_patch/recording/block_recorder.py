@@ -62,9 +62,10 @@ class BlockRecorder(ABC):
     # -- the two streams
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, int]:
         """(B, T)."""
+        assert self.valid is not None
+        return self.valid.shape[0], self.valid.shape[1]
 
     @abstractmethod
     def split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -15,10 +15,8 @@ from icl_patch.recording.block_recorder import BlockRecorder
 
 
 @dataclass(frozen=True)
-class _OpenLoop:
-    """An exact writer's output ``base + factor · gain`` in fp64, whose factor the block's end
-    chooses.
-    """
+class OpenLoop:
+    """An exact writer's fp64 output ``base + factor · gain``; the block's end sets the factor."""
 
     base: Tensor
     gain: Tensor
@@ -29,7 +27,7 @@ class _OpenLoop:
 
 
 class ClosingRecorder(BlockRecorder):
-    """Compares with the ``context``'s activations; the exact update closes its loop at the end.
+    """Compares with the activations with the context; chooses an exact update's factor at the end.
 
     Args:
         block, update: as for :class:`BlockRecorder`.
@@ -41,13 +39,7 @@ class ClosingRecorder(BlockRecorder):
         self, block: AttachedBlock, update: str, valid: Tensor, context: BlockActivations
     ) -> None:
         super().__init__(block, update, valid, context)
-        self._open: _OpenLoop | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        assert self.valid is not None
-        return self.valid.shape[0], self.valid.shape[1]
+        self._open: OpenLoop | None = None
 
     def split(self, x: Tensor) -> tuple[None, Tensor]:
         """The rows without the context, (B, T, ·)."""
@@ -69,7 +61,7 @@ class ClosingRecorder(BlockRecorder):
         factor, which is attribute ``name`` of ``holder``.
         """
         factor = getattr(holder, name)
-        self._open = _OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
+        self._open = OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Choose an exact writer's factor so that the rounded sum is the context's output."""
@@ -80,7 +72,7 @@ class ClosingRecorder(BlockRecorder):
         if total.dtype != torch.float64:
             writer = self.spec.writer.value
             raise UnsupportedModelError(
-                f"{self.block.block.path} rounds what {writer} writes before it ends"
+                f"{self.block.block.path} rounds the output of its {writer} writer before its end"
             )
         multiplier, (_, total_own) = self.spec.residual_multiplier, self.split(total)
         written = multiplier * (loop.base + loop.factor * loop.gain)

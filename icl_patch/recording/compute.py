@@ -1,16 +1,16 @@
 """Computing a patch: both streams in one pass, or the unmodified model and then a closing pass."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
+from icl_patch.invariance.arithmetic import running_in
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
-from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
+from icl_patch.recording.attached_block import BlockActivations, Factors, HasBlocks
 from icl_patch.recording.closing_recorder import ClosingRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.patch_assembly import (
@@ -43,23 +43,17 @@ class Computation:
     violations: Violations
 
 
-def compute_two_stream(
-    model: PreTrainedModel,
-    blocks: Sequence[AttachedBlock],
-    update: str,
-    patch: ContextPatch,
-    cache: Cache,
-    sequences: Sequences,
-) -> Computation:
-    """Fill in ``patch`` in one pass of 2B rows, on top of a cache of the head of 2B rows."""
+def compute_two_stream(attached: HasBlocks, cache: Cache, sequences: Sequences) -> Computation:
+    """The patch from one pass of 2B rows, on top of a cache of the head of 2B rows."""
     batch, columns = len(sequences.tail_ids), sequences.kept_columns
     valid = sequences.tail_mask & ~sequences.tail_absorbed
-    recorders = [TwoStreamRecorder(block, update, valid) for block in blocks]
+    recorders = [TwoStreamRecorder(block, attached.update, valid) for block in attached.blocks]
     with recording(recorders):
-        logits = forward_passes.run_two_streams(model, sequences, cache)[:, columns]
-        layers = factors_of(blocks, columns)
+        logits = forward_passes.run_two_streams(attached.model, sequences, cache)[:, columns]
+        layers = factors_of(attached.blocks, columns)
     calls = [[recorder.diagnostics for recorder in recorders]]
     report = report_of(calls, columns)
+    patch = attached.empty_patch(sequences, passes=1)
     return Computation(
         replace(patch, layers=layers, report=report, logits=logits[:batch]),
         logits[batch:],
@@ -69,23 +63,33 @@ def compute_two_stream(
 
 
 def compute_closing(
-    model: PreTrainedModel,
-    blocks: Sequence[AttachedBlock],
-    update: str,
-    patch: ContextPatch,
+    attached: HasBlocks,
     cache: Cache,
     sequences: Sequences,
-    recurrent: bool,
+    update: str,
     live: Tensor | None = None,
 ) -> Computation:
-    """Fill in ``patch`` in a pass of the unmodified model over the tail and a closing pass, which
-    runs the kept tokens in the shapes of their replay and chooses the factors.
+    """The patch from a pass of the unmodified model over the tail and a closing pass, which runs
+    the kept tokens in the shapes of their replay and chooses the factors.
 
     live: (B, 1) bool, the rows that get a patch; all by default.
     """
-    logits, activations = _observe_tail(model, blocks, cache, sequences, recurrent)
+    logits, activations = _observe_tail(attached, cache, sequences)
+    patch = attached.empty_patch(sequences, passes=2)
     patch = replace(patch, logits=logits[:, sequences.kept_columns])
-    prefix = prefix_cache(model, patch)
+    return close_on(attached, activations, patch, update, live)
+
+
+def close_on(
+    attached: HasBlocks,
+    activations: list[BlockActivations],
+    patch: ContextPatch,
+    update: str,
+    live: Tensor | None = None,
+) -> Computation:
+    """The closing pass alone: fills ``patch`` from the blocks' activations with the context."""
+    blocks, recurrent = attached.blocks, attached.recurrent
+    prefix = prefix_cache(attached.model, patch)
     calls: list[list[BlockDiagnostics]] = []
     layers: list[tuple[Factors, ...]] = []
     reduced: list[Tensor] = []
@@ -95,8 +99,8 @@ def compute_closing(
             ClosingRecorder(block, update, valid, context.part(part))
             for block, context in zip(blocks, activations, strict=True)
         ]
-        with recording(recorders):
-            reduced.append(run_kept(model, patch, prefix, part))
+        with running_in(patch.info.arithmetic), recording(recorders):
+            reduced.append(run_kept(attached.model, patch, prefix, part))
             layers.append(factors_of(blocks, slice(None)))
         calls.append([recorder.diagnostics for recorder in recorders])
     report = report_of(calls, slice(None))
@@ -109,19 +113,15 @@ def compute_closing(
 
 
 def _observe_tail(
-    model: PreTrainedModel,
-    blocks: Sequence[AttachedBlock],
-    cache: Cache,
-    sequences: Sequences,
-    recurrent: bool,
+    attached: HasBlocks, cache: Cache, sequences: Sequences
 ) -> tuple[Tensor, list[BlockActivations]]:
     """Run the unmodified model on the tail: logits (B, S, V), and every block's activations of the
     kept tokens.
     """
     logits, calls = [], []
-    for part in calls_of(sequences.tail_ids.shape[1], recurrent):
-        with observe(blocks) as observed:
-            logits.append(forward_passes.run_tail(model, sequences, cache, part))
+    for part in calls_of(sequences.tail_ids.shape[1], attached.recurrent):
+        with observe(attached.blocks) as observed:
+            logits.append(forward_passes.run_tail(attached.model, sequences, cache, part))
         calls.append(observed)
     kept = sequences.kept_columns
     joined = [BlockActivations.joined(parts).part(kept) for parts in zip(*calls, strict=True)]

@@ -14,7 +14,7 @@ from icl_patch.recording.two_stream_recorder import TwoStreamRecorder
 
 
 class DecodeRecorder(TwoStreamRecorder):
-    """A two-stream recorder of one token a row, whose diagnostics are resolved when asked for.
+    """A two-stream recorder of one token a row; its diagnostics are resolved when they are used.
 
     Args:
         block, update: as for :class:`BlockRecorder`.
@@ -59,15 +59,6 @@ class DecodeRecorder(TwoStreamRecorder):
         """Take delta and the direction of z from the norm before the MLP."""
         self.delta = self.unflat(pair.delta)
         self.set_direction(pair.z_pair, pair.direction)
-
-    def keep_reader_pair(self, name: str, layer: PatchedLinear, output: Tensor, u: Tensor) -> None:
-        """Keep a reader's factors from both streams' outputs (2M, N) and the change u (M, N)."""
-        assert self.direction is not None
-        direction = self.direction[1]
-        layer.u, layer.v = self.unflat(u), direction.v
-        condition = f"the input z of {name} is 0"
-        self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, layer.u, "input")
-        self.diagnostics.reader_pair(output, u)
 
     def read_direction(self, z: Tensor) -> ops.Direction:
         """Of the rows without the context, (M, K)."""

@@ -1,5 +1,5 @@
-"""What a pass notes of one block beside its factors: how good they are, and what no change of the
-weights can do.
+"""Diagnostics of one block in a pass: how exact its factors are, and which tokens no change of the
+weights can serve.
 """
 
 from dataclasses import dataclass, field, replace
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.patch.context_patch import PatchReport, blank_report
@@ -14,14 +15,14 @@ from icl_patch.patch.context_patch import PatchReport, blank_report
 
 @dataclass(frozen=True)
 class ControllabilityViolation:
-    """What keeps a block from being controllable, for some of B x T tokens.
+    """A condition under which a block is not controllable, for B x T tokens.
 
     Attributes:
         side: "input" (Definition 3 of Goldwaser et al.) or "output" (Definition 4).
         condition: in words.
-        rows: (B, T) bool, the tokens whose own change cannot be made.
-        always: (B, T) bool, the tokens for which some change could not be made, whether it is
-            theirs or not.
+        rows: (B, T) bool, the tokens for which no change of the weights has the context's effect.
+        always: (B, T) bool, the tokens for which no change of the weights has the effect of some
+            context, perhaps of another one.
     """
 
     side: str
@@ -32,20 +33,18 @@ class ControllabilityViolation:
 
 @dataclass(eq=False)
 class BlockDiagnostics:
-    """The notes on one block, for B x T tokens.
+    """The diagnostics of one block, for B x T tokens.
 
-    Working them out takes more launches than a decode step has to spare. Without ``valid`` they are
-    only collected, and
-    :meth:`resolve` works them out when somebody asks.
+    To evaluate them takes too many launches for a decode step. So without ``valid`` the calls are
+    only collected, and :meth:`resolve` evaluates them later.
 
     Attributes:
-        path: the block's.
-        valid: (B, T) bool, the columns that are kept tokens; nothing is said of the others. None
-            until it is known.
-        report: what was observed, see :class:`icl_patch.patch.context_patch.PatchReport`; None
-            without ``valid``.
-        obstacles: by their condition.
-        collected: what is to be worked out: the methods and their arguments.
+        path: the block's path.
+        valid: (B, T) bool, the columns of kept tokens; the others are ignored. None while calls
+            are collected.
+        report: see :class:`icl_patch.patch.context_patch.PatchReport`; None without ``valid``.
+        violations: the violations by condition.
+        collected: the collected calls: a method's name and its arguments.
     """
 
     path: str
@@ -59,9 +58,7 @@ class BlockDiagnostics:
             self.report = blank_report(self.valid)
 
     def refuse(self, condition: str, rows: Tensor, always: Tensor, side: str = "output") -> None:
-        """The rows for which no change of the weights has the effect, and those for which none
-        could have every effect.
-        """
+        """Record a violation, see :class:`ControllabilityViolation` for ``rows`` and ``always``."""
         if self.valid is None:
             self.collected.append(("refuse", (condition, rows, always, side)))
         else:
@@ -72,8 +69,9 @@ class BlockDiagnostics:
     def refuse_at_zero(
         self, condition: str, inverse: Tensor, change: Tensor, side: str = "output"
     ) -> None:
-        """The rows whose input is 0 (``inverse`` of its squared norm, too) although their output
-        must change.
+        """Record a violation for the rows whose input is 0 although their output must change.
+
+        inverse: (B, T), 1 / the input's squared norm, or 0 for an input of 0.
         """
         if self.valid is None:
             self.collected.append(("refuse_at_zero", (condition, inverse, change, side)))
@@ -81,8 +79,7 @@ class BlockDiagnostics:
             self.refuse(condition, (inverse == 0) & (change != 0).any(-1), inverse == 0, side)
 
     def reader(self, patched: Tensor, reference: Tensor, change: Tensor) -> None:
-        """A reader's outputs with the patch and with the context, and what the context changes in
-        it.
+        """Record the error of a reader's patched output; ``change`` is reference - unpatched.
 
         The error is relative to the larger of its outputs with and without the context: a gate has
         one number, which may be near 0.
@@ -98,34 +95,25 @@ class BlockDiagnostics:
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         self._largest("reader_error", error if error.dim() == 2 else error.amax(-1))
 
-    def reader_pair(self, out: Tensor, change: Tensor) -> None:
-        """The same of a decode step: the outputs (2M, N) with the context and then with the patch,
-        and the change (M, N).
-        """
-        if self.valid is None:
-            self.collected.append(("reader_pair", (out, change)))
-        else:
-            reference, patched, change = (
-                x.reshape(*self.valid.shape, -1) for x in (*out.chunk(2), change)
-            )
-            self.reader(patched, reference, change)
-
     def inversion(self, status: Tensor) -> None:
-        """How an inversion of an RMSNorm ended, (B, T)."""
+        """Record the status of an RMSNorm inversion, (B, T)."""
         if self.valid is None:
             self.collected.append(("inversion", (status,)))
         else:
             self._largest("status", status)
 
     def experts(self, changed: Tensor) -> None:
-        """How many experts are not those chosen with the context, (B, T)."""
+        """Record how many chosen experts differ from those chosen with the context, (B, T)."""
         if self.valid is None:
             self.collected.append(("experts", (changed,)))
         else:
             self._largest("experts_changed", changed)
 
     def closing(self, misses: Tensor, correction: Tensor) -> None:
-        """How an exact writer's loop was closed, (B, T) each."""
+        """Record the misses and the correction of an exact update, (B, T) each."""
+        if self.valid is None:
+            self.collected.append(("closing", (misses, correction)))
+            return
         self._largest("misses", misses)
         self._largest("correction", correction)
 
@@ -136,8 +124,8 @@ class BlockDiagnostics:
         self.report = replace(self.report, **{name: value})
 
     def feasibility_checks(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of what is collected: bools of which one is true, and numbers of which one is 0, wherever
-        :meth:`check` would refuse a row.
+        """Flags and values of the collected calls: if no flag is True and no value is 0,
+        :meth:`check` passes.
         """
         refused = [arguments[1].flatten() for name, arguments in self.collected if name == "refuse"]
         inverses = {
@@ -148,7 +136,7 @@ class BlockDiagnostics:
         return refused, list(inverses.values())
 
     def resolve(self, valid: Tensor) -> "BlockDiagnostics":
-        """The notes worked out."""
+        """The diagnostics with the collected calls evaluated."""
         assert self.valid is None
         resolved = BlockDiagnostics(self.path, valid)
         for name, arguments in self.collected:
@@ -156,14 +144,16 @@ class BlockDiagnostics:
         return resolved
 
     def check(self, columns: Tensor | slice = slice(None), start: int = 0) -> None:
-        """Raises ControllabilityError for the first of the kept columns that no change of this
-        block's weights can serve.
+        """Raises ControllabilityError for the first token that no change of the weights can serve.
 
-        ``start``: the number of kept tokens before the first column.
+        columns: the columns of kept tokens. start: the number of kept tokens before the first one.
         """
-        for condition, obstacle in self.violations.items():
-            if obstacle.rows.any():
-                row, token = obstacle.rows[:, columns].nonzero()[0].tolist()
+        for condition, violation in self.violations.items():
+            if violation.rows.any():
+                row, token = violation.rows[:, columns].nonzero()[0].tolist()
                 raise ControllabilityError(
                     f"{self.path}, row {row}, kept token {start + token}: {condition}"
                 )
+
+
+register_dataclass(BlockDiagnostics)  # part of a compiled step's output

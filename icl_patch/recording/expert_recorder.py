@@ -139,9 +139,9 @@ def record_scaled_experts(
     )
     layer.read_u, layer.read_v, layer.index = u, recorder.unflat(v), recorder.unflat(index)
 
-    def add(made: Tensor) -> Tensor:
-        patched = layer.add_to_all(made[:, -batch:], slots, index, u.flatten(0, 1), v)
-        return torch.cat([made[:, :-batch], patched], 1)
+    def add(product: Tensor) -> Tensor:
+        patched = layer.add_to_all(product[:, -batch:], slots, index, u.flatten(0, 1), v)
+        return torch.cat([product[:, :-batch], patched], 1)
 
     patched = (read + scale * u.flatten(0, 1)).to(read.dtype)
     recorder.diagnostics.reader(*map(recorder.unflat, (patched, target, change)))

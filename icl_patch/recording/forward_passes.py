@@ -28,9 +28,12 @@ def run(
     """One forward of the model: ids (B, T), mask over all slots of the cache (B, S), positions (B,
     T) -> logits (B, T, V).
 
-    The cache grows by T tokens. With ``visibility`` the attention is restricted to what it allows.
-    ``longest``: the number of tokens of the longest row of the whole sequences; this call may get a
-    part of them. ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
+    The cache grows by T tokens.
+
+    visibility: restricts the attention, if given.
+    longest: the number of tokens in the longest row of the whole sequences, of which this call may
+        get a part.
+    last_logits: the number of last tokens whose logits are computed; 0 for all.
     """
     restricted = nullcontext() if visibility is None else restricted_attention(model, visibility)
     with restricted, rotated_as_one_call(model, longest):
@@ -41,7 +44,7 @@ def run(
 
 
 def _forget(cache: Cache, rows: Tensor) -> None:
-    """Make the recurrent states of rows (B,) bool what they are before the first token."""
+    """Reset the recurrent states of rows (B,) bool."""
     for layer in cache.layers:
         for name in ("conv_states", "recurrent_states"):
             for state in getattr(layer, name, {}).values():

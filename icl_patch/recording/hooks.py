@@ -6,7 +6,7 @@ patch of a model with hooks is replayed before it is returned. The replay must g
 the model with its hooks and with the context.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,11 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.attachment import set_forward
 from icl_patch.layers.patched_module import PatchedModule
 
-Found = tuple[tuple[str, Any], ...]
+HookIds = tuple[tuple[str, Any], ...]
 # transformers installs these when hidden states are first asked for; they stay and change nothing
 _CAPTURING = "transformers.utils.output_capturing"
 _GLOBAL = "every module (a global hook)"
-_SHOWN = 3
+_SHOWN = 8  # paths in a message
 
 
 class Hooks:
@@ -47,7 +47,7 @@ class Hooks:
             self._hooks += [(path, part._forward_pre_hooks), (path, part._forward_hooks)]
         self._dicts = [hooks for _, hooks in self._hooks]
 
-    def found(self) -> Found:
+    def current(self) -> HookIds:
         """The module's path, and the hook's number or the forward, for each; empty without any.
 
         Raises:
@@ -86,19 +86,19 @@ class Hooks:
                 "expected no global forward hooks to replay a patch that has no logits: it does not"
                 " tell whether it was computed with them. Remove them, or compute the patch again",
             )
-        held = [(hooks, dict(hooks)) for hooks in self._dicts if hooks]
+        saved = [(hooks, dict(hooks)) for hooks in self._dicts if hooks]
         replaced = [
             (part, vars(part).get("forward"), was)
             for _, part, was in filter(_is_replaced, self._forwards)
         ]
         try:
-            for hooks, _ in held:
+            for hooks, _ in saved:
                 hooks.clear()
             for part, _, was in replaced:
                 set_forward(part, was)
             yield
         finally:
-            for hooks, before in held:
+            for hooks, before in saved:
                 hooks.update(before)
             for part, now, _ in replaced:
                 set_forward(part, now)
@@ -113,11 +113,9 @@ def _is_replaced(forward: tuple[str, nn.Module, Any]) -> bool:
     return vars(part).get("forward") is not was
 
 
-def paths_of(found: Found, first: str | None = None) -> str:
-    """The modules' paths as text; those inside the block ``first`` stand before the others."""
-    paths = list(dict.fromkeys(path for path, _ in found))
-    if first is not None:
-        paths.sort(key=lambda path: not (path == first or path.startswith(f"{first}.")))
+def paths_of(hooks: HookIds) -> str:
+    """The modules' paths as text."""
+    paths = list(dict.fromkeys(path for path, _ in hooks))
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(path or "the model" for path in paths[:_SHOWN]) + more
 
@@ -136,30 +134,18 @@ def error_of(replayed: Tensor, expected: Tensor, valid: Tensor) -> float:
     return float(metrics.linf(replayed, expected.nan_to_num(nan=0.0)).max())
 
 
-def first_block_off(
-    blocks: Iterable[tuple[str, Tensor | None, Tensor | None]], valid: Tensor
-) -> str | None:
-    """The path of the first block with two outputs (B, T, d) that differ in any bit, or None."""
-    for path, output, expected in blocks:
-        if output is None or expected is None:
-            continue
-        if not torch.equal(output[valid], expected[valid]):
-            return path
-    return None
-
-
-def wrong_patch(found: Found, error: float, first: str | None = None) -> UnsupportedModelError:
-    """The error for a patch that is wrong with these hooks. ``first``: the first block off."""
+def wrong_patch(hooks: HookIds, error: float) -> UnsupportedModelError:
+    """The error for a patch that is wrong with these hooks."""
     return UnsupportedModelError(
-        f"a patch cannot reproduce the model with forward hooks on {paths_of(found, first)}: "
+        f"a patch cannot reproduce the model with forward hooks on {paths_of(hooks)}: "
         f"its replay is off by {error:.1g} of the largest logit. Remove the hook, put it on "
         "another module, set it before attaching, or choose another update",
     )
 
 
-def wrong_replay(found: Found, error: float) -> UnsupportedModelError:
+def wrong_replay(hooks: HookIds, error: float) -> UnsupportedModelError:
     """The error for a replay with other hooks than those at the time of ``compute``."""
-    others = f"got others on {paths_of(found)}" if found else "they have been removed"
+    others = f"got others on {paths_of(hooks)}" if hooks else "they have been removed"
     return UnsupportedModelError(
         f"expected the forward hooks that the patch was computed with, {others}: "
         f"the replay is off by {error:.1g} of the largest logit. Compute the patch again",

@@ -8,6 +8,7 @@ from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.decode_recorder import DecodeRecorder
+from icl_patch.recording.exact_decode_recorder import ExactDecodeRecorder
 from icl_patch.recording.expert_recorder import record_experts, record_scaled_experts
 
 
@@ -51,6 +52,11 @@ def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:
     if recorder.observes_block:
         block.on_start(stack, recorder.on_start)
         block.on_end(stack, recorder.on_end, first=True)
+    elif isinstance(recorder, ExactDecodeRecorder):
+        if block.spec.final_norm is None:  # the block's forward hands on the context stream alone
+            block.on_sum = recorder.on_end
+        else:
+            block.on_end(stack, recorder.on_end, first=True)
     if isinstance(recorder, DecodeRecorder) and recorder.receives_norm_input:
         block.on_norm_pair = recorder.on_norm_pair
     else:

@@ -1,68 +1,55 @@
 """Replay: the kept tokens with a patch, over a cache of the prefix, without the context."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from icl_patch.invariance.arithmetic import running_in
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
-from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, replaying
+from icl_patch.recording.attached_block import BlockActivations, HasBlocks, replaying
 
 
 def calls_of(tokens: int, recurrent: bool) -> list[slice]:
     """The columns of each call of the model: all at once, or one by one for a recurrent model,
-    whose classes go on from a state by one token a call.
+    because its class continues from a state with one token a call only.
     """
     if recurrent:
         return [slice(token, token + 1) for token in range(tokens)]
     return [slice(0, tokens)]
 
 
-def replay_logits(
-    model: PreTrainedModel,
-    blocks: Sequence[AttachedBlock],
-    patch: ContextPatch,
-    recurrent: bool,
-) -> Tensor:
+def replay_logits(attached: HasBlocks, patch: ContextPatch) -> Tensor:
     """Replay a patch: logits (B, T, V)."""
-    cache, calls = prefix_cache(model, patch), calls_of(patch.kept_ids.shape[1], recurrent)
-    return torch.cat([_replay_call(model, blocks, patch, cache, part) for part in calls], 1)
+    cache = prefix_cache(attached.model, patch)
+    parts = calls_of(patch.kept_ids.shape[1], attached.recurrent)
+    return torch.cat([_replay_part(attached, patch, cache, part) for part in parts], 1)
 
 
 def replay_observed(
-    model: PreTrainedModel,
-    blocks: Sequence[AttachedBlock],
-    patch: ContextPatch,
-    recurrent: bool,
+    attached: HasBlocks, patch: ContextPatch
 ) -> tuple[Tensor, list[BlockActivations]]:
     """Replay a patch: logits (B, T, V), and every block's activations."""
-    logits, activations, cache = [], [], prefix_cache(model, patch)
-    for part in calls_of(patch.kept_ids.shape[1], recurrent):
-        with observe(blocks) as observed:
-            logits.append(_replay_call(model, blocks, patch, cache, part))
+    logits, activations, cache = [], [], prefix_cache(attached.model, patch)
+    for part in calls_of(patch.kept_ids.shape[1], attached.recurrent):
+        with observe(attached.blocks) as observed:
+            logits.append(_replay_part(attached, patch, cache, part))
         activations.append(observed)
     joined = [BlockActivations.joined(parts) for parts in zip(*activations, strict=True)]
     return torch.cat(logits, 1), joined
 
 
-def _replay_call(
-    model: PreTrainedModel,
-    blocks: Sequence[AttachedBlock],
-    patch: ContextPatch,
-    cache: Cache,
-    part: slice,
-) -> Tensor:
+def _replay_part(attached: HasBlocks, patch: ContextPatch, cache: Cache, part: slice) -> Tensor:
+    """Replay the kept tokens in the columns ``part``, on top of those before them."""
     layers = [
         {name: x if x.dim() == 1 else x[:, part] for name, x in layer.items()}
         for layer in patch.layers
     ]
-    with replaying(blocks, layers):
-        return run_kept(model, patch, cache, part)
+    with running_in(patch.info.arithmetic), replaying(attached.blocks, layers):
+        return run_kept(attached.model, patch, cache, part)
 
 
 def prefix_cache(model: PreTrainedModel, patch: ContextPatch) -> DynamicCache:

@@ -1,8 +1,8 @@
-"""A tensor that notices the sum it goes into.
+"""ResidualSum: a tensor that calls a function with the first sum that it is added into.
 
-Some blocks go on from the sum of their residual stream and their writer's output instead of ending
-with it: no module of theirs ends at the sum, so no hook can see it or round it. The writer's output
-is handed over as an :class:`ResidualSum`, which can.
+Some blocks compute more after the sum of their residual stream and their writer's output. None of
+their modules ends at the sum, so no hook can see or round it. There the writer's output becomes a
+:class:`ResidualSum`.
 """
 
 from collections.abc import Callable
@@ -16,34 +16,33 @@ OnSum = Callable[[Tensor], Tensor | None]
 
 
 class ResidualSum(Tensor):
-    """A writer's output, of which the first addition hands its sum to ``on_sum``; the result is a
-    plain tensor, as of everything else.
+    """A writer's output. Its first addition calls ``on_sum`` with the sum; every operation on it
+    returns a plain tensor.
     """
 
     on_sum: list[OnSum]
 
     @classmethod
     def of(cls, out: Tensor, on_sum: OnSum, *, first: bool = False) -> "ResidualSum":
-        """``out``, with ``on_sum`` called with the sum before (``first``) or after those that are
-        called already.
+        """``out`` as a ResidualSum; ``on_sum`` is called first or after its other functions.
 
-        A tensor that ``on_sum`` returns takes the sum's place.
+        If ``on_sum`` returns a tensor, this replaces the sum.
         """
-        made = Tensor._make_subclass(cls, out.as_subclass(Tensor))
+        result = Tensor._make_subclass(cls, out.as_subclass(Tensor))
         before = out.on_sum if isinstance(out, ResidualSum) else []
-        made.on_sum = [on_sum, *before] if first else [*before, on_sum]
-        return made
+        result.on_sum = [on_sum, *before] if first else [*before, on_sum]
+        return result
 
     @classmethod
     def __torch_function__(
         cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            made = function(*args, **kwargs or {})
-        made = made.as_subclass(Tensor) if isinstance(made, ResidualSum) else made
+            result = function(*args, **kwargs or {})
+        result = result.as_subclass(Tensor) if isinstance(result, ResidualSum) else result
         if getattr(function, "__name__", "") not in _ADDITIONS:
-            return made
+            return result
         for on_sum in next(part for part in args if isinstance(part, ResidualSum)).on_sum:
-            changed = on_sum(made)
-            made = made if changed is None else changed
-        return made
+            changed = on_sum(result)
+            result = result if changed is None else changed
+        return result

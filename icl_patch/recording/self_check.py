@@ -2,7 +2,7 @@
 them?
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -16,10 +16,11 @@ from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import call, takes_positions
 from icl_patch.models.language_model import random_tokens
 from icl_patch.models.positions import first_position
-from icl_patch.patch.context_patch import PatchReport
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
-from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
+from icl_patch.recording.compute import compute_closing
+from icl_patch.recording.replay import replay_logits
 from icl_patch.recording.sequences import Sequences, assemble
 
 
@@ -67,23 +68,16 @@ class SelfCheck:
         return forward_passes.run_tail(self._model, self._sequences, cache)
 
     def _two_streams(self, sequences: Sequences) -> Tensor:
-        """Logits of both streams with the modules off: what they attend to, without any patch."""
+        """Logits (2B, S, V) of both streams with the modules off, so without any patch."""
         cache = kv_cache.new_cache(self._model)
         forward_passes.run_head(self._model, sequences, cache)
         kv_cache.stack_cache(cache, len(sequences.head_ids))
         return forward_passes.run_two_streams(self._model, sequences, cache)
 
     @torch.no_grad()
-    def run(
-        self,
-        blocks: Sequence[AttachedBlock],
-        try_exact: Callable[[Sequences], tuple[PatchReport, Tensor]],
-    ) -> None:
-        """Raises UnsupportedModelError if the attached model is not what was read from it.
-
-        ``try_exact`` computes an exact patch for sequences and replays it: its report, and the
-        logits (B, T, V).
-        """
+    def run(self, attached: HasBlocks) -> None:
+        """Raises UnsupportedModelError if the model does not behave as its block specs say."""
+        blocks = attached.blocks
         with observe(blocks) as all_activations:
             logits = self._logits()
         if not _same(logits, self._expected):
@@ -95,14 +89,17 @@ class SelfCheck:
         self._check_calls(blocks, all_activations)
         # weights of zero have no patch for these tokens, and will say so for the user's
         with suppress(ControllabilityError):
-            report, replayed = try_exact(self._sequences)
-            small = report.correction.amax((1, 2)) <= rounding_limit(self._model.dtype)
+            cache = kv_cache.new_cache(self._model)
+            forward_passes.run_head(self._model, self._sequences, cache)
+            patch = compute_closing(attached, cache, self._sequences, "exact").patch
+            assert patch.report is not None
+            small = patch.report.correction.amax((1, 2)) <= rounding_limit(self._model.dtype)
             if not small.all():
                 path = blocks[int((~small).nonzero()[0])].block.path
                 raise UnsupportedModelError(
                     f"{path} has inputs or parameters that its form does not know"
                 )
-            if not self._near(replayed, self._expected):
+            if not self._near(replay_logits(attached, patch), self._expected):
                 raise UnsupportedModelError(
                     f"{self._name} has blocks that hand on more of their context than their sum"
                 )

@@ -87,10 +87,10 @@ class Sequences:
         )
 
 
-def check_tensor(name: str, given: object) -> None:
-    """Raises TypeError if what was given under this name is no tensor."""
-    if not isinstance(given, Tensor):
-        raise TypeError(f"expected {name} as a tensor, got {type(given).__name__}")
+def check_tensor(name: str, value: object) -> None:
+    """Raises TypeError unless the argument ``name`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"expected {name} as a tensor, got {type(value).__name__}")
 
 
 def _as_batch(

@@ -13,14 +13,7 @@ class TwoStreamRecorder(BlockRecorder):
     """Compares the rows with the context with the rows without it, module by module."""
 
     def __init__(self, block: AttachedBlock, update: str, valid: Tensor | None) -> None:
-        assert update != "exact"
         super().__init__(block, update, valid, BlockActivations())
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        assert self.valid is not None
-        return self.valid.shape[0], self.valid.shape[1]
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both streams, (B, T, ·) each."""
@@ -47,13 +40,9 @@ class TwoStreamRecorder(BlockRecorder):
         rows = z.reshape(-1, z.shape[-1])
         self.direction_of(rows)
         output, u, _ = ops.record_linear(rows, *linear, direction=self._flat_direction)
-        self.keep_reader_pair(name, layer, output, u)
-        return output.reshape(*z.shape[:-1], output.shape[-1])
-
-    def keep_reader_pair(self, name: str, layer: PatchedLinear, output: Tensor, u: Tensor) -> None:
-        """Keep a reader's factors from both streams' outputs (2M, N) and the change u (M, N)."""
         y_ctx, patched = self.split(output)
         self.keep_reader(name, layer, y_ctx, patched, self.unflat(u))
+        return output.reshape(*z.shape[:-1], output.shape[-1])
 
     def keep_reader(
         self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor

@@ -2,16 +2,14 @@
 
 Shapes: ``M`` rows (one a token), ``d`` residual width, ``I`` inner width. ``delta = hidden_ctx -
 hidden`` is the change of the residual stream before the MLP that the context makes; a reader is a
-linear map of the MLP's input, the writer is what ends the MLP.
+linear map of the MLP's input, the writer is the last module of the MLP. The stable update of a
+scale writer is :func:`icl_patch.ops.stable_scale`.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from icl_patch import ops
-from icl_patch.ops import StableScale
 
 # A sum below this share of the residual is the rounding error of an exact zero.
 _SUM_IS_ZERO = 2.0**-40
@@ -36,15 +34,6 @@ def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
     Source: Goldwaser et al. (2025), Theorem 1 and Lemma 10.
     """
     return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
-
-
-def stable_scale(delta: Tensor, scale: Tensor, hidden_down: Tensor, eps: float) -> StableScale:
-    """The stable update of a scale writer: ``u`` for the output matrix, ``m'`` for the scale; no
-    activation is divided by.
-
-    :func:`icl_patch.ops.stable_scale` says how. Source: Goldwaser et al. (2025), Appendix B.
-    """
-    return ops.stable_scale(delta, scale, hidden_down, eps)
 
 
 def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
@@ -96,20 +85,22 @@ def close(
         target: T (M, d), the block's output in the model's dtype.
         residual: (M, d), all that the block adds up apart from its writer's output.
         base: (M, d), the writer's output without the factor (0 for a scale writer).
-        gain: (M, d) or (M, 1), what the factor is multiplied by: ``κ = v·h ≈ 1`` or ``Norm(h)``.
+        gain: (M, d) or (M, 1), the multiplier of the factor: ``κ = v·h ≈ 1`` or ``Norm(h)``.
         started_from: (M, d), the factor of the direct or stable update.
-        branch: what the block multiplies its writer's output by.
+        branch: the multiplier of the writer's output, see ``BlockSpec.residual_multiplier``.
 
     Misses are counted: elements where the gain is 0, or where the target is so far below the
         residual that fp64 does not resolve it.
     """
     residual64, base64, gain64 = residual.double(), base.double(), gain.double()
     reachable = gain64 * branch != 0
-    want = (target.double() - residual64) / (branch or 1.0) - base64
+    needed = (target.double() - residual64) / (branch or 1.0) - base64
     factor = torch.where(
-        reachable, want / torch.where(reachable, gain64, 1.0), started_from.double()
+        reachable, needed / torch.where(reachable, gain64, 1.0), started_from.double()
     )
-    got = round_sum(residual64 + branch * (base64 + factor * gain64), residual, target.dtype)
+    output = round_sum(residual64 + branch * (base64 + factor * gain64), residual, target.dtype)
     change = ((factor - started_from) * gain64 * branch).norm(dim=-1)
     size = target.double().norm(dim=-1)
-    return Closed(factor, got, (got != target).sum(-1), change / torch.where(size > 0, size, 1.0))
+    return Closed(
+        factor, output, (output != target).sum(-1), change / torch.where(size > 0, size, 1.0)
+    )

@@ -70,7 +70,7 @@ def test_ordinary_blocks_are_controllable(family: str, update: str) -> None:
             and block.takes_up.all()
         )
         assert block.reasons(0, 0) == ()
-        sides = {obstacle.side for obstacle in block.violations}
+        sides = {violation.side for violation in block.violations}
         # parallel; a bias
         reads, fails = family != "gpt_neox", family not in ("gpt2", "gpt_neox", "recurrent_gemma")
         assert sides == {side for side, there in (("input", reads), ("output", fails)) if there}

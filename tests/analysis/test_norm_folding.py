@@ -32,7 +32,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from icl_patch import ContextPatcher, PatchedLinear, UnsupportedModelError, metrics
-from icl_patch.analysis.norm_folding import UncentredLayerNorm, fold, norm_form, value_output
+from icl_patch.analysis.norm_folding import UncentredLayerNorm, fold, norm_form
+from icl_patch.analysis.ov_matrices import value_output
 from icl_patch.evaluation import tiny_models
 
 

@@ -18,8 +18,16 @@ pytest.importorskip("triton")
 
 from icl_patch.bench import tuning as bench_tuning
 from icl_patch.cli import main as cli
-from icl_patch.kernels import tuning
-from icl_patch.kernels.config import DTYPES, GEMV, PATHS, Config, Entry, data_files, parse
+from icl_patch.kernels.compilation import tuning
+from icl_patch.kernels.runtime.config import (
+    DTYPES,
+    GEMV,
+    PATHS,
+    Config,
+    TunedConfig,
+    data_files,
+    parse,
+)
 
 BF16 = torch.bfloat16
 
@@ -46,15 +54,16 @@ class Fake:
     ) -> None:
         self.compiled.append((len(configs), len(cases) * len(shapes)))
 
-    def blocks(self, config: Config, n: int, k: int) -> float | None:
+    def seconds(
+        self, cases: Sequence[tuple[int, int]], config: Config, n: int, k: int
+    ) -> float | None:
+        if cases is bench_tuning.FUSED_CASES:
+            return abs(config.fused - (4 if n <= 4096 else 64)) + 1.0
         if config in self.wrong:
             return None
         return 1.0 + self.liked.index(config) if config in self.liked else 100.0
 
-    def fused(self, config: Config, n: int, k: int) -> float | None:
-        return abs(config.fused - (4 if n <= 4096 else 64)) + 1.0
-
-    def problem(self, entry: Entry) -> str | None:
+    def problem(self, entry: TunedConfig) -> str | None:
         return (
             "spills"
             if any(
@@ -65,8 +74,8 @@ class Fake:
         )
 
 
-def plan(quick: bool = False, *dtypes: torch.dtype) -> bench_tuning.Plan:
-    return bench_tuning.Plan(torch.device("cpu"), dtypes or (BF16,), quick)
+def plan(quick: bool = False, *dtypes: torch.dtype) -> bench_tuning.TuningOptions:
+    return bench_tuning.TuningOptions(torch.device("cpu"), dtypes or (BF16,), quick)
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -140,7 +149,7 @@ def test_the_file_is_whole_and_says_where_it_comes_from(
     target = tmp_path / "nvidia-test-9.json"
     target.write_text("of another day")
     path, entries = bench_tuning.write(
-        bench_tuning.Plan(torch.device("cuda"), (BF16,)), tmp_path, print
+        bench_tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print
     )
     assert path == target
     assert [file.name for file in tmp_path.iterdir()] == [target.name]
@@ -151,7 +160,9 @@ def test_the_file_is_whole_and_says_where_it_comes_from(
     # a run that fails leaves what was there
     monkeypatch.setattr(bench_tuning, "Measuring", Fake([], wrong=tuning.candidates(BF16, GEMV)))
     with pytest.raises(ValueError, match="found none"):
-        bench_tuning.write(bench_tuning.Plan(torch.device("cuda"), (BF16,)), tmp_path, print)
+        bench_tuning.write(
+            bench_tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print
+        )
     assert parse(target.read_text()) == entries
 
 
@@ -181,8 +192,8 @@ def test_entries_of_the_default_file_can_be_kept_and_one_that_takes_too_much_can
 
 COMPILE = """
 import os, sys, torch
-from icl_patch.kernels import aot, tuning
-from icl_patch.kernels.config import Config
+from icl_patch.kernels.compilation import aot, tuning
+from icl_patch.kernels.runtime.config import Config
 
 def kernels():
     folders = os.walk(os.environ["TRITON_CACHE_DIR"])
@@ -206,12 +217,13 @@ if __name__ == "__main__":
 CHECK = """
 import torch
 from icl_patch.bench import tuning
-from icl_patch.kernels import Config, linear
+from icl_patch.kernels import Config
+from icl_patch.kernels.ops import linear
 
 weight = torch.randn(17, 70).bfloat16() / 8
 config = Config(True, 16, 32, 128, 4, 2)
 operands = tuning.operands_of(weight, 2, 1)
-assert tuning.check(operands, weight, config) is None, tuning.check(operands, weight, config)
+tuning.check(operands, weight, config)
 right = tuning.launch_linear
 calls = []
 def wrong(z, w, u, v, config):
@@ -226,8 +238,12 @@ for kind, said in (
 ):
     calls.clear()
     tuning.launch_linear = wrong
-    found = tuning.check(operands, weight, config)
-    assert found is not None and said in found, (said, found)
+    try:
+        tuning.check(operands, weight, config)
+    except AssertionError as error:
+        assert said in str(error), (said, error)
+    else:
+        raise SystemExit(f"a wrong result passed: {said}")
 """
 
 

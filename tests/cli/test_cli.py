@@ -56,7 +56,7 @@ def test_verify_prints_a_table(capsys: pytest.CaptureFixture) -> None:
     )
     assert status == 0
     assert "stable" in out
-    assert "none given" in out
+    assert "no promise" in out
 
 
 def test_verify_says_when_the_check_failed(

@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics
 from icl_patch.evaluation import tiny_models
+from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_state import DecodeMode, StepInputs
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.loop import GenerationStep
@@ -334,10 +335,8 @@ def raising(error: type[BaseException]) -> Any:
         ("llama", "exact", "two_pass"),
     ],
 )
-def test_static_caches_and_chunks_change_nothing(family: str, update: str, mode: str) -> None:
-    """Windows shorter than the context, contexts in pieces; the steps are those of a dynamic cache
-    that was filled at once.
-    """
+def test_chunks_change_nothing(family: str, update: str, mode: str) -> None:
+    """Windows shorter than the context; the steps are those of a cache that was filled at once."""
     model, ids, mask = small(family, 3), tokens(6, 3, 15), ragged(3, 15, side="left")
     arguments: dict = {
         "context_mask": mask,
@@ -349,7 +348,6 @@ def test_static_caches_and_chunks_change_nothing(family: str, update: str, mode:
     with ContextPatcher(model, update) as patcher:
         expected = list(patcher.generate(ids, **arguments))
         for others in (
-            {"cache_implementation": "static"},
             {"prefill_chunk": 4},
             {"prefill_chunk": 99},
         ):
@@ -360,21 +358,6 @@ def test_static_caches_and_chunks_change_nothing(family: str, update: str, mode:
                 assert step.check is None or step.check.linf.max() <= limit
         with pytest.raises(ValueError, match="prefill_chunk ≥ 1"):
             patcher.generate(ids, prefill_chunk=0)
-
-
-def test_a_static_cache_of_the_users() -> None:
-    model = small("llama")
-    with ContextPatcher(model, "stable") as patcher:
-        cache = StaticCache(config=model.config, max_cache_len=20)
-        steps = list(
-            patcher.generate(IDS, max_new_tokens=4, past_key_values=cache, eos_token_id=None)
-        )
-        assert torch.equal(
-            stream(steps), stream(list(patcher.generate(IDS, max_new_tokens=4, eos_token_id=None)))
-        )
-        assert cache.get_seq_length() == IDS.shape[1] + 3
-        with pytest.raises(ValueError, match="expected an empty cache"):
-            patcher.generate(IDS, max_new_tokens=4, past_key_values=cache)
 
 
 def test_more_tokens_than_the_model_has_positions_for() -> None:
@@ -402,16 +385,16 @@ def test_beams_have_no_history_of_their_own() -> None:
         patcher.generate(IDS, num_beams=3, max_new_tokens=2)
 
 
-def test_a_step_on_a_static_cache_waits_for_nothing_and_moves_no_buffer() -> None:
+def test_a_step_on_a_fixed_cache_waits_for_nothing_and_moves_no_buffer() -> None:
     """What a CUDA graph needs: no number is read from a tensor during the pass, and all that lives
     on stays where it is.
     """
     for way in (DecodeMode.SHARED_CACHE, DecodeMode.TWO_STREAM):
         model, ids = small("llama"), tokens(0, 3, 9)
         with ContextPatcher(model, "stable") as patcher, torch.no_grad():
-            cache = StaticCache(config=model.config, max_cache_len=14)
-            state = prefilled(patcher, ids, MASK, 14, way, cache=cache)
-
+            state = prefilled(patcher, ids, MASK, 14, way, reserve=False)
+            # no compiler: the step on the fixed cache as it is
+            use_compiled_step(state, CompileOptions(), return_context_logits=False)
             step: Any = state.run_step
 
             def places(step_inputs: StepInputs = step.inputs) -> list[int]:
@@ -422,11 +405,7 @@ def test_a_step_on_a_static_cache_waits_for_nothing_and_moves_no_buffer() -> Non
                     step_inputs.slot,
                 ]
                 layers: list[Any] = step_inputs.cache.layers
-                held += [
-                    x
-                    for layer in layers
-                    for x in (layer.keys, layer.values, layer.cumulative_length)
-                ]
+                held += [x for layer in layers for x in (layer.keys, layer.values)]
                 return [x.data_ptr() for x in held]
 
             before = places()
@@ -576,13 +555,16 @@ def test_positions_and_caches_that_are_not_ours_are_refused() -> None:
                 match=r"expected no position_ids, or those that count the tokens from 0, got",
             ):
                 patcher.generate(ids, position_ids=others, **arguments)
-        with pytest.raises(ValueError, match="expected a static cache or none, got a DynamicCache"):
-            patcher.generate(ids, past_key_values=DynamicCache(), **arguments)
+        for cache in (DynamicCache(), StaticCache(config=patcher.model.config, max_cache_len=20)):
+            with pytest.raises(
+                ValueError, match=f"expected no cache, got a {type(cache).__name__}"
+            ):
+                patcher.generate(ids, past_key_values=cache, **arguments)
+        with pytest.raises(ValueError, match="expected a dynamic cache, got static"):
+            patcher.generate(ids, cache_implementation="static", **arguments)
         # else transformers fails for want of a device before we are asked
         if torch.version.cuda is None or torch.cuda.is_available():
-            with pytest.raises(
-                ValueError, match="expected a dynamic or a static cache, got offloaded"
-            ):
+            with pytest.raises(ValueError, match="expected a dynamic cache, got offloaded"):
                 patcher.generate(ids, cache_implementation="offloaded", **arguments)
         with pytest.raises(ValueError, match="expected no assistant_model"):
             patcher.generate(IDS, assistant_model=patcher.model)
@@ -630,7 +612,7 @@ def test_a_reserved_layer_is_a_dynamic_one_that_does_not_move() -> None:
     dynamic = DynamicLayer()
     dynamic.update(*torch.randn(2, 3, 2, 5, 4).unbind())
     reserved = kv_cache.ReservedLayer(dynamic, 9)
-    place = reserved.keys.data_ptr()
+    place = None
     for tokens_, change in (
         (1, None),
         (2, lambda layer: layer.crop(-2)),
@@ -642,6 +624,7 @@ def test_a_reserved_layer_is_a_dynamic_one_that_does_not_move() -> None:
         before = reserved.keys.shape[-2]
         made, expected = reserved.update(*new), dynamic.update(*new)
         assert all(torch.equal(x, y) for x, y in zip(made, expected, strict=True))
+        place = made[0].data_ptr() if place is None else place
         assert (reserved.keys.data_ptr() == place) == (before + tokens_ <= 9)
         for layer in (reserved, dynamic):
             if change is not None:

@@ -218,29 +218,6 @@ def test_what_is_not_alike_is_left_as_it_is(function: Callable[[Tensor], list[Te
     assert all(torch.equal(x, y) for x, y in zip(found, [*function(a), a], strict=True))
 
 
-def test_counters_count_together() -> None:
-    counters = [torch.zeros((), dtype=torch.long) for _ in range(3)] + [
-        torch.zeros(2, dtype=torch.int32)
-    ]
-    read = torch.zeros(())
-
-    def count() -> list[Tensor]:
-        shown = []
-        for counter in counters:
-            shown.append(counter + 5)
-            counter.add_(1)
-        read.add_(1)
-        return [*shown, read + 0]
-
-    module = graph_of(count)
-    graph_partition.tidy(module)
-    assert calls(module, "_foreach_add_.Scalar") == 2
-    assert calls(module, "add_.Tensor") == 1
-    shown = module()
-    assert [x.flatten()[0].item() for x in shown] == [6, 6, 6, 6, 2]
-    assert [x.flatten()[0].item() for x in (*counters, read)] == [2, 2, 2, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("family", "kinds"), [("llama", 3), ("gemma3", 4), ("gpt2", 3), ("mixtral", 3)]
 )

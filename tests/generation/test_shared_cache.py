@@ -2,7 +2,6 @@
 stream would be noticed.
 """
 
-import copy
 import gc
 import re
 
@@ -38,7 +37,7 @@ REFUSED = {
     "cohere": "its MLP stands beside the attention",
     "gemma4": "it goes on from its sum",
     "gemma2": "needs attention 'sdpa', Gemma2ForCausalLM has 'eager'",
-    "falcon-rw": "calls no attention of transformers' interface",
+    "falcon-rw": "call 0 attentions of transformers' interface, not one each",
     "gpt_bigcode": "does not cover GPTBigCodeForCausalLM: shape",
 }
 
@@ -92,13 +91,12 @@ def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
 
 
 def test_updates_of_two_passes_are_refused() -> None:
-    for family, update in (("llama", "exact"), ("gemma3", "direct")):
-        with ContextPatcher(small(family), update) as patcher:
-            with pytest.raises(
-                ValueError, match=f"one pass with mode='shared_cache', '{update}' takes two passes"
-            ):
-                patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
-            assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_pass"
+    with ContextPatcher(small("gemma3"), "direct") as patcher:
+        with pytest.raises(
+            ValueError, match="one pass with mode='shared_cache', 'direct' takes two passes"
+        ):
+            patcher.generate(IDS, mode="shared_cache", max_new_tokens=2)
+        assert next(patcher.generate(IDS, mode="auto", max_new_tokens=2)).mode == "two_pass"
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -240,36 +238,6 @@ def test_its_cache_has_one_row_a_sequence(way: DecodeMode, rows: int) -> None:
         state = prefilled(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
         decode_one_token(state, ids[:, -1])
         assert {layer.keys.shape[0] for layer in state.cache.layers} == {3 * rows}
-
-
-def test_a_copy_folds_its_own_model() -> None:
-    """A deep copy of a patcher has a model of its own, and nothing of what was made for the
-    other's.
-    """
-    model, ids = small("llama"), tokens(0, 2, 7)
-    arguments: dict = {"max_new_tokens": 3, "mode": "shared_cache", "eos_token_id": None}
-    with ContextPatcher(model, "stable") as patcher:
-        before = list(patcher.generate(ids, **arguments))
-        patcher.decoder.compiled_steps["a step"] = (
-            object()
-        )  # one that is traced has the other's buffers
-        copied = copy.deepcopy(patcher)
-        assert copied.model is not model
-        assert patcher.decoder.compiled_steps
-        assert not copied.decoder.compiled_steps
-        patcher.decoder.compiled_steps.clear()
-        with torch.no_grad():
-            for layer in copied.model.model.layers:
-                layer.mlp.down_proj.weight.mul_(1.5)
-        others = list(copied.generate(ids, **arguments))
-        copied.detach()
-        after = list(patcher.generate(ids, **arguments))
-    with ContextPatcher(copied.model, "stable") as fresh:
-        expected = list(fresh.generate(ids, **arguments))
-    for first, again, other, wanted in zip(before, after, others, expected, strict=True):
-        assert torch.equal(first.logits, again.logits)
-        assert torch.equal(other.logits, wanted.logits)
-        assert metrics.linf(other.logits, first.logits).max() > 1e-3
 
 
 def held() -> int:

@@ -32,7 +32,7 @@ def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torc
                 "mode": mode,
                 "eos_token_id": None,
             }
-            eager = list(patcher.generate(ids, cache_implementation="static", **arguments))
+            eager = list(patcher.generate(ids, **arguments))
             captured: list[tuple[torch.Tensor, torch.Tensor]] = []
             for step in patcher.generate(
                 ids, compile="inductor+cuda_graph" if compiled else "cuda_graph", **arguments

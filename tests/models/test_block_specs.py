@@ -10,16 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support.generation import prefilled
 from support.growing_context import GrowingContext
 from support.models import EXPERTS, Stock, build, case, ragged, tokens
 from support.numeric import noise_limit, replay_limit, within_roundings
 from support.small import works
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
+from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
+from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.models.block_spec import Writer
 from icl_patch.models.detect import blocks_of
 from icl_patch.models.trace import trace
@@ -486,30 +490,30 @@ def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gemma4-moe", "bloom", "falcon-rw"])
-@pytest.mark.parametrize("update", ["stable", "exact"])
-def test_static_caches_of_layers_that_share_keys_and_of_alibi(family: str, update: str) -> None:
-    """Padded rows; a context of one token, for which no layer has keys yet; and places that are
-    never used.
-    """
+def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> None:
+    """Padded rows; a context of one token, for which no layer has keys yet; unused columns."""
     model, ids, mask = tiny_models.build(family), tokens(4, 2, 5), ragged(2, 5, side="left")
-    settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
     limit = noise_limit(model)
-    with ContextPatcher(model, update) as patcher:
+    with ContextPatcher(model, "stable") as patcher:
         for part in (slice(0, 5), slice(4, 5)):
             expected = model.generate(
-                ids[:, part], attention_mask=mask[:, part].long(), **arguments
+                ids[:, part],
+                attention_mask=mask[:, part].long(),
+                max_new_tokens=3,
+                do_sample=False,
+                eos_token_id=None,
+                output_logits=True,
+                return_dict_in_generate=True,
             ).logits
-            bucketed_capacity = StaticCache(config=model.config, max_cache_len=12)
-            for static in (
-                {"cache_implementation": "static"},
-                {"past_key_values": bucketed_capacity},
-            ):
-                steps = patcher.generate(
-                    ids[:, part], context_mask=mask[:, part], **settings, **static
-                )
-                for step, logits in zip(steps, expected, strict=True):
-                    assert metrics.linf(step.logits, logits).max() <= limit
+            mode = DecodeMode.TWO_STREAM
+            state = prefilled(patcher, ids[:, part], mask[:, part], 12, mode, reserve=False)
+            # no compiler: the step on the fixed cache as it is
+            use_compiled_step(state, CompileOptions(), return_context_logits=False)
+            token_ids = ids[:, -1]
+            for logits in expected:
+                step = decode_one_token(state, token_ids)
+                assert metrics.linf(step.logits, logits).max() <= limit
+                token_ids = step.logits.argmax(-1)
 
 
 @pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "qwen3_next"])

@@ -17,10 +17,10 @@ from torch import Tensor
 from icl_patch.ops import InversionStatus as Status
 from icl_patch.ops import reference
 
-HERE = Path(__file__).parents[1] / "support"
+HERE = Path(__file__).parents[1] / "support" / "cuda_on_cpu"
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # as csrc/rows.h counts them
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # in the order of DType
 # bytes of shared memory: two long rows fit there, or one, or it is read again each time
 PLENTY, ENOUGH, LITTLE = 1 << 18, 100_000, 1 << 10
 
@@ -28,10 +28,10 @@ PLENTY, ENOUGH, LITTLE = 1 << 18, 100_000, 1 << 10
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("cuda") / "driver.so"
-    include = [f"-I{HERE / 'cuda_on_cpu'}", f"-I{HERE.parents[1] / 'csrc'}"]
+    include = [f"-I{HERE}", f"-I{HERE.parents[2] / 'csrc'}"]
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w"]
     subprocess.run(
-        [COMPILER, *flags, *include, str(HERE / "cuda_on_cpu" / "entry.cpp"), "-o", str(library)],
+        [COMPILER, *flags, *include, str(HERE / "entry.cpp"), "-o", str(library)],
         check=True,
     )
     return ctypes.CDLL(str(library))

@@ -19,12 +19,14 @@ from support.numeric import check_refused
 pytest.importorskip("triton")
 
 from icl_patch import kernels
-from icl_patch.kernels import Config, aot, config, launching, specialisations, tuning
-from icl_patch.kernels.config import DTYPES, PATHS, Entry, config_for
-from icl_patch.kernels.direction import plan_direction
-from icl_patch.kernels.gated import plan_gated
-from icl_patch.kernels.linear import launch_linear, plan_linear
-from icl_patch.kernels.norms import plan_norm_pair, plan_rms_norm
+from icl_patch.kernels import Config
+from icl_patch.kernels.compilation import aot, specialisations, tuning
+from icl_patch.kernels.ops.direction import plan_direction
+from icl_patch.kernels.ops.gated import plan_gated
+from icl_patch.kernels.ops.linear import launch_linear, plan_linear
+from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
+from icl_patch.kernels.runtime import config, launching
+from icl_patch.kernels.runtime.config import DTYPES, PATHS, TunedConfig, config_for
 
 CHECKS = Path(__file__).parents[1] / "support" / "kernel_checks.py"
 EVERYTHING = dict(
@@ -138,13 +140,13 @@ def test_odd_rows_compile(size: int) -> None:
 
 def test_a_spill_would_be_seen() -> None:
     """A tile far too large for its warps."""
-    entry = Entry("gemv", "float32", None, None, Config(False, 16, 32, 64, 1, 1))
+    entry = TunedConfig("gemv", "float32", None, None, Config(False, 16, 32, 64, 1, 1))
     found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 16), 90)
     assert found.problem(90) == "spills registers"
 
 
 def test_too_much_shared_memory_would_be_seen() -> None:
-    entry = Entry("gemm", "bfloat16", None, None, Config(True, 128, 128, 128, 8, 5))
+    entry = TunedConfig("gemm", "bfloat16", None, None, Config(True, 128, 128, 128, 8, 5))
     found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 64), 90)
     assert (
         found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {227 * 1024}"
@@ -208,7 +210,7 @@ def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None
             (", rank 4, 4 rows", ", rank 1, 16 rows", ", recording")
         ):
             assert aot.compile_ahead(launch, 90).metadata.shared <= 99 * 1024
-    text = (Path(config.__file__).parent / "configs" / "default.json").read_text(encoding="utf-8")
+    text = (Path(kernels.__file__).parent / "configs" / "default.json").read_text(encoding="utf-8")
     assert "Not measured" in text
 
 
@@ -227,15 +229,15 @@ def test_a_data_file_comes_back() -> None:
 def test_the_first_entry_that_serves() -> None:
     small, large = (Config(True, 16, n, 64, 4, 2) for n in (16, 64))
     entries = (
-        Entry("gemv", "bfloat16", 100, 50, small),
-        Entry("gemv", "bfloat16", None, None, large),
+        TunedConfig("gemv", "bfloat16", 100, 50, small),
+        TunedConfig("gemv", "bfloat16", None, None, large),
     )
     chosen = [
-        next(e.config for e in entries if e.serves("gemv", "bfloat16", n, k))
+        next(e.config for e in entries if e.covers("gemv", "bfloat16", n, k))
         for n, k in ((100, 50), (101, 50), (100, 51))
     ]
     assert chosen == [small, large, large]
-    assert not entries[1].serves("gemm", "bfloat16", 1, 1)
+    assert not entries[1].covers("gemm", "bfloat16", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -358,9 +360,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "norms": ("_norm_pair_kernel", "_rms_norm_kernel"),
     }.items():
         for name in names:
-            monkeypatch.setattr(sys.modules[f"icl_patch.kernels.{module}"], name, Kernel(seen))
+            monkeypatch.setattr(sys.modules[f"icl_patch.kernels.ops.{module}"], name, Kernel(seen))
     monkeypatch.setattr(launching, "INTERPRETED", True)
-    monkeypatch.setattr(launching, "_calls", {})
+    monkeypatch.setattr(launching, "_launches", {})
     return seen
 
 
@@ -401,7 +403,7 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
     "coefficients": (kernels.coefficients, {"z": (M, K), "v": (M, 2, K)}, {}, [], 1),
     "record_linear": (
         lambda z_pair, weight, bias, coeff, **options: kernels.record_linear(
-            z_pair, weight, bias, direction=kernels.Direction(coeff, coeff, coeff), **options
+            z_pair, weight, bias, direction=kernels.ReadDirection(coeff, coeff, coeff), **options
         ),
         {"z_pair": (2 * M, K), "weight": (N, K), "bias": (N,), "coeff": (M, 1)},
         {},
@@ -532,11 +534,11 @@ def test_two_ops_on_the_same_tensors(runs: list[str]) -> None:
 def test_calls_are_forgotten_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch, runs: list[str]
 ) -> None:
-    monkeypatch.setattr(launching, "_MOST_CALLS", 3)
+    monkeypatch.setattr(launching, "_MAX_LAUNCHES", 3)
     for rows in (1, 2, 3, 4, 1, 1):
         x = torch.ones(rows, 8)
         kernels.gated_product(x, x, "silu")
-        assert len(launching._calls) <= 3
+        assert len(launching._launches) <= 3
     assert runs == ["kernel"] * 5 + ["compiled"]
 
 

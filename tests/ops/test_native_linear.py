@@ -209,7 +209,7 @@ POOLED = {"u": torch.ones(3, 1, 7), "v": torch.ones(3, 1, 5)}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": torch.ones(7, 4)}, "expected z (M, K) and weight (N, K)"),
+        ({"weight": torch.ones(7, 4)}, "expected weight (*, 5), got (7, 4)"),
         ({"weight": torch.ones(7, 5).double()}, "expected weight in fp32, bf16 or fp16"),
         ({"weight": torch.ones(7, 5).bfloat16()}, "expected z and weight of one dtype"),
         ({"u": torch.ones(3, 7).double()}, "expected u in fp32, bf16 or fp16"),
@@ -219,10 +219,10 @@ POOLED = {"u": torch.ones(3, 1, 7), "v": torch.ones(3, 1, 5)}
         ({"u": torch.ones(2, 7)}, "expected u for 1 or 3 rows, got 2"),
         ({"u": torch.ones(3, 2, 7)}, "expected u and v of the same rows and rank"),
         ({"v": None}, "expected u and v together"),
-        ({"bias": torch.ones(6)}, "expected bias"),
+        ({"bias": torch.ones(6)}, "expected bias (7), got (6)"),
         ({"index": torch.tensor([0, 1, -1])}, "expected u and v (P, R, .) with index"),
         (POOLED | {"index": torch.tensor([0, 3, -1])}, "expected index from -1 to 2, got 3"),
-        (POOLED | {"index": torch.tensor([0, 1])}, "expected index (3,)"),
+        (POOLED | {"index": torch.tensor([0, 1])}, "expected index (3), got (2)"),
         ({"bias": torch.ones(7).bfloat16()}, "expected bias in z's dtype"),
         ({"out_dtype": torch.float64}, "expected out_dtype in fp32, bf16 or fp16"),
     ],

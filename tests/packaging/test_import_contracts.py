@@ -41,9 +41,9 @@ def test_the_contracts_are_kept(checkout: Path) -> None:
             "icl_patch.ops.native -> icl_patch.patcher",
         ),
         (
-            "triton_kernels/config.py",
+            "triton_kernels/runtime/config.py",
             "from icl_patch.models import detect",
-            "icl_patch.kernels.config -> icl_patch.models.detect",
+            "icl_patch.kernels.runtime.config -> icl_patch.models.detect",
         ),
         (
             "icl_patch/cli/common.py",

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -18,15 +19,15 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    # from a copy: building writes into the source folder
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, because building writes into the source folder."""
+    source = tmp_path_factory.mktemp("source") / "source"
     names = [
         "icl_patch",
         "triton_kernels",
         "csrc",
         "bench",
+        "MANIFEST.in",
         "pyproject.toml",
         "setup.py",
         "README.md",
@@ -36,6 +37,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         ["cp", "-r", *(str(REPOSITORY / name) for name in names), str(source)], check=True
     )
+    for built in source.rglob("*.so"):
+        built.unlink()
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
     command = [
         sys.executable,
         "-m",
@@ -49,8 +58,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(source),
     ]
-    for built in source.rglob("*.so"):
-        built.unlink()
     subprocess.run(command, check=True, env=os.environ | {"ICL_PATCH_NATIVE": "cpu"})
     [built] = folder.glob("*.whl")
     return built
@@ -76,6 +83,28 @@ def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
     assert needed <= names
     assert not [name for name in names if name.startswith(("triton_kernels", "tests", "build"))]
     assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_the_source_distribution_holds_every_source(source: Path, tmp_path: Path) -> None:
+    """Those of the library too, although the machine that makes it builds none."""
+    script = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=source,
+        check=True,
+        env=os.environ | {"ICL_PATCH_NATIVE": "off"},
+    )
+    [built] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("icl_patch", "triton_kernels", "bench")
+    needed = {
+        path.relative_to(source).as_posix()
+        for pattern in (*(f"{folder}/**/*.py" for folder in folders), "csrc/*/*.*")
+        for path in source.glob(pattern)
+    }
+    assert "csrc/cuda/rmsnorm_inverse.cu" in needed
+    assert needed <= names, needed - names
 
 
 def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> None:

@@ -203,15 +203,14 @@ def test_hooks_that_are_set_before_attaching(family: str, update: str) -> None:
 
 
 def test_the_message_of_a_hook_on_the_mlp() -> None:
-    """The exact patch was off by 0.53 without misses. Modules in the block that is off come
-    first.
-    """
+    """The exact patch was off by 0.53 without misses."""
     model: Any = small("llama")
     with ContextPatcher(model) as patcher:
         for layer in model.model.layers:
             layer.input_layernorm.register_forward_hook(lambda *_: None)
         handle = KINDS["scales"](model.model.layers[1].mlp)
-        named = ("layers.1.mlp", "layers.1.input_layernorm", "layers.0.input_layernorm and 1 more")
+        named = [f"layers.{index}.input_layernorm" for index in range(len(model.model.layers))]
+        named.insert(1, "layers.1.mlp")  # before the norms of its block
         message = "forward hooks on " + ", ".join(f"model.{path}" for path in named)
         advice = r": its replay is off by 0\.\d of the largest logit\. Remove the hook, put it on"
         with pytest.raises(UnsupportedModelError, match=re.escape(message) + advice):

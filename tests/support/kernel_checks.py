@@ -27,7 +27,7 @@ from torch import Tensor
 
 from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED, Config, config_for
-from icl_patch.kernels.linear import launch_linear
+from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.ops import reference
 
 # bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:

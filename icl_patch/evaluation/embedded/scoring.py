@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.evaluation.embedded.tasks import ANSWER_END, CHANCE, KINDS, Prompt, held_out_prompts
+from icl_patch.evaluation.verify import encode_contexts
 
 # In bytes, line end included: "quattro quattro quattro" is the longest held-out answer.
 LONGEST_ANSWER = 26
@@ -24,17 +25,11 @@ class KindScore:
     chance: float
 
 
-def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Texts as left-padded ids and mask, (B, T) int64 and bool."""
-    encoded = tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
-    return encoded["input_ids"], encoded["attention_mask"].bool()
-
-
 def answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> list[str]:
     """The model's greedy continuation of each text, up to the end of its line."""
-    ids, mask = encode_batch(tokenizer, texts)
+    ids, mask = encode_contexts(tokenizer, texts)
     generate: Any = model.generate
     with torch.inference_mode():
         out = generate(

@@ -67,7 +67,7 @@ _MOST_KNOWN = 20_000  # draws without a new prompt: then there are none left
 @dataclass(frozen=True)
 class Prompt:
     """A context, one question about it, and the answer: ``context + question`` is the prompt,
-    ``answer + "\\n"`` what must follow.
+    ``answer + "\\n"`` the expected continuation.
     """
 
     kind: str

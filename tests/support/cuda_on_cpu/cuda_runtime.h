@@ -1,6 +1,6 @@
-// Enough of CUDA to run a kernel without a GPU: a block's threads are fibers of one thread, which change at every barrier and shuffle.
-// A warp runs as far as it can before another does, the first or the last one first: code that lacks a barrier between two warps
-// overtakes itself.
+// Enough of CUDA to run a kernel without a GPU: a block's threads are fibers of one thread, which
+// change at every barrier and shuffle. A warp runs as far as it can before another does, the first
+// or the last one first: code that lacks a barrier between two warps overtakes itself.
 #pragma once
 
 #include <ucontext.h>
@@ -27,7 +27,10 @@ struct dim3 {
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor };
+enum cudaDeviceAttr {
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor
+};
 
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -92,7 +95,9 @@ struct Coordinates {
 };
 inline Coordinates threadIdx, blockIdx;
 
-inline void __syncthreads() { emulated::wait(emulated::block->all, emulated::block->fibers.size()); }
+inline void __syncthreads() {
+  emulated::wait(emulated::block->all, emulated::block->fibers.size());
+}
 
 inline double __shfl_xor_sync(unsigned, double value, int distance) {
   emulated::Block& block = *emulated::block;
@@ -153,7 +158,8 @@ cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
   return bytes <= emulated::shared_memory_limit ? cudaSuccess : cudaErrorInvalidValue;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = emulated::shared_memory_limit + (attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 1024 : 0);
+  *value = emulated::shared_memory_limit +
+           (attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 1024 : 0);
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {

@@ -1,0 +1,26 @@
+// The CPU drivers of the instruction set that is used here.
+#pragma once
+
+#include "cpu/drivers.h"
+
+namespace icl_patch {
+
+struct CpuDriver {
+  const char* instructions;
+  bool supported;
+  decltype(&portable::prepare_rows) prepare_rows;
+  decltype(&portable::linear_outputs) linear_outputs;
+  decltype(&portable::invert_rows) invert_rows;
+  decltype(&portable::norm_rows) norm_rows;
+  decltype(&portable::gated_outputs) gated_outputs;
+  decltype(&portable::read_direction) read_direction;
+};
+
+// The widest instruction set of this processor, or the one that ICL_PATCH_CPU names; null if that
+// is none of this processor's.
+const CpuDriver* find_cpu_driver();
+
+// The same, checked.
+const CpuDriver& cpu_driver();
+
+}  // namespace icl_patch

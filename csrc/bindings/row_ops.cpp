@@ -1,0 +1,90 @@
+// read_direction, rms_norm, norm_pair and gated_product, on the CPU.
+#include <string>
+#include <tuple>
+
+#include "bindings/tensors.h"
+
+namespace icl_patch {
+namespace {
+
+std::tuple<Tensor, Tensor> read_direction(const Tensor& z, bool wide) {
+  check("z", z, z, {-1, -1});
+  const int64_t rows = z.size(0), k = z.size(1), size = wide ? 8 : 4;
+  const Matrix from = matrix("z", z, z, rows, k, true);
+  const ScalarType dtype = wide ? ScalarType::Double : ScalarType::Float;
+  char *v_data, *inverse_data;
+  Tensor v = allocate(z, {rows, k}, dtype, v_data);
+  Tensor inverse_norm2 = allocate(z, {rows}, dtype, inverse_data);
+  const CpuDriver& driver = cpu_driver();
+  parallel(rows, k, 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m)
+      driver.read_direction(from, m, k, v_data + m * k * size, inverse_data + m * size, wide);
+  });
+  return {v, inverse_norm2};
+}
+
+Norm norm(const char* name, const Tensor& x, const char* scale_name, const Tensor& scale,
+          double eps, double offset, bool cast_first) {
+  check(name, x, x, {-1, -1});
+  STD_TORCH_CHECK(x.size(1) > 0, "expected ", name, " (M, d) with d >= 1");
+  check_eps(eps);
+  Norm call;
+  call.rows = x.size(0);
+  call.n = x.size(1);
+  call.x = matrix(name, x, x, call.rows, call.n);
+  call.scale = matrix(scale_name, scale, x, call.rows, call.n);
+  call.eps = static_cast<float>(eps);
+  call.offset = static_cast<float>(offset);
+  call.cast_first = cast_first;
+  return call;
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& scale, double eps, double scale_offset,
+                bool cast_first) {
+  Norm call = norm("x", x, "scale", scale, eps, scale_offset, cast_first);
+  Tensor y = allocate(x, {call.rows, call.n}, x.scalar_type(), call.y);
+  run_rows(&CpuDriver::norm_rows, call, call.rows, call.n);
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_pair(const Tensor& hidden, const Tensor& weight,
+                                                     double eps, double scale_offset,
+                                                     bool cast_first) {
+  Norm call = norm("hidden", hidden, "weight", weight, eps, scale_offset, cast_first);
+  const int64_t pairs = call.rows / 2;
+  STD_TORCH_CHECK(call.rows == 2 * pairs, "expected hidden (2 M, d), got ", call.rows, " rows");
+  check("weight", weight, hidden, {call.n});
+  Tensor z_pair = allocate(hidden, {call.rows, call.n}, hidden.scalar_type(), call.y);
+  Tensor delta = allocate(hidden, {pairs, call.n}, call.delta);
+  Tensor v = allocate(hidden, {pairs, call.n}, call.v);
+  Tensor inverse_norm2 = allocate(hidden, {pairs}, call.inverse_norm2);
+  run_rows(&CpuDriver::norm_rows, call, pairs, 2 * call.n);
+  return {z_pair, delta, v, inverse_norm2};
+}
+
+Tensor gated_product(const Tensor& gate, const Tensor& up, std::string activation) {
+  check("gate", gate, gate, {-1, -1});
+  check("up", up, gate, {gate.size(0), gate.size(1)});
+  Gated call;
+  call.rows = gate.size(0);
+  call.n = gate.size(1);
+  call.gate = matrix("gate", gate, gate, call.rows, call.n);
+  call.up = matrix("up", up, gate, call.rows, call.n);
+  call.gelu = activation == "gelu_tanh";
+  STD_TORCH_CHECK(call.gelu || activation == "silu", "expected activation gelu_tanh or silu, got ",
+                  activation);
+  STD_TORCH_CHECK(call.gate.dtype == call.up.dtype, "expected gate and up of one dtype");
+  Tensor y = allocate(gate, {call.rows, call.n}, gate.scalar_type(), call.y);
+  run_rows(&CpuDriver::gated_outputs, call, call.rows * call.n, 2);
+  return y;
+}
+
+}  // namespace
+}  // namespace icl_patch
+
+STABLE_TORCH_LIBRARY_IMPL(icl_patch, CPU, m) {
+  ICL_PATCH_IMPL(read_direction);
+  ICL_PATCH_IMPL(rms_norm);
+  ICL_PATCH_IMPL(norm_pair);
+  ICL_PATCH_IMPL(gated_product);
+}

@@ -1,0 +1,101 @@
+// The arguments of one call of each driver.
+#pragma once
+
+#include "common/matrix.h"
+
+namespace icl_patch {
+
+// One call of either inversion op; B rows of n elements. With `delta` it is the stable update:
+// the target is g = delta + m ⊙ Norm(h) with h = fallback, the radius is h's, the scale m is
+// floored, and the result is x - h in place of the inverse x.
+struct Inversion {
+  int64_t rows = 0, n = 0;
+  Matrix target, scale, rms, fallback, delta;
+  double eps = 0;
+  bool bisection = false;
+  void* hidden = nullptr;  // (B, n) contiguous, fp64 or fp32
+  bool hidden_is_fp64 = false;
+  double* shift = nullptr;         // (B,)
+  double* new_scale = nullptr;     // (B, n) contiguous
+  int8_t* status = nullptr;        // (B,)
+  int32_t* evaluations = nullptr;  // (B,)
+};
+
+constexpr int64_t kMaxPassRows = 16;  // rows that one pass over W serves
+
+// Patches (P, R, ·) of any strides.
+struct Factor {
+  Matrix patch;  // (R, ·), the first patch
+  int64_t patch_stride = 0;
+
+  Matrix operator[](int64_t p) const { return patch.shifted(p * patch_stride); }
+};
+
+struct Factors {
+  int64_t rank = 0;  // 0: no patch
+  Factor u, v;
+  bool shared = false;             // all rows take patch 0
+  const int64_t* index = nullptr;  // row m takes patch index[m]; without an index, patch m
+
+  // The patch of row m, or -1 if it has none.
+  int64_t patch_of(int64_t m) const { return rank == 0 ? -1 : shared ? 0 : index ? index[m] : m; }
+};
+
+// The patched linear map y = z Wᵀ + bias + Σ_r (z·v_r) u_r, or one pass of it: at most
+// kMaxPassRows of all its rows.
+struct Linear {
+  int64_t rows = 0, n = 0, k = 0;  // of the pass: z (rows, K) -> y (rows, N)
+  int64_t first = 0, all = 0;      // the pass's first row, out of so many
+  Matrix z;                        // (all, K)
+  Matrix weight;                   // rows are contiguous: (N, K), or (K, N) if transposed
+  bool transposed = false;
+  Matrix bias;  // (1, N), data null for none
+  Factors factors;
+  void* y = nullptr;  // (all, N) contiguous
+  DType y_dtype = DType::kFp32;
+  // Recording: the first half of the rows sees the context. y holds both streams' outputs; the
+  // reduced rows are patched with u = W z_ctx - W z and the direction factors.v.
+  float* u = nullptr;              // (all / 2, N) contiguous
+  Matrix plain;                    // (all, N), replaces z Wᵀ + bias where there is no weight
+  const int64_t* slots = nullptr;  // experts: the slots of the pass's rows are slots[first + m]
+  int64_t slots_per_row = 1, z_slot = 0;  // experts: slot s reads row s / slots_per_row of z
+
+  // How many of the pass's rows see the context.
+  int64_t context_rows() const { return u ? rows / 2 : 0; }
+
+  // The row of y that row m of the pass writes.
+  int64_t row_of(int64_t m) const {
+    if (slots) return slots[first + m];
+    return m < context_rows() || !u ? first + m : all / 2 + first + m - context_rows();
+  }
+
+  // The elements of z that row m of the pass reads.
+  Matrix input(int64_t m) const {
+    const int64_t slot = row_of(m);
+    return z.shifted(slot / slots_per_row * z.row + slot % slots_per_row * z_slot);
+  }
+};
+
+// y = (offset + scale) x / sqrt(mean(x²) + eps), row by row. With `delta` the rows are pairs, the
+// first half with the context; each pair gives delta = x_ctx - x and the direction of its reduced
+// row of y.
+struct Norm {
+  int64_t rows = 0, n = 0;
+  Matrix x, scale;
+  float eps = 0, offset = 0;
+  bool cast_first = false;         // whether the normalised row is also rounded before it is scaled
+  void* y = nullptr;               // (rows, n) contiguous, x's dtype
+  float* delta = nullptr;          // (rows / 2, n) contiguous
+  float* v = nullptr;              // (rows / 2, n) contiguous
+  float* inverse_norm2 = nullptr;  // (rows / 2,)
+};
+
+// y = act(gate) up; the activation is rounded to y's dtype before the product.
+struct Gated {
+  int64_t rows = 0, n = 0;
+  Matrix gate, up;
+  bool gelu = false;  // GELU in its tanh form, else SiLU
+  void* y = nullptr;  // (rows, n) contiguous, gate's dtype
+};
+
+}  // namespace icl_patch

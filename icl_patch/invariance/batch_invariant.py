@@ -1,0 +1,100 @@
+"""Running a model so that a row's bits do not depend on the rows beside it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, DTYPES, running_in
+from icl_patch.models.forward import call
+from icl_patch.models.forward_override import overriding
+from icl_patch.models.kv_cache import new_cache
+from icl_patch.models.language_model import check_language_model, random_tokens
+
+
+@contextmanager
+def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context the bits of a row's logits depend on the row alone: on its tokens, the
+    calls that they come in, and the weights; not on the other rows, their number, the row's place,
+    its padding or the room in its cache.
+
+    A prompt that is run in parts may have other bits than one that is run at once: attention then
+    adds up in another order. The logits are as near to the fp32
+    model as those of the unmodified model, but not the same bits.
+
+    The context covers calls of the model in this thread. A few random tokens are run first, alone
+    and in batches, and compared bit for bit.
+
+    Args:
+        model: a causal language model of transformers in fp32, bf16 or fp16, with attention
+            ``"sdpa"``.
+
+    Raises:
+        UnsupportedModelError: the model's rows depend on each other beyond the functions that
+            :mod:`icl_patch.invariance.functions` replaces.
+        ValueError: in a call, gradients are enabled or autocast is.
+    """
+    check_language_model(model)
+    if model.dtype not in DTYPES:
+        expected = ", ".join(map(str, DTYPES))
+        raise UnsupportedModelError(f"expected a model in {expected}, got {model.dtype}")
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation != "sdpa":
+        raise UnsupportedModelError(
+            f"expected attention 'sdpa', got {implementation!r}: load the model with"
+            " attn_implementation='sdpa'"
+        )
+    with overriding([(model, partial(_run, model.forward))]):
+        _self_check(model)
+        yield
+
+
+def _run(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The model's forward ``own`` on batch-invariant functions."""
+    if torch.is_grad_enabled():
+        raise ValueError("expected a call within torch.no_grad(), got one with gradients enabled")
+    tokens = next(
+        x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None
+    )
+    if torch.is_autocast_enabled(tokens.device.type):
+        raise ValueError("expected a call without torch.autocast, got one within it")
+    with running_in(BATCH_INVARIANT, attention=True):
+        return own(*args, **kwargs)
+
+
+def _self_check(model: PreTrainedModel) -> None:
+    """Compare rows alone with the same rows in batches, bit for bit."""
+    ids = torch.cat([random_tokens(model, 7, seed) for seed in range(4)])[:7]
+    lengths = [7, 5, 7, 6, 7, 7, 5]
+    alone = [_logits(model, ids[row : row + 1, -length:]) for row, length in enumerate(lengths)]
+    mask = (
+        torch.arange(7, device=ids.device) >= 7 - torch.tensor(lengths, device=ids.device)[:, None]
+    )
+    for rows in ([0, 1, 2, 3, 4, 5, 6], [4, 3, 0], [5, 2]):
+        together = _logits(model, ids[rows], mask[rows])
+        for place, row in enumerate(rows):
+            if not torch.equal(together[place], alone[row][0]):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} has rows that depend on their batch: row {place} of"
+                    f" {len(rows)} differs from the same row alone by up to"
+                    f" {(together[place] - alone[row][0]).abs().max():.1g}"
+                )
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits (B, 3, V) of a prompt's last token and of two tokens after it, one a call."""
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    positions, cache = (mask.long().cumsum(1) - 1).clamp(min=0), new_cache(model)
+    width = ids.shape[1]
+    parts = [slice(0, width - 2), slice(width - 2, width - 1), slice(width - 1, width)]
+    logits = [
+        call(model, ids[:, part], mask[:, : part.stop], positions[:, part], cache, last_logits=1)
+        for part in parts
+    ]
+    return torch.cat(logits, 1)

@@ -1,0 +1,229 @@
+"""Functions of torch whose bits for a row depend on the rest of the batch, each with a replacement
+whose bits do not.
+
+Torch chooses the kernel of a product by the number of rows, computes the last elements of a tensor
+by other instructions than the elements before them, and sums attention in an order that depends on
+padding. Each changes the last bits of a row. The replacements compute a row in one order, wherever
+it stands: products by :func:`icl_patch.ops.patched_linear`, activations from functions that torch
+rounds alike everywhere (exp, expm1, log1p, tanh, erf), attention over the keys that a row sees.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from icl_patch import ops
+
+Replacements = dict[Any, Callable[..., Tensor]]
+
+# -- products
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x Wᵀ + bias``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = ops.patched_linear(rows, weight, bias=bias, path="gemv")
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x, weight.mT, bias)
+
+
+def _matmul(x: Tensor, other: Tensor) -> Tensor:
+    """``x @ other``: by :func:`linear` where ``other`` is one matrix for all rows."""
+    shared = x.dim() > 1 and other.dim() == 2 and x.is_floating_point()
+    return linear(x, other.mT) if shared else torch.matmul(x, other)
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """``x_i W_e`` for the rows i of expert e, which end before ``offs[e]``.
+
+    x (M, K), weight (E, K, N), offs (E,) -> (M, N); rows behind the last expert's are 0.
+    """
+    out, start = x.new_zeros(len(x), weight.shape[-1]), 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > start:
+            out[start:end] = linear(x[start:end], weight[expert].mT)
+        start = end
+    return out
+
+
+_PRODUCTS: Replacements = {
+    F.linear: linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    **{
+        getattr(holder, name): _grouped_mm
+        for holder, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
+        if hasattr(holder, name)
+    },
+}
+
+
+# -- activations
+
+
+def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` of x in fp32 (fp64 for fp64), rounded to x's dtype once."""
+
+    def rounded(x: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        out = function(wide, *args, **kwargs).to(x.dtype)
+        return x.copy_(out) if inplace else out
+
+    return rounded
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    scaled = beta * x
+    smooth = (torch.log1p(torch.exp(-scaled.abs())) + scaled.clamp(min=0)) / beta
+    return torch.where(scaled > threshold, x, smooth)
+
+
+def _mish(x: Tensor) -> Tensor:
+    return x * torch.tanh(_softplus(x))
+
+
+def _elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    return torch.where(x > 0, x, alpha * torch.expm1(x))
+
+
+def _celu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    return torch.where(x > 0, x, alpha * torch.expm1(x / alpha))
+
+
+def _selu(x: Tensor) -> Tensor:
+    return 1.0507009873554805 * _elu(x, 1.6732632423543772)
+
+
+def _glu(x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * _sigmoid(gate)
+
+
+_ACTIVATIONS: Replacements = {
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), _in_fp32(_sigmoid)),
+    **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _in_fp32(torch.rsqrt)),
+    F.silu: _in_fp32(_silu),
+    F.gelu: _in_fp32(_gelu),
+    F.softplus: _in_fp32(_softplus),
+    F.mish: _in_fp32(_mish),
+    F.elu: _in_fp32(_elu),
+    F.celu: _in_fp32(_celu),
+    F.selu: _in_fp32(_selu),
+    F.glu: _in_fp32(_glu),
+}
+
+
+# -- attention
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention``, row by row over the keys between the first and the last
+    that the row sees.
+
+    query (B, H, T, D), key and value (B, H or fewer, S, D), attn_mask (B or 1, 1, T or 1, S) bool.
+    So neither padding nor the room of a static cache changes a row's bits. A query that sees no key
+    gets 0.
+
+    Raises:
+        ValueError: a mask of another dtype or for each head.
+    """
+    heads, tokens = query.shape[1], query.shape[2]
+    if heads != key.shape[1]:
+        if tokens == 1:  # as transformers packs them beside a mask
+            query = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
+        else:
+            key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    if attn_mask is None:
+        out = _attend(query, key, value, None, is_causal, scale)
+    else:
+        out = _attend_by_row(query, key, value, attn_mask, scale)
+    return out.reshape(len(query), heads, tokens, value.shape[-1])
+
+
+def _attend_by_row(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+) -> Tensor:
+    if mask.dtype != torch.bool or mask.shape[1] != 1:
+        raise ValueError(
+            "expected an attention mask (B, 1, T, S) of bools, got"
+            f" {tuple(mask.shape)} {mask.dtype}"
+        )
+    mask = mask[:, 0].expand(len(query), -1, -1)
+    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    queries, keys = (map(_span, mask.any(dim).tolist()) for dim in (2, 1))
+    spans = list(zip(queries, keys, strict=True))
+    for span in dict.fromkeys(spans):
+        (first, last), (start, stop) = span
+        rows = torch.tensor([other == span for other in spans], device=query.device)
+        visible = mask[rows, first:last, start:stop]
+        if not stop:
+            continue
+        asked = slice(first, last) if mask.shape[1] == query.shape[2] else slice(None)
+        form = None if visible.all() else visible.unsqueeze(1)
+        is_causal = form is not None and bool((visible == torch.ones_like(visible).tril()).all())
+        part = slice(None) if rows.all() else rows
+        out[part, :, asked] = _attend(
+            query[part, :, asked],
+            key[part, :, start:stop],
+            value[part, :, start:stop],
+            None if is_causal else form,
+            is_causal,
+            scale,
+        )
+    return out
+
+
+def _span(flags: list[bool]) -> tuple[int, int]:
+    """From the first to behind the last that is set; (0, 0) where none is."""
+    if not any(flags):
+        return 0, 0
+    return flags.index(True), len(flags) - flags[::-1].index(True)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+
+
+ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}
+"""By function of torch, what gives a row the same bits wherever it stands."""
+
+ATTENTION: Replacements = {F.scaled_dot_product_attention: attention}
+"""The same for attention, whose rows are sequences."""

@@ -1,0 +1,110 @@
+"""Recording an exact decode step in one pass of both streams.
+
+Two passes are needed where a product rounds a row otherwise among 2B rows than among B. In the
+batch-invariant arithmetic (:mod:`icl_patch.invariance.arithmetic`) it does not. The context stream
+runs through the block with all its roundings. The reduced stream stops at the writer: the factor is
+chosen for which its sum, rounded, is the context stream's. So both streams leave a block with the
+same bits, and one of them goes on.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from icl_patch.layers.linear import PatchedLinear
+from icl_patch.layers.rms_norm import PatchedRMSNorm
+from icl_patch.models.block_spec import Writer
+from icl_patch.recording import updates
+from icl_patch.recording.block_recorder import BlockRecorder
+from icl_patch.recording.closing_recorder import OpenLoop
+from icl_patch.recording.decode_recorder import DecodeRecorder
+
+
+class ExactDecodeRecorder(DecodeRecorder):
+    """A decode step's recorder whose writer's factor :func:`close_loops` chooses after the pass."""
+
+    loop: OpenLoop | None = None
+    residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
+
+    def on_residual(self, x: Tensor) -> None:
+        """Take one of the tensors whose sum is the residual stream before the MLP."""
+        BlockRecorder.on_residual(self, x)
+
+    def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
+        """The output matrix's output with the context, and 0 for the rows without it, unless a norm
+        reads it.
+        """
+        output = BlockRecorder.down(self, layer, h)
+        return output if self.spec.writer is Writer.SCALE else self._without_reduced(output, h)
+
+    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+        return self._without_reduced(BlockRecorder._apply_new_scale(self, layer, x), x)
+
+    def _without_reduced(self, output: Tensor, like: Tensor) -> Tensor:
+        """Both streams' output in fp64, rounded as the model rounds it, with 0 for the rows without
+        the context.
+        """
+        with_context = self.split(output)[0].to(like.dtype)
+        return self.join(with_context, torch.zeros_like(with_context), output)
+
+    def open_loop(
+        self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0
+    ) -> None:
+        """Keep an exact writer's output ``base + factor · gain`` for :func:`close_loops`."""
+        factor = getattr(holder, name)
+        self.loop = OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
+
+    def on_end(self, total: Tensor) -> None:
+        """Take the block's sum of both streams: the target, and the residual."""
+        self.context.output, self.residual = self.split(total)
+
+
+def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
+    """Choose the exact factor of every block, alike blocks at once.
+
+    Returns:
+        The elements that each block misses, (L, B); None for updates other than exact.
+    """
+    misses: list[Tensor] = []
+    exact = [recorder for recorder in recorders if isinstance(recorder, ExactDecodeRecorder)]
+    if not exact:
+        return None
+    for _, group in groupby(exact, _form):
+        alike = list(group)
+        closed = _closed(alike)
+        for recorder, part in zip(alike, closed, strict=True):
+            assert recorder.loop is not None
+            setattr(recorder.loop.holder, recorder.loop.name, part.factor)
+            recorder.diagnostics.closing(part.misses, part.correction)
+            misses.append(part.misses.squeeze(1))
+    return torch.stack(misses)
+
+
+def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
+    """Blocks whose loops can be closed in one call have the same."""
+    loop = recorder.loop
+    assert loop is not None and recorder.residual is not None
+    shapes = (loop.base.shape, loop.gain.shape, recorder.residual.shape, recorder.residual.dtype)
+    return (*shapes, recorder.spec.residual_multiplier)
+
+
+def _closed(alike: Sequence[ExactDecodeRecorder]) -> list[updates.Closed]:
+    """:func:`icl_patch.recording.updates.close` of blocks of one form."""
+
+    def stacked(parts: Iterable[Tensor | None]) -> Tensor:
+        return torch.stack([part for part in parts if part is not None])
+
+    loops = [recorder.loop for recorder in alike if recorder.loop is not None]
+    closed = updates.close(
+        target=stacked(recorder.context.output for recorder in alike),
+        residual=stacked(recorder.residual for recorder in alike),
+        base=stacked(loop.base for loop in loops),
+        gain=stacked(loop.gain for loop in loops),
+        started_from=stacked(loop.factor for loop in loops),
+        branch=alike[0].spec.residual_multiplier,
+    )
+    parts = (closed.factor, closed.output, closed.misses, closed.correction)
+    return [updates.Closed(*part) for part in zip(*parts, strict=True)]

@@ -1,0 +1,172 @@
+"""Exact decode steps in one pass: bit for bit the same model on batch-invariant functions."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import build, ragged, tokens
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from icl_patch import ContextPatcher, UnsupportedModelError, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.generation.loop import GenerationStep
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
+from icl_patch.recording import exact_decode_recorder, updates
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# every kind of writer that one pass serves, a Conv1D, norms in all places, fused and absent gates
+FAMILIES = ("llama", "gemma3", "olmo2", "gpt2", "opt-post-norm", "granite", "phi3", "llama-bias")
+IDS, MASK = tokens(3, 3, 11), ragged(3, 11, side="left")
+
+
+def steps_of(
+    patcher: ContextPatcher, count: int = 4, **options: object
+) -> Iterator[GenerationStep]:
+    arguments = {"context_mask": MASK, "max_new_tokens": count, "eos_token_id": None} | options
+    return patcher.generate(IDS, do_sample=False, **arguments)
+
+
+@torch.no_grad()
+def batch_invariant_logits(model: PreTrainedModel, chosen: list[Tensor]) -> Iterator[Tensor]:
+    """The model's own decode steps on batch-invariant functions, after its own prompt."""
+    ids, mask, cache = IDS, MASK, DynamicCache(config=model.config)
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    model(
+        ids[:, :-1],
+        attention_mask=mask[:, :-1].long(),
+        position_ids=positions[:, :-1],
+        past_key_values=cache,
+    )
+    token, position = ids[:, -1:], positions[:, -1:]
+    for following in chosen:
+        with running_in(BATCH_INVARIANT):
+            yield model(
+                token, attention_mask=mask.long(), position_ids=position, past_key_values=cache
+            ).logits[:, -1]
+        token, position = following.unsqueeze(1), position + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> None:
+    model = tiny_models.build(family, 1, dtype)
+    with ContextPatcher(model) as patcher:
+        steps = list(steps_of(patcher, arithmetic="batch_invariant"))
+        for step in steps:
+            patch = step.patch
+            assert (step.mode, patch.passes) == ("shared_cache", 1)
+            assert patch.info.arithmetic == BATCH_INVARIANT
+            assert patch.report is not None and not patch.report.misses.any()
+            assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
+    reference = batch_invariant_logits(model, [step.token_ids for step in steps])
+    for step, logits in zip(steps, reference, strict=True):
+        assert torch.equal(step.logits, logits)
+
+
+def test_a_row_replays_alike_in_any_batch() -> None:
+    """Of 19 rows, which take another product by default than one row does."""
+    ids = tokens(4, 19, 6)
+    with ContextPatcher(build("llama")) as patcher:
+        (step,) = patcher.generate(ids, max_new_tokens=1, arithmetic="batch_invariant")
+        patch = step.patch
+        for rows in (slice(1, 2), slice(3, 20)):
+            part = patch.select(rows=rows)
+            assert torch.equal(patcher.forward(part.kept_ids, part)[:, -1], step.logits[rows])
+
+
+def test_it_is_as_near_to_fp64_as_the_model_is() -> None:
+    own, invariant = ({}, {})
+    for name, distances in ((MODEL, own), (BATCH_INVARIANT, invariant)):
+        model = build("gemma3")
+        with ContextPatcher(model) as patcher:
+            steps = list(steps_of(patcher, arithmetic=name))
+        wide = model.double()
+        so_far, mask = IDS, MASK
+        for number, step in enumerate(steps):
+            with torch.no_grad():
+                positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+                exact = wide(so_far, attention_mask=mask.long(), position_ids=positions)
+            distances[number] = metrics.linf(step.logits, exact.logits[:, -1]).max()
+            so_far = torch.cat([so_far, step.token_ids.unsqueeze(1)], 1)
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    assert max(invariant.values()) <= 2 * max(own.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block's factor is spoilt: the blocks are closed again, and the replay is right."""
+    own = exact_decode_recorder._closed
+
+    def spoilt(alike: list) -> list[updates.Closed]:
+        closed = own(alike)
+        closed[1].factor[0, 0, 5] += 1.0
+        closed[1].misses[0, 0] += 1
+        return closed
+
+    with ContextPatcher(build(family)) as patcher:
+        expected = list(steps_of(patcher))
+        monkeypatch.setattr(exact_decode_recorder, "_closed", spoilt)
+        for step, other in zip(steps_of(patcher), expected, strict=True):
+            patch = step.patch
+            assert (patch.passes, patch.info.arithmetic) == (2, BATCH_INVARIANT)
+            assert patch.report is not None and not patch.report.misses.any()
+            assert torch.equal(step.logits, other.logits)
+            assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], other.logits)
+
+
+def test_a_file_replays_in_another_process(tmp_path: Path) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path / "model")
+    with ContextPatcher(model) as patcher:
+        (step,) = steps_of(patcher, 1)
+    step.patch.save(tmp_path / "step.safetensors")
+    torch.save(step.logits, tmp_path / "logits.pt")
+    script = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from icl_patch import ContextPatch, ContextPatcher
+folder = sys.argv[1]
+patch = ContextPatch.load(folder + "/step.safetensors")
+assert patch.info.arithmetic == "batch_invariant"
+with ContextPatcher(AutoModelForCausalLM.from_pretrained(folder + "/model")) as patcher:
+    logits = patcher.forward(patch.kept_ids, patch)[:, -1]
+assert torch.equal(logits, torch.load(folder + "/logits.pt"))
+"""
+    subprocess.run([sys.executable, "-P", "-c", script, str(tmp_path)], check=True)
+
+
+def test_where_it_does_not_go() -> None:
+    """Asked for by name it is refused with the reason; else two passes serve."""
+    with ContextPatcher(tiny_models.build("qwen3_moe")) as patcher:
+        with pytest.raises(UnsupportedModelError, match="it has experts"):
+            steps_of(patcher, arithmetic="batch_invariant")
+        (step,) = steps_of(patcher, 1)
+        assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
+    model = build("llama")
+    with ContextPatcher(model) as patcher:
+        for options, message in (
+            ({"mode": "two_stream"}, "mode='two_stream'"),
+            ({"compile": True}, "compile=True"),
+            ({"mode": "two_pass", "arithmetic": "batch_invariant"}, "'two_pass' with"),
+            ({"arithmetic": "exact"}, "expected arithmetic auto, model, batch_invariant"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                steps_of(patcher, **options)
+        hook = model.lm_head.register_forward_hook(lambda *_: None)
+        with pytest.raises(UnsupportedModelError, match="forward hooks"):
+            steps_of(patcher, arithmetic="batch_invariant")
+        hook.remove()
+        with torch.autocast("cpu"), pytest.raises(UnsupportedModelError, match="autocast"):
+            steps_of(patcher, arithmetic="batch_invariant")
+        (step,) = steps_of(patcher, 1, arithmetic="model")
+        assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
+    with (
+        ContextPatcher(model, "stable") as patcher,
+        pytest.raises(ValueError, match="which is for exact steps"),
+    ):
+        steps_of(patcher, arithmetic="batch_invariant")

@@ -1,0 +1,136 @@
+"""Models whose rows do not depend on their batch."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from icl_patch import UnsupportedModelError, batch_invariant
+from icl_patch.evaluation.tiny_models import build
+
+LENGTHS = [9, 4, 9, 7, 9, 2, 6] * 5  # of the prompts, 35 rows
+
+
+def prompts(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, model.config.vocab_size, (len(LENGTHS), 9), generator=generator)
+    return ids, torch.arange(9) >= 9 - torch.tensor(LENGTHS).unsqueeze(1)
+
+
+@torch.no_grad()
+def log_probabilities(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: object = None
+) -> Tensor:
+    """Of the token after a prompt and of two more, (B, 3, V)."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    out, token = [], ids
+    for step in range(3):
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -token.shape[1] :]
+        logits = model(
+            token, attention_mask=mask.long(), position_ids=positions, past_key_values=cache
+        ).logits[:, -1]
+        out.append(logits.log_softmax(-1))
+        token = (ids[:, -1:] + step) % model.config.vocab_size
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return torch.stack(out, 1)
+
+
+def rows_alone(model: PreTrainedModel, ids: Tensor, rows: list[int]) -> Tensor:
+    lengths = [LENGTHS[row] for row in rows]
+    parts = [ids[row : row + 1, 9 - length :] for row, length in zip(rows, lengths, strict=True)]
+    return torch.cat([log_probabilities(model, x, torch.ones_like(x).bool()) for x in parts])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3"])
+def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: torch.dtype) -> None:
+    model = build(family).to(dtype)
+    ids, mask = prompts(model)
+    rows = [0, 1, 5, 17, 34]
+    with batch_invariant(model):
+        alone = rows_alone(model, ids, rows)
+        together = log_probabilities(model, ids, mask)
+        assert torch.equal(together[rows], alone)
+        for place in (0, 13, 31):  # one prompt among 32
+            order = [row for row in range(32) if row != 1]
+            order.insert(place, 1)
+            assert torch.equal(log_probabilities(model, ids[order], mask[order])[place], alone[1])
+
+
+def test_without_it_the_bits_depend_on_the_batch() -> None:
+    """The test above would notice."""
+    model = build("llama")
+    ids, mask = prompts(model)
+    assert not torch.equal(
+        log_probabilities(model, ids, mask)[:5], rows_alone(model, ids, range(5))
+    )
+
+
+def test_the_room_of_a_static_cache_does_not_matter() -> None:
+    model = build("llama")
+    ids, mask = prompts(model)
+    with batch_invariant(model):
+        dynamic = log_probabilities(model, ids[:3], mask[:3])
+        for capacity in (16, 61):
+            cache = StaticCache(config=model.config, max_cache_len=capacity)
+            assert torch.equal(log_probabilities(model, ids[:3], mask[:3], cache), dynamic)
+
+
+def test_it_is_as_near_to_fp64_as_the_model_is() -> None:
+    model = build("llama")
+    ids, mask = prompts(model)
+    own = log_probabilities(model, ids, mask)
+    with batch_invariant(model):
+        invariant = log_probabilities(model, ids, mask)
+    exact = log_probabilities(build("llama", dtype=torch.float64), ids, mask)
+    error, own_error = ((x.double() - exact).abs().max() for x in (invariant, own))
+    assert error <= 2 * own_error
+
+
+def test_generation_within_it_and_the_model_afterwards() -> None:
+    model = build("llama")
+    ids, mask = prompts(model)
+    before = log_probabilities(model, ids, mask)
+    with batch_invariant(model):
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        together = model.generate(ids[:7], attention_mask=mask[:7].long(), **options)
+        alone = model.generate(ids[:1], **options)
+    assert torch.equal(together[:1], alone)
+    assert "forward" not in vars(model)
+    assert torch.equal(log_probabilities(model, ids, mask), before)
+
+
+class _MixesRows(nn.Module):
+    """A projection that lets rows see each other."""
+
+    def __init__(self, projection: nn.Module) -> None:
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection(x - 1e-3 * x.mean(0, keepdim=True))
+
+
+def test_a_model_whose_rows_see_each_other_is_refused() -> None:
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj = _MixesRows(mlp.down_proj)
+    with pytest.raises(UnsupportedModelError, match="rows that depend on their batch"):
+        batch_invariant(model).__enter__()
+    assert "forward" not in vars(model)
+
+
+def test_calls_and_models_that_are_refused() -> None:
+    model = build("llama")
+    ids = torch.tensor([[3, 4]])
+    with batch_invariant(model):
+        with pytest.raises(ValueError, match="gradients enabled"):
+            model(ids)
+        with torch.no_grad(), torch.autocast("cpu"), pytest.raises(ValueError, match="autocast"):
+            model(ids)
+    with pytest.raises(UnsupportedModelError, match="float64"), batch_invariant(model.double()):
+        pass
+    eager = build("llama")
+    eager.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):
+        batch_invariant(eager).__enter__()

@@ -1,0 +1,185 @@
+"""The replacements: near the function in fp64, and the same bits wherever a row stands."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from icl_patch.invariance.functions import ROW_FUNCTIONS, attention
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS, WIDTHS = 64, (1, 7, 33, 255, 709)
+PARTS = [slice(0, 2), slice(1, 8), slice(47, 64), slice(3, 36), slice(0, 64)]
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "method": Tensor.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "elu": F.elu,
+    "celu": F.celu,
+    "selu": F.selu,
+    "rsqrt": torch.rsqrt,
+}
+OPTIONS = {
+    "gelu_tanh": (F.gelu, {"approximate": "tanh"}),
+    "softplus_steep": (F.softplus, {"beta": 3.0, "threshold": 4.0}),
+    "elu_small": (F.elu, {"alpha": 0.3}),
+    "celu_large": (F.celu, {"alpha": 1.7}),
+    **{name: (function, {}) for name, function in ACTIVATIONS.items()},
+}
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Three threads, whose shares of a tensor end at odd places."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def rows_of(width: int, dtype: torch.dtype, *, positive: bool = False) -> Tensor:
+    x = 3 * torch.randn(ROWS, width, generator=torch.Generator().manual_seed(width))
+    return (x.abs() + 0.1 if positive else x).to(dtype)
+
+
+def differing(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """In how many parts of the rows a row has other bits than alone."""
+    alone = torch.cat([function(row) for row in x.split(1)])
+    return sum(not torch.equal(function(x[part]), alone[part]) for part in PARTS)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_activation_gives_a_row_the_same_bits_everywhere(name: str, dtype: torch.dtype) -> None:
+    own, options = OPTIONS[name]
+    for width in WIDTHS:
+        x = rows_of(width, dtype, positive=name == "rsqrt")
+        assert differing(lambda part: ROW_FUNCTIONS[own](part, **options), x) == 0
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_activations_of_torch_do_not() -> None:
+    """The test above would notice."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("without vector instructions torch computes all elements alike")
+    own = [F.silu, torch.sigmoid, F.softplus, F.mish, F.elu]
+    x = rows_of(709, torch.float32)
+    assert [function.__name__ for function in own if differing(function, x) == 0] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_activation_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    own, options = OPTIONS[name]
+    x = rows_of(709, dtype, positive=name == "rsqrt")
+    out, expected = ROW_FUNCTIONS[own](x, **options), own(x.double(), **options)
+    assert out.dtype == dtype
+    # fp32's own operations take up to four roundings of the larger of input and output
+    size = torch.maximum(expected.abs(), x.double().abs()) * 4 * torch.finfo(torch.float32).eps
+    half = expected.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
+    assert ((out.double() - expected).abs() <= size + half).all()
+
+
+def test_glu_and_inplace() -> None:
+    x = rows_of(34, torch.float32)
+    torch.testing.assert_close(ROW_FUNCTIONS[F.glu](x), F.glu(x))
+    y = x.clone()
+    assert ROW_FUNCTIONS[F.silu](y, inplace=True) is y
+    torch.testing.assert_close(y, F.silu(x))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_give_a_row_the_same_bits_everywhere(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for k, n in ((1, 3), (33, 17), (255, 96), (709, 61)):
+        x = rows_of(k, dtype)
+        weight = (torch.randn(n, k, generator=generator) / k**0.5).to(dtype)
+        bias = torch.randn(n, generator=generator).to(dtype)
+        products = {
+            "linear": lambda part: ROW_FUNCTIONS[F.linear](part, weight, bias),  # noqa: B023
+            "addmm": lambda part: ROW_FUNCTIONS[torch.addmm](bias, part, weight.mT),  # noqa: B023
+            "matmul": lambda part: ROW_FUNCTIONS[torch.matmul](part, weight.mT),  # noqa: B023
+        }
+        for name, product in products.items():
+            assert differing(product, x) == 0, name
+            expected = x.double() @ weight.double().mT + (bias.double() if name != "matmul" else 0)
+            size = x.double().abs() @ weight.double().abs().mT + bias.double().abs()
+            # each of K products and sums may be off by a rounding of fp32
+            error = size * (k + 2) * torch.finfo(torch.float32).eps
+            half = expected.abs() * torch.finfo(dtype).eps
+            assert ((product(x).double() - expected).abs() <= error + half).all(), name
+
+
+def test_the_product_of_torch_does_not() -> None:
+    """The test above would notice."""
+    weight = torch.randn(96, 255, generator=torch.Generator().manual_seed(1))
+    x = rows_of(255, torch.float32)
+    if differing(lambda part: F.linear(part, weight), x) == 0:
+        pytest.skip("here torch multiplies all numbers of rows alike")
+
+
+def test_a_product_without_a_shared_matrix_is_torchs() -> None:
+    x, other = torch.randn(3, 4, 5), torch.randn(3, 5, 2)
+    assert torch.equal(ROW_FUNCTIONS[torch.matmul](x, other), x @ other)
+
+
+def test_grouped_products_are_those_of_each_expert() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(9, 13, generator=generator), torch.randn(4, 13, 7, generator=generator)
+    offs = torch.tensor([2, 2, 7, 8], dtype=torch.int32)
+    grouped = next(f for name, f in ROW_FUNCTIONS.items() if "grouped_mm" in name.__name__)
+    out, linear = grouped(x, weight, offs), ROW_FUNCTIONS[F.linear]
+    for rows, expert in ((slice(0, 2), 0), (slice(2, 7), 2), (slice(7, 8), 3)):
+        assert torch.equal(out[rows], linear(x[rows], weight[expert].mT))
+    assert not out[8:].any()
+
+
+def attended(mask: Tensor | None, rows: slice, keys: slice, *, tokens: int = 1) -> Tensor:
+    """Rows of one attention with grouped heads, over some of its keys."""
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (
+        torch.randn(5, heads, length, 24, generator=generator)
+        for heads, length in ((6, tokens), (2, 37), (2, 37))
+    )
+    parts = (query[rows], key[rows, :, keys], value[rows, :, keys])
+    return attention(*parts, attn_mask=mask, enable_gqa=True, is_causal=mask is None and tokens > 1)
+
+
+def test_neither_padding_nor_room_changes_the_attention_of_a_row() -> None:
+    mask = torch.zeros(5, 1, 1, 37, dtype=torch.bool)
+    spans = [(0, 37), (3, 37), (3, 30), (36, 37), (0, 1)]
+    for row, (start, stop) in enumerate(spans):
+        mask[row, ..., start:stop] = True
+    together = attended(mask, slice(0, 5), slice(0, 37))
+    for row, span in enumerate(spans):
+        alone = attended(None, slice(row, row + 1), slice(*span))
+        assert torch.equal(together[row : row + 1], alone)
+
+
+def test_attention_of_several_tokens_equals_sdpa() -> None:
+    mask = torch.ones(37, 37, dtype=torch.bool).tril().repeat(5, 1, 1, 1)
+    mask[1, ..., :4] = False
+    mask[2] &= ~torch.ones(37, 37, dtype=torch.bool).tril(-9)  # a window
+    together = attended(mask, slice(0, 5), slice(0, 37), tokens=37)
+    alone = attended(None, slice(0, 1), slice(0, 37), tokens=37)
+    assert torch.equal(together[:1], alone)
+    assert not together[1, :, :4].any()  # queries that see nothing
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (
+        torch.randn(5, heads, 37, 24, generator=generator).double() for heads in (6, 2, 2)
+    )
+    expected = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True).nan_to_num()
+    expected[1, :, :4] = 0
+    torch.testing.assert_close(together.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_a_mask_of_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected an attention mask"):
+        attended(torch.zeros(5, 1, 1, 37), slice(0, 5), slice(0, 37))

@@ -1,0 +1,1 @@
+"""One file an op: its kernel, its launcher, the registered operator and the function."""

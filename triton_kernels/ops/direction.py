@@ -1,0 +1,209 @@
+"""``v = z / ‖z‖²``, the read direction, with the coefficient ``z·v`` that goes with it."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from icl_patch.kernels.ops.coefficients import (
+    CHUNKS,
+    LANE_BITS,
+    LANES,
+    add_segments,
+    log2,
+    pair_sum,
+    segments_of,
+    steps_of,
+)
+from icl_patch.kernels.runtime import library
+from icl_patch.kernels.runtime.launching import (
+    Launch,
+    cached_launch,
+    ceil_div,
+    check_floats,
+    needs_op,
+    power_of_two,
+)
+
+TINY = tl.constexpr(2.0**-126)
+HUGE = tl.constexpr(3.4028234663852886e38)
+
+
+class ReadDirection(NamedTuple):
+    """v (M, K) fp32, ``z/‖z‖²``; inverse_norm2 (M,) fp32, ``1/‖z‖²``; coeff (M, 1) fp32, ``z·v`` as
+    a linear op sums it.
+
+    Where z = 0, or where v leaves fp32's range, all three are 0, and the caller must look. A NaN in
+    z makes ``1/‖z‖²`` NaN and v 0.
+    """
+
+    v: Tensor
+    inverse_norm2: Tensor
+    coeff: Tensor
+
+
+@triton.jit
+def row_offsets(SEGMENTS: tl.constexpr, WIDTH: tl.constexpr):
+    """The offsets (SEGMENTS, WIDTH) of the first WIDTH elements of every segment of a row."""
+    return (
+        tl.arange(0, SEGMENTS).to(tl.int64)[:, None] * (LANES * CHUNKS)
+        + tl.arange(0, WIDTH)[None, :]
+    )
+
+
+@triton.jit
+def sum_all(x):
+    """The sum (1,) of x (SEGMENTS, WIDTH), neighbours first in any layout."""
+    return pair_sum(tl.reshape(pair_sum(x, log2(x.shape[1])), (1, x.shape[0])), log2(x.shape[0]))
+
+
+@triton.jit
+def norm2(squares):
+    """``‖z‖²`` (1,) from its parts in fp64. The order of the sum may depend on the layout: values
+    derived from it are stored once and never computed again elsewhere.
+    """
+    return tl.reshape(tl.sum(tl.sum(squares, axis=1), axis=0, keep_dims=True), (1,))
+
+
+@triton.jit
+def inverse_of(total, largest):
+    """``1/‖z‖²`` for ``‖z‖²`` (1,) and ``max |z|`` in fp64; 0 where there is no v in fp32, NaN
+    where z has one.
+    """
+    inverse = 1.0 / total
+    steepest = largest * inverse
+    return tl.where((total == 0) | (steepest > HUGE) | (steepest < TINY), 0.0, inverse)
+
+
+@triton.jit
+def along(z, inverse):
+    """``z / ‖z‖²`` (SEGMENTS, WIDTH) in fp32; 0 in a row with a NaN."""
+    return tl.where(inverse == inverse, z.to(tl.float64) * inverse, 0.0).to(tl.float32)
+
+
+@triton.jit
+def narrowed(inverse):
+    """``1/‖z‖²`` in fp32, where 0 says that there is no v."""
+    narrow = inverse.to(tl.float32)
+    return tl.where((inverse > 0) & (narrow < TINY), TINY, narrow)
+
+
+@triton.jit
+def _direction_kernel(
+    z_ptr,
+    v_ptr,
+    inverse_ptr,
+    coeff_ptr,
+    stride_zm,
+    stride_zk,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    m = tl.program_id(0).to(tl.int64)
+    z_ptr += m * stride_zm
+    first = row_offsets(SEGMENTS, WIDTH)
+    squares = tl.zeros((SEGMENTS, WIDTH), tl.float64)
+    largest = tl.zeros((SEGMENTS, WIDTH), tl.float32)
+    for j in tl.range(0, ROUNDS):
+        offs_k = first + j * WIDTH
+        z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
+        squares = tl.fma(z.to(tl.float64), z.to(tl.float64), squares)
+        largest = tl.maximum(largest, tl.abs(z))
+    inverse = inverse_of(norm2(squares), tl.max(largest).to(tl.float64))
+    for j in tl.range(0, ROUNDS):
+        offs_k = first + j * WIDTH
+        z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
+        tl.store(v_ptr + m * K + offs_k, along(z, inverse[:, None]), mask=offs_k < K)
+    lanes = row_offsets(SEGMENTS, LANES)
+    partial = tl.zeros((SEGMENTS, LANES), tl.float32)
+    for j in tl.range(0, STEPS, UNROLL):  # v is computed again rather than read back
+        for i in tl.static_range(UNROLL):
+            offs_k = lanes + (j + i) * LANES
+            z = tl.load(z_ptr + offs_k * stride_zk, mask=offs_k < K, other=0.0).to(tl.float32)
+            partial = tl.fma(z, along(z, inverse[:, None]), partial)
+    one = tl.arange(0, 1)
+    tl.store(inverse_ptr + m + one, narrowed(inverse))
+    tl.store(coeff_ptr + m + one, pair_sum(add_segments(partial, SEGMENTS), LANE_BITS))
+
+
+def row_blocks(k: int) -> tuple[int, int, int, int, int]:
+    """STEPS, UNROLL, SEGMENTS, WIDTH and ROUNDS of the kernels that have one program per row of k
+    elements.
+    """
+    segments = segments_of(k)
+    segment = min(power_of_two(k), LANES.value * CHUNKS.value)
+    width = max(min(segment, 4096 // segments), LANES.value)
+    return *steps_of(k), segments, width, ceil_div(segment, width)
+
+
+def row_warps(k: int) -> int:
+    """Eight warps for a long row, so that a thread holds 16 elements at a time."""
+    return 8 if k > 2048 else 4
+
+
+def direction_outputs(rows: int, k: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """The outputs of a :class:`ReadDirection`, as a launch describes them."""
+    return ((rows, k), torch.float32), ((rows,), torch.float32), ((rows, 1), torch.float32)
+
+
+def plan_direction(z: Tensor) -> Launch:
+    """Plan the direction of z (M, K)."""
+    rows, k = z.shape
+    rest = (*z.stride(), k, *row_blocks(k))
+    return Launch(
+        _direction_kernel, rows, (z.dtype,), direction_outputs(rows, k), rest, row_warps(k)
+    )
+
+
+def launch_direction(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`read_direction`, straight to the kernel."""
+    return cached_launch(_plan, (z,))
+
+
+def _plan(z: Tensor) -> Launch:
+    _check(z)
+    return plan_direction(z)
+
+
+library.define("triton_read_direction(Tensor z) -> (Tensor, Tensor, Tensor)", launch_direction)
+
+
+@library.fake("triton_read_direction")
+def _(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = z.shape
+    wide = z.new_empty((rows, k), dtype=torch.float32)
+    return wide, wide.new_empty((rows,)), wide.new_empty((rows, 1))
+
+
+def read_direction(z: Tensor) -> ReadDirection:
+    """``v = z / ‖z‖²``, ``1/‖z‖²`` and ``z·v`` in one launch; ``‖z‖²`` is summed in fp64 and v
+    rounded once.
+
+    Args:
+        z: (M, K) fp32, bf16 or fp16, any strides, K ≥ 1.
+
+    Returns:
+        ReadDirection(v, inverse_norm2, coeff). Not differentiable.
+
+    Raises:
+        TypeError: z's dtype does not fit.
+        ValueError: its shape does not.
+
+    Source: Goldwaser et al. (2025), Lemma 6.
+    """
+    if needs_op(z):
+        _check(z)
+        return ReadDirection(*torch.ops.icl_patch.triton_read_direction(z))
+    return ReadDirection(*launch_direction(z))
+
+
+def _check(z: Tensor) -> None:
+    if z.dim() != 2 or not z.shape[1]:
+        raise ValueError(f"expected z (M, K) with K ≥ 1, got {tuple(z.shape)}")
+    check_floats(z, z=z)

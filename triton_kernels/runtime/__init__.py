@@ -1,0 +1,1 @@
+"""What every op is launched with: configurations, cached launches, registration with torch."""

@@ -1,0 +1,168 @@
+"""The kernels' block sizes, from data files by GPU, dtype and shape class in ``configs/``.
+
+A configuration fixes the order in which K is summed. It is chosen from (N, K, dtype, GPU) and the
+path, never from M within a path, so a row has the same bits however many rows there are.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+GEMV, GEMM = "gemv", "gemm"
+PATHS = (GEMV, GEMM)
+GEMV_ROWS = 16
+"""The path ``gemv`` serves up to so many rows, and reads the weight once for all of them;
+``gemm`` serves more.
+"""
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one path of the linear kernels is compiled.
+
+    dot: matrix units (``tl.dot``), else fused multiply-adds; block_m: rows per program;
+    block_n: outputs per program (for multiply-adds: with up to 4 rows, fewer with more);
+    block_k: elements of K per step, a multiple of 64; num_warps, num_stages: Triton's; fused: a
+        program computes up to so many coefficients z·v itself; more are computed by a launch before
+        it, with the same bits.
+    """
+
+    dot: bool
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    fused: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"expected {name} to be a power of two, got {value}")
+        if self.dot and min(self.block_m, self.block_n) < 16:
+            raise ValueError(
+                f"expected block_m and block_n of 16 or more for matrix units, got {self.block_m}"
+                f" and {self.block_n}"
+            )
+        if self.block_k % 64:
+            raise ValueError(f"expected block_k to be a multiple of 64, got {self.block_k}")
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"expected num_stages from 1 to 8, got {self.num_stages}")
+
+
+@dataclass(frozen=True)
+class TunedConfig:
+    """A configuration and its shapes: N up to max_n, K up to max_k; None is any size."""
+
+    path: str
+    dtype: str
+    max_n: int | None
+    max_k: int | None
+    config: Config
+
+    def covers(self, path: str, dtype: str, n: int, k: int) -> bool:
+        """Whether it is meant for this shape."""
+        within = (self.max_n is None or n <= self.max_n) and (self.max_k is None or k <= self.max_k)
+        return self.path == path and self.dtype == dtype and within
+
+
+def slug(gpu: str) -> str:
+    """The name of a GPU's data file: ``NVIDIA H200`` is ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def parse(text: str) -> tuple[TunedConfig, ...]:
+    """The entries of a data file.
+
+    Raises:
+        ValueError: an entry is not complete or not valid.
+    """
+    entries = []
+    for item in json.loads(text)["entries"]:
+        try:
+            item = dict(item)
+            shape = {name: item.pop(name) for name in ("path", "dtype", "max_n", "max_k")}
+            entry = TunedConfig(**shape, config=Config(**item))
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"expected path, dtype, max_n, max_k and a configuration, got {item}: {error}"
+            ) from error
+        if entry.path not in PATHS or entry.dtype not in DTYPES.values():
+            raise ValueError(
+                f"expected one of {PATHS} and one of {tuple(DTYPES.values())}, got"
+                f" {entry.path}, {entry.dtype}"
+            )
+        entries.append(entry)
+    return tuple(entries)
+
+
+def dump(gpu: str, note: str, entries: tuple[TunedConfig, ...]) -> str:
+    """The text of a data file, which :func:`parse` reads."""
+    rows = []
+    for entry in entries:
+        shape = {
+            "path": entry.path,
+            "dtype": entry.dtype,
+            "max_n": entry.max_n,
+            "max_k": entry.max_k,
+        }
+        rows.append("    " + json.dumps(shape | asdict(entry.config)))
+    head = f'{{\n  "gpu": {json.dumps(gpu)},\n  "note": {json.dumps(note)},\n  "entries": [\n'
+    return head + ",\n".join(rows) + "\n  ]\n}\n"
+
+
+@cache
+def entries_for(gpu: str) -> tuple[TunedConfig, ...]:
+    """The entries of the GPU's data file, else of ``default.json``."""
+    folder = files("icl_patch.kernels") / "configs"
+    file = folder / f"{slug(gpu)}.json"
+    return parse(
+        (file if gpu and file.is_file() else folder / "default.json").read_text(encoding="utf-8")
+    )
+
+
+def data_files() -> dict[str, tuple[TunedConfig, ...]]:
+    """Every data file's entries, by file name without its ending."""
+    folder = files("icl_patch.kernels") / "configs"
+    return {
+        file.name.removesuffix(".json"): parse(file.read_text(encoding="utf-8"))
+        for file in folder.iterdir()
+        if file.name.endswith(".json")
+    }
+
+
+@cache
+def config_for(gpu: str, dtype: torch.dtype, n: int, k: int, path: str) -> Config:
+    """The configuration for a weight (N, K): the first entry that serves it.
+
+    Args:
+        gpu: the device's name as CUDA tells it; a name without a data file gets the default.
+        dtype: the weight's.
+        n, k: its size.
+        path: ``"gemv"`` or ``"gemm"``.
+
+    Raises:
+        LookupError: no entry serves the shape.
+        ValueError: there is no such path.
+    """
+    if path not in PATHS:
+        raise ValueError(f"expected path {' or '.join(map(repr, PATHS))}, got {path!r}")
+    for entry in entries_for(gpu):
+        if entry.covers(path, DTYPES[dtype], n, k):
+            return entry.config
+    raise LookupError(
+        f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, K = {k}, {path}"
+    )
+
+
+@cache
+def gpu_name(device: torch.device) -> str:
+    """The GPU's name, which its data file is named after; empty for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -1,0 +1,172 @@
+"""Descriptions of kernel launches. The same description is launched, interpreted, or compiled ahead
+of time; launches of known shapes are cached.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether the kernels run in Triton's interpreter: TRITON_INTERPRET=1 was set before triton was
+imported.
+"""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class Launch:
+    """One kernel launch without its tensors, for all tensors of the dtypes, sizes and strides that
+    it was planned for.
+
+    kernel: takes the input tensors, the output tensors, then ``rest``, constexprs included;
+    programs: the size of the grid; inputs: dtypes, None for an absent tensor; outputs: sizes and
+        dtypes; num_warps, num_stages: options of the compiler.
+    """
+
+    kernel: Any
+    programs: int
+    inputs: tuple[torch.dtype | None, ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    rest: tuple
+    num_warps: int
+    num_stages: int = 1
+    _compiled: dict[int, Callable[..., None]] = field(init=False, default_factory=dict)
+
+    def __call__(self, *inputs: Tensor | None) -> Any:
+        """Launch on the current stream of the first input's device.
+
+        Returns:
+            The output, or a tuple of the outputs.
+        """
+        assert inputs[0] is not None
+        device = inputs[0].device
+        outputs = [torch.empty(size, dtype=dtype, device=device) for size, dtype in self.outputs]
+        if self.programs:
+            if INTERPRETED or device.index == torch.cuda.current_device():
+                self._run((*inputs, *outputs))
+            else:
+                with torch.cuda.device(device):
+                    self._run((*inputs, *outputs))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _run(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Call the compiled kernel directly from the second time on. The compiler specialises on
+        the alignment of addresses; all else it looks at is the same for every call.
+        """
+        aligned = 0
+        for tensor in tensors:
+            aligned = 2 * aligned + (tensor is not None and not tensor.data_ptr() & 15)
+        run = self._compiled.get(aligned)
+        if run is not None:
+            run(*tensors, *self.rest)
+        else:
+            compiled = self.kernel[(self.programs,)](*tensors, *self.rest, **self.options)
+            if compiled is not None:  # in the interpreter there is none
+                self._compiled[aligned] = compiled[(self.programs, 1, 1)]
+
+    @property
+    def arguments(self) -> tuple:
+        """All arguments of the kernel, with dtypes in place of tensors."""
+        return (*self.inputs, *(dtype for _, dtype in self.outputs), *self.rest)
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Options of the compiler. It may not fuse multiplications with additions: the kernels say
+        where, so that the bits do not depend on the compiler's version.
+        """
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": False,
+        }
+
+
+_launches: dict[tuple, Callable[..., Any]] = {}
+_MAX_LAUNCHES = 4096
+
+
+def cached_launch(
+    plan: Callable[..., Callable[..., Any]], tensors: tuple[Tensor | None, ...], *options: Hashable
+) -> Any:
+    """``plan(*tensors, *options)(*tensors)``, planned once for all tensors of the same sizes,
+    strides, dtypes and devices.
+
+    These are all that checks, plans and the compiler see of a tensor, except for its address, which
+    :class:`Launch` looks at.
+    """
+    key = (
+        plan,
+        options,
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+    )
+    launch = _launches.get(key)
+    if launch is None:
+        launch = plan(*tensors, *options)
+        if len(_launches) >= _MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+    return launch(*tensors)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``⌈a / b⌉``."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not smaller than ``n``; 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def dtype_of(x: Tensor | None) -> torch.dtype | None:
+    """The dtype of x, or None without x."""
+    return None if x is None else x.dtype
+
+
+def check(good: bool, expected: str, got: object, error: type[Exception] = ValueError) -> None:
+    """Raise ``error`` unless ``good``."""
+    if not good:
+        raise error(
+            f"expected {expected}, got {tuple(got) if isinstance(got, torch.Size) else got}"
+        )
+
+
+def check_floats(first: Tensor, **tensors: Tensor | None) -> None:
+    """Check that all are fp32, bf16 or fp16 and on the device of ``first``, where kernels run."""
+    device = "cpu" if INTERPRETED else "cuda"
+    if first.device.type != device and not torch.compiler.is_compiling():
+        raise ValueError(f"expected tensors on {device}, got {first.device}")
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check(tensor.dtype in FLOATS, f"{name} in fp32, bf16 or fp16", tensor.dtype, TypeError)
+            check(tensor.device == first.device, f"{name} on {first.device}", tensor.device)
+
+
+def needs_op(*tensors: Tensor | None) -> bool:
+    """Whether a call must go through torch's dispatcher.
+
+    True under torch.compile and other tracers, on fake tensors, for gradients, and for tensors with
+    a pending negation.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+    ):
+        return True
+    gradients = torch.is_grad_enabled()
+    for x in tensors:  # not any(): this runs before every launch of a decode step
+        if x is None:
+            continue
+        if (
+            type(x) not in (Tensor, torch.nn.Parameter)
+            or (gradients and x.requires_grad)
+            or x.is_neg()
+        ):
+            return True
+    return False
