@@ -174,8 +174,8 @@ class _Training:
             questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
         with self._patched() as modules:
             while not self._ended():
-                _set(modules, self.changes)
                 with torch.enable_grad():
+                    _set(modules, self.changes)
                     self._descend(questions, texts)
                 self.step += 1
                 if self.step % self.options.check_every == 0 or self.step == self.options.steps:

@@ -102,6 +102,23 @@ def test_apply_and_export_are_the_patch(
     assert "expected no --row" in err
 
 
+def test_inspect_shows_a_static_patch(
+    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    status, out, _ = run(capsys, "inspect", patch_file, "--model", "embedded", "--json")
+    assert status == 0
+    shown, patch = json.loads(out), StaticPatch.load(patch_file)
+    assert (shown["kind"], shown["method"], shown["rank"]) == ("static", "ridge", 128)
+    path = "model.layers.2.mlp.down_proj"
+    change = patch.changes[path]
+    expected = (change.u.double().T @ change.v.double()).square().sum().sqrt()
+    assert shown["norms"][path] == pytest.approx(float(expected))
+    assert shown["report"]["held_out"]["questions"] == 20
+    status, out, _ = run(capsys, "inspect", patch_file)
+    assert status == 0
+    assert "20 questions, cross-fitted" in out
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]'])
 def test_files_without_examples_are_refused(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture
