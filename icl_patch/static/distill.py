@@ -345,7 +345,9 @@ class _Checkpoint:
                     **{n: x.to(parameter.device) for n, x in moments.items()},
                 }
         best = {
-            path: LowRank(tensors[f"best.{i}.u"], tensors[f"best.{i}.v"])
+            path: LowRank(tensors[f"best.{i}.u"], tensors[f"best.{i}.v"]).to(
+                training.runner.model.device
+            )
             for i, path in enumerate(training.changes)
         }
         training.best = (header["best"][0], header["best"][1], best)

@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from icl_patch.errors import PatchFormatError
 from icl_patch.patch.atomic_file import write_atomically
@@ -45,6 +47,16 @@ class BlockFit:
     ridges: dict[str, float] = field(default_factory=dict)
     explained: dict[str, float] = field(default_factory=dict)
     residual: float = 0.0
+
+    def to(self, device: torch.device) -> "BlockFit":
+        """The same with all changes on a device."""
+
+        def moved(changes: dict[str, LowRank]) -> dict[str, LowRank]:
+            return {path: change.to(device) for path, change in changes.items()}
+
+        return replace(
+            self, changes=moved(self.changes), by_fold=[moved(fold) for fold in self.by_fold]
+        )
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,9 @@ class _BlockStep:
         """Move the streams on by changes that were fitted before."""
         self._set(None)
         self.after = [self.runner.run(self.index, batch.teacher) for batch in self.batches]
-        self.fitted = known
+        self.fitted = known.to(self.weight.device)
         self._finish()
-        return known
+        return self.fitted
 
     def _fit_inputs(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
         """Matrices that read one input z: ``ΔW = W D`` with D the ridge of ``z_ctx − z`` on z."""

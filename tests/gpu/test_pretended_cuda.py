@@ -20,6 +20,7 @@ OTHERS = [
     "gpu/test_gpu.py",
     "bench/test_bench_generation.py",
     "bench/test_bench.py",
+    "gpu/test_static_gpu.py",
 ]
 CHOSEN = (
     "pretend_cuda_checks or bfloat16 and prefix and gemma3 or matches and gemma3 or between or"

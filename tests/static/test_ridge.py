@@ -64,6 +64,14 @@ def test_the_dual_form_is_the_primal_one(rank: int | None, left: bool) -> None:
     assert (primal - dual).norm() < 1e-10 * primal.norm()
 
 
+def test_one_token_gives_its_own_patch() -> None:
+    """``u vᵀ`` with ``v = a/‖a‖²``, as λ goes to 0."""
+    a, t, _, fold = draw(1, folds=1)
+    change = Regression.of(a, t, torch.ones(1), fold, 1).moments()[-1].solve(1e-14).change
+    expected = torch.outer(t[0], a[0] / a[0].square().sum())
+    assert (change - expected).norm() < 1e-12 * expected.norm()
+
+
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_a_change_of_a_rank_fits_the_rows_best(rank: int) -> None:
     a, t, w, fold = draw(50, folds=1)
