@@ -4,7 +4,7 @@
     python examples/static/evaluation.py --full      # N from 1 to 256, ranks 1 to full, five seeds
 
 Each cell is appended to ``docs/static.jsonl`` as it is made; a run that was stopped goes on. At the
-end the table of ``docs/static.md`` is written again, from all cells of the file.
+end the tables of ``docs/static.md`` are printed, from all cells of the file.
 """
 
 import argparse
@@ -194,6 +194,8 @@ METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
     "another context's patch": lambda cell: patched(other_context(cell)),
     "shuffled answers": lambda cell: patched(shuffled(cell)),
 }
+TASKS = [("format", name) for name in ("upper", "halves", "flip")]
+TASKS += [("fewshot", "upper"), ("language", "german")]
 RANKED = ("ridge", "distill")  # methods that are measured at every rank
 
 
@@ -245,13 +247,11 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 def grid(full: bool) -> Iterator[Cell]:
     """The cells, the reduced ones first."""
-    names = [("format", name) for name in ("upper", "halves", "flip")]
-    names += [("language", "german"), ("fewshot", "upper")]
     more = [("format", "dash"), ("language", "french")]
     more += [("fewshot", name) for name in ("dash", "twin", "flip")]
     for seed in range(5 if full else 1):
         for n in (64, 16, 4, 1, 256) if full else (64, 16):
-            for kind, name in names + more if full else names:
+            for kind, name in [*TASKS, *more] if full else TASKS:
                 yield Cell(kind, name, "patch for each token", 1, None, seed)
                 for method in METHODS:
                     if n >= FOLDS or "shuffled" not in method:
@@ -286,31 +286,47 @@ def main() -> None:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         print(cell.key, {k: round(v, 3) for k, v in entry["quality"].items()}, flush=True)
-    print(table(list(read(options.out).values())))
+    print(tables(list(read(options.out).values())))
 
 
-# -- the table
+# -- the tables
 
 
-def table(entries: list[dict[str, Any]]) -> str:
-    """Means over tasks and seeds, by method and N at rank 4."""
+def tables(entries: list[dict[str, Any]]) -> str:
+    """Methods by N at rank 4, and ranks at N = 64; means over tasks and seeds."""
+    known = [entry for entry in entries if entry["kind"] != "recall"]
+    by_method = [e for e in known if e["rank"] == 4 or e["method"] == "patch for each token"]
+    ranked = [e for e in known if e["method"] in RANKED and e["n"] == 64]
+    measured = {e["name"] for e in ranked if e["rank"] != 4}
+    by_rank = [e for e in ranked if e["name"] in measured]
+    return _table(by_method, "n", "N") + "\n\n" + _table(by_rank, "rank", "rank")
+
+
+def _table(entries: list[dict[str, Any]], column: str, title: str) -> str:
     lines = [
-        "| method | N | modes | few-shot | languages | KL | unrelated kept | CPU s | bytes |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| method | {title} | upper | halves | flip | few-shot upper | german | KL |"
+        " recall | modes | few-shot | languages | CPU s | bytes |",
+        "|---|" + "---|" * 13,
     ]
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     for entry in entries:
-        if entry["rank"] in (4, None) and entry["kind"] != "recall":
-            groups.setdefault((entry["method"], entry["n"]), []).append(entry)
-    for (method, n), group in groups.items():
-        kinds = [
-            _mean([e["quality"]["whole"] for e in group if e["kind"] == kind])
-            for kind in ("format", "fewshot", "language")
+        groups.setdefault((entry["method"], entry[column]), []).append(entry)
+    order = ["patch for each token", *METHODS]
+    for (method, value), group in sorted(
+        groups.items(), key=lambda item: (-(item[0][1] or 999), order.index(item[0][0]))
+    ):
+        cells = [
+            _mean([e["quality"]["whole"] for e in group if (e["kind"], e["name"]) == task])
+            for task in TASKS
         ]
-        kept = _mean([x["whole"] for e in group for x in e.get("others", {}).values()])
-        row = [method, n, *kinds, _mean([e["quality"]["kl"] for e in group], 3), kept]
-        row += [_mean([e[name] for e in group if name in e], 1) for name in ("cpu_seconds",)]
-        row.append(_mean([e["bytes"] for e in group if "bytes" in e], 0))
+        kept = [
+            _mean([e["others"][kind]["whole"] for e in group if "others" in e])
+            for kind in embedded.KINDS
+        ]
+        row = [method, "full" if value is None else value, *cells]
+        row += [_mean([e["quality"]["kl"] for e in group], 3), *kept]
+        row += [_mean([e["cpu_seconds"] for e in group if "cpu_seconds" in e], 1)]
+        row += [_mean([e["bytes"] for e in group if "bytes" in e], 0)]
         lines.append("| " + " | ".join(map(str, row)) + " |")
     return "\n".join(lines)
 
