@@ -119,8 +119,8 @@ class Batch:
     weight: Tensor
 
     def aligned(self, x: Tensor) -> Tensor:
-        """The teacher's values (B, T', n) at the student's tokens, (tokens, n)."""
-        row = torch.arange(len(x), device=x.device).unsqueeze(1)
+        """The teacher's values (B, T', n), or flat, at the student's tokens, (tokens, n)."""
+        row = torch.arange(len(self.rows), device=x.device).unsqueeze(1)
         values: Tensor = x.reshape(len(self.rows), -1, x.shape[-1])[row, self.place][self.valid]
         return values
 

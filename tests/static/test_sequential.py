@@ -9,6 +9,7 @@ from support.static import ReferenceFit, random_example
 
 from icl_patch import static
 from icl_patch.evaluation import tiny_models
+from icl_patch.models.language_model import layers_of
 from icl_patch.static.fit import fit
 
 # fp32 forward passes on both sides, a solve that amplifies their difference by at most 1/λ = 100,
@@ -87,6 +88,18 @@ def test_a_granite_whose_branches_are_multiplied() -> None:
         given = reference.inputs(f"output of {layer}.mlp.down_proj", False)
         reference.change(f"{layer}.mlp.down_proj", reference.solve(h, wanted / multiplier - given))
     compare(reference, patch)
+
+
+@pytest.mark.parametrize("name", ["opt", "opt-post-norm", "bloom", "phi3", "olmo2", "llava"])
+def test_other_forms_come_closer_to_the_context(name: str) -> None:
+    model, example = tiny_models.build(name), random_example()
+    patch = fit(model, [example], rank=None, folds=1)
+    reference = ReferenceFit(model, example, ridge=0.01)
+    last = f"output of {list(layers_of(model))[-1]}"
+    wanted, before = reference.inputs(last, True), reference.inputs(last, False)
+    patch.merge(reference.patched)
+    after = reference.inputs(last, False)
+    assert (wanted - after).norm() < 0.7 * (wanted - before).norm()
 
 
 def test_the_report_is_of_questions_that_the_fit_has_not_seen() -> None:
