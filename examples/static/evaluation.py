@@ -297,8 +297,8 @@ def tables(entries: list[dict[str, Any]]) -> str:
     known = [entry for entry in entries if entry["kind"] != "recall"]
     by_method = [e for e in known if e["rank"] == 4 or e["method"] == "patch for each token"]
     ranked = [e for e in known if e["method"] in RANKED and e["n"] == 64]
-    measured = {e["name"] for e in ranked if e["rank"] != 4}
-    by_rank = [e for e in ranked if e["name"] in measured]
+    measured = {(e["kind"], e["name"]) for e in ranked if e["rank"] != 4}
+    by_rank = [e for e in ranked if (e["kind"], e["name"]) in measured]
     return _table(by_method, "n", "N") + "\n\n" + _table(by_rank, "rank", "rank")
 
 
