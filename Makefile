@@ -5,7 +5,7 @@ RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress kernels bits bits-compare bench bench-compare figures papers static gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress mutants kernels bits bits-compare bench bench-compare sweep figures papers static gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,8 +38,15 @@ build/oldest/installed: pyproject.toml
 oldest: build/oldest/installed ## the test suite with the oldest versions that pyproject.toml allows; installs gigabytes, CUDA's libraries among them
 	$(MAKE) PYTHON=$(CURDIR)/build/oldest/bin/python test
 
-stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model
+stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model; every block form on more random numbers
 	$(RUN) -m pytest -m stress
+
+# Apart from the rest: it brings a module that hides Python's own typing.
+build/universalmutator: | $(RUN)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ universalmutator==1.14.1
+
+mutants: $(RUN) build/universalmutator ## plant faults one at a time and run the tests that should notice each, for at most half an hour; goes on where it stopped; MUTANTS=--fresh
+	PYTHONPATH=build/universalmutator $(RUN) tools/mutants.py $(MUTANTS)
 
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills
 	$(RUN) tools/kernel_resources.py
@@ -61,9 +68,13 @@ bench: $(RUN) build/peft ## time the kernels beside the code that they replace, 
 bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
 	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
 
-figures: $(RUN) ## draw the benchmarks' tables and pictures, and the README's table, again from their numbers
+sweep: $(RUN) ## try every causal model class of transformers, small and random; goes on where it stopped; hours on one core; docs/model_classes.md
+	OMP_NUM_THREADS=1 $(RUN) tools/sweep.py $(TYPES)
+
+figures: $(RUN) ## draw the benchmarks' tables and pictures, and the tables of README and docs, again from their numbers
 	$(RUN) -m icl_patch bench --plots --out bench/results
 	$(RUN) tools/readme.py
+	$(RUN) tools/readme_picture.py
 
 # Each writes its pictures, its numbers and its page into docs/papers; make -j2 papers takes two cores.
 EXPERIMENTS := linear_regression table_1 goldwaser
@@ -77,8 +88,8 @@ STATIC ?=
 static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; goes on where it stopped; STATIC=--full: the whole grid
 	$(RUN) examples/static/evaluation.py $(STATIC)
 
-gpu: $(RUN) ## on a machine with a CUDA device, in 9 minutes: its tests, the headline benchmarks, the memory checks; PARTS=tests, SCALE=2: those alone, twice the time
-	@sh tools/gpu.sh
+gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
+	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh
 
 gpu-full: $(RUN) ## there, the whole grid of benchmarks; goes on where it stopped
 	$(RUN) -m icl_patch bench --device cuda --out "$(RESULTS)"

@@ -4,6 +4,7 @@ They come from calls that are not timed.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,19 +21,34 @@ _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMem
 Call = Callable[[], object]
 
 
-def operator_calls(call: Call) -> int:
-    """The operators that a call runs on a CPU, without those that another operator runs."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        call()
-    return sum(map(_is_outer_operator, profiler.events() or ()))
+# What an operator's or a kernel's name says of the backend of scaled-dot-product attention.
+_ATTENTION = re.compile(
+    r"_scaled_dot_product_(?:fused_)?(flash|efficient|cudnn)_attention|"
+    r"_scaled_dot_product_attention_(math)|(flash)_fwd|(cudnn)\w*_(?:sdpa|fprop)|fmha_(cutlass)",
+)
 
 
-def launches(call: Call, device: torch.device) -> int:
-    """The kernels, copies and CUDA graphs that a call launches."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+def profiled(call: Call, device: torch.device) -> dict[str, Any]:
+    """``operator calls`` on a CPU, without those that another operator runs, or ``launches`` of
+    kernels, copies and CUDA graphs; and ``SDPA``, the backends of scaled-dot-product attention that
+    operators and kernels are named after, if any is.
+    """
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
         call()
-        torch.cuda.synchronize(device)
-    return sum(event.name.startswith(_LAUNCHES) for event in profiler.events() or ())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events: Any = profiler.events() or ()
+    found: dict[str, Any] = (
+        {"launches": sum(event.name.startswith(_LAUNCHES) for event in events)}
+        if device.type == "cuda"
+        else {"operator calls": sum(map(_is_outer_operator, events))}
+    )
+    named = [match for event in events for match in _ATTENTION.finditer(event.name)]
+    backends = {next(filter(None, match.groups())) for match in named}
+    return found | ({"SDPA": " and ".join(sorted(backends))} if backends else {})
 
 
 def _is_outer_operator(event: Any) -> bool:

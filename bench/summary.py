@@ -1,4 +1,4 @@
-"""The README's tables of the benchmarks, from the committed results files."""
+"""The tables of docs/performance.md, from the committed results files."""
 
 from pathlib import Path
 from typing import Any

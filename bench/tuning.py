@@ -1,9 +1,10 @@
 """Measuring the kernels' configurations on a GPU and writing its data file: ``icl-patch tune``."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from icl_patch.bench.cases.linear import (
     SHAPES,
     cold,
     expected_output,
+    product_error_limit,
     random_operands,
-    rounding_limit,
 )
 from icl_patch.bench.harness import reason, relative_error
 from icl_patch.bench.results import environment, write_whole
@@ -33,6 +34,7 @@ from icl_patch.kernels.runtime.config import (
     dump,
     entries_for,
     gpu_name,
+    parse,
     slug,
 )
 
@@ -40,7 +42,8 @@ from icl_patch.kernels.runtime.config import (
 # summation.
 ROWS = {"gemv": (1, 2, 4, 8, 16), "gemm": (32, 64, 512)}
 QUICK_ROWS = {"gemv": (1, 8), "gemm": (32, 512)}
-QUICK_SHAPES = ("Gemma-3-1B down", "Gemma-3-4B up", "Gemma-3-27B up")  # one in each class of N
+# one in each class of N
+QUICK_SHAPES = ("Gemma-3-1B down", "Llama-3-8B down", "Llama-3-8B up", "Gemma-3-27B up")
 # rows and rank, where the coefficients' place matters
 FUSED_CASES = ((1, 1), (8, 1), (16, 1), (4, 4), (1, 16))
 
@@ -63,6 +66,12 @@ class TuningOptions:
         names = QUICK_SHAPES if self.quick else [name for name in SHAPES if CONV1D not in name]
         return [SHAPES[name] for name in names]
 
+    @property
+    def capability(self) -> int:
+        """The GPU's compute capability, 10 · major + minor."""
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return 10 * major + minor
+
     def cases(self, path: str) -> list[tuple[int, int]]:
         """The rows and rank 1 of the calls to measure."""
         return [(rows, 1) for rows in (QUICK_ROWS if self.quick else ROWS)[path]]
@@ -71,7 +80,8 @@ class TuningOptions:
 def write(
     options: TuningOptions, folder: Path | None, progress: Progress
 ) -> tuple[Path, tuple[TunedConfig, ...]]:
-    """Tune and write ``<gpu>.json``, whole; entries of dtypes that are not tuned stay as they are.
+    """Tune and write ``<gpu>.json``, whole, after every entry; a run that was stopped goes on where
+    it was. Entries that are not tuned stay as they are.
 
     Returns:
         The file and its entries.
@@ -81,65 +91,83 @@ def write(
     """
     if options.device.type != "cuda":
         raise ValueError(f"expected a CUDA device to tune for, got {options.device}")
-    gpu = gpu_name(options.device)
-    with tuning.compilers(options.workers) as pool:
-        measuring = functools.partial(Measuring, options, pool, progress)
-        entries = choose(options, entries_for(gpu), measuring, progress)
-    versions = environment(options.device)
+    gpu, versions = gpu_name(options.device), environment(options.device)
     where = ", ".join(
         f"{name} {versions[name]}" for name in ("icl_patch", "torch", "triton", "cuda")
     )
     note = f"Measured on this GPU by icl-patch tune{' --quick' if options.quick else ''}: {where}."
+    head = {"gpu": gpu, "capabilities": [options.capability], "note": note}
     path = (folder or Path(str(files("icl_patch.kernels") / "configs"))) / f"{slug(gpu)}.json"
-    write_whole(path, dump(gpu, note, entries))
+    known, chosen = entries_for(gpu), measured_before(path, note)
+    if chosen:
+        progress(f"{len(chosen)} entries of {path} are measured already")
+    with torch.cuda.device(options.device), tuning.compilers(options.workers) as pool:
+        measuring = functools.partial(Measuring, options, pool, progress)
+        for entry in choose(options, chosen, measuring, progress):
+            chosen.append(entry)
+            unfinished = head | {"measured": len(chosen)}
+            write_whole(path, dump(unfinished, in_place_of(known, chosen)))
+    entries = in_place_of(known, chosen)
+    write_whole(path, dump(head, entries))
     return path, entries
+
+
+def measured_before(path: Path, note: str) -> list[TunedConfig]:
+    """The entries that a run with the same note measured until it was stopped."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8")
+    head = json.loads(text)
+    return list(parse(text)[: head.get("measured", 0)]) if head["note"] == note else []
+
+
+def in_place_of(
+    known: Sequence[TunedConfig], chosen: Sequence[TunedConfig]
+) -> tuple[TunedConfig, ...]:
+    """The chosen entries, then the known ones for shapes, paths and dtypes that they leave out."""
+
+    def serves(new: TunedConfig, old: TunedConfig) -> bool:
+        same = (new.path, new.dtype) == (old.path, old.dtype)
+        return same and (new.max_n is None or (old.max_n is not None and old.max_n <= new.max_n))
+
+    return (*chosen, *(old for old in known if not any(serves(new, old) for new in chosen)))
 
 
 def choose(
     options: TuningOptions,
-    known: Sequence[TunedConfig],
+    before: Sequence[TunedConfig],
     measuring: "Callable[[torch.dtype, str], Measuring]",
     progress: Progress,
-) -> tuple[TunedConfig, ...]:
-    """The entries of the tuned dtypes, by the times of ``measuring(dtype, path)``, then the known
-    ones of the other dtypes.
+) -> Iterator[TunedConfig]:
+    """The entries of the tuned dtypes that are not among those of ``before``, by the times of
+    ``measuring(dtype, path)``.
     """
-    chosen: list[TunedConfig] = []
+    done = {(entry.dtype, entry.path, entry.max_n) for entry in before}
     for dtype in options.dtypes:
         for path in PATHS:
-            progress(f"{DTYPES[dtype]}, {path}")
-            chosen += _choose(options, dtype, path, measuring(dtype, path))
-    tuned = {DTYPES[dtype] for dtype in options.dtypes}
-    return tuple(chosen + [entry for entry in known if entry.dtype not in tuned])
+            for upper, shapes in tuning.classes(options.shapes):
+                if (DTYPES[dtype], path, upper) not in done:
+                    progress(f"{DTYPES[dtype]}, {path}, N ≤ {upper or 'any'}")
+                    yield _choose(options, dtype, path, upper, shapes, measuring(dtype, path))
 
 
 def _choose(
-    options: TuningOptions, dtype: torch.dtype, path: str, measuring: "Measuring"
-) -> Sequence[TunedConfig]:
+    options: TuningOptions,
+    dtype: torch.dtype,
+    path: str,
+    upper: int | None,
+    shapes: Shapes,
+    measuring: "Measuring",
+) -> TunedConfig:
     """Blocks first, then, with them, how many coefficients a program sums itself."""
 
-    def tune(
-        shapes: Shapes,
-        cases: Sequence[tuple[int, int]],
-        tried: Sequence[Config],
-        limits: Sequence[int],
-    ) -> tuple[TunedConfig, ...]:
+    def tune(cases: Sequence[tuple[int, int]], tried: Sequence[Config]) -> TunedConfig:
         measuring.compile(tried, cases, shapes)
         measure = functools.partial(measuring.seconds, cases)
-        return tuning.tune(dtype, path, shapes, measure, limits, measuring.problem, tried)
+        return tuning.tune(dtype, path, upper, shapes, measure, measuring.problem, tried)
 
-    limits = (4096, 16384)
-    blocks = tune(options.shapes, options.cases(path), tuning.candidates(dtype, path), limits)
-    if path != GEMV:
-        return blocks
-    entries, lower = [], 0
-    for entry in blocks:
-        upper = entry.max_n or max(n for n, _ in options.shapes)
-        shapes = [(n, k) for n, k in options.shapes if lower < n <= upper]
-        [best] = tune(shapes, FUSED_CASES, tuning.with_fused(entry.config), ())
-        entries.append(replace(best, max_n=entry.max_n))
-        lower = upper
-    return entries
+    entry = tune(options.cases(path), tuning.candidates(dtype, path))
+    return entry if path != GEMV else tune(FUSED_CASES, tuning.with_fused(entry.config))
 
 
 class Measuring:
@@ -155,7 +183,7 @@ class Measuring:
         dtype: torch.dtype,
         path: str,
     ) -> None:
-        self._device, self._pool = options.device, pool
+        self._device, self._pool, self._capability = options.device, pool, options.capability
         self._progress, self._dtype = progress, dtype
         # used in turn; those of all shapes are kept, as every configuration goes through them
         self._weights = functools.cache(lambda n, k: cold(options.device, (n, k), dtype))
@@ -172,16 +200,15 @@ class Measuring:
             for n, k in shapes
             for rows, rank in cases
         ]
-        major, minor = torch.cuda.get_device_capability(self._device)
         self._progress(f"compiling {len(variants)} variants")
-        problems = tuning.compile_all(self._pool, variants, 10 * major + minor)
+        problems = tuning.compile_all(self._pool, variants, self._capability)
         if failed := [problem for problem in problems if problem is not None]:
             first = failed[0].splitlines()[0]
             self._progress(f"{len(failed)} of them do not compile; the first: {first:.200}")
 
     def problem(self, entry: TunedConfig) -> str | None:
         """Spills and the like, in any kernel that the entry is compiled to."""
-        problem = tuning.entry_problem(self._pool, entry)
+        problem = tuning.entry_problem(self._pool, entry, [self._capability])
         self._progress(f"{entry.config}: {problem or 'chosen'}")
         return problem
 
@@ -245,7 +272,7 @@ def check(operands: Operands, weight: Tensor, config: Config) -> None:
             computed alone.
     """
     output = _launch(operands, weight, config)
-    relative_error(output, operands.expected, rounding_limit(weight.dtype, weight.shape[1]))
+    relative_error(output, operands.expected, product_error_limit(weight.dtype, weight.shape[1]))
     if not torch.equal(output, _launch(operands, weight, config)):
         raise AssertionError("expected the same bits twice, got others")
     if not torch.equal(

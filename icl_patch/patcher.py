@@ -13,14 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.analysis import dynamics
-from icl_patch.generation import loop
+from icl_patch.generation import answering, loop
 from icl_patch.generation.decoder import Decoder
 from icl_patch.models.language_model import check_length
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WeightCheck
 from icl_patch.patch.serialization import check_fit
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.sequences import assemble, check_tensor
+from icl_patch.recording.sequences import assemble, check_tensor, either
 
 
 class ContextPatcher:
@@ -64,6 +64,12 @@ class ContextPatcher:
     ) -> None:
         self.attached_model = AttachedModel(model, update, tokenizer)
         self.decoder = Decoder(self.attached_model)
+
+    def __repr__(self) -> str:
+        attached = self.attached_model
+        name = self.model.config._name_or_path or type(self.model).__name__
+        state = f"{len(attached.blocks)} blocks patched" if self.attached else "detached"
+        return f"ContextPatcher({name}, {self.update}, {str(self.model.dtype)[6:]}, {state})"
 
     def __enter__(self) -> "ContextPatcher":
         return self
@@ -132,13 +138,15 @@ class ContextPatcher:
     def compute(
         self,
         context_ids: Tensor,
-        kept_ids: Tensor,
+        kept_ids: Tensor | None = None,
         *,
         prefix_ids: Tensor | None = None,
         context_mask: Tensor | None = None,
         kept_mask: Tensor | None = None,
         prefix_mask: Tensor | None = None,
         absorbed: list[tuple[int, int]] | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         **model_inputs: Any,
     ) -> ContextPatch:
         """The change of weights that makes the model on ``[prefix, kept]`` do what it does on
@@ -153,6 +161,8 @@ class ContextPatcher:
             absorbed: [(start, stop)] columns of ``context_ids`` to absorb, by default all. Tokens
                 before the first absorbed one join the prefix; those after it that are not absorbed
                 are kept tokens, before ``kept_ids``.
+            input_ids, attention_mask: transformers' names for ``kept_ids`` and ``kept_mask``:
+                ``compute(context_ids, **tokenizer(question, return_tensors="pt"))``.
             model_inputs: further inputs of the model for the pass over what stands before the first
                 kept token, which must all be absorbed then.
 
@@ -173,10 +183,10 @@ class ContextPatcher:
         self.attached_model.require_attached()
         sequences = assemble(
             context_ids,
-            kept_ids,
+            either("kept_ids", kept_ids, "input_ids", input_ids),
             prefix_ids=prefix_ids,
             context_mask=context_mask,
-            kept_mask=kept_mask,
+            kept_mask=either("kept_mask", kept_mask, "attention_mask", attention_mask),
             prefix_mask=prefix_mask,
             absorbed=absorbed,
         )
@@ -228,7 +238,13 @@ class ContextPatcher:
 
     @torch.no_grad()
     def forward(
-        self, kept_ids: Tensor, patch: ContextPatch, *, kept_mask: Tensor | None = None
+        self,
+        kept_ids: Tensor | None = None,
+        patch: ContextPatch | None = None,
+        *,
+        kept_mask: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Replay: run the kept tokens with the patch's weights and no context anywhere.
 
@@ -238,6 +254,7 @@ class ContextPatcher:
             kept_ids: (B, T), the patch's kept tokens.
             patch: from :meth:`compute` or :meth:`ContextPatch.load`, on this model.
             kept_mask: (B, T) bool; the patch's by default.
+            input_ids, attention_mask: transformers' names for ``kept_ids`` and ``kept_mask``.
 
         Returns:
             Logits (B, T, V) in the model's dtype.
@@ -251,6 +268,11 @@ class ContextPatcher:
             ValueError: the tokens are not those the patch is for, or the patch is a part that
                 cannot be replayed.
         """
+        kept_ids = either("kept_ids", kept_ids, "input_ids", input_ids)
+        kept_mask = either("kept_mask", kept_mask, "attention_mask", attention_mask)
+        if not isinstance(patch, ContextPatch):
+            raise TypeError(f"expected a ContextPatch, got {type(patch).__name__}")
+        check_tensor("kept_ids", kept_ids)
         with self.attached_model.attachment.one_pass():
             self._check_replay(kept_ids, patch, kept_mask)
             return self.attached_model.replay_checked(patch)
@@ -258,7 +280,6 @@ class ContextPatcher:
     def _check_replay(
         self, kept_ids: Tensor, patch: ContextPatch, kept_mask: Tensor | None
     ) -> None:
-        check_tensor("kept_ids", kept_ids)
         if kept_mask is not None:
             check_tensor("kept_mask", kept_mask)
         self.attached_model.check_patch(patch)
@@ -313,9 +334,11 @@ class ContextPatcher:
 
     def generate(
         self,
-        context_ids: Tensor,
+        context_ids: Tensor | None = None,
         *,
         context_mask: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         max_new_tokens: int | None = None,
         streamer: BaseStreamer | None = None,
         logits: str = "reduced",
@@ -338,6 +361,8 @@ class ContextPatcher:
 
         Args:
             context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool.
+            input_ids, attention_mask: transformers' names for these two:
+                ``generate(**tokenizer(prompt, return_tensors="pt"))``.
             max_new_tokens: the most steps; by default what the generation configuration says, else
                 64 or what the model has room for.
             streamer: gets the prompt now and every token as it is chosen.
@@ -383,8 +408,45 @@ class ContextPatcher:
         options = loop.Options(
             logits, mode, compile, patches, check_every, prefill_chunk, arithmetic
         )
+        context_ids = either("context_ids", context_ids, "input_ids", input_ids)
+        context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(
             self.decoder, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
+        )
+
+    def ask(
+        self,
+        context: str,
+        question: str,
+        *,
+        chat: bool = False,
+        max_new_tokens: int | None = None,
+        **arguments: Any,
+    ) -> answering.Answer:
+        """Answer a question about a context, both as text, and return the answer with its patch::
+
+            with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+                answer = patcher.ask("Mars has two moons. ", "The moons of Mars are")
+                patcher.forward(answer.patch.kept_ids, answer.patch)  # again, without the context
+
+        Every token of the answer comes from freshly patched weights, as in :meth:`generate`.
+
+        Args:
+            context, question: read as one text, ``context + question``. Its tokens up to the
+                question are absorbed.
+            chat: put both into one user's turn of the tokenizer's chat template.
+            max_new_tokens, arguments: as for :meth:`generate`.
+
+        Returns:
+            :class:`icl_patch.generation.answering.Answer`: the text, its tokens, and one patch of
+            all of the question's and the answer's tokens.
+
+        Raises:
+            ValueError: the patcher has no tokenizer, or a slow one, or one without a chat template;
+                a text has no tokens; or as :meth:`generate`.
+        """
+        return answering.answer(
+            self.decoder, context, question, chat=chat, max_new_tokens=max_new_tokens, **arguments
         )
 
     def decoding_method(

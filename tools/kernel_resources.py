@@ -80,12 +80,12 @@ def triton_kernels(console: Console) -> list[str]:
 
     table = empty_table("Triton")
     problems = []
-    for name, launch in (
-        *specialisations.linear_launches(),
-        *specialisations.expert_launches(),
-        *specialisations.other_launches(),
-    ):
-        for capability in CAPABILITIES:
+    for capability in CAPABILITIES:
+        for name, launch in (
+            *specialisations.linear_launches(capability),
+            *specialisations.expert_launches(capability),
+            *specialisations.other_launches(),
+        ):
             found = aot.resources(launch, capability)
             numbers = (
                 found.spill_stores,

@@ -1,20 +1,133 @@
-"""Write the benchmarks' table in the README again, from the results files."""
+"""Write the generated tables of the README and of docs/ again, from committed numbers.
 
+    build/python tools/readme.py            # write
+    build/python tools/readme.py --check    # only say which pages differ; exit status 1
+
+A table stands between ``<!-- NAME: ... -->`` and ``<!-- end of NAME -->``.
+"""
+
+import argparse
+import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from icl_patch.bench.results import load_all
 from icl_patch.bench.summary import summary_markdown
+from icl_patch.evaluation.report import format_value, percent, support_markdown
 
-ROOT = Path(__file__).parent.parent
-MARKED = re.compile(r"(<!-- benchmarks: .*? -->\n\n).*?(\n\n<!-- end of benchmarks -->)", re.S)
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+UPDATES = ("exact", "stable", "direct")
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+STEPS = {
+    "`exact`": "recompute and apply, exact",
+    '`exact`, `arithmetic="model"`': "recompute and apply, exact, two passes",
+    "`stable`": "recompute and apply, shared cache",
+    "`stable`, `compile=True`": "recompute and apply, compiled",
+    "PEFT: a LoRA adapter of rank 1, swapped": "PEFT, factors swapped",
+    "the changed weights built as matrices": "W + ΔW built, with a cache",
+}
+"""Rows of the table of speed, and the benchmark's names for them."""
 
-readme = ROOT / "README.md"
-text, count = MARKED.subn(
-    lambda found: found[1] + summary_markdown(ROOT / "bench" / "results") + found[2],
-    readme.read_text(encoding="utf-8"),
-)
-if count != 1:
-    raise SystemExit(
-        f"expected the marks of the benchmarks once in {readme}, found them {count} times"
-    )
-readme.write_text(text, encoding="utf-8")
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def memory() -> str:
+    """A kept token's patch beside the KV cache of the context, from tools/patch_memory.py."""
+    record = json.loads((ROOT / "docs/data/patch-memory.json").read_text(encoding="utf-8"))
+    rows = []
+    for row in sorted(record["rows"], key=lambda row: row["patch_bytes"]["exact"]):
+        exact, stable = (row["patch_bytes"][update] for update in ("exact", "stable"))
+        cells = [f"{row['cache_bytes'] / 1e3:.0f} kB", f"{exact / 1e6:.1f} MB"]
+        ratios = [f"{size / row['cache_bytes']:.0f}" for size in (exact, stable)]
+        rows.append([row["model"], *cells, *ratios])
+    columns = [
+        "bf16 model",
+        "cache of one context token",
+        "patch of one token (`exact`)",
+        "in context tokens: `exact`",
+        "`stable`",
+    ]
+    return _table(columns, rows)
+
+
+def fidelity() -> str:
+    """The replays of Figure 4's experiment, from docs/papers/goldwaser-4.json."""
+    record = json.loads((ROOT / "docs/papers/goldwaser-4.json").read_text(encoding="utf-8"))
+    groups = {(group["update"], group["dtype"]): group for group in record["groups"]}
+    rows = []
+    for update in UPDATES:
+        for dtype, short in DTYPES.items():
+            group = groups[update, dtype]
+            errors = [group["linf"]["max"], group["noise_floor"]["linf_max"]]
+            shares = [percent(group[name]) for name in ("token_match", "bit_identical")]
+            rows.append([f"`{update}`", short, *shares, *map(format_value, errors)])
+    columns = ["update", "dtype", "same token", "bit-identical logits", "largest error", "noise"]
+    return _table(columns, rows)
+
+
+def speed() -> str:
+    """Decode steps of the embedded benchmark's dense model, the model's own step being 1."""
+    columns, found = ["a decode step"], []
+    for results in load_all(RESULTS, "generation"):
+        for case in ("B=1", "B=4"):
+            seconds = {
+                row["call"]: row["seconds"]["median"]
+                for row in results["rows"]
+                if row["case"] == f"0.22B float32 {case} context=256" and "seconds" in row
+            }
+            found.append({name: value / seconds["plain step"] for name, value in seconds.items()})
+            where = results["environment"]["device"].replace("Intel(R) Xeon(R) Processor", "Xeon")
+            columns.append(f"{where.replace('AMD ', '')}, batch {case[2:]}")
+    rows = [
+        [name, *(f"{ratios[call]:.2f}×" if call in ratios else "–" for ratios in found)]
+        for name, call in STEPS.items()
+    ]
+    rows.insert(4, ["the model's own step, without a patch", *["1×"] * len(found)])
+    return _table(columns, rows)
+
+
+TABLES: dict[str, dict[str, Callable[[], Any]]] = {
+    "README.md": {"memory": memory, "fidelity": fidelity, "speed": speed},
+    "docs/models.md": {"families": support_markdown},
+    "docs/performance.md": {"benchmarks": lambda: summary_markdown(RESULTS)},
+}
+
+
+def rewritten(page: str) -> str:
+    """A page with its tables made again.
+
+    Raises:
+        ValueError: the page does not have the marks of a table exactly once.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, table in TABLES[page].items():
+        marked = re.compile(rf"(<!-- {name}: .*? -->\n\n).*?(<!-- end of {name} -->)", re.S)
+        found = len(marked.findall(text))
+        if found != 1:
+            raise ValueError(f"expected the marks of {name} once in {page}, found them {found}×")
+        text = marked.sub(lambda marks, table=table: f"{marks[1]}{table()}\n\n{marks[2]}", text)
+    return text
+
+
+def main() -> int:
+    """Write or check all pages."""
+    parser = argparse.ArgumentParser(description="Write the pages' tables from their numbers.")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    stale = [page for page in TABLES if rewritten(page) != (ROOT / page).read_text("utf-8")]
+    for page in stale:
+        print(f"{page}: {'differs from its numbers' if check else 'written'}")
+        if not check:
+            (ROOT / page).write_text(rewritten(page), encoding="utf-8")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

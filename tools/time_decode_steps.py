@@ -4,7 +4,8 @@
 names only, and reads from the signature of ``ContextPatcher.generate`` how a mode is called there.
 
 - ``plain``: the model's own step. ``replay``: the current token with a given patch, no context.
-- ``two_pass``: the exact update. ``two_stream``, ``shared_cache``: the stable update over one cache
+- ``two_pass``: the exact update in the model's own arithmetic. ``exact``: in one pass, in the
+  batch-invariant one. ``two_stream``, ``shared_cache``: the stable update over one cache
   for each stream, and over one for both. ``compiled``: the latter with a compiled step.
 """
 
@@ -24,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCau
 import icl_patch
 from icl_patch import ContextPatcher
 
-MODES = ("plain", "two_pass", "two_stream", "shared_cache", "compiled", "replay")
+MODES = ("plain", "exact", "two_pass", "two_stream", "shared_cache", "compiled", "replay")
 # hidden, inner, layers, heads, width of a head, vocabulary. "large" is the model of `icl_patch
 # bench generation` on a CPU, 0.22B. Python code takes a larger share of a step of "small", and most
 # of "tiny".
@@ -65,6 +66,10 @@ def mode_arguments(generate: Callable[..., Any], mode: str) -> dict[str, Any]:
     """
     names = inspect.signature(generate).parameters
     compiled = mode == "compiled"
+    if mode == "exact":
+        if "arithmetic" not in names:
+            raise ValueError("expected generate(arithmetic=), got a package without exact steps")
+        return {"arithmetic": "batch_invariant"}
     if {"mode", "compile"} <= names.keys():
         return {"mode": "shared_cache" if compiled else mode, "compile": compiled}
     if {"fast", "compiled"} <= names.keys():
@@ -85,7 +90,7 @@ def plain_steps(model: PreTrainedModel, ids: Tensor) -> Iterator[object]:
 
 def attach(model: PreTrainedModel, mode: str) -> ContextPatcher:
     """A patcher with the update of a mode."""
-    return ContextPatcher(model, "exact" if mode == "two_pass" else "stable")
+    return ContextPatcher(model, "exact" if mode in ("exact", "two_pass") else "stable")
 
 
 def patched_steps(patcher: ContextPatcher, mode: str, ids: Tensor, count: int) -> Iterator[object]:

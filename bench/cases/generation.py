@@ -5,10 +5,12 @@ The models have random weights and the named shapes. One step gives every row on
 context of random tokens; the same step is timed again and again, without the choice of the token.
 All ways run in turns, on the same weights and tokens. In the order of the tables:
 
-- `recompute and apply` is ours. `shared cache` keeps one cache for both streams, `two streams`
-  stacks them, `exact` takes two passes (the latter two only where eight of the case's caches fit
-  into the GPU's memory). `compiled` has a static cache that both streams share and is compiled, and
-  on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
+- `recompute and apply` is ours. `exact` is bit-identical to the model on batch-invariant functions
+  and takes one pass over a cache that both streams share; `exact, two passes` is bit-identical to
+  the model as it is. `shared cache` and `two streams` are the stable update, over one cache for
+  both streams and over one for each (two passes and two streams only where eight of the case's
+  caches fit into the GPU's memory). `compiled` has a static cache that both streams share and is
+  compiled, and on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph. The time to compile is not
   in the table but below it, with the compiler's caches as they were. `CUDA graph` is not compiled,
@@ -32,12 +34,13 @@ every weight once (of the experts, the chosen ones) at the best bandwidth measur
 the step's time. `cache` is the size of the way's cache, its spare room included. `transient` is the
 peak of memory that one step takes beside model and cache, according to torch's allocator (on a CPU:
 from its allocations and releases as torch.profiler sees them). `calls` counts a step's operator
-calls (CPU) or launches (GPU; a CUDA graph is one).
+calls (CPU) or launches (GPU; a CUDA graph is one). The backend of scaled-dot-product attention
+is read from the names of a step's operators and kernels.
 """
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,8 +63,7 @@ from icl_patch.bench.cases.random_models import (
 )
 from icl_patch.bench.costs import (
     cache_bytes,
-    launches,
-    operator_calls,
+    profiled,
     transient_bytes,
     weight_bytes,
 )
@@ -76,6 +78,8 @@ from icl_patch.generation.shared_cache_trial import require_shared_cache
 from icl_patch.recording.sequences import absorb_all_but_last
 
 OURS = "recompute and apply, shared cache"
+EXACT = "recompute and apply, exact"
+EXACT_TWO_PASSES = "recompute and apply, exact, two passes"
 OURS_COMPILED = "recompute and apply, compiled"
 PLAIN = "plain step"
 COMPILED = "plain step, compiled"
@@ -101,7 +105,7 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
         grid += [] if quick else [(CPU_MIXTURE, batch, 256) for batch in (1, 4)]
     else:
         dtype = torch.bfloat16
-        shapes, batches = (GPU_SHAPES[:2], (1, 8)) if quick else (GPU_SHAPES, (1, 8, 4, 32))
+        shapes, batches = (GPU_SHAPES[:3], (1, 8)) if quick else (GPU_SHAPES, (1, 8, 4, 32))
         grid = [(shape, batch, 1024) for shape in shapes for batch in batches]
         rest = () if quick else (16, 256, 8192)
         grid += [
@@ -216,11 +220,13 @@ def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
     """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit."""
     stable, cuda = models.stable, ids.is_cuda
     builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
+    if not any(block.experts for block in models.exact.attached_model.blocks):
+        builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
     if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:
         builders["recompute and apply, two streams"] = lambda: _decoding_step(
             stable, ids, DecodeMode.TWO_STREAM
         )
-        builders["recompute and apply, exact"] = lambda: _exact_step(models.exact, ids)
+        builders[EXACT_TWO_PASSES] = lambda: _two_pass_step(models.exact, ids)
     builders[OURS_COMPILED] = lambda: _compiled_step(
         stable, ids, CompileOptions(inductor=True, cuda_graph=cuda)
     )
@@ -287,7 +293,7 @@ def _compiled_step(patcher: ContextPatcher, ids: Tensor, options: CompileOptions
     return replace(step, compile_seconds=seconds if options.inductor else None)
 
 
-def _exact_step(patcher: ContextPatcher, ids: Tensor) -> Step:
+def _two_pass_step(patcher: ContextPatcher, ids: Tensor) -> Step:
     attached = patcher.attached_model
     sequences = absorb_all_but_last(ids, torch.ones_like(ids, dtype=torch.bool))
     cache: Any = attached.prefill(sequences)
@@ -305,10 +311,7 @@ def _costs(step: Step, seconds: float, device: torch.device) -> dict[str, Any]:
         costs["compile s"] = step.compile_seconds
     if seconds < _SLOW:
         costs["transient MB"] = transient_bytes(step, device) / 1e6
-        if device.type == "cuda":
-            costs["launches"] = launches(step, device)
-        else:
-            costs["operator calls"] = operator_calls(step)
+        costs |= profiled(step, device)
     return costs
 
 
@@ -327,10 +330,16 @@ def tables(data: Mapping[str, Any]) -> list[str]:
         times = {row["call"]: row["seconds"]["median"] for row in rows if "seconds" in row}
         table = table_lines(COLUMNS, [_line(row, times) for row in rows] + skipped)
         lines += [f"## {case}", "", *table, ""]
-        for row in rows:
-            for note in _notes(row):
-                lines += [note, ""]
+        for note in (*_attention(rows), *(note for row in rows for note in _notes(row))):
+            lines += [note, ""]
     return lines[:-1]
+
+
+def _attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each backend of scaled-dot-product attention."""
+    for backend in dict.fromkeys(row["SDPA"] for row in rows if "SDPA" in row):
+        names = [row["call"] for row in rows if row.get("SDPA") == backend]
+        yield f"Scaled-dot-product attention by {backend}: {'; '.join(names)}."
 
 
 def _notes(row: Mapping[str, Any]) -> Iterator[str]:

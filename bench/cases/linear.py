@@ -127,7 +127,7 @@ def prepare(cases: Sequence[Case], device: torch.device) -> None:
     for case in cases:
         n, k, rows, rank = (int(case.parameters[name]) for name in ("n", "k", "rows", "rank"))
         dtype = getattr(torch, str(case.parameters["dtype"]))
-        config = config_for(gpu_name(device), dtype, n, k, product_path(rows))
+        config = config_for(gpu_name(device), dtype, n, product_path(rows))
         variants.append(tuning.Variant(dtype, n, k, rows, rank, config))
     with tuning.compilers() as pool:
         tuning.compile_all(pool, variants, 10 * major + minor)
@@ -179,7 +179,7 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
             return None
         # the others round the weight, the factors or the parts too
         roundings = 1 if name in ("patched_linear", "F.linear") else 8
-        limit = rounding_limit(dtype, k, roundings)
+        limit = product_error_limit(dtype, k, roundings)
         return relative_error(result, expected.get(name, shared), limit)
 
     return Comparison(
@@ -213,7 +213,7 @@ def expected_output(weight: Tensor, z: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return _plain(weight, z) + _term(z, u, v)
 
 
-def rounding_limit(dtype: torch.dtype, k: int, roundings: int = 1) -> float:
+def product_error_limit(dtype: torch.dtype, k: int, roundings: int = 1) -> float:
     """The error of sums of K products in fp32 and of some roundings to the dtype."""
     return roundings * torch.finfo(dtype).eps + 2 * torch.finfo(torch.float32).eps * k**0.5
 

@@ -87,6 +87,7 @@ CPU_MIXTURE = RandomModel(
 GPU_SHAPES = (
     RandomModel("Qwen3-0.6B", Qwen3Config, 1024, 3072, 28, 16, 8, 128, 151936),
     RandomModel("Gemma-3-1B", Gemma3TextConfig, 1152, 6912, 26, 4, 1, 256, 262144, 512),
+    RandomModel("Llama-3-8B", LlamaConfig, 4096, 14336, 32, 32, 8, 128, 128256),
     RandomModel("Llama-3.2-1B", LlamaConfig, 2048, 8192, 16, 32, 8, 64, 128256),
     RandomModel("Gemma-3-4B", Gemma3TextConfig, 2560, 10240, 34, 8, 4, 256, 262208, 1024),
 )

@@ -26,7 +26,7 @@ from icl_patch.bench.results import Results
 
 LAYERS, CONTEXT, KEPT, VOCABULARY = 4, 16, 4, 1024
 BUILT = "W + ΔW built"
-_QWEN, _GEMMA_1B, _, _GEMMA_4B = GPU_SHAPES
+_QWEN, _GEMMA_1B, _, _, _GEMMA_4B = GPU_SHAPES
 MODELS = {
     model.name: replace(model, layers=LAYERS, vocabulary=VOCABULARY)
     for model in (

@@ -13,7 +13,7 @@ import torch
 from transformers import TextStreamer
 
 from icl_patch import ContextPatcher, embedded
-from icl_patch.evaluation.verify import load_model
+from icl_patch.evaluation.loading import load_model
 
 
 def main(arguments: Sequence[str]) -> bool:

@@ -1,12 +1,15 @@
 """The experiments of Goldwaser et al., "Equivalence of Context and Parameter Updates": Figures 3,
 4, 5, and what moves bf16.
 
-    python examples/papers/goldwaser.py                                       # everything, as in
-    docs/papers python examples/papers/goldwaser.py --figure 3                            # one
-    figure python examples/papers/goldwaser.py --quick                               # tiny sizes,
-    seconds: does it run? python examples/papers/goldwaser.py --model google/gemma-3-1b-it --figure
-    3 --figure 4      # the paper's own model python examples/papers/goldwaser.py --model
-    google/gemma-3-4b-it --figure 5 --device cuda   # the same, with an image
+    python examples/papers/goldwaser.py              # everything, as in docs/papers
+    python examples/papers/goldwaser.py --figure 3   # one figure
+    python examples/papers/goldwaser.py --redraw     # the pictures and the page, from their numbers
+    python examples/papers/goldwaser.py --quick      # tiny sizes, seconds: does it run?
+
+The paper's own models, the second with an image:
+
+    python examples/papers/goldwaser.py --model google/gemma-3-1b-it --figure 3 --figure 4
+    python examples/papers/goldwaser.py --model google/gemma-3-4b-it --figure 5 --device cuda
 
 Each figure writes a picture and its numbers, and they are collected on one page beside the paper's
 claims. One thread on the CPU, fixed seeds. The models of this repository are used unless another is
@@ -15,7 +18,6 @@ named: the embedded one, and for images one that is trained first, once, into bu
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +29,8 @@ from goldwaser_experiments import EXPERIMENTS, FULL, QUICK, Subject
 from goldwaser_pictures import CLAIMS, draw, measured, write_page
 from linear_regression import rounded
 from transformers.utils import logging as transformers_logging
+
+from icl_patch.bench.results import environment
 
 _NOTES = Path(__file__).with_name("goldwaser_notes.md")
 
@@ -60,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seed", type=int, default=0, help="of the prompts and of the vision model's training"
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing: draw the numbers")
     options = parser.parse_args(arguments)
     torch.set_num_threads(
         1 if options.device == "cpu" and options.model == "embedded" else torch.get_num_threads()
@@ -70,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Path("docs/papers") if subject.own else Path("build/papers") / Path(options.model).name
     )
     out.mkdir(parents=True, exist_ok=True)
+    if options.redraw:
+        redraw(out)
+        return 0
     sizes = QUICK if options.quick else FULL
     for figure in options.figure or EXPERIMENTS:
         started = time.process_time()
@@ -88,8 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "seed": options.seed,
             "model": options.model,
             "sizes": asdict(sizes),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
+            "environment": environment(torch.device(options.device)),
         }
         path = out / f"goldwaser-{figure}"
         path.with_suffix(".json").write_text(
@@ -103,6 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     write_page(out, _NOTES.read_text(encoding="utf-8").strip())
     return 0
+
+
+def redraw(folder: Path) -> None:
+    """Draw the pictures and write the page again, from the numbers in a folder."""
+    for path in sorted(folder.glob("goldwaser-*.json")):
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+        draw(numbers["figure"], numbers, path.with_suffix(""))
+    write_page(folder, _NOTES.read_text(encoding="utf-8").strip())
 
 
 if __name__ == "__main__":

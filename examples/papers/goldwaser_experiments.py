@@ -17,15 +17,8 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from icl_patch import ContextPatch, ContextPatcher, embedded, metrics, verify
-from icl_patch.evaluation.verify import (
-    MARS_PROMPT,
-    VerifiedToken,
-    baseline,
-    encode_contexts,
-    encode_inputs,
-    load_model,
-    over_columns,
-)
+from icl_patch.evaluation.loading import MARS_PROMPT, encode_contexts, encode_inputs, load_model
+from icl_patch.evaluation.verify import VerifiedToken, baseline, over_columns
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording.sequences import absorb_all_but_last
 

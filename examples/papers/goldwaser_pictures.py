@@ -41,6 +41,7 @@ CLAIMS = {
     ),
 }
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+PAPER = {("bfloat16", "direct"): 87.5, ("bfloat16", "stable"): 98}
 COLOURS = {"direct": "#d95f02", "stable": "#1f78b4", "exact": "#1b9e77"}
 _MEASURES = {"linf": "L∞ of logits / max |logit|", "tvd": "total variation distance"}
 _TOP, _LOWEST = 30.0, -14  # of the logarithmic axes; the exponent is that of the curves
@@ -155,12 +156,14 @@ def _legend(figure: Figure, *, merged: bool = True) -> None:
 
 def _figure_3(numbers: dict[str, Any]) -> Figure:
     rows = len(dtypes_of(numbers["curves"]))
+    # No shared x axis: dtypes may generate different tokens.
     figure, axes = plt.subplots(
-        rows, 2, sharex=True, squeeze=False, figsize=(16, 1.5 + 3.2 * rows), layout="constrained"
+        rows, 2, squeeze=False, figsize=(16, 1.5 + 3.4 * rows), layout="constrained"
     )
     _curves(axes, numbers["curves"])
     _legend(figure)
-    figure.supxlabel("generated tokens", fontsize=10)
+    prompt = "".join(map(visible, numbers["context"]))
+    figure.supxlabel(f"tokens generated after the prompt “{prompt}”", fontsize=10)
     return figure
 
 
@@ -176,7 +179,7 @@ def _figure_5(numbers: dict[str, Any]) -> Figure:
         axis.set_axis_off()
     if "answers_right" in numbers:
         _answers(axes[1], numbers["answers_right"])
-    panels = right.subplots(rows, 2, sharex=True, squeeze=False)
+    panels = right.subplots(rows, 2, squeeze=False)
     _curves(panels, numbers["curves"])
     right.supxlabel(f"generated tokens, after the image and {numbers['question']!r}", fontsize=10)
     _legend(figure)
@@ -257,8 +260,8 @@ def _violins(axis: Axes, groups: list[dict[str, Any]], measure: str, edges: list
     axis.set_ylabel(_MEASURES[measure])
 
 
-def _agreement(axis: Axes, groups: list[dict[str, Any]], lines: dict[str, float]) -> None:
-    """Bars of the share of tokens that agree."""
+def _agreement(axis: Axes, groups: list[dict[str, Any]]) -> None:
+    """Bars of the share of tokens that agree; the paper's shares over the bars that they are of."""
     shares = [100 * group["token_match"] for group in groups]
     bars = axis.bar(
         range(len(groups)),
@@ -273,18 +276,11 @@ def _agreement(axis: Axes, groups: list[dict[str, Any]], lines: dict[str, float]
         fontsize=9,
         padding=2,
     )
-    for label, value in lines.items():
-        axis.axhline(value, color="black", linestyle="--", linewidth=1)
-        axis.annotate(
-            label,
-            (1, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(3, 0),
-            textcoords="offset points",
-            fontsize=8,
-            va="center",
-        )
-    lowest = min(*shares, *lines.values())
+    papers = [PAPER.get((group["dtype"], group["update"])) for group in groups]
+    for place, share in enumerate(papers):
+        if share is not None:
+            axis.hlines(share, place - 0.46, place + 0.46, color="black", linestyle="--")
+    lowest = min(shares + [share for share in papers if share is not None])
     axis.set_ylim(80 if lowest > 82 else 0, 103 if lowest > 82 else 112)
     axis.set_ylabel("tokens that agree, %")
     axis.grid(alpha=0.3, axis="y")
@@ -297,9 +293,7 @@ def _figure_4(numbers: dict[str, Any]) -> Figure:
     )
     for axis, measure in zip(axes, _MEASURES, strict=False):
         _violins(axis, groups, measure, numbers["bin_edges_log10"])
-    _agreement(
-        axes[2], groups, {"paper, bf16:\nstable 98": 98.0, "paper, bf16:\ndirect 87.5": 87.5}
-    )
+    _agreement(axes[2], groups)
     axes[2].set_xticks(
         range(len(groups)), [f"{group['update']}\n{DTYPES[group['dtype']]}" for group in groups]
     )
@@ -320,8 +314,15 @@ def _figure_4(numbers: dict[str, Any]) -> Figure:
             label="noise floor: the untouched model against itself, largest",
         )
     )
+    handles.append(_paper_handle())
     figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     return figure
+
+
+def _paper_handle() -> Any:
+    shares = ", ".join(f"{update} {share} %" for (_, update), share in PAPER.items())
+    label = f"the paper, Gemma 3 1B, bf16: {shares}"
+    return plt.Line2D([], [], color="black", linestyle="--", label=label)
 
 
 def _held(numbers: dict[str, Any]) -> Figure:
@@ -332,7 +333,7 @@ def _held(numbers: dict[str, Any]) -> Figure:
         2, 1, sharex=True, figsize=(13, 9), layout="constrained", height_ratios=(3, 2)
     )
     _violins(axes[0], groups, "linf", numbers["bin_edges_log10"])
-    _agreement(axes[1], groups, {"paper:\nstable 98": 98.0, "paper:\ndirect 87.5": 87.5})
+    _agreement(axes[1], groups)
     each = len(groups) // len(names)
     labels = [name.replace(", ", ",\n", 1).replace("before it", "\nbefore it") for name in names]
     axes[1].set_xticks([place * each + (each - 1) / 2 for place in range(len(names))], labels)
@@ -344,7 +345,8 @@ def _held(numbers: dict[str, Any]) -> Figure:
         for update, color in COLOURS.items()
     ]
     handles.append(plt.Line2D([], [], color="black", label="median"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    handles.append(_paper_handle())
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
     return figure
 
 
@@ -466,11 +468,8 @@ def held_table(numbers: dict[str, Any]) -> str:
 
 def agreement_table(many: dict[str, Any], held: dict[str, Any] | None) -> str:
     """Our token agreement beside the paper's, as a Markdown table."""
-    paper = {
-        ("float32", "direct"): "“perfect token matching”",
-        ("bfloat16", "direct"): "87.5 %",
-        ("bfloat16", "stable"): "98 %",
-    }
+    paper = {("float32", "direct"): "“perfect token matching”"}
+    paper |= {group: f"{share} %" for group, share in PAPER.items()}
     counts = [
         f" ({numbers['groups'][0]['tokens']} tokens)" if numbers else "" for numbers in (many, held)
     ]

@@ -21,6 +21,7 @@ import torch
 from regression_experiments import FIGURES, FULL, QUICK
 from regression_pictures import CLAIMS, draw, measured, stem, title, write_page
 
+from icl_patch.bench.results import environment
 from icl_patch.evaluation.report import write_json
 
 _NOTES = Path(__file__).with_name("linear_regression_notes.md")
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ),
             "seed": options.seed,
             "sizes": asdict(sizes),
+            "environment": environment(torch.device("cpu")),
         }
         write_json(options.out / f"{stem(figure)}.json", rounded(head | numbers))
         draw(figure, numbers, options.out / f"{stem(figure)}.png")

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from icl_patch import ContextPatcher, controllability
+from icl_patch.bench.results import environment
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.architecture_suite import run_suite
-from icl_patch.evaluation.report import write_json
+from icl_patch.evaluation.report import format_floor, write_json
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ Small random models of every block form (`icl-patch verify --all-families`), wit
 context of two absorbed spans, and ragged rows. L∞ compares a replay without the context with the
 unmodified model with it, relative to the largest logit, in fp32, for the worst family; the update
 is direct (last row: stable). The noise floor compares the unmodified model with itself at twice the
-batch. Bit-identical: the share of tokens whose logits an exact patch reproduces bit for bit, in
-fp32 and in bf16. Controllable: the share of (block, token) pairs that are controllable according to
-`icl_patch.controllability` (Definitions 3 and 4)."""
+batch; 0 here: batching happened to round alike. Bit-identical: the share of tokens whose logits an
+exact patch reproduces bit for bit, in fp32 and in bf16. Controllable: the share of (block, token)
+pairs that are controllable according to `icl_patch.controllability` (Definitions 3 and 4)."""
 
 
 def families_of(row: Row) -> list[str]:
@@ -128,9 +129,10 @@ def page(rows: Sequence[dict[str, Any]], command: str) -> str:
         shares = (
             f"{100 * row['input_controllable']:.0f} %, {100 * row['output_controllable']:.0f} %"
         )
+        floor = format_floor(row["noise_floor"])
         lines[-1] += (
             f"\n| {row['component']} | {row['statement']} | {row['update']} |"
-            f" {', '.join(row['families'])} | {row['linf']:.1e} | {row['noise_floor']:.1e} |"
+            f" {', '.join(row['families'])} | {row['linf']:.1e} | {floor} |"
             f" {100 * row['bit_identical']:.0f} % | {shares} |"
         )
     lines += [
@@ -175,7 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     write_json(
         options.out / "table-1.json",
-        {"command": command, "seed": options.seed, "rows": rows, "families": measures},
+        {
+            "command": command,
+            "seed": options.seed,
+            "environment": environment(torch.device("cpu")),
+            "rows": rows,
+            "families": measures,
+        },
     )
     (options.out / "table-1.md").write_text(page(rows, command), encoding="utf-8")
     failed = [name for name, one in measures.items() if not one["passed"]]

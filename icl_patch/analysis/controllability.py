@@ -72,6 +72,33 @@ class BlockControllability:
         )
 
 
+class Controllability(tuple[BlockControllability, ...]):
+    """The answers of all blocks, in order; printed, they are a table."""
+
+    def __repr__(self) -> str:
+        header = ("block", "input", "output", "takes up", "why not")
+        rows = [header, *map(_cells, self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(block: BlockControllability) -> tuple[str, ...]:
+    """A block's row: the share of kept tokens for which each holds, and what is in the way."""
+    mask = block.kept_mask
+    shares = (
+        f"{int((holds & mask).sum())} of {int(mask.sum())}"
+        for holds in (block.input_controllable, block.output_controllable, block.takes_up)
+    )
+    reasons = dict.fromkeys(
+        reason for row, token in mask.nonzero().tolist() for reason in block.reasons(row, token)
+    )
+    return (block.block.path, *shares, "; ".join(reasons))
+
+
 @torch.no_grad()
 def controllability(
     patcher: HasAttachedModel,
@@ -83,7 +110,7 @@ def controllability(
     kept_mask: Tensor | None = None,
     prefix_mask: Tensor | None = None,
     absorbed: list[tuple[int, int]] | None = None,
-) -> tuple[BlockControllability, ...]:
+) -> Controllability:
     """Which blocks are input- and output-controllable at the kept tokens without the context, and
     why the others are not.
 
@@ -95,7 +122,7 @@ def controllability(
             which raises ControllabilityError where ``takes_up`` is False here.
 
     Returns:
-        One answer a block.
+        One answer a block; ``print`` shows them as a table.
 
     Raises:
         ValueError: a shape, a mask or a span does not fit.
@@ -118,7 +145,7 @@ def controllability(
     except ControllabilityError as error:
         violations = error.violations
     mask = sequences.tail_mask[:, sequences.kept_columns]
-    return tuple(
+    return Controllability(
         BlockControllability(block.block, mask, failed)
         for block, failed in zip(attached.blocks, violations, strict=True)
     )

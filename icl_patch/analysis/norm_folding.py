@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.patched_module import PatchedModule
-from icl_patch.metrics import rounding_limit
 from icl_patch.models.consumers import Consumers, watch_consumers
 from icl_patch.models.language_model import random_tokens
+from icl_patch.tolerances import rounding_limit
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

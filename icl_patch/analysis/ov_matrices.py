@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.metrics import rounding_limit
 from icl_patch.models.consumers import LINEAR
 from icl_patch.models.language_model import layers_of, text_config
+from icl_patch.tolerances import rounding_limit
 
 
 class _Packing(Enum):

@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from icl_patch.patcher import ContextPatcher
 
 # As in patch.serialization, which imports torch.
 UPDATES = ("direct", "stable", "exact")
@@ -26,6 +35,13 @@ _DTYPES = {
     "fp16": "float16",
     "float16": "float16",
 }
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json, which every command takes."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -89,19 +105,16 @@ def dtype(text: str) -> "torch.dtype":
     """The dtype option."""
     if text not in _DTYPES:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
-    import torch
-
-    value: torch.dtype = getattr(torch, _DTYPES[text])
+    value: torch.dtype = getattr(import_torch(), _DTYPES[text])
     return value
 
 
 def device(text: str) -> "torch.device":
     """A device option; the device must exist on this machine."""
-    import torch
-
+    imported = import_torch()
     try:
-        value = torch.device(text)
-        torch.empty(0, device=value)
+        value: torch.device = imported.device(text)
+        imported.empty(0, device=value)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise argparse.ArgumentTypeError(
             f"expected a device of this machine, got {text!r}: {str(error).splitlines()[0]}"
@@ -134,24 +147,62 @@ def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedToken
         ValueError: a revision of the embedded model.
         OSError: nothing can be loaded.
     """
-    import torch
-    from transformers.utils import logging
-
-    from icl_patch.evaluation.verify import load_model
-
     if options.revision is not None and options.model in (None, "embedded"):
         raise ValueError("expected no --revision of the embedded model")
+    torch = import_torch()
+    with stage("importing transformers"):
+        from transformers.utils import logging
+
+        from icl_patch.evaluation.loading import load_model
+
     torch.manual_seed(options.seed)
     logging.disable_progress_bar()
-    return load_model(options.model, None, options.dtype, options.device, options.revision)
+    with stage(f"loading {options.model or 'the embedded model'}"):
+        return load_model(options.model, None, options.dtype, options.device, options.revision)
+
+
+def attach(options: argparse.Namespace, model: Any, tokenizer: Any) -> "ContextPatcher":
+    """A patcher of the update that the options name."""
+    from icl_patch.patcher import ContextPatcher
+
+    with stage("attaching: trying the model's blocks"):
+        return ContextPatcher(model, options.update, tokenizer=tokenizer)
 
 
 def context_text(options: argparse.Namespace) -> str | None:
     """The context that the options give, if they give one."""
     if options.context_file is not None:
-        return str(options.context_file.read_text(encoding="utf-8"))
+        return _read_text(options.context_file)
     context: str | None = options.context
     return context
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"expected UTF-8 text in {path}, got byte 0x{error.object[error.start]:02x} at"
+            f" {error.start}: convert it, as by iconv -f LATIN1 -t UTF-8"
+        ) from error
+
+
+def import_torch() -> Any:
+    """torch, imported under a label: it takes seconds."""
+    with stage("importing torch"):
+        import torch
+    return torch
+
+
+@contextmanager
+def stage(title: str) -> Iterator[None]:
+    """A labelled spinner on stderr if that is a terminal, for work that cannot be counted."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(title):
+        yield
 
 
 @contextmanager
@@ -166,6 +217,8 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)

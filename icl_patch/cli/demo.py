@@ -45,15 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Answer, verify and write the report; 1 if an answer differs or a promise is not kept."""
-    from transformers.utils import logging
-
-    from icl_patch.evaluation import demo, embedded, figures, report
-
     options.report.mkdir(parents=True, exist_ok=True)
+    common.import_torch()
+    with common.stage("importing transformers"):
+        from transformers.utils import logging
+
+        from icl_patch.evaluation import demo, embedded, figures, report
+
     logging.disable_progress_bar()
-    model, tokenizer = embedded.load()
-    answers = demo.three_answers(model, tokenizer, options.prompts_per_kind)
-    with common.progress_bar("verifying") as progress:
+    with common.stage("loading the embedded model"):
+        model, tokenizer = embedded.load()
+    with common.stage("answering with the context, without it, and patched"):
+        answers = demo.three_answers(model, tokenizer, options.prompts_per_kind)
+    with common.progress_bar("verifying each update and dtype") as progress:
         verified = demo.verify_grid(options.prompts, options.max_new_tokens, progress)
     tables = [_examples(answers), _accuracy(answers), report.verify_table(verified)]
     page, data, figure = (

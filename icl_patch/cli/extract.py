@@ -31,12 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compute the patch and save it."""
+    model, tokenizer = common.load(options)
     import torch
 
-    from icl_patch.evaluation.verify import encode_contexts
-    from icl_patch.patcher import ContextPatcher
+    from icl_patch.evaluation.loading import encode_contexts
 
-    model, tokenizer = common.load(options)
     context = common.context_text(options)
     assert context is not None
     prefix: dict[str, Any] = {}
@@ -50,9 +49,9 @@ def run(options: argparse.Namespace) -> int:
         device=model.device,
         dtype=torch.int64,
     )
-    with ContextPatcher(model, options.update, tokenizer=tokenizer) as patcher:
+    with common.attach(options, model, tokenizer) as patcher, common.stage("computing the patch"):
         patch = patcher.compute(ids.to(model.device), kept, **prefix)
-    patch.save(options.out)
+        patch.save(options.out)
     result = {
         "file": str(options.out),
         **vars(patch.info),

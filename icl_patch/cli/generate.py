@@ -9,6 +9,9 @@ from icl_patch.cli import common
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from icl_patch.generation.loop import GenerationStep
+    from icl_patch.patcher import ContextPatcher
+
 HELP = "generate with freshly patched weights at every token"
 # As in generation.loop, which imports torch.
 LOGITS = ("reduced", "context", "replay")
@@ -70,48 +73,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Generate; 1 if a replay chooses another token."""
-    from icl_patch.evaluation.report import table
-    from icl_patch.evaluation.verify import default_context, encode_contexts
-    from icl_patch.patcher import ContextPatcher
-
-    model, tokenizer = common.load(options)
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature")
-    context = common.context_text(options)
+    model, tokenizer = common.load(options)
     if options.patch is not None:
-        return _with_patch(options, model, tokenizer, context)
-    ids, mask = encode_contexts(
-        tokenizer, [default_context(model) if context is None else context], chat=options.chat
-    )
-    sampling: dict[str, Any] = {"do_sample": options.sample}
-    if options.temperature is not None:
-        sampling["temperature"] = options.temperature
-    steps = []
-    with (
-        ContextPatcher(model, options.update, tokenizer=tokenizer) as patcher,
-        common.progress_bar("generating") as progress,
-    ):
-        for step in patcher.generate(
-            ids.to(model.device),
-            context_mask=mask.to(model.device),
-            max_new_tokens=options.max_new_tokens,
-            logits=options.logits,
-            mode=options.mode,
-            compile=options.compile,
-            patches=False,
-            check_every=options.check_every,
-            **sampling,
-        ):
-            steps.append(step)
-            progress(len(steps), options.max_new_tokens)
+        return _with_patch(options, model, tokenizer)
+    with common.attach(options, model, tokenizer) as patcher:
+        steps = _generate(options, patcher, tokenizer)
     token_ids = [int(step.token_ids[0]) for step in steps]
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
     result: dict[str, Any] = {
         "model": str(model.config._name_or_path),
         "update": options.update,
         "mode": steps[0].mode,
         "token_ids": token_ids,
-        "text": text,
+        "text": tokenizer.decode(token_ids, skip_special_tokens=True),
     }
     checks = [
         {
@@ -124,28 +99,68 @@ def run(options: argparse.Namespace) -> int:
     ]
     tables = []
     if options.check_every:
+        from icl_patch.evaluation.report import table
+
         result["checks"] = checks
         rows = [[check["step"], f"{check['linf']:.2g}", check["same_argmax"]] for check in checks]
         tables.append(table("Replays without the context", ["token", "L∞", "same choice"], rows))
-    common.print_result(options, result, text, *tables)
+    common.print_result(options, result, *tables)  # the text has been printed as it came
     return 0 if all(check["same_argmax"] for check in checks) else 1
+
+
+def _generate(
+    options: argparse.Namespace, patcher: "ContextPatcher", tokenizer: Any
+) -> "list[GenerationStep]":
+    """The steps; the text is printed as it comes, or with ``--json`` there is a bar."""
+    from transformers import TextStreamer
+
+    from icl_patch.evaluation.loading import default_context, encode_contexts
+
+    context, model = common.context_text(options), patcher.model
+    context = default_context(model) if context is None else context
+    ids, mask = encode_contexts(tokenizer, [context], chat=options.chat)
+    sampling: dict[str, Any] = {"do_sample": options.sample}
+    if options.temperature is not None:
+        sampling["temperature"] = options.temperature
+    if not options.json:
+        sampling["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with common.stage("reading the context"):
+        coming = patcher.generate(
+            ids.to(model.device),
+            context_mask=mask.to(model.device),
+            max_new_tokens=options.max_new_tokens,
+            logits=options.logits,
+            mode=options.mode,
+            compile=options.compile,
+            patches=False,
+            check_every=options.check_every,
+            **sampling,
+        )
+    if not options.json:
+        return list(coming)
+    steps = []
+    with common.progress_bar("generating") as progress:
+        for step in coming:
+            steps.append(step)
+            progress(len(steps), options.max_new_tokens)
+    return steps
 
 
 def _with_patch(
     options: argparse.Namespace,
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    prompt: str | None,
 ) -> int:
     """Generate with a patch file: a static patch, or the last token's of one for each token."""
     from contextlib import ExitStack
 
-    from icl_patch.evaluation.verify import encode_contexts
+    from icl_patch.evaluation.loading import encode_contexts
     from icl_patch.patch.context_patch import ContextPatch
     from icl_patch.patch.serialization import read_file
     from icl_patch.patcher import ContextPatcher
     from icl_patch.static import StaticPatch
 
+    prompt = common.context_text(options)
     if prompt is None or options.check_every or options.compile:
         raise ValueError("expected --context, and no --check-every or --compile, with --patch")
     ids, mask = encode_contexts(tokenizer, [prompt], chat=options.chat)

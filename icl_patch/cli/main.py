@@ -1,9 +1,9 @@
 """The command ``icl-patch``: parse, run one command, turn errors into an exit status.
 
 Every command prints text and tables for people, or with ``--json`` one JSON object on stdout and
-nothing else. Progress goes to stderr, and only to a terminal. Exit status: 0 fine, 1 the check
-failed (a patch that is broken or of another model, an effect that no change of weights can have), 2
-bad usage, 130 interrupted.
+nothing else; an error is ``{"error": {"type": …, "message": …}, "status": …}``. Progress goes to
+stderr, and only to a terminal. Exit status: 0 fine, 1 the check failed (a patch that is broken or
+of another model, an effect that no change of weights can have), 2 bad usage, 130 interrupted.
 
 A command is a module with ``HELP``, ``add_arguments`` and ``run``. Other packages add commands by
 the entry points ``icl_patch.commands``, as ``icl_patch.bench`` does. ``run`` imports what it needs:
@@ -11,15 +11,27 @@ the entry points ``icl_patch.commands``, as ``icl_patch.bench`` does. ``run`` im
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from io import TextIOWrapper
-from typing import Protocol
+from pathlib import Path
+from typing import NoReturn, Protocol
 
 from icl_patch._version import __version__
-from icl_patch.cli import apply, demo, export, extract, fit, generate, inspect, verify
+from icl_patch.cli import (
+    apply,
+    common,
+    demo,
+    export,
+    extract,
+    fit,
+    generate,
+    inspect,
+    verify,
+)
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 
 COMMANDS = "icl_patch.commands"
@@ -42,38 +54,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ∞ must not cost the result
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        options = _parser().parse_args(given)
+    except _UsageError as error:
+        if "--json" not in given:
+            print(error.usage, end="", file=sys.stderr)
+        raise SystemExit(_report(error.program, error, 2, "--json" in given)) from None
+    program = f"icl-patch {options.command}"
     try:
         status = int(options.run(options))
         sys.stdout.flush()
         return status
     except (FingerprintMismatch, PatchFormatError, ControllabilityError) as error:
-        print(f"icl-patch {options.command}: {error}", file=sys.stderr)
-        return 1
+        return _report(program, error, 1, options.json)
     # the reader of stdout has seen enough; what is still buffered is dropped
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, TypeError, OSError) as error:
-        print(f"icl-patch {options.command}: {error}", file=sys.stderr)
-        return 2
+        return _report(program, error, 2, options.json)
     except KeyboardInterrupt:
         return 130
 
 
+class _UsageError(Exception):
+    """A command line that does not parse."""
+
+    def __init__(self, message: str, program: str, usage: str) -> None:
+        super().__init__(message)
+        self.program, self.usage = program, usage
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Leave it to ``main``, which may have to print JSON."""
+        raise _UsageError(message, self.prog, self.format_usage())
+
+
+def _report(program: str, error: Exception, status: int, as_json: bool) -> int:
+    """Print an error, as a line on stderr or as JSON on stdout; returns the exit status."""
+    if as_json:
+        kind = "UsageError" if isinstance(error, _UsageError) else type(error).__name__
+        print(json.dumps({"error": {"type": kind, "message": str(error)}, "status": status}))
+    else:
+        print(f"{program}: {error}", file=sys.stderr)
+    return status
+
+
+def _version() -> str:
+    """The version, and whether the native library is there; nothing is imported to find out."""
+    library = Path(__file__).parents[1] / "ops" / "_native.so"
+    found = "yes" if library.exists() else "no (plain PyTorch runs; see docs/usage.md, Installing)"
+    return f"icl-patch {__version__}, native library: {found}"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="icl-patch", description="A context as a change of weights: W + u vᵀ, one per token."
     )
-    parser.add_argument("--version", action="version", version=f"icl-patch {__version__}")
+    parser.add_argument("--version", action="version", version=_version())
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _commands().items():
         subparser = subparsers.add_parser(
             name, help=command.HELP, description=command.HELP.capitalize() + "."
         )
-        subparser.add_argument(
-            "--json", action="store_true", help="print one JSON object instead of tables"
-        )
+        common.add_json(subparser)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

@@ -47,11 +47,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verify_model(options: argparse.Namespace) -> int:
+    model, tokenizer = common.load(options)
     from icl_patch.evaluation import report
     from icl_patch.evaluation.verify import verify
 
-    model, tokenizer = common.load(options)
-    with common.progress_bar("verifying") as progress:
+    with common.progress_bar("attaching, then verifying each token") as progress:
         result = verify(
             model,
             tokenizer,
@@ -79,11 +79,13 @@ def _verify_model(options: argparse.Namespace) -> int:
 
 
 def _verify_families(options: argparse.Namespace) -> int:
-    from icl_patch.evaluation import report
-    from icl_patch.evaluation.architecture_suite import run_suite
-
     _check_alone(options)
-    with common.progress_bar("verifying") as progress:
+    common.import_torch()
+    with common.stage("importing transformers"):
+        from icl_patch.evaluation import report
+        from icl_patch.evaluation.architecture_suite import run_suite
+
+    with common.progress_bar("verifying each block form") as progress:
         reports = run_suite(seed=options.seed, progress=progress)
     passed = all(family.passed for family in reports)
     common.print_result(

@@ -14,7 +14,8 @@ from icl_patch.evaluation.embedded.scoring import (
     answers,
     decode_answers,
 )
-from icl_patch.evaluation.verify import VerifyReport, encode_contexts, verify
+from icl_patch.evaluation.loading import encode_contexts
+from icl_patch.evaluation.verify import VerifyReport, verify
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 

@@ -26,11 +26,14 @@ _ENDS = {
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """A table for a terminal, its values formatted by :func:`format_value`."""
+    rows = [[format_value(value) for value in row] for row in rows]
+    note = FLOOR_NOTE if any("0 here" in row for row in rows) else None
     result = Table(title=title, title_justify="left", title_style="bold")
+    result.caption, result.caption_justify = note, "left"
     for column in columns:
         result.add_column(column, overflow="fold")
     for row in rows:
-        result.add_row(*map(format_value, row))
+        result.add_row(*row)
     return result
 
 
@@ -43,6 +46,15 @@ def format_value(value: Any) -> str:
     if isinstance(value, float):
         return "0" if value == 0 else f"{value:.1e}"
     return "-" if value is None else str(value)
+
+
+FLOOR_NOTE = "0 here: batching happened to round alike; other sizes and machines differ"
+"""Stands below tables with a noise floor of 0."""
+
+
+def format_floor(value: float | None) -> str:
+    """A noise floor; an exact zero says only that this batch did not change any rounding."""
+    return "0 here" if value == 0 else format_value(value)
 
 
 def percent(share: float | None) -> str:
@@ -67,8 +79,8 @@ def verify_table(reports: Sequence[VerifyReport]) -> Table:
                 "bit-identical": percent(report.bit_identical),
                 "L∞ max": numbers["linf_max"],
                 "TVD max": numbers["tvd_max"],
-                "floor L∞": report.noise_floor["linf_max"],
-                "floor TVD": report.noise_floor["tvd_max"],
+                "floor L∞": format_floor(report.noise_floor["linf_max"]),
+                "floor TVD": format_floor(report.noise_floor["tvd_max"]),
                 "reader error": report.reader_error_max,
                 "correction": report.correction_max if exact else None,
                 "promise kept": report.passed if promised else "no promise",
@@ -84,7 +96,7 @@ def suite_table(reports: Sequence[FamilyReport]) -> Table:
             "family": entry.name,
             "ends in": entry.writer,
             "lemmas": entry.lemmas,
-            "floor": entry.noise_floor,
+            "floor": format_floor(entry.noise_floor),
             "direct fp32": entry.direct,
             "stable fp32": entry.stable,
             "exact fp32": percent(entry.exact_fp32),
@@ -141,11 +153,12 @@ def to_markdown(tables: Sequence[Table]) -> str:
     console = Console(width=400, no_color=True, highlight=False)
     parts = []
     for table in map(copy.copy, tables):
-        title, table.title, table.box = table.title, None, MARKDOWN
+        title, note = table.title, table.caption
+        table.title, table.caption, table.box = None, None, MARKDOWN
         with console.capture() as capture:
             console.print(table)
         lines = [line.strip() for line in capture.get().splitlines() if line.strip()]
-        parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
+        parts.append(f"## {title}\n\n" + "\n".join(lines) + (f"\n\n{note}\n" if note else "\n"))
     return "\n".join(parts)
 
 

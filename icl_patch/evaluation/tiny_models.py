@@ -412,13 +412,6 @@ REFUSED: dict[str, TinyModel] = {
         {"attention_hidden_size": 32},
         "the channel mix reads the token before too: the context enters the MLP itself",
     ),
-    "mpt": TinyModel(
-        "Mpt",
-        "none",
-        "",
-        {"d_model": 32, "n_heads": 4, "n_layers": 4},
-        "its alibi counts slots of the cache: a replay has fewer",
-    ),
     "openai-gpt": TinyModel(
         "OpenAIGPT",
         "none",

@@ -10,8 +10,6 @@
 Source: Goldwaser et al. (2025), section 4.
 """
 
-import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from icl_patch import metrics
-from icl_patch.evaluation import embedded
+from icl_patch.evaluation.loading import default_context, encode_inputs, load_model
 from icl_patch.models import kv_cache
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.patcher import ContextPatcher
@@ -39,13 +33,6 @@ from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.compute import Computation
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble, switches
-
-MARS_PROMPT = (
-    "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed"
-    " robot:"
-)
-"""The prompt of the paper's Figure 3."""
-
 
 # Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
 _ROUNDINGS = 16
@@ -220,6 +207,8 @@ def verify(
     check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
     check_vocabulary(loaded, ids, mask)
 
+    progress = progress or (lambda done, total: None)
+    progress(0, max_new_tokens)
     references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _noise_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
     comparisons: list[dict[str, Tensor]] = []
@@ -229,8 +218,7 @@ def verify(
             logits, replayed = attached.replay(computation.patch)
             reference = references[:, len(comparisons)]
             comparisons.append(_compare(reference, logits[:, -1], computation, replayed))
-            if progress is not None:
-                progress(len(comparisons), max_new_tokens)
+            progress(len(comparisons), max_new_tokens)
     totals = {
         name: torch.stack([step[name] for step in comparisons], -1) for name in comparisons[0]
     }
@@ -252,120 +240,6 @@ def verify(
         experts_identical=float(experts.double().mean()) if experts.numel() else None,
         steps=_verified_tokens(tokens, totals),
     )
-
-
-def load_model(
-    model: PreTrainedModel | str | Path | None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    revision: str | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode and its tokenizer: from an object, a local folder or a hub id; None and
-    "embedded" mean the embedded model.
-
-    Raises:
-        ValueError: a model object without a tokenizer.
-        OSError: nothing can be loaded from the path or id.
-    """
-    if model is None or model == "embedded":
-        loaded, its_tokenizer = embedded.load(dtype or torch.float32, device or "cpu")
-        return loaded, tokenizer or its_tokenizer
-    if isinstance(model, (str, Path)):
-        try:
-            options: Any = {
-                "dtype": dtype or "auto",
-                "revision": revision or "main",
-                "output_loading_info": True,
-            }
-            pretrained: Any = AutoModelForCausalLM.from_pretrained(model, **options)
-        except (SafetensorError, RuntimeError) as error:
-            raise OSError(f"expected whole weights in {model}, got {error}") from error
-        loaded, loading_info = pretrained
-        if missing := sorted(loading_info["missing_keys"]):
-            raise OSError(
-                f"expected all weights in {model}, {len(missing)} are missing, as {missing[0]}"
-            )
-        if device is not None:
-            loaded = loaded.to(device)
-        return loaded.eval(), tokenizer or AutoTokenizer.from_pretrained(
-            model, revision=revision or "main"
-        )
-    if tokenizer is None:
-        raise ValueError("expected a tokenizer together with a model object, got none")
-    device, dtype = torch.device(device or model.device), dtype or model.dtype
-    if (device, dtype) == (model.device, model.dtype):
-        return model, tokenizer
-    copied: Any = copy.deepcopy(model)
-    return copied.to(device, dtype), tokenizer
-
-
-def encode_contexts(
-    tokenizer: PreTrainedTokenizerBase, contexts: Sequence[str], *, chat: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Texts as left-padded ids and mask, (B, T) int64 and bool.
-
-    Raises:
-        ValueError: a text has no tokens, or the tokenizer has no chat template.
-    """
-    if chat and not tokenizer.chat_template:
-        raise ValueError(
-            f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none"
-        )
-    if chat:
-        contexts = [
-            str(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-                )
-            )
-            for text in contexts
-        ]
-    rows = [
-        torch.tensor(tokenizer(text, add_special_tokens=not chat)["input_ids"], dtype=torch.int64)
-        for text in contexts
-    ]
-    if not rows or not all(map(len, rows)):
-        raise ValueError("expected contexts of at least one token, got an empty one")
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = pad(rows, padding_value=tokenizer.pad_token_id or 0)
-    return ids, pad([torch.ones_like(row, dtype=torch.bool) for row in rows])
-
-
-def default_context(model: PreTrainedModel) -> str:
-    """The paper's Mars prompt; for the embedded model, its first held-out prompt."""
-    if getattr(model.config, "_name_or_path", "") != "embedded":
-        return MARS_PROMPT
-    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
-    return prompt.context + prompt.question
-
-
-def encode_inputs(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    context: str | Sequence[str] | Mapping[str, Tensor],
-    chat: bool = False,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Contexts as ids and mask (B, T), and the model's further inputs; on its device, in its dtype.
-
-    Raises:
-        ValueError: a mapping without ``input_ids``, or as :func:`encode_contexts`.
-    """
-    if isinstance(context, Mapping):
-        if "input_ids" not in context:
-            raise ValueError(
-                f"expected input_ids in the context, got {', '.join(context) or 'nothing'}"
-            )
-        inputs = {
-            name: x.to(model.device, model.dtype if x.is_floating_point() else None)
-            for name, x in context.items()
-        }
-        ids = inputs.pop("input_ids")
-        return ids, inputs.pop("attention_mask", torch.ones_like(ids)).bool(), inputs
-    ids, mask = encode_contexts(
-        tokenizer, [context] if isinstance(context, str) else list(context), chat=chat
-    )
-    return ids.to(model.device), mask.to(model.device), {}
 
 
 def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Any]:

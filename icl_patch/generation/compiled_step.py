@@ -138,6 +138,11 @@ class Traced:
         except Exception as cause:  # of the model's own code, which nobody here has seen
             name = type(self._step.decoder.attached.model).__name__
             reason = str(cause).partition("\n")[0]
+            if "InvalidCxxCompiler" in str(cause):
+                raise UnsupportedModelError(
+                    "expected a C++ compiler for compile, found none: install one (apt install g++)"
+                    f" or name it in CXX, or generate without compile ({reason})"
+                ) from cause
             raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
 
 
@@ -156,6 +161,10 @@ class Captured:
 
     def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
         """Run the step on ``token_ids`` (B,)."""
+        with torch.cuda.device(self._token_ids.device):  # streams and graphs are the current one's
+            return self._run_or_replay(token_ids, return_context_logits)
+
+    def _run_or_replay(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
         self._token_ids.copy_(token_ids)
         self._calls += 1
         if self._calls <= self._WARM_UP:

@@ -227,9 +227,8 @@ def generate(
     decoder.attached.require_attached()
     if max_new_tokens is not None and max_new_tokens < 0:
         raise ValueError(f"expected max_new_tokens ≥ 0, got {max_new_tokens}")
-    for name, ours in (("attention_mask", "context_mask"), ("custom_generate", "decoding_method")):
-        if name in arguments:
-            raise TypeError(f"expected {ours}, got {name}")
+    if "custom_generate" in arguments:
+        raise TypeError("expected decoding_method, got custom_generate")
     if arguments.get("assistant_model") is not None:
         raise ValueError(
             "expected no assistant_model: each token is generated with a patch of its own"

@@ -16,6 +16,7 @@ from icl_patch.invariance.arithmetic import DTYPES
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.models.language_model import random_tokens
 from icl_patch.recording.attached_model import AttachedModel
+from icl_patch.tolerances import rounding_limit
 
 
 def require_shared_cache(decoder: Decoder) -> None:
@@ -44,7 +45,7 @@ def require_shared_cache(decoder: Decoder) -> None:
                 f"mode='shared_cache' does not cover {name}: {cause}"
             ) from cause
     exact = attached.update == "exact"
-    if not error <= (0 if exact else metrics.rounding_limit(model.dtype)):
+    if not error <= (0 if exact else rounding_limit(model.dtype)):
         decoder.shared_cache = None
         raise UnsupportedModelError(
             f"mode='shared_cache' does not cover {name}: replays of its steps are off by"

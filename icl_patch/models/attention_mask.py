@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
@@ -125,6 +126,20 @@ def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     return mask
 
 
+def _padding(pad: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``pad(block_sequence_ids (B, S), mask, length, offset)`` for all slots that the rule is asked
+    for: those of a replay's tokens, which are text, are in no block (-1).
+    """
+
+    def padded(ids: Tensor, *args: Any) -> Tensor:
+        ids, current = pad(ids, *args), _visibility.get()
+        if current is None or current.slots is None:
+            return ids
+        return F.pad(ids, (0, max(0, int(current.slots.max()) + 1 - ids.shape[1])), value=-1)
+
+    return padded
+
+
 def _repositioning(build_alibi: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``build_alibi(mask (B, S), heads, dtype) -> (B·heads, 1, S)`` with the keys' positions in
     place of those that the mask says.
@@ -145,6 +160,12 @@ def _repositioning(build_alibi: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _table = ALL_MASK_ATTENTION_FUNCTIONS
 _masks = [
     Override(_table._local_mapping, name, _table[name], _restricting) for name in _IMPLEMENTATIONS
+]
+_PAD = "maybe_pad_block_sequence_ids"
+_masks += [
+    Override(vars(masking_utils), name, function, _padding)
+    for name, function in vars(masking_utils).items()
+    if name == _PAD
 ]
 _alibis: dict[str, Override] = {}
 _adding = threading.Lock()
@@ -168,7 +189,8 @@ def check_attention(model: PreTrainedModel) -> None:
     if implementation not in _IMPLEMENTATIONS:
         raise UnsupportedModelError(
             f"expected attention implementation {' or '.join(map(repr, _IMPLEMENTATIONS))}, whose"
-            f" masks can be restricted; {type(model).__name__} has {implementation!r}"
+            f" masks can be restricted; {type(model).__name__} has {implementation!r}: call"
+            " model.set_attn_implementation('sdpa') first"
         )
 
 

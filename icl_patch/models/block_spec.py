@@ -20,8 +20,8 @@ class Writer(Enum):
 class BlockSpec:
     """The form of a block; paths are relative to it.
 
-    The block's output is ``hidden + residual_multiplier · (writer's output + what else the MLP
-    adds)``, where ``hidden`` is the sum of ``residual``.
+    The block's output is ``residual_factor · hidden + residual_multiplier · (writer's output + what
+    else the MLP adds)``, where ``hidden`` is the sum of ``residual``.
 
     Attributes:
         writer: what takes up ``delta``.
@@ -37,14 +37,19 @@ class BlockSpec:
             :class:`icl_patch.layers.rms_norm.PatchedRMSNorm`.
         separately_normed: those readers, and experts, that read the residual stream through a norm
             of their own, and so have a ``v`` of their own.
-        inner_norm, parallel_norm: where ``post_norm`` reads a sum of two norms' outputs: the norm
-            of the experts, which takes part in the stable update, and the other one.
+        inner_norm: where ``post_norm`` reads a sum of two norms' outputs: the norm of the experts,
+            which takes part in the stable update.
+        addend: the module whose output is added to that of ``down``, the experts or ``inner_norm``
+            before ``post_norm`` reads the sum.
         experts: the module that holds all experts' matrices, if there is one.
         experts_scale_input: whether the experts' weights multiply what they read, see
             :class:`icl_patch.layers.experts.PatchedScaledExperts`.
         expert_bias: whether the experts' output has a bias, which then is what they write with.
         transposed: the modules that store their weights as (in, out).
         residual_multiplier: what the block multiplies its MLP's output by.
+        residual_factor: what it multiplies the residual stream by.
+        residual_weight: the block's own parameter (d,) that it multiplies the residual stream by,
+            element by element.
         final_norm: the norm that closes a post-LN block, None elsewhere: its input is the sum, and
             is what is rounded.
         continues_after_sum: whether the block goes on from its sum instead of ending with it: what
@@ -64,12 +69,14 @@ class BlockSpec:
     cast_first: bool = True
     separately_normed: tuple[str, ...] = ()
     inner_norm: str | None = None
-    parallel_norm: str | None = None
+    addend: str | None = None
     experts: str | None = None
     experts_scale_input: bool = False
     expert_bias: bool = False
     transposed: tuple[str, ...] = ()
     residual_multiplier: float = 1.0
+    residual_factor: float = 1.0
+    residual_weight: str | None = None
     final_norm: str | None = None
     continues_after_sum: bool = False
     dtype: str = "float32"
@@ -91,6 +98,11 @@ class BlockSpec:
         """Whether the MLP stands beside the attention and does not read what that gives."""
         return len(self.residual) > 1
 
+    def experts_write(self, update: str) -> bool:
+        """Whether the output matrices or biases of the active experts change."""
+        inside = self.writer is Writer.SCALE and self.down is None and update != "direct"
+        return inside or self.writer is Writer.EXPERTS
+
     def factor_names(self, update: str) -> dict[str, str]:
         """The names of the block's factors, each with its kind: what its last dimension counts, see
         :mod:`icl_patch.patch.context_patch`.
@@ -102,19 +114,15 @@ class BlockSpec:
         if self.experts is not None:
             names[f"{self.experts}.index"] = "index"
             names |= {f"{self.experts}.gate_up_proj.u": "slots"} if self.reads else {}
-        if self.writer is Writer.SCALE and self.inner_norm is not None and update != "direct":
-            names |= {
-                f"{self.experts}.down_proj.u": "hidden",
-                f"{self.experts}.down_proj.v": "slots",
-            }
-            names |= {f"{self.inner_norm}.new_scale": "hidden", f"{self.inner_norm}.scale": "norm"}
-        if self.writer is Writer.EXPERTS:
+        if self.experts_write(update):
             part = f"{self.experts}.down_proj"
-            return names | (
+            names |= (
                 {f"{part}.bias_change": "hidden"}
                 if self.expert_bias
                 else {f"{part}.u": "hidden", f"{part}.v": "slots"}
             )
+        if self.inner_norm is not None and update != "direct":
+            names |= {f"{self.inner_norm}.new_scale": "hidden", f"{self.inner_norm}.scale": "norm"}
         if self.writer is Writer.BIAS:
             return names | {f"{self.down}.bias_change": "hidden"}
         if self.down is not None and (self.writer is Writer.WEIGHT or update != "direct"):
@@ -148,7 +156,7 @@ class BlockSpec:
             )
         spec = cls(**{**value, **lists, "writer": Writer(value["writer"])})
         needed = {
-            Writer.SCALE: (spec.down or spec.inner_norm) and spec.post_norm,
+            Writer.SCALE: (spec.down or spec.experts) and spec.post_norm,
             Writer.EXPERTS: spec.experts,
         }.get(spec.writer, spec.down)
         if not needed:

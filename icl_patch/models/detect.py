@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 
 # What blocks call their MLP; where they call it otherwise, all of the block but its context layers
 # counts.
-_MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "moe", "ffn")
+_MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "moe", "ffn")
 # How the attributes end by which a block, or its MLP, scales what it adds to the residual stream.
 _FACTORS = ("multiplier", "scale", "factor")
 # Roundings in a block's sum, in units of the dtype's spacing.
@@ -41,9 +42,13 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     ids = random_tokens(model, 3, seed=1)
     traces = trace(model, layers, ids)
     blocks = []
+    # a block without a context layer, between others, gets the same input and needs no patch
+    unseen = {path for path, found in traces.items() if not found.mixers}
     for path in layers:
         if path not in traces:
             raise UnsupportedModelError(f"{path} does not run once a pass with tensors in and out")
+        if path in unseen and len(unseen) < len(traces):
+            continue
         blocks.append(Block(path, _Reading(traces[path]).spec()))
     return blocks
 
@@ -83,7 +88,7 @@ class _Ending:
     norm: Call | None = None
     # where the norm reads the sum of two norms' outputs, that of the experts
     inner: Call | None = None
-    beside: Call | None = None  # and the other
+    addend: Call | None = None  # the other term of a sum that the norm reads
 
 
 class _Reading:
@@ -148,6 +153,13 @@ class _Reading:
             raise self._refuse("no module in it takes an attention mask or a cache")
         if not self.matrices and not self.experts:
             return self._mixer_form()
+        first = self.trace.calls.index(self._first())
+        behind = [mixer.path for mixer in self.mixers if self.trace.calls.index(mixer) > first]
+        if behind and not self._is_parallel(self._first().given):
+            raise self._refuse(
+                f"{behind[-1]} looks at the context behind the MLP: a change of the MLP's weights"
+                " cannot have that effect"
+            )
         return self._mlp_form()
 
     def mixers_shape(self) -> tuple[int, ...]:
@@ -173,31 +185,27 @@ class _Reading:
         ending = self._ending(readers, downs, experts)
         ends_at = self._closing_norm(ending)
         made = self.block.made if ends_at is None else ends_at.given
-        residual, branch, inner = self._explain(residuals, ending, made)
+        sum_ = self._explain(residuals, ending, made)
         patched = [] if parallel else readers
         names = [call.path for call in (*readers, *downs)]
         return BlockSpec(
             writer=ending.writer,
-            residual=residual,
             readers=tuple(call.path for call in patched),
             routers=tuple(call.path for call in patched if call.several),
             down=None if ending.down is None else ending.down.path,
             post_norm=None if ending.norm is None else ending.norm.path,
             separately_normed=tuple(call.path for call in own),
             inner_norm=None if ending.inner is None else ending.inner.path,
-            parallel_norm=None if ending.beside is None else ending.beside.path,
+            addend=None if ending.addend is None else ending.addend.path,
             **self._norm_forms([norm for norm in (ending.norm, ending.inner) if norm is not None]),
             experts=(
-                experts[0].path
-                if experts and (not parallel or ending.writer is Writer.EXPERTS)
-                else None
+                experts[0].path if experts and (not parallel or ending.down is None) else None
             ),
             expert_bias=bool(experts) and PatchedExperts.has_output_bias(experts[0].module),
             experts_scale_input=bool(experts) and PatchedScaledExperts.fits(experts[0].module),
             transposed=tuple(self._transposed(names, experts)),
-            residual_multiplier=branch,
             final_norm=None if ends_at is None else ends_at.path,
-            continues_after_sum=inner,
+            **sum_,
             dtype=str(made.now.dtype).removeprefix("torch."),
         )
 
@@ -206,16 +214,20 @@ class _Reading:
         last = max(downs + experts, key=self.calls.index, default=None)
         if last is None:
             raise self._refuse(
-                f"nothing reads what {', '.join(call.path for call in readers)} give"
+                f"nothing that is known reads what {', '.join(call.path for call in readers)} give:"
+                " its MLP is not made of linear maps, or of experts in the layout of transformers"
+                " (gate_up_proj and down_proj of three dimensions)"
             )
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
-        norm = next((call for call in after if call.given.same_as(last.made)), None)
-        if norm is not None:
-            if last in experts:
-                return self._nested_ending(norm)
-            if experts:
-                raise self._refuse(f"{norm.path} follows a mixture of experts")
-            return _Ending(Writer.SCALE, last, norm)
+        down = None if last in experts else last
+        for norm in after:
+            if norm.given.same_as(last.made):
+                return (self._nested_ending(norm) if experts else None) or _Ending(
+                    Writer.SCALE, down, norm
+                )
+            addend = self._other_term(norm.given, last.made)
+            if addend is not None:
+                return _Ending(Writer.SCALE, down, norm, addend=addend)
         gates = [call for call in readers if call.made.now.shape[-1] == 1]
         if experts and (gates or not downs):
             if PatchedScaledExperts.fits(experts[0].module):
@@ -230,19 +242,19 @@ class _Reading:
         biased = isinstance(getattr(down.module, "bias", None), Tensor)
         return _Ending(Writer.BIAS if biased else Writer.WEIGHT, down)
 
-    def _nested_ending(self, inner: Call) -> _Ending:
-        """A norm of the sum of the experts' norm and of another one."""
-        for beside in self.norms:
-            for norm in self.norms[self.norms.index(inner) + 1 :] if beside is not inner else []:
-                if beside.made.now.numel() == inner.made.now.numel() == norm.given.now.numel():
-                    shape = norm.given.now.shape
-                    if _close(
-                        norm.given.now,
-                        beside.made.now.double().reshape(shape),
-                        inner.made.now.double().reshape(shape),
-                    ):
-                        return _Ending(Writer.SCALE, norm=norm, inner=inner, beside=beside)
-        raise self._refuse(f"{inner.path} follows a mixture of experts")
+    def _nested_ending(self, inner: Call) -> _Ending | None:
+        """A norm of the sum of the experts' norm and of another module's output."""
+        for norm in self.norms[self.norms.index(inner) + 1 :]:
+            if (addend := self._other_term(norm.given, inner.made)) is not None:
+                return _Ending(Writer.SCALE, norm=norm, inner=inner, addend=addend)
+        return None
+
+    def _other_term(self, total: Value, term: Value) -> Call | None:
+        """The module of the MLP whose output makes ``total`` if it is added to ``term``."""
+        calls = self.calls[self.calls.index(self._first()) :]
+        terms = [(_misfit(total.now, term.now, call.made.now), call) for call in calls]
+        misfit, call = min(terms, key=lambda found: found[0])
+        return None if misfit == torch.inf else call
 
     def _readers_of_their_own(self, z: Value) -> list[Call]:
         """Experts, and the matrices before them, that read the residual stream through another norm
@@ -269,7 +281,8 @@ class _Reading:
         """Whether the block is parallel, and what its residual stream before the MLP may be made
         of.
         """
-        pre = [call for call in self.norms if call.made.same_as(z)]
+        # a norm may have modules of its own, such as a gate
+        pre = [call for call in self.calls if call.made.same_as(z) and not call.given.same_as(z)]
         if self._is_parallel(z):
             return True, [("input of ", *(f"output of {mixer.path}" for mixer in self.mixers))]
         return False, [
@@ -312,33 +325,87 @@ class _Reading:
 
     def _explain(
         self, residuals: list[tuple[str, ...]], ending: _Ending, made: Value
-    ) -> tuple[tuple[str, ...], float, bool]:
-        """The residual stream and the factor for which ``hidden + branch · MLP`` is the block's
-        output, or what it goes on from.
+    ) -> dict[str, Any]:
+        """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
+        the block's output, or what it goes on from: those that come closest, because a factor near
+        1 is no more than a rounding of bf16.
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
-        written = next(index for index, call in enumerate(self.calls) if call.path == writer)
+        sums = [
+            found
+            for residual in residuals
+            for mlp in holders
+            for found in self._sums(residual, mlp, holders, made)
+        ]
+        sums += [self._fitted(residual, mlp, made) for residual in residuals for mlp in holders]
+        misfit, best = sums[0]
+        for off, found in sums[1:]:
+            # a later one must be clearly closer: the writer itself stands before what holds it
+            if misfit > torch.finfo(made.now.dtype).eps / 4 and off < misfit / 2:
+                misfit, best = off, found
+        if misfit == torch.inf:
+            raise self._refuse(
+                "its output is not its residual stream plus what its MLP ends in, each times a"
+                " number: what attention changes cannot be written to the MLP"
+            )
+        return best
+
+    def _sums(
+        self, residual: tuple[str, ...], mlp: Call, holders: list[Call], made: Value
+    ) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The sums that the block's output may be, each with its misfit."""
+        hidden, output = self._hidden(residual), made.now
+        written = next(index for index, call in enumerate(self.calls) if call is holders[0])
         later = [call.given.now for call in self.calls[written + 1 :] if call not in holders]
-        for residual in residuals:
-            hidden = sum(self._tap(name).double() for name in residual)
-            assert isinstance(hidden, Tensor)
-            for mlp in holders:
-                given = mlp.made.now.double()
-                for branch in self._branches(holders) if given.numel() == hidden.numel() else []:
-                    added = branch * given.reshape(hidden.shape)
-                    if _close(made.now, hidden, added):
-                        return residual, branch, False
-                    scaled = [(made.now, float(scale)) for scale in self._scalars()]
-                    if any(
-                        _close(x, scale * hidden, scale * added)
-                        for x, scale in [*((x, 1.0) for x in later), *scaled]
-                    ):
-                        return residual, branch, True
-        raise self._refuse(
-            "its output is not its residual stream plus what its MLP ends in, by a factor that it"
-            " names"
-        )
+        scaled = [(output, float(scale)) for scale in self._scalars()]
+        for branch in self._branches(holders):
+            added = branch * mlp.made.now.double()
+            found = {"residual": residual, "residual_multiplier": branch}
+            yield _misfit(output, hidden, added), found
+            for x, scale in [*((x, 1.0) for x in later), *scaled]:
+                yield (
+                    _misfit(x, scale * hidden, scale * added),
+                    found | {"continues_after_sum": True},
+                )
+            for name, weight in self._weights(hidden):
+                yield _misfit(output, weight * hidden, added), found | {"residual_weight": name}
+            for beside in self._beside(mlp, holders):
+                yield _misfit(output, hidden, added + branch * beside), found
+
+    def _beside(self, mlp: Call, holders: list[Call]) -> Iterator[Tensor]:
+        """What a second module of the MLP, beside the one that holds the writer, may add to it."""
+        given = mlp.made.now
+        for call in self.calls if mlp is holders[-1] else []:
+            if call.made.now.numel() == given.numel() and call not in holders:
+                yield call.made.now.double().reshape(given.shape)
+
+    def _fitted(
+        self, residual: tuple[str, ...], mlp: Call, made: Value
+    ) -> tuple[float, dict[str, Any]]:
+        """The factors by least squares, and the misfit: they may have no name."""
+        hidden, given = self._hidden(residual), mlp.made.now.double()
+        columns = [hidden.flatten(), given.flatten()]
+        if not len(columns[0]) == len(columns[1]) == made.now.numel():
+            return torch.inf, {}
+        terms, total = torch.stack(columns, 1), made.now.double().reshape(-1, 1)
+        if not (terms.isfinite().all() and total.isfinite().all()):
+            return torch.inf, {}
+        a, b = torch.linalg.lstsq(terms, total).solution.flatten().tolist()
+        if abs(a) * hidden.norm() < 1e-3 * total.norm():
+            return torch.inf, {}  # what holds the writer carries the residual stream itself
+        misfit = _misfit(made.now, a * hidden, b * given)
+        return misfit, {"residual": residual, "residual_factor": a, "residual_multiplier": b}
+
+    def _hidden(self, residual: tuple[str, ...]) -> Tensor:
+        hidden = sum(self._tap(name).double() for name in residual)
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    def _weights(self, hidden: Tensor) -> list[tuple[str, Tensor]]:
+        """What the block may multiply its residual stream by: its own parameters of that width."""
+        own = self.module.named_parameters(recurse=False)
+        return [(name, x.double()) for name, x in own if x.shape == hidden.shape[-1:]]
 
     def _scalars(self) -> list[Tensor]:
         """The block's own parameters and buffers of one number, by which it may scale its sum."""
@@ -403,30 +470,28 @@ class _Reading:
             raise self._refuse(f"{mixer.path} does not end in a matrix")
         ending = self._matrix_ending(down)
         self.calls = self.trace.calls[:-1]
-        residual, branch, inner = self._explain([("input of ",)], ending, self.block.made)
+        sum_ = self._explain([("input of ",)], ending, self.block.made)
         dtype = str(self.block.made.now.dtype).removeprefix("torch.")
         return BlockSpec(
             writer=ending.writer,
-            residual=residual,
             down=down.path,
-            residual_multiplier=branch,
-            continues_after_sum=inner,
+            **sum_,
             dtype=dtype,
             mixer=True,
         )
 
 
-def _close(made: Tensor, hidden: Tensor, added: Tensor) -> bool:
-    """Whether a sum is what was made, up to the rounding of its parts; NaN where there is NaN."""
+def _misfit(made: Tensor, hidden: Tensor, added: Tensor) -> float:
+    """How far a sum is from what was made, relative to it; infinite if by more than the rounding of
+    its parts. NaN counts as equal to NaN.
+    """
     epsilon = max(torch.finfo(made.dtype).eps, torch.finfo(torch.float32).eps)
-    if made.numel() != hidden.numel() or not made.is_floating_point():
-        return False
-    made = made.reshape(hidden.shape).double()
-    size = hidden.abs() + added.abs() + made.abs()
-    off = (made - hidden - added).abs()
-    return bool(
-        (
-            (off <= _ROUNDINGS * epsilon * size.nan_to_num().amax(-1, keepdim=True))
-            | ~made.isfinite()
-        ).all()
-    )
+    if not made.numel() == hidden.numel() == added.numel():
+        return torch.inf
+    hidden = hidden.double()
+    made, added = (x.double().reshape(hidden.shape) for x in (made, added))
+    size = (hidden.abs() + added.abs() + made.abs()).nan_to_num().amax(-1, keepdim=True)
+    off = torch.where(made.isfinite(), made - hidden - added, 0)
+    if not (off.abs() <= _ROUNDINGS * epsilon * size).all():
+        return torch.inf
+    return float(off.norm() / made.nan_to_num(0.0, 0.0, 0.0).norm().clamp(min=1e-300))

@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.positions import first_position
-from icl_patch.models.recurrent_state import module_states
+from icl_patch.models.recurrent_state import is_recurrent, module_states
 
 # Given by us, or not to be had beside the ids; and what would change what comes back.
 _OURS = {
@@ -68,6 +68,22 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether the model is told the positions of its tokens."""
     return "position_ids" in _inputs_of(type(model).forward)
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether the model goes on from a cache of the tokens before."""
+    names = _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
+    return bool({"past_key_values", "cache_params", "state"} & names)
+
+
+def counts_slots(model: PreTrainedModel) -> bool:
+    """Whether the model numbers its tokens by their slots in the cache.
+
+    It is told no positions, and does not build alibi from its mask. A replay then leaves the
+    context's slots empty, and every row must begin in the first slot.
+    """
+    alibi = hasattr(sys.modules[type(model).__module__], "build_alibi_tensor")
+    return not (takes_positions(model) or alibi or is_recurrent(model))
 
 
 def names_of(given: Mapping[str, Any]) -> list[str]:

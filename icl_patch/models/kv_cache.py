@@ -2,6 +2,7 @@
 a compiled step.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -13,13 +14,30 @@ from icl_patch.errors import UnsupportedModelError
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache as the model would make it itself."""
+    """An empty cache as the model would make it itself: of its own class, if it has one."""
+    home = sys.modules[type(model).__module__]
+    for kind in vars(home).values():
+        own = isinstance(kind, type) and kind.__module__ == home.__name__
+        if own and issubclass(kind, DynamicCache):
+            return kind()
     return DynamicCache(config=model.config)
 
 
 def stack_cache(cache: Cache, batch: int) -> None:
     """Repeat the B rows of a dynamic cache as both streams of a cache of 2B rows, in place."""
     cache.batch_select_indices(torch.arange(2 * batch) % batch)
+
+
+def append_empty(cache: Cache, start: int, count: int) -> None:
+    """Put ``count`` slots of zeros behind the first ``start`` slots of a dynamic cache, in place;
+    later slots are dropped.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        for name in ("keys", "values"):
+            held = getattr(layer, name)[..., :start, :]
+            empty = held.new_zeros(*held.shape[:-2], count, held.shape[-1])
+            setattr(layer, name, torch.cat([held, empty], -2))
 
 
 class ReservedLayer(DynamicLayer):

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
+
+from icl_patch.models.kv_cache import new_cache
 
 # Attributes in which modules keep a recurrent state of their own.
 _STATES = ("conv1d_state", "recurrent_states")
@@ -24,9 +26,10 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether some layer's state sums up the tokens before, so that no mask can hide one of
     them.
     """
-    layers = DynamicCache(config=model.config).layers
-    in_cache = any(
-        hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states") for layer in layers
+    cache = new_cache(model)
+    in_cache = hasattr(cache, "linear_cache") or any(
+        hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states")
+        for layer in cache.layers
     )
     return in_cache or bool(_holders(model))
 

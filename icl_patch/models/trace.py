@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from icl_patch.models.forward import call
+from icl_patch.models.kv_cache import new_cache
 
 # Inputs that only a layer that sees the context gets.
 _CONTEXT_INPUTS = (
@@ -161,5 +162,5 @@ def trace(
             torch.ones_like(ids),
             torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
         )
-        call(model, ids, mask, positions, DynamicCache(config=model.config))
+        call(model, ids, mask, positions, new_cache(model))
     return traces

@@ -35,7 +35,9 @@ def _kernels() -> Any:
         return import_module("icl_patch.kernels")
     except ImportError as error:
         logging.getLogger(__name__).warning(
-            "icl_patch runs on plain torch: its kernels need triton, %s", error
+            "icl_patch runs on plain torch: its kernels need triton (pip install"
+            " 'icl-patch[gpu]'), %s",
+            error,
         )
         return None
 

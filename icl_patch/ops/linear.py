@@ -64,6 +64,11 @@ def gemv_products() -> Iterator[None]:
         _only_gemv.reset(token)
 
 
+def _takes_gemv_only() -> bool:
+    # torch.compile cannot trace a context variable
+    return not torch.compiler.is_compiling() and _only_gemv.get()
+
+
 def product_path(z: Tensor, rows: int) -> str:
     """The path by which ``rows`` rows of z's dtype are multiplied on z's device: ``"gemv"`` for few
     rows, ``"gemm"`` for many.
@@ -72,7 +77,7 @@ def product_path(z: Tensor, rows: int) -> str:
     is torch's own product, from 17 rows on; in bf16 from 5 rows on where the processor has matrix
     units, and never where torch has no fast product of a dtype (fp16 without AVX512-FP16).
     """
-    if _only_gemv.get():
+    if _takes_gemv_only():
         return GEMV
     most = _CPU_GEMV_ROWS.get(z.dtype, _GEMV_ROWS) if z.is_cpu else _GEMV_ROWS
     return GEMM if rows > most else GEMV
@@ -117,7 +122,7 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
-    if path is None and (not z.is_cuda or _only_gemv.get()) and z.dim() == 2:
+    if path is None and (not z.is_cuda or _takes_gemv_only()) and z.dim() == 2:
         path = product_path(z, z.shape[0])
     run = _patched_linear.native_first if path == GEMV else _patched_linear.dispatch
     return run(z, weight, u, v, bias, index, out_dtype, path=path)

@@ -35,7 +35,11 @@ _LIBRARY = Path(__file__).with_name("_native.so")
 def _load() -> str | None:
     """Load the library: None, or the reason why there is none."""
     if not _LIBRARY.exists():
-        return "it was not built: see the line that the installation printed"
+        return (
+            "it was not built. Install torch and a C++ compiler, then icl-patch again with"
+            " pip install --no-build-isolation (pip builds without torch otherwise);"
+            " ICL_PATCH_OPS=torch asks for plain torch without this warning"
+        )
     try:
         torch.ops.load_library(str(_LIBRARY))
     except OSError as error:

@@ -26,7 +26,7 @@ from icl_patch.models.trace import first_tensor
 from icl_patch.ops import NormPair
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import updates
-from icl_patch.recording.residual_sum import ResidualSum
+from icl_patch.recording.residual_sum import ResidualSum, Unrounded
 from icl_patch.recording.sequences import Sequences
 
 # the factors of one block by name, see icl_patch.models.block_spec.BlockSpec.factor_names
@@ -284,6 +284,17 @@ class AttachedBlock:
             else:
                 self.hook(hooks, module.register_forward_hook, after)
 
+    def keep_unrounded(self, hooks: ExitStack) -> None:
+        """Let an exact writer's output reach the block's sum in fp64, whatever the block casts it
+        to on the way.
+        """
+
+        def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> Tensor | None:
+            return out.as_subclass(Unrounded) if out.dtype == torch.float64 else None
+
+        if not self.spec.continues_after_sum:
+            self.hook(hooks, self.writer.register_forward_hook, on_writer)
+
     def on_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
         """Call ``hook(total)`` with the block's sum. A tensor that it returns replaces the sum."""
 
@@ -374,13 +385,15 @@ def _round_block(block: AttachedBlock, hooks: ExitStack) -> None:
     written: list[Tensor] = []
 
     def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> None:
-        written[:] = [out.abs()]  # a copy: Falcon adds to the tensor itself
+        written[:] = [out.abs().as_subclass(Tensor)]  # a copy: Falcon adds to the tensor itself
 
     def on_end(total: Tensor) -> Tensor | None:
+        total = total.as_subclass(Tensor)
         if total.dtype == block.dtype or not written:
             return None
         return updates.round_sum(total, written.pop().reshape(total.shape), block.dtype)
 
+    block.keep_unrounded(hooks)
     block.hook(hooks, block.writer.register_forward_hook, on_writer)
     block.on_end(hooks, on_end, first=True)
 

@@ -18,12 +18,11 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
-from icl_patch.metrics import rounding_limit
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, Writer
 from icl_patch.models.detect import blocks_of
-from icl_patch.models.forward import check_inputs, names_of
+from icl_patch.models.forward import check_inputs, counts_slots, names_of
 from icl_patch.models.language_model import (
     check_language_model,
     check_length,
@@ -51,6 +50,7 @@ from icl_patch.recording.patch_assembly import empty_patch
 from icl_patch.recording.replay import replay_logits, replay_observed
 from icl_patch.recording.self_check import SelfCheck
 from icl_patch.recording.sequences import Sequences
+from icl_patch.tolerances import rounding_limit
 
 
 class HasAttachedModel(Protocol):
@@ -115,12 +115,13 @@ class AttachedModel:
             self.detach()
             raise
         except Exception as error:  # of the model's own code too, which nobody here has seen
+            hooked = self.hooks.current()  # detaching takes our own forwards away
             self.detach()
             known, reason = isinstance(error, UnsupportedModelError), str(error)
             if not known:
                 name = type(model).__name__
                 reason = f"{name} fails on the tokens that attaching tries: {error}"
-            if hooked := self.hooks.current():
+            if hooked:
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
             elif known:
                 raise
@@ -135,6 +136,7 @@ class AttachedModel:
         self._depends_on_cache = depends_on_cache(self.model)
         self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         check = SelfCheck(self.model, self.recurrent)
+        self._takes_padding = check.takes_padding()
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
         check.run(self)
@@ -217,6 +219,7 @@ class AttachedModel:
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """Run the unmodified model on the head: a cache with the rows that the next pass needs."""
         check_inputs(self.model, model_inputs)
+        self._check_slots(sequences)
         self.watch_hooks(two_streams=not self._needs_two_passes_for(sequences))
         names = names_of(model_inputs)
         if names and sequences.has_prefix:
@@ -230,6 +233,20 @@ class AttachedModel:
             if not self._needs_two_passes_for(sequences):
                 kv_cache.stack_cache(cache, len(sequences.head_ids))
         return cache
+
+    def _check_slots(self, sequences: Sequences) -> None:
+        """Raises ValueError for rows that the model would number otherwise than alone."""
+        name = type(self.model).__name__
+        if not (self._takes_padding or sequences.head_mask.all()):
+            raise ValueError(
+                f"expected rows of one length for {name}, whose logits for a padded row are others"
+                " than for the row alone, got padding on the left: compute each row by itself"
+            )
+        if counts_slots(self.model) and sequences.tail_absorbed.any():
+            raise ValueError(
+                f"expected one absorbed span for {name}, which numbers its tokens by their places"
+                " in the cache, got several: absorb them together with the tokens between them"
+            )
 
     @one_pass
     @torch.no_grad()

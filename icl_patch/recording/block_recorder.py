@@ -57,7 +57,7 @@ class BlockRecorder(ABC):
         self._residuals: list[tuple[Tensor | None, Tensor]] = []
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
-        self._parallel: Tensor | None = None  # the output of the norm beside the experts' norm
+        self._addend: Tensor | None = None  # what else the block's norm reads the sum of
 
     # -- the two streams
 
@@ -136,7 +136,9 @@ class BlockRecorder(ABC):
         """Take the block's sum; a tensor that is returned replaces it."""
 
     def writer_target(self) -> Tensor:
-        """The change of the writer's output: ``delta / residual_multiplier``, (B, T, d)."""
+        """The change of the writer's output, (B, T, d): ``residual_factor · delta /
+        residual_multiplier``, times the residual weight if the block has one.
+        """
         if self.delta is None:
             raise UnsupportedModelError(
                 f"{self.block.block.path}: its MLP ends before its residual stream is known"
@@ -148,9 +150,11 @@ class BlockRecorder(ABC):
                 torch.ones_like(self.delta[..., 0], dtype=torch.bool),
             )
             return torch.zeros_like(self.delta)
-        if self.spec.residual_multiplier == 1:
-            return self.delta
-        return self.delta / self.spec.residual_multiplier
+        factor, multiplier = self.spec.residual_factor, self.spec.residual_multiplier
+        target = self.delta if factor == multiplier else self.delta * factor / multiplier
+        if self.spec.residual_weight is None:
+            return target
+        return target * self.block.module.get_parameter(self.spec.residual_weight).to(target.dtype)
 
     # -- readers
 
@@ -278,10 +282,12 @@ class BlockRecorder(ABC):
 
     def _invert_norm(self, hidden_down: Tensor) -> Tensor:
         """The change ``h_target - h_down`` (B, T, d) that the stable update asks of the norm's
-        input.
+        input: of ``h_down`` and the addend, if there is one.
         """
         norm = self.block.post_norm
         assert norm is not None
+        if self._addend is not None:
+            hidden_down = hidden_down + self._addend
         u, self._stable_scale = self._inverted(self.writer_target(), norm, hidden_down)
         return u
 
@@ -328,22 +334,23 @@ class BlockRecorder(ABC):
         patched = layer.apply_scale(x_own, layer.new_scale)
         return self.join(None if x_ctx is None else layer.base_layer(x_ctx), patched, x)
 
-    # -- two norms, one of them behind the experts
+    # -- norms that read a sum
 
-    def on_parallel_norm(self, _module: Any, _args: Any, output: Tensor) -> None:
-        """Keep the term that is added to the experts' norm before the block's norm reads it."""
-        self._parallel = self.split(output)[1].clone()
+    def on_addend(self, _module: Any, _args: Any, output: Tensor) -> None:
+        """Keep the term that is added to the writer's before the block's norm reads the sum."""
+        self._addend = self.split(output)[1].clone()
 
     def invert_norms(self, written: Tensor) -> Tensor:
-        """The change of the experts' output (B, T, d): two nested stable updates.
+        """The change of the experts' output (B, T, d) that the stable update asks for.
 
-        The block's norm reads ``parallel + m₂ ⊙ Norm(o)``. Its inversion asks for a change u of
-        that sum, and u is the delta of the inner norm, whose inversion asks for a change of o.
+        With an inner norm these are two nested updates. The block's norm reads ``addend + m₂ ⊙
+        Norm(o)``. Its inversion asks for a change u of that sum, and u is the delta of the inner
+        norm, whose inversion asks for a change of o.
         """
         inner = self.block.inner_norm
-        assert inner is not None and self._parallel is not None
-        added = inner.apply_scale(written, inner.scale)
-        target = self._invert_norm(self._parallel + added)
+        if inner is None:
+            return self._invert_norm(written)
+        target = self._invert_norm(inner.apply_scale(written, inner.scale))
         u, self._inner_scale = self._inverted(target, inner, written)
         return u
 
@@ -353,12 +360,12 @@ class BlockRecorder(ABC):
         if self.update == "direct":
             patched = layer.base_layer(x_own)
         else:
-            assert self._inner_scale is not None and self._parallel is not None
+            assert self._inner_scale is not None and self._addend is not None
             new_scale = self._inner_scale.to(torch.promote_types(x.dtype, torch.float32))
             patched = layer.apply_scale(x_own, new_scale)
             # Through an exact 0 of the sum no scale of the block's norm can reach: any small
             # number will do instead.
-            cancelled = (self._parallel + patched == 0) & self.exact
+            cancelled = (self._addend + patched == 0) & self.exact
             moved = new_scale * (1 + max(2.0**-12, 2 * torch.finfo(x.dtype).eps))
             new_scale = torch.where(cancelled, moved, new_scale)
             layer.new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))

@@ -65,7 +65,7 @@ class ClosingRecorder(BlockRecorder):
 
     def on_end(self, total: Tensor) -> Tensor | None:
         """Choose an exact writer's factor so that the rounded sum is the context's output."""
-        target, loop = self.context.output, self._open
+        target, loop, total = self.context.output, self._open, total.as_subclass(Tensor)
         assert target is not None
         if loop is None:
             return None

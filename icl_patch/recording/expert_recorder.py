@@ -93,12 +93,11 @@ def _end(
     recorder: BlockRecorder, layer: PatchedExperts, h: Tensor, weights: Tensor, out: Tensor
 ) -> Tensor:
     """The experts' output (B, T, d), with the writer's change where the experts write."""
-    if recorder.spec.inner_norm is not None and recorder.update != "direct":
-        target = recorder.invert_norms(out.to(h.dtype))
-        return _write(recorder, layer, h, weights, out, target)
-    if recorder.spec.writer is not Writer.EXPERTS:
+    if not recorder.spec.experts_write(recorder.update):
         return out.to(h.dtype)
-    return _write(recorder, layer, h, weights, out, recorder.writer_target())
+    closes = recorder.spec.writer is Writer.EXPERTS
+    target = recorder.writer_target() if closes else recorder.invert_norms(out.to(h.dtype))
+    return _write(recorder, layer, h, weights, out, target)
 
 
 def record_scaled_experts(

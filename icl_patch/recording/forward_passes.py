@@ -45,11 +45,13 @@ def run(
 
 def _forget(cache: Cache, rows: Tensor) -> None:
     """Reset the recurrent states of rows (B,) bool."""
+    states = [*getattr(cache, "linear_cache", ())]  # MiniMax: [] for a layer without
     for layer in cache.layers:
         for name in ("conv_states", "recurrent_states"):
-            for state in getattr(layer, name, {}).values():
-                if state is not None:
-                    state.masked_fill_(rows.reshape(-1, *[1] * (state.dim() - 1)), 0)
+            states += getattr(layer, name, {}).values()
+    for state in states:
+        if isinstance(state, Tensor):
+            state.masked_fill_(rows.reshape(-1, *[1] * (state.dim() - 1)), 0)
 
 
 def run_head(

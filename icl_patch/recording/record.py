@@ -40,10 +40,11 @@ def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
         block.down.record(recorder.down)
     if block.post_norm is not None:
         block.post_norm.record(recorder.norm)
-    if block.inner_norm is not None and block.spec.parallel_norm is not None:
+    if block.inner_norm is not None:
         block.inner_norm.record(recorder.inner_norm)
-        parallel = block.module.get_submodule(block.spec.parallel_norm)
-        block.hook(stack, parallel.register_forward_hook, recorder.on_parallel_norm)
+    if block.spec.addend is not None:
+        addend = block.module.get_submodule(block.spec.addend)
+        block.hook(stack, addend.register_forward_hook, recorder.on_addend)
 
 
 def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:
@@ -52,6 +53,8 @@ def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:
     if recorder.observes_block:
         block.on_start(stack, recorder.on_start)
         block.on_end(stack, recorder.on_end, first=True)
+        if recorder.exact:
+            block.keep_unrounded(stack)
     elif isinstance(recorder, ExactDecodeRecorder):
         if block.spec.final_norm is None:  # the block's forward hands on the context stream alone
             block.on_sum = recorder.on_end

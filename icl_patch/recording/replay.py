@@ -7,6 +7,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from icl_patch.invariance.arithmetic import running_in
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
+from icl_patch.models.forward import counts_slots
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
@@ -53,19 +54,26 @@ def _replay_part(attached: HasBlocks, patch: ContextPatch, cache: Cache, part: s
 
 
 def prefix_cache(model: PreTrainedModel, patch: ContextPatch) -> DynamicCache:
-    """A cache of the prefix alone, from the unmodified model."""
-    cache = kv_cache.new_cache(model)
-    if patch.prefix_ids.shape[1]:
-        forward_passes.run(
-            model,
-            patch.prefix_ids,
-            patch.prefix_mask,
-            patch.prefix_positions,
-            cache,
-            longest=patch.info.longest,
-            last_logits=1,
-        )
+    """A cache of the prefix alone, from the unmodified model, with :func:`empty_slots`."""
+    cache, count = kv_cache.new_cache(model), empty_slots(model, patch)
+    start = patch.prefix_ids.shape[1]
+    tokens = (patch.prefix_ids, patch.prefix_mask, patch.prefix_positions)
+    if count and not start:  # the empty slots need the shapes of some token's
+        tokens = (patch.kept_ids[:, :1], patch.kept_mask[:, :1], patch.position_ids[:, :1])
+    if start or count:
+        forward_passes.run(model, *tokens, cache, longest=patch.info.longest, last_logits=1)
+    if count:
+        kv_cache.append_empty(cache, start, count)
     return cache
+
+
+def empty_slots(model: PreTrainedModel, patch: ContextPatch) -> int:
+    """How many slots of the cache a replay leaves empty where the context was: none, unless the
+    model numbers its tokens by slots.
+    """
+    if not counts_slots(model):
+        return 0
+    return int(patch.kept_slots[0, 0]) - patch.prefix_ids.shape[1]
 
 
 def run_kept(
@@ -74,14 +82,15 @@ def run_kept(
     """Run kept tokens on top of the prefix and the kept tokens before them, masked as if the
     context stood between: logits (B, T, V).
     """
-    mask = torch.cat([patch.prefix_mask, patch.kept_mask], 1)
-    positions = torch.cat([patch.prefix_positions, patch.position_ids], 1)
-    slots = torch.cat([patch.prefix_slots, patch.kept_slots], 1)
+    empty = patch.kept_mask.new_zeros(len(patch.kept_mask), empty_slots(model, patch))
+    mask = torch.cat([patch.prefix_mask, empty, patch.kept_mask], 1)
+    positions = torch.cat([patch.prefix_positions, empty.long(), patch.position_ids], 1)
+    slots = torch.cat([patch.prefix_slots, empty.long(), patch.kept_slots], 1)
     # Chunks are counted from a row's first token, which has another column in the whole sequence.
     moved = (~patch.prefix_mask).sum(1) - (patch.kept_slots - patch.position_ids)[:, 0]
     slots = slots + moved.unsqueeze(1)
     part = slice(*part.indices(patch.kept_ids.shape[1]))
-    until = slice(0, patch.prefix_mask.shape[1] + part.stop)
+    until = slice(0, mask.shape[1] - patch.kept_ids.shape[1] + part.stop)
     visibility = Visibility(torch.ones_like(mask)[:, until], slots[:, until], positions[:, until])
     return forward_passes.run(
         model,

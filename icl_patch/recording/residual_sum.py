@@ -1,8 +1,9 @@
-"""ResidualSum: a tensor that calls a function with the first sum that it is added into.
+"""ResidualSum and Unrounded: a writer's output on its way to the block's sum.
 
 Some blocks compute more after the sum of their residual stream and their writer's output. None of
 their modules ends at the sum, so no hook can see or round it. There the writer's output becomes a
-:class:`ResidualSum`.
+:class:`ResidualSum`. Other blocks cast their MLP's output to the model's dtype before they add it.
+An :class:`Unrounded` output reaches the sum in fp64.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_CASTS = ("to", "type_as", "type", "float", "bfloat16", "half")
 _ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 OnSum = Callable[[Tensor], Tensor | None]
 
@@ -46,3 +48,20 @@ class ResidualSum(Tensor):
             changed = on_sum(result)
             result = result if changed is None else changed
         return result
+
+
+class Unrounded(Tensor):
+    """A writer's output in fp64 that stays fp64 when the block casts it, and so does every tensor
+    that the block makes of it.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in _CASTS and isinstance(args[0], Unrounded):
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs or {})
+        wide = isinstance(result, Tensor) and result.dtype == torch.float64
+        return result.as_subclass(cls) if wide else result

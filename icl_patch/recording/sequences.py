@@ -1,6 +1,7 @@
 """The tokens of a batch, checked and laid out as head and tail: prefix, context and kept tokens."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,10 +88,26 @@ class Sequences:
         )
 
 
+def either(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The value of an argument that transformers has another name for.
+
+    Raises:
+        TypeError: it was given under both names.
+    """
+    if value is not None and other is not None:
+        raise TypeError(f"expected {name} or {alias}, two names of one argument, got both")
+    return other if value is None else value
+
+
 def check_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless the argument ``name`` is a tensor."""
+    """Raises TypeError unless the argument ``name`` is a tensor, and ValueError if the tensor is
+    sparse or without values.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"expected {name} as a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_meta:
+        got = "on the device meta" if value.is_meta else f"{value.layout}: use to_dense()"
+        raise ValueError(f"expected {name} as a dense tensor with values, got one {got}")
 
 
 def _as_batch(

@@ -193,3 +193,18 @@ def test_nothing_is_said_about_padding() -> None:
     found = examine(model, "stable", kept_ids=kept, kept_mask=mask)[0]
     assert torch.equal(found.kept_mask, mask) and not mask[1, 2]
     assert found.input_controllable.all()
+
+
+def test_the_answers_print_as_a_table() -> None:
+    model = small("llama").eval()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+        model.model.layers[1].mlp.up_proj.weight.zero_()  # h = 0: the output cannot be written
+    with ContextPatcher(model, "direct") as patcher:
+        found = controllability(patcher, tokens(1, 2, 5), tokens(2, 2, 3))
+    lines = repr(found).splitlines()
+    assert lines[0].split() == ["block", "input", "output", "takes", "up", "why", "not"]
+    assert len(lines) == 1 + len(found)
+    assert lines[1].split() == ["model.layers.0", *["6", "of", "6"] * 3]
+    assert lines[2].startswith("model.layers.1") and "0 of 6" in lines[2]
+    assert "output: the input h of mlp.down_proj is 0" in lines[2]

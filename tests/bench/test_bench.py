@@ -420,14 +420,6 @@ def committed() -> Path:
     return REPOSITORY / "bench" / "results"
 
 
-def test_the_readme_has_the_committed_numbers() -> None:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    [table] = re.findall(
-        r"<!-- benchmarks: .*? -->\n\n(.*?)\n\n<!-- end of benchmarks -->", text, re.S
-    )
-    assert table == summary.summary_markdown(committed())
-
-
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_committed_tables_are_those_of_their_numbers(name: str) -> None:
     for found in load_all(committed(), name):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.numeric import noise_limit
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
@@ -157,7 +158,7 @@ def test_a_mixture_of_experts() -> None:
         OURS,
         OURS_COMPILED,
         "recompute and apply, two streams",
-        "recompute and apply, exact",
+        "recompute and apply, exact, two passes",
         PLAIN,
         COMPILED,
     }
@@ -247,6 +248,7 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
     for row in rows.values():
         if "seconds" in row:
             assert row["operator calls"] > 20
+            assert row["SDPA"] in ("flash", "math")
     assert rows[PLAIN]["operator calls"] < rows[OURS]["operator calls"]
     assert rows["recompute and apply, two streams"]["cache MB"] == 2 * rows[OURS]["cache MB"]
 
@@ -275,7 +277,7 @@ def test_the_grid() -> None:
             [case.name for case in generation.cases(torch.device(kind), few, results)]
             for few in (False, True)
         )
-        assert len(every) == len(set(every)) == (8 if kind == "cpu" else 68)
+        assert len(every) == len(set(every)) == (8 if kind == "cpu" else 84)
         assert set(quick) < set(every)
         assert every[0] == quick[0]
 
@@ -329,7 +331,19 @@ def test_a_step_reads_every_weight_once() -> None:
 
 def test_an_operator_inside_another_does_not_count() -> None:
     x = torch.randn(4, 48)
-    assert costs.operator_calls(lambda: [nn.functional.linear(x, x).exp() for _ in range(10)]) == 20
+    found = costs.profiled(lambda: [nn.functional.linear(x, x).exp() for _ in range(10)], CPU)
+    assert found == {"operator calls": 20}
+
+
+def test_the_backend_of_attention_is_named() -> None:
+    q = torch.randn(1, 2, 4, 8)
+
+    def attend() -> None:
+        nn.functional.scaled_dot_product_attention(q, q, q)
+
+    assert costs.profiled(attend, CPU)["SDPA"] == "flash"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert costs.profiled(attend, CPU)["SDPA"] == "math"
 
 
 def test_a_profiler_that_fails_leaves_the_time(tmp_path: Path) -> None:
@@ -380,8 +394,10 @@ def test_the_tables_and_pictures_of_some_numbers(tmp_path: Path) -> None:
                 "error": 1e-7,
             },
         ),
-        row(PLAIN, 1, 16, 2e-3, **{"transient MB": 2048.0, "operator calls": 1234}),
-        row(COMPILED, 1, 16, 1e-3, **{"compile s": 61.0}),
+        row(
+            PLAIN, 1, 16, 2e-3, **{"transient MB": 2048.0, "operator calls": 1234, "SDPA": "flash"}
+        ),
+        row(COMPILED, 1, 16, 1e-3, **{"compile s": 61.0, "SDPA": "flash"}),
         row(OURS, 4, 16, 5e-3),
         row(OURS, 1, 256, 4e-3),
     ]
@@ -402,6 +418,7 @@ def test_the_tables_and_pictures_of_some_numbers(tmp_path: Path) -> None:
         "| plain step | 2 ms | 2 ms – 2 ms | - | 1.00× | 2.00× | - | - | 2048 | 1234 | - |" in text
     )
     assert "plain step, compiled: compiled in 61 s." in text
+    assert f"Scaled-dot-product attention by flash: {PLAIN}; {COMPILED}." in text
     assert text.count("A step reads 88 MB of weights, at 7.0 GB/s at best.") == 1
     assert text.count("## B=") == 3
     assert text.count("not measured: there is none") == 3

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from icl_patch.kernels.runtime.config import (
     Config,
     TunedConfig,
     data_files,
+    dump,
     parse,
 )
 
@@ -66,10 +69,7 @@ class Fake:
     def problem(self, entry: TunedConfig) -> str | None:
         return (
             "spills"
-            if any(
-                entry.config == one or entry.config.__dict__ | {"fused": 32} == vars(one)
-                for one in self.spilling
-            )
+            if any(vars(entry.config) | {"fused": 32} == vars(one) for one in self.spilling)
             else None
         )
 
@@ -86,7 +86,8 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
         for path, found in tried.items()
     }
     known = data_files()["default"]
-    entries = bench_tuning.choose(plan(quick), known, lambda _, path: fakes[path], print)
+    chosen = list(bench_tuning.choose(plan(quick), (), lambda _, path: fakes[path], print))
+    entries = bench_tuning.in_place_of(known, chosen)
     mine = [entry for entry in entries if entry.dtype == "bfloat16"]
     for path in PATHS:
         blocks = {
@@ -104,11 +105,12 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
         assert blocks == {
             (best.block_m, best.block_n, best.block_k, best.num_warps, best.num_stages)
         }
-    # one entry a class of N and none by K or rows: one order of summation in each path
-    assert [(e.max_n, e.max_k, e.config.fused) for e in mine if e.path == GEMV] == [
-        (4096, None, 4),
-        (16384, None, 64),
-        (None, None, 64),
+    # one entry a class of N and none by rows: one order of summation in each path
+    assert [(e.max_n, e.config.fused) for e in mine if e.path == GEMV] == [
+        (1728, 4),
+        (4096, 4),
+        (16384, 64),
+        (None, 64),
     ]
     assert [e for e in entries if e.dtype != "bfloat16"] == [
         e for e in known if e.dtype != "bfloat16"
@@ -116,38 +118,88 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
     assert {(e.path, e.dtype) for e in entries} == {
         (path, dtype) for path in PATHS for dtype in DTYPES.values()
     }
-    assert fakes[GEMV].compiled[0] == (len(tried[GEMV]), (3 * 2 if quick else 14 * 5))
+    assert fakes[GEMV].compiled[0] == (len(tried[GEMV]), (1 * 2 if quick else 2 * 5))
 
 
 def test_nothing_that_can_be_kept_is_an_error() -> None:
     everything = tuning.candidates(BF16, GEMV)
     with pytest.raises(ValueError, match="found none"):
-        bench_tuning.choose(plan(), (), Fake([], wrong=everything), print)
+        list(bench_tuning.choose(plan(), (), Fake([], wrong=everything), print))
     with pytest.raises(ValueError, match="found none"):
-        bench_tuning.choose(plan(), (), Fake([], spilling=everything), print)
+        list(bench_tuning.choose(plan(), (), Fake([], spilling=everything), print))
 
 
 def test_quick_shapes_have_one_in_each_class() -> None:
-    assert [len(mine) for _, _, mine in tuning.classes(plan(True).shapes, (4096, 16384))] == [
-        1,
-        1,
-        1,
-    ]
-    assert all(mine for _, _, mine in tuning.classes(plan().shapes, (4096, 16384)))
+    """No small shape sets the configuration of large ones: those of an 8B model have theirs."""
+    quick = list(tuning.classes(plan(True).shapes))
+    assert [len(mine) for _, mine in quick] == [1, 1, 1, 1]
+    assert (4096, [(4096, 14336)]) in quick
+    assert all(mine for _, mine in tuning.classes(plan().shapes))
 
 
-def test_the_file_is_whole_and_says_where_it_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of the device."""
+    for name, value in {
+        "get_device_capability": lambda _: (9, 0),
+        "device": lambda _: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(bench_tuning, "gpu_name", lambda device: "NVIDIA Test 9")
     monkeypatch.setattr(
         bench_tuning,
         "environment",
         lambda device: dict.fromkeys(("icl_patch", "torch", "triton", "cuda"), "1.2"),
     )
+
+
+def test_a_stopped_run_goes_on_where_it_was(
+    h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every entry there is a whole file, and no entry is measured twice."""
+    liked = tuning.candidates(BF16, GEMV)[5:6] + tuning.candidates(BF16, "gemm")[5:6]
+    options = bench_tuning.TuningOptions(torch.device("cuda"), (BF16,))
+    begun: list[str] = []
+
+    class Stopped(Fake):
+        def compile(self, *arguments: Any) -> None:
+            begun.append("")
+            if len(begun) == 6:  # the third class, once for its blocks, once for its coefficients
+                raise KeyboardInterrupt
+            super().compile(*arguments)
+
+    monkeypatch.setattr(bench_tuning, "Measuring", Stopped(liked))
+    with pytest.raises(KeyboardInterrupt):
+        bench_tuning.write(options, tmp_path, print)
+    target = tmp_path / "nvidia-test-9.json"
+    partial = parse(target.read_text())
+    assert json.loads(target.read_text())["measured"] == 2
+    assert [e.max_n for e in partial if (e.path, e.dtype) == (GEMV, "bfloat16")] == [
+        1728,
+        4096,
+        16384,
+        None,
+    ]
+    assert partial[2] in data_files()["default"]
+    begun.clear()
+    fake = Fake(liked)
+    monkeypatch.setattr(bench_tuning, "Measuring", fake)
+    _, entries = bench_tuning.write(options, tmp_path, print)
+    assert entries[:2] == partial[:2]
+    assert len(fake.compiled) == 2 * 2 + 4  # two classes of the one path, four of the other
+    assert "measured" not in json.loads(target.read_text())
+    again = Fake(liked)
+    monkeypatch.setattr(bench_tuning, "Measuring", again)
+    assert bench_tuning.write(options, tmp_path, print)[1] == entries
+    assert len(again.compiled) == 4 * 2 + 4  # a finished file is measured anew
+
+
+def test_the_file_is_whole_and_says_where_it_comes_from(
+    h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench_tuning, "Measuring", Fake(tuning.candidates(BF16, GEMV)[5:6]))
     target = tmp_path / "nvidia-test-9.json"
-    target.write_text("of another day")
+    target.write_text(dump({"note": "of another day", "measured": 1}, data_files()["default"]))
     path, entries = bench_tuning.write(
         bench_tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print
     )
@@ -155,7 +207,7 @@ def test_the_file_is_whole_and_says_where_it_comes_from(
     assert [file.name for file in tmp_path.iterdir()] == [target.name]
     assert parse(target.read_text()) == entries
     head = json.loads(target.read_text())
-    assert head["gpu"] == "NVIDIA Test 9"
+    assert (head["gpu"], head["capabilities"]) == ("NVIDIA Test 9", [90])
     assert "torch 1.2, triton 1.2, cuda 1.2" in head["note"]
     # a run that fails leaves what was there
     monkeypatch.setattr(bench_tuning, "Measuring", Fake([], wrong=tuning.candidates(BF16, GEMV)))
@@ -188,6 +240,11 @@ def test_entries_of_the_default_file_can_be_kept_and_one_that_takes_too_much_can
         # sums in 256 registers a thread
         large = replace(entry, config=replace(entry.config, block_n=256, block_m=128, num_warps=4))
         assert tuning.entry_problem(pool, large, [80]) == "plain on sm_80 spills registers"
+        # stages of 32 KB, for which an H100 has room and an A100 has not
+        config = Config(True, 128, 128, 64, 8, 7)
+        assert tuning.entry_problem(pool, replace(entry, config=config), [90]) is None
+        problem = tuning.entry_problem(pool, replace(entry, config=config), [80])
+        assert problem is not None and "shared memory" in problem
 
 
 COMPILE = """

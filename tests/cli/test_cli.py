@@ -1,5 +1,6 @@
 """The command line as a user meets it: what is printed where, files, exit status."""
 
+import io
 import json
 import math
 import os
@@ -7,17 +8,23 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.numeric import noise_limit
+from transformers import BertConfig, PreTrainedConfig, T5Config, ViTConfig
 
-from icl_patch import ContextPatch, embedded
+from icl_patch import ContextPatch, ContextPatcher, embedded
 from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import report
+from icl_patch.evaluation.loading import load_model
 from icl_patch.generation.loop import LOGITS, MODES
+from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording.attached_model import AttachedModel
 
@@ -153,9 +160,9 @@ def test_an_empty_context_and_a_temperature_of_zero_are_what_they_say(
         json.loads(run(capsys, *command, *context)[1]) for context in (("--context", ""), ())
     )
     assert empty["token_ids"] != default["token_ids"]
-    status, out, err = run(capsys, *command, "--context", "a", "--sample", "--temperature", "0")
-    assert (status, out) == (2, "")
-    assert "temperature" in err
+    status, out, _ = run(capsys, *command, "--context", "a", "--sample", "--temperature", "0")
+    assert status == 2
+    assert "temperature" in json.loads(out)["error"]["message"]
 
 
 def test_weights_that_are_cut_off(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -236,7 +243,10 @@ def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["verify", "/nowhere/at/all"], 2, "/nowhere/at/all"),
+        (["verify", "/nowhere/at/all"], 2, "got /nowhere/at/all: no such folder"),
+        (["verify", str(Path(__file__).parent)], 2, "there is no config.json in it"),
+        (["inspect", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
+        (["inspect", str(embedded.MODEL_DIR)], 2, "files there: model.safetensors"),
         (["verify", "--context-file", "/nowhere/at/all"], 2, "No such file"),
         (["verify", "--context", "a", "--keep-last", "9"], 2, "more than 10 tokens"),
         (["verify", "--chat"], 2, "chat template"),
@@ -304,11 +314,11 @@ def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -
     command = [
         "demo",
         "--prompts",
-        "4",
-        "--max-new-tokens",
-        "4",
-        "--prompts-per-kind",
         "2",
+        "--max-new-tokens",
+        "3",
+        "--prompts-per-kind",
+        "1",
         "--report",
         str(folder),
     ]
@@ -389,16 +399,189 @@ def test_the_module_runs_as_a_command() -> None:
     assert done.stdout.startswith("icl-patch ")
 
 
-def test_output_survives_a_terminal_without_unicode() -> None:
-    """And a reader that closes the pipe early is no error."""
-    command = [sys.executable, "-P", "-m", "icl_patch", "verify", "--max-new-tokens", "2"]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert "token match" in done.stdout
-    piped = subprocess.run(
-        ["sh", "-c", f"'{sys.executable}' -P -m icl_patch verify --max-new-tokens 2 --json | true"],
-        capture_output=True,
-    )
-    assert b"Errno" not in piped.stderr
+def test_output_survives_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.main(["verify", "--max-new-tokens", "2"]) == 0
+    terminal.seek(0)
+    assert "token match" in terminal.read()
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["table", "json"])
+def test_a_reader_that_has_seen_enough(
+    json_too: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["verify", "--max-new-tokens", "2", *json_too]) == 0
+
+
+def test_a_pipe_that_is_closed_early_is_no_error() -> None:
+    """Nor at the end of the process, where Python writes out what is left."""
     script = f"set -o pipefail; '{sys.executable}' -P -m icl_patch verify --max-new-tokens 2 | true"
-    assert subprocess.run(["bash", "-c", script], capture_output=True).returncode == 0
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=False)
+    assert done.returncode == 0
+    assert b"Errno" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (T5Config(vocab_size=9, d_model=8, d_ff=8, num_layers=1), "'t5', an encoder-decoder"),
+        (BertConfig(vocab_size=9), "'bert', an encoder that reads in both directions"),
+        (ViTConfig(), "'vit', no causal language model"),
+    ],
+    ids=["t5", "bert", "vit"],
+)
+def test_models_that_are_no_causal_language_models(
+    capsys: pytest.CaptureFixture, tmp_path: Path, config: PreTrainedConfig, message: str
+) -> None:
+    """Without weights: the configuration says it before they are loaded."""
+    config.save_pretrained(tmp_path)
+    status, out, err = run(capsys, "verify", str(tmp_path))
+    assert (status, out) == (2, "")
+    assert message in err and "choose another model" in err and str(tmp_path) in err
+    assert len(err) < 500
+
+
+def test_bert_as_a_decoder_is_no_encoder(tmp_path: Path) -> None:
+    BertConfig(vocab_size=9, is_decoder=True).save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"no file named|safetensors"):  # it goes on to the weights
+        load_model(tmp_path)
+
+
+def test_a_context_that_is_not_utf8(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "latin"
+    file.write_bytes(b"caf\xe9")
+    status, out, err = run(capsys, "verify", "--context-file", str(file))
+    assert (status, out) == (2, "")
+    assert f"expected UTF-8 text in {file}, got byte 0xe9 at 3" in err and "iconv" in err
+
+
+def test_compile_without_a_compiler(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in torch")
+
+    monkeypatch.setattr("icl_patch.generation.compiled_step.make_fx", missing)
+    command = ("generate", "--update", "stable", "--compile", "--max-new-tokens", "3", "--json")
+    status, out, _ = run(capsys, *command)
+    error = json.loads(out)["error"]
+    assert (status, error["type"]) == (2, "UnsupportedModelError")
+    assert "expected a C++ compiler" in error["message"] and "CXX" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "status"),
+    [
+        (["verify", "/nowhere/at/all"], "OSError", 2),
+        (["inspect", __file__], "PatchFormatError", 1),
+        (["verify", "--keep-last", "99"], "ValueError", 2),
+        (["verify", "--dtype", "int3"], "UsageError", 2),
+    ],
+)
+def test_errors_are_json_where_results_are(
+    capsys: pytest.CaptureFixture, arguments: list[str], kind: str, status: int
+) -> None:
+    try:
+        got, out, err = run(capsys, *arguments, "--json")
+    except SystemExit as stop:
+        (out, err), got = capsys.readouterr(), stop.code
+    result = json.loads(out)
+    assert (got, err) == (status, "")
+    assert (result["error"]["type"], result["status"]) == (kind, status)
+    assert result["error"]["message"]
+
+
+def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    run(
+        capsys,
+        "extract",
+        "--prefix",
+        "mode ",
+        "--context",
+        "up",
+        "--kept",
+        "per",
+        "--out",
+        str(file),
+    )
+    _, out, _ = run(capsys, "inspect", str(file))
+    assert "['per']" in out and "mode " in out and "ids" not in out
+    result = json.loads(run(capsys, "inspect", str(file), "--json")[1])
+    assert result["kept_text"] == ["per"]
+    assert result["prefix_text"] == ["<bos>mode "]
+    assert len(result["kept_ids"][0]) == 3
+    patch = ContextPatch.load(file)
+    other = replace(patch, info=replace(patch.info, model="/nowhere"))
+    other.save(file)
+    _, out, _ = run(capsys, "inspect", str(file))
+    assert "3 tokens; --model MODEL shows them as text" in out
+
+
+def test_generate_streams(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first words are printed before the last token is there."""
+    printed = []
+    steps = ContextPatcher.generate
+
+    def watched(self: ContextPatcher, *arguments: Any, **options: Any) -> Iterator[Any]:
+        for step in steps(self, *arguments, **options):
+            printed.append(capsys.readouterr().out)
+            yield step
+
+    monkeypatch.setattr(ContextPatcher, "generate", watched)
+    context = "say german\n7 0 4."
+    status, out, _ = run(capsys, "generate", "--context", context, "--max-new-tokens", "12")
+    whole = "".join(printed) + out
+    monkeypatch.undo()
+    expected = json.loads(
+        run(capsys, "generate", "--context", context, "--max-new-tokens", "12", "--json")[1]
+    )["text"]
+    assert status == 0
+    assert whole == expected + "\n"
+    assert sum(map(bool, printed)) > 1
+
+
+def test_progress_is_labelled_from_the_start() -> None:
+    command = [sys.executable, "-P", "-m", "icl_patch", "verify", "--max-new-tokens", "3"]
+    environment = os.environ | {"FORCE_COLOR": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    labels = ("importing torch", "loading the embedded model", "attaching", "3/3")
+    places = [done.stderr.find(label) for label in labels]
+    assert done.returncode == 0
+    assert -1 not in places and places == sorted(places)
+
+
+@pytest.mark.parametrize("module", ["rich.console", "torch", "transformers"])
+def test_an_interrupt_while_importing_leaves_no_traceback(module: str) -> None:
+    script = f"""
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["icl-patch", "verify"]
+from icl_patch.__main__ import run
+sys.exit(run())
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_version_names_the_native_library() -> None:
+    command = [sys.executable, "-P", "-m", "icl_patch", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"native library: {'yes' if native.is_loaded else 'no'}" in shown
+
+
+def test_a_noise_floor_of_zero_is_no_promise() -> None:
+    rows = report.table("t", ["floor"], [[report.format_floor(0.0)]])
+    shown = report.to_markdown([rows])
+    assert "0 here" in shown and "batching happened to round alike" in shown
+    assert report.format_floor(1e-7) == "1.0e-07"
+    assert rows.caption and "alike" not in report.to_markdown([report.table("t", ["f"], [[1.0]])])

@@ -313,9 +313,11 @@ def interpreter() -> list[str]:
     return [str(made) if made.exists() else sys.executable]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "linear_regression"])
 def test_make_papers_starts_every_script(name: str) -> None:
-    """Each imports its neighbours, which the folder of the script must be on the path for."""
+    """Each imports its neighbours, which the folder of the script must be on the path for.
+    :func:`quick` runs the one that is left out here.
+    """
     command = [*interpreter(), f"examples/papers/{name}.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import goldwaser  # noqa: E402
 import goldwaser_experiments as experiments  # noqa: E402
+import goldwaser_pictures as pictures  # noqa: E402
 import goldwaser_shapes as shapes  # noqa: E402
 from goldwaser_experiments import EXPERIMENTS, LAZY, MERGED, VARIANTS  # noqa: E402
 from goldwaser_pictures import CLAIMS  # noqa: E402
@@ -337,3 +338,66 @@ def test_committed_numbers_show_what_moves_bf16() -> None:
         if group["dtype"] == "bfloat16"
     }
     assert shares["direct", MERGED] < 0.9 < shares["stable", MERGED] and shares["exact", LAZY] == 1
+
+
+def committed(name: str) -> dict:
+    return json.loads((RESULTS / f"goldwaser-{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["3", "5"])
+def test_every_dtype_has_its_own_tokens_below_it(name: str) -> None:
+    numbers = committed(name)
+    draw = {"3": pictures._figure_3, "5": pictures._figure_5}[name]
+    figure = draw(numbers)
+    by_dtype = {curve["dtype"]: curve["tokens"] for curve in numbers["curves"]}
+    if name == "3":
+        assert by_dtype["float32"] != by_dtype["bfloat16"]
+        prompt = "".join(map(pictures.visible, numbers["context"]))
+        assert prompt in figure.get_supxlabel()
+    panels = [axis for axis in figure.get_axes() if axis.get_ylabel()]
+    assert len(panels) == 2 * len(by_dtype)
+    for axis in panels:
+        dtype = next(
+            dtype
+            for dtype, short in pictures.DTYPES.items()
+            if axis.get_ylabel().startswith(f"{short}:")
+        )
+        shown = [label.get_text() for label in axis.get_xticklabels()]
+        assert shown == [pictures.visible(token) for token in by_dtype[dtype]]
+        assert all(label.get_visible() for label in axis.get_xticklabels())
+    pictures.plt.close(figure)
+
+
+def test_the_papers_shares_stand_over_their_own_bars() -> None:
+    numbers = committed("4")
+    figure = pictures._figure_4(numbers)
+    axis = figure.get_axes()[2]
+    lines = {
+        round(float(x.mean())): float(y[0])
+        for segment in axis.collections
+        for x, y in [segment.get_segments()[0].T]
+    }
+    named = {
+        (numbers["groups"][place]["dtype"], numbers["groups"][place]["update"]): share
+        for place, share in lines.items()
+    }
+    assert named == {("bfloat16", "direct"): 87.5, ("bfloat16", "stable"): 98}
+    assert not axis.lines  # none across all of them
+    pictures.plt.close(figure)
+
+
+def test_the_committed_page_is_that_of_the_numbers(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / f"goldwaser-{name}.json").symlink_to(RESULTS / f"goldwaser-{name}.json")
+    notes = (SCRIPTS / "goldwaser_notes.md").read_text(encoding="utf-8").strip()
+    pictures.write_page(tmp_path, notes)
+    page = "context-parameter-equivalence.md"
+    assert (tmp_path / page).read_text() == (RESULTS / page).read_text()
+
+
+def test_redrawing_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "goldwaser-4.json").write_bytes((RESULTS / "goldwaser-4.json").read_bytes())
+    monkeypatch.setattr(goldwaser, "EXPERIMENTS", {})
+    assert goldwaser.main(["--redraw", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "goldwaser-4.png").read_bytes().startswith(b"\x89PNG")
+    assert "Figure 4" in (tmp_path / "context-parameter-equivalence.md").read_text()

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from icl_patch import embedded, metrics, ops, verify
 from icl_patch.evaluation.embedded.train import build_tokenizer
-from icl_patch.evaluation.verify import MARS_PROMPT, VerifyReport, encode_contexts
+from icl_patch.evaluation.loading import MARS_PROMPT, encode_contexts
+from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.patcher import ContextPatcher
+from icl_patch.tolerances import rounding_limit
 
 PROMPTS, NEW_TOKENS = 20, 25
 RANDOM_VOCABULARY = 259  # the byte tokenizer's
@@ -267,7 +269,5 @@ def test_metrics_on_known_numbers() -> None:
     assert metrics.total_variation(two, torch.zeros(1, 2)).item() == pytest.approx(0.25)
     assert metrics.same_argmax(two, reference[:, :2] + torch.tensor([[1.0, 0.0]])).all()
     assert not metrics.bit_identical(two, torch.zeros(1, 2)).any()
-    assert metrics.rounding_limit(torch.bfloat16) == 2.0**-3.5  # √2⁻⁷
-    assert (
-        metrics.rounding_limit(torch.float64) == metrics.rounding_limit(torch.float32) == 2.0**-11.5
-    )
+    assert rounding_limit(torch.bfloat16) == 2.0**-3.5  # √2⁻⁷
+    assert rounding_limit(torch.float64) == rounding_limit(torch.float32) == 2.0**-11.5

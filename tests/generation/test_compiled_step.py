@@ -3,8 +3,10 @@ context that come after.
 """
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from icl_patch import ContextPatcher, ControllabilityError, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation import compiled_step, graph_partition
+from icl_patch.generation.decode_state import StepInputs, StepOutput
 from icl_patch.generation.loop import GenerationStep
 
 
@@ -313,6 +316,36 @@ def test_as_a_decoding_method(traces: list[Any]) -> None:
                 expected,
             )
     assert len(traces) == 1
+
+
+def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever device is current: streams and graphs ask CUDA for the current one's."""
+    current, asked = ["cuda:0"], []
+
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        current.append(str(of))
+        yield
+        current.pop()
+
+    class OfTheCurrentDevice:
+        def __init__(self, *_: object) -> None:
+            asked.append(current[-1])
+
+        def wait_stream(self, _: object) -> None: ...
+        def replay(self) -> None: ...
+
+    for name in ("Stream", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, OfTheCurrentDevice)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
+    inputs = StepInputs(*[torch.zeros(1)] * 3, cache=None, slot=None, length=0)
+    output = StepOutput(*[None] * len(dataclasses.fields(StepOutput)))
+    step = compiled_step.Captured(lambda *_: output, inputs, 1)
+    for _ in range(5):
+        step(torch.zeros(1), False)
+    assert set(asked) == {"cpu"} and len(asked) == 3 * 3 + 1
 
 
 def test_what_cannot_be_compiled() -> None:

@@ -119,25 +119,35 @@ def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) ->
             assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], other.logits)
 
 
-def test_a_file_replays_in_another_process(tmp_path: Path) -> None:
+def test_files_replay_in_another_process(tmp_path: Path) -> None:
     model = build("llama")
     model.save_pretrained(tmp_path / "model")
+    logits = {}
     with ContextPatcher(model) as patcher:
-        (step,) = steps_of(patcher, 1)
-    step.patch.save(tmp_path / "step.safetensors")
-    torch.save(step.logits, tmp_path / "logits.pt")
-    script = """
+        for number, step in enumerate(steps_of(patcher, 2)):
+            step.patch.save(tmp_path / f"{number}.safetensors")
+            logits[f"{number}"] = step.logits
+    torch.save(logits, tmp_path / "logits.pt")
+    _replay_in_another_process(tmp_path)
+
+
+_REPLAY = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 from icl_patch import ContextPatch, ContextPatcher
 folder = sys.argv[1]
-patch = ContextPatch.load(folder + "/step.safetensors")
-assert patch.info.arithmetic == "batch_invariant"
-with ContextPatcher(AutoModelForCausalLM.from_pretrained(folder + "/model")) as patcher:
-    logits = patcher.forward(patch.kept_ids, patch)[:, -1]
-assert torch.equal(logits, torch.load(folder + "/logits.pt"))
+model = AutoModelForCausalLM.from_pretrained(folder + "/model", dtype="auto")
+with ContextPatcher(model) as patcher:
+    for name, expected in torch.load(folder + "/logits.pt").items():
+        patch = ContextPatch.load(f"{folder}/{name}.safetensors")
+        assert patch.info.arithmetic == "batch_invariant"
+        assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], expected), name
 """
-    subprocess.run([sys.executable, "-P", "-c", script, str(tmp_path)], check=True)
+
+
+def _replay_in_another_process(folder: Path) -> None:
+    """Replay the files in a folder, bit for bit as in ``logits.pt``."""
+    subprocess.run([sys.executable, "-P", "-c", _REPLAY, str(folder)], check=True)
 
 
 def test_where_it_does_not_go() -> None:
@@ -170,3 +180,32 @@ def test_where_it_does_not_go() -> None:
         pytest.raises(ValueError, match="which is for exact steps"),
     ):
         steps_of(patcher, arithmetic="batch_invariant")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "gpt2", "olmo2", "opt-post-norm"])
+def test_six_hundred_steps_replay_in_another_process(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """10,800 steps over all families and dtypes; the files of some hundred are replayed."""
+    model = tiny_models.build(family, 2, dtype, max_position_embeddings=256)
+    model.save_pretrained(tmp_path / "model")
+    logits, count = {}, 0
+    with ContextPatcher(model) as patcher:
+        for seed in range(2):
+            ids = tokens(seed, 3, 5 + 30 * seed)
+            torch.manual_seed(seed)
+            for step in patcher.generate(
+                ids, max_new_tokens=100, do_sample=True, eos_token_id=None, check_every=1
+            ):
+                assert step.check is not None and step.patch.report is not None
+                assert not step.check.linf.any() and not step.patch.report.misses.any()
+                assert step.patch.info.arithmetic == BATCH_INVARIANT
+                count += len(step.token_ids)
+                if count % 60 == 0:
+                    step.patch.save(tmp_path / f"{count}.safetensors")
+                    logits[f"{count}"] = step.logits
+    assert count == 600
+    torch.save(logits, tmp_path / "logits.pt")
+    _replay_in_another_process(tmp_path)

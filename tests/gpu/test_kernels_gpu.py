@@ -182,7 +182,7 @@ def test_a_weight_of_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("rows", [40000])
 def test_rows_and_outputs_of_more_than_two_to_the_31_elements(rows: int) -> None:
-    needs_memory(48)
+    needs_memory(16)  # u and the result take 5.25 GB each
     n, k = 65600, 64
     z, weight = (torch.randn(size, k, dtype=torch.bfloat16, device="cuda") for size in (rows, n))
     u, v = (

@@ -24,7 +24,7 @@ from support.small import (
 )
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForConditionalGeneration
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from icl_patch import (
     ContextPatcher,
@@ -55,16 +55,90 @@ def test_a_llama_without_a_language_model_head_is_refused(
         ContextPatcher(getattr(transformers, kind)(config).eval())
 
 
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = small("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match="on one device, got cpu, meta: load it onto"):
+        ContextPatcher(model)
+
+
 def test_attention_without_a_mask_is_refused() -> None:
     model = small("llama")
     for implementation in ("flash_attention_2", "flex_attention", "paged|sdpa"):
         model.config._attn_implementation = implementation
         with pytest.raises(
             UnsupportedModelError,
-            match="'sdpa' or 'eager'.*LlamaForCausalLM has '" + implementation.replace("|", r"\|"),
+            match="'sdpa' or 'eager'.*LlamaForCausalLM has '"
+            + implementation.replace("|", r"\|")
+            + r".*set_attn_implementation\('sdpa'\)",
         ):
             ContextPatcher(model)
     assert not any(isinstance(module, PatchedLinear) for module in model.modules())
+
+
+class Adapted(nn.Module):
+    """As peft wraps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.peft_config = model, {}
+
+    def get_base_model(self) -> nn.Module:
+        return self.inside
+
+
+def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
+    model = small("llama")
+    with pytest.raises(UnsupportedModelError, match=r"expected .* model\._orig_mod; got Optimized"):
+        ContextPatcher(torch.compile(model))
+    with pytest.raises(UnsupportedModelError, match=r"expected model\.get_base_model\(\)"):
+        ContextPatcher(Adapted(model))  # type: ignore[arg-type]
+    model.compile()
+    with pytest.raises(
+        UnsupportedModelError, match=r"got LlamaForCausalLM after model\.compile\(\)"
+    ):
+        ContextPatcher(model)
+
+
+def test_weights_and_ids_without_values_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="weights of LlamaForCausalLM in memory, "):
+        ContextPatcher(small("llama").to("meta"))
+    model = small("llama")
+    with pytest.raises(UnsupportedModelError, match="default device"), torch.device("meta"):
+        ContextPatcher(model)
+    with ContextPatcher(model) as patcher:
+        for ids in (IDS.to_sparse(), IDS.to("meta")):
+            with pytest.raises(ValueError, match="expected context_ids as a dense tensor"):
+                patcher.compute(ids, KEPT)
+
+
+def test_a_refusal_without_hooks_does_not_name_hooks() -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        ContextPatcher(disguised(Bent))
+    assert "hooks" not in str(refused.value)
+
+
+class LeakingAttention(LlamaAttention):
+    """Adds a trace of all that its cache holds, what the mask hides too: less than rounding may
+    be.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, past_key_values: Any, **kwargs: Any
+    ) -> Any:
+        out, weights = super().forward(
+            hidden_states, *args, past_key_values=past_key_values, **kwargs
+        )
+        keys = past_key_values.layers[self.layer_idx].keys
+        return out + 1e-6 * keys.sum((1, 2, 3)).view(-1, 1, 1), weights
+
+
+def test_attention_that_lets_a_trace_of_hidden_tokens_through_is_refused() -> None:
+    model: Any = small("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LeakingAttention
+    with pytest.raises(UnsupportedModelError, match="lets the reduced rows see absorbed tokens"):
+        ContextPatcher(model)
 
 
 def test_an_unknown_update_and_training_are_refused() -> None:
@@ -111,7 +185,14 @@ def test_training_that_changes_what_is_computed_is_refused(reason: str) -> None:
         works(patcher)
 
 
+class Bent(LlamaDecoderLayer):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs).tanh()
+
+
 class Halved(LlamaDecoderLayer):
+    """Carries half of its residual stream."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward(*args, **kwargs) / 2
 
@@ -200,7 +281,7 @@ def disguised(kind: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     "kind",
     [
-        Halved,
+        Bent,
         HalfParallel,
         SelfMade,
         OwnProduct,
@@ -242,11 +323,14 @@ def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
     model = randomised(transformers.BartForCausalLM, config).to(dtype)
     with torch.no_grad():
         model.model.decoder.embed_positions.weight.mul_(0.1)
-    with pytest.raises(
-        UnsupportedModelError,
-        match="BartForCausalLM has positions that the kept tokens alone cannot be given",
-    ):
-        ContextPatcher(model)
+    with ContextPatcher(model) as patcher:
+        works(patcher, {"context_ids": IDS, "kept_ids": KEPT, "prefix_ids": IDS[:, :2]})
+        padded = torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)
+        with pytest.raises(ValueError, match="expected rows of one length for BartForCausalLM"):
+            patcher.compute(IDS, KEPT, context_mask=padded)
+        spans = [(0, 1), (2, 3)]
+        with pytest.raises(ValueError, match="expected one absorbed span for BartForCausalLM"):
+            patcher.compute(IDS, KEPT, absorbed=spans)
 
 
 def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
@@ -256,6 +340,15 @@ def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
         UnsupportedModelError, match="LlamaForCausalLM finds blocks of its cache by positions"
     ):
         ContextPatcher(model)
+
+
+@updates
+def test_factors_without_a_name_are_fitted(update: str) -> None:
+    with ContextPatcher(disguised(Halved), update) as patcher:
+        spec = patcher.attached_model.block_specs[0].spec
+        factors = spec.residual_factor, spec.residual_multiplier
+        assert factors == pytest.approx((0.5, 0.5), rel=1e-6)
+        works(patcher)
 
 
 @updates

@@ -17,7 +17,7 @@ from icl_patch.ops import dispatch, native
 TESTS = Path(__file__).parents[1]
 
 
-def run_checks(backend: str) -> subprocess.CompletedProcess:
+def run_with(backend: str, *arguments: str) -> subprocess.CompletedProcess:
     """In a process of its own: what runs the products is said before the package is imported."""
     environment = os.environ | {
         "ICL_PATCH_OPS": backend,
@@ -25,14 +25,7 @@ def run_checks(backend: str) -> subprocess.CompletedProcess:
         "OMP_NUM_THREADS": "1",
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), *sys.path]))
-    command = [
-        sys.executable,
-        "-P",
-        "-W",
-        "ignore",
-        str(TESTS / "support" / "backend_checks.py"),
-        backend,
-    ]
+    command = [sys.executable, "-P", "-W", "ignore", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
@@ -40,7 +33,7 @@ def run_checks(backend: str) -> subprocess.CompletedProcess:
 def test_whole_models(backend: str) -> None:
     if backend == "triton" and find_spec("triton") is None:
         pytest.skip("needs triton")
-    done = run_checks(backend)
+    done = run_with(backend, str(TESTS / "support" / "backend_checks.py"), backend)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("exact 0.0") == 3
 
@@ -57,7 +50,7 @@ def test_the_count_of_kernels_sees_those_of_the_native_library() -> None:
 
 
 def test_another_word_is_refused() -> None:
-    done = run_checks("cuda")
+    done = run_with("cuda", "-c", "import icl_patch.ops")
     assert done.returncode != 0
     assert "expected ICL_PATCH_OPS=auto, torch or triton, got 'cuda'" in done.stderr
 

@@ -48,8 +48,9 @@ from support.inversion import mixed_rows
 from support.numeric import FLOATS, normal, seeded
 from icl_patch import ops; from icl_patch.ops import native
 digest = hashlib.sha256()
-for dtype, n in itertools.product(FLOATS.values(), (1, 3, 8, 15, 31, 64, 257, 513, 2049)):
-    m, g = mixed_rows(n, 6, dtype)
+# less than a vector, one without its last lane, whole vectors, and chunks of 256 and 512 and 1 more
+for dtype, n in itertools.product(FLOATS.values(), (3, 15, 64, 257, 2049)):
+    m, g = mixed_rows(n, 2, dtype)
     g[0, -1], m[1, 0] = torch.nan, torch.inf
     h = normal(seeded(n), *g.shape, dtype=dtype)
     rms = torch.rand(len(g), generator=seeded(0)).to(dtype)
@@ -77,6 +78,25 @@ for dtype, n in itertools.product(FLOATS.values(), (1, 3, 8, 15, 31, 64, 257, 51
 test_native_linear.check_products()
 print(native.cpu_instructions, digest.hexdigest())
 """
+INSTRUCTIONS = ("portable", "avx2", "avx512", "avx512_bf16")
+# The package chooses its instruction set once: each has a process. Importing transformers takes
+# longer than all that is computed there, so they share it.
+ON_EACH = f"""
+import os, sys, torch, transformers.modeling_utils
+for instructions in {INSTRUCTIONS}:
+    child = os.fork()
+    if child == 0:
+        os.environ["ICL_PATCH_CPU"] = instructions
+        try:
+            exec({DIGEST!r})
+        except ValueError as error:
+            if "expected ICL_PATCH_CPU=" not in str(error):
+                raise
+            print(instructions, "none")
+        sys.exit()
+    if os.waitpid(child, 0)[1]:
+        sys.exit(instructions)
+"""
 
 
 def run_on(instructions: str, script: str) -> subprocess.CompletedProcess[str]:
@@ -97,15 +117,11 @@ def run_on(instructions: str, script: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def digests() -> dict[str, str]:
-    found = {}
-    for instructions in ("portable", "avx2", "avx512", "avx512_bf16"):
-        done = run_on(instructions, DIGEST)
-        if done.returncode == 0:
-            name, found[instructions] = done.stdout.split()
-            assert name == instructions
-        else:
-            assert "ValueError: expected ICL_PATCH_CPU=" in done.stderr, done.stderr
-    return found
+    done = run_on("portable", ON_EACH)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert tuple(found) == INSTRUCTIONS
+    return {name: digest for name, digest in found.items() if digest != "none"}
 
 
 @needs_native

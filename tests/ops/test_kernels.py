@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_odd_sizes_compile(dtype: torch.dtype, sizes: tuple[int, int, int]) -> N
     type; the interpreter knows neither.
     """
     rows, n, k = sizes
-    chosen = config_for("", dtype, 8, 8, kernels.product_path(rows))
+    chosen = config_for("", dtype, 8, kernels.product_path(rows))
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -140,13 +141,13 @@ def test_odd_rows_compile(size: int) -> None:
 
 def test_a_spill_would_be_seen() -> None:
     """A tile far too large for its warps."""
-    entry = TunedConfig("gemv", "float32", None, None, Config(False, 16, 32, 64, 1, 1))
+    entry = TunedConfig("gemv", "float32", None, Config(False, 16, 32, 64, 1, 1))
     found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 16), 90)
     assert found.problem(90) == "spills registers"
 
 
 def test_too_much_shared_memory_would_be_seen() -> None:
-    entry = TunedConfig("gemm", "bfloat16", None, None, Config(True, 128, 128, 128, 8, 5))
+    entry = TunedConfig("gemm", "bfloat16", None, Config(True, 128, 128, 128, 8, 5))
     found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 64), 90)
     assert (
         found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {227 * 1024}"
@@ -185,6 +186,20 @@ def test_matrix_units_are_used() -> None:
     assert "mma.sync.aligned.m16n8k16" in ptx
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("variant", ["rank 1", "recording"])
+def test_each_running_sum_is_a_chain_of_its_own(variant: str, capability: int) -> None:
+    """16 × 16 outputs and 256 of K are 32 matrix instructions: none is done by both warps, and a
+    warp's 16 go to four sums, two of K by two of rows.
+    """
+    ptx = aot.compile_ahead(
+        EVERYTHING[f"default: gemv bfloat16 N ≤ 1728, {variant}"], capability
+    ).asm["ptx"]
+    sums = re.findall(r"mma\.sync\.aligned\.m16n8k16\S+ (\{.*?\}),", ptx)
+    streams = 2 if variant == "recording" else 1
+    assert (len(sums), len(set(sums))) == (16 * streams, 4 * streams)
+
+
 def test_no_atomics() -> None:
     for name in COMPILED:
         ptx = aot.compile_ahead(EVERYTHING[name], 90).asm["ptx"]
@@ -198,8 +213,8 @@ def test_every_shape_has_a_configuration() -> None:
     for file in config.data_files():
         for dtype in DTYPES:
             for path in PATHS:
-                for n, k in ((1, 1), (640, 2048), (5376, 21504), (262144, 5376), (10**7, 10**6)):
-                    found = config_for(file, dtype, n, k, path)
+                for n in (1, 640, 5376, 262144, 10**7):
+                    found = config_for(file, dtype, n, path)
                     assert found.block_m >= (1 if path == "gemv" else 16)
 
 
@@ -215,29 +230,28 @@ def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None
 
 
 def test_a_gpu_never_seen_gets_the_default() -> None:
-    assert config_for("NVIDIA Nothing 9000", torch.bfloat16, 100, 100, "gemv") == config_for(
-        "", torch.bfloat16, 100, 100, "gemv"
+    assert config_for("NVIDIA Nothing 9000", torch.bfloat16, 100, "gemv") == config_for(
+        "", torch.bfloat16, 100, "gemv"
     )
     assert config.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
 
 
 def test_a_data_file_comes_back() -> None:
     entries = config.entries_for("")
-    assert config.parse(config.dump("NVIDIA H200", "measured", entries)) == entries
+    assert config.parse(config.dump({"gpu": "NVIDIA H200", "note": "measured"}, entries)) == entries
 
 
 def test_the_first_entry_that_serves() -> None:
     small, large = (Config(True, 16, n, 64, 4, 2) for n in (16, 64))
     entries = (
-        TunedConfig("gemv", "bfloat16", 100, 50, small),
-        TunedConfig("gemv", "bfloat16", None, None, large),
+        TunedConfig("gemv", "bfloat16", 100, small),
+        TunedConfig("gemv", "bfloat16", None, large),
     )
     chosen = [
-        next(e.config for e in entries if e.covers("gemv", "bfloat16", n, k))
-        for n, k in ((100, 50), (101, 50), (100, 51))
+        next(e.config for e in entries if e.covers("gemv", "bfloat16", n)) for n in (100, 101)
     ]
-    assert chosen == [small, large, large]
-    assert not entries[1].covers("gemm", "bfloat16", 1, 1)
+    assert chosen == [small, large]
+    assert not entries[1].covers("gemm", "bfloat16", 1)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +265,9 @@ def test_the_first_entry_that_serves() -> None:
         ({"block_k": 32}, "expected block_k to be a multiple of 64, got 32"),
         ({"num_stages": 9}, "expected num_stages from 1 to 8, got 9"),
         ({"num_warps": 0}, "expected num_warps to be a power of two, got 0"),
+        ({"sums": 3}, "expected sums to be a power of two, got 3"),
+        ({"sums": 8}, "at most one for each 16 of block_k, got 8"),
+        ({"dot": False, "sums": 2}, "expected one running sum without matrix units, .* got 2"),
     ],
 )
 def test_bad_configurations_are_refused(change: dict, message: str) -> None:
@@ -261,7 +278,7 @@ def test_bad_configurations_are_refused(change: dict, message: str) -> None:
 def test_bad_data_files_are_refused() -> None:
     for entry in (
         '{"path": "gemv"}',
-        '{"path": "slow", "dtype": "bfloat16", "max_n": null, "max_k": null}',
+        '{"path": "slow", "dtype": "bfloat16", "max_n": null}',
     ):
         with pytest.raises(ValueError, match="expected"):
             config.parse(f'{{"entries": [{entry}]}}')
@@ -287,21 +304,25 @@ def test_tune_takes_the_best_of_each_class() -> None:
         times = {small: 1.0 if n <= 4096 else 9.0, large: 2.0 if n <= 4096 else 3.0}
         return k * times.get(chosen, 5.0)
 
-    shapes = [(1000, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
-    entries = tuning.tune(torch.bfloat16, "gemv", shapes, measure)
+    def tune(upper: int | None, shapes: list[tuple[int, int]], **others: Any) -> TunedConfig:
+        arguments = {"measure": measure, "problem": lambda entry: None, "tried": tried} | others
+        return tuning.tune(torch.bfloat16, "gemv", upper, shapes, **arguments)
+
+    shapes = [(1000, 64), (1729, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
+    entries = tuple(tune(upper, mine) for upper, mine in tuning.classes(shapes))
     assert [(entry.max_n, entry.config) for entry in entries] == [
+        (1728, small),
         (4096, small),
         (16384, large),
         (None, large),
     ]
-    assert config.parse(config.dump("x", "y", entries)) == entries
-    assert [e.max_n for e in tuning.tune(torch.bfloat16, "gemv", shapes[3:], measure)] == [None]
-    with pytest.raises(
-        ValueError, match="expected a candidate that runs at a shape with N > 16384, found none"
-    ):
-        tuning.tune(torch.bfloat16, "gemv", shapes[:1], measure)
+    assert config.parse(config.dump({"gpu": "x"}, entries)) == entries
+    assert [upper for upper, _ in tuning.classes(shapes[4:])] == [None]
+    expected = "expected a candidate that runs at a shape with N ≤ any, found none"
+    with pytest.raises(ValueError, match=expected):
+        [tune(upper, mine) for upper, mine in tuning.classes(shapes[:1])]
     with pytest.raises(ValueError, match="found none"):
-        tuning.tune(torch.bfloat16, "gemv", shapes, lambda *_: None)
+        tune(None, shapes, measure=lambda *_: None)
 
 
 # The second call of an op goes to its compiled kernel

@@ -4,9 +4,12 @@ import ast
 import importlib.metadata
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -58,7 +61,16 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(source),
     ]
-    subprocess.run(command, check=True, env=os.environ | {"ICL_PATCH_NATIVE": "cpu"})
+    for built in source.rglob("*.so"):
+        built.unlink()
+    environment = os.environ | {"ICL_PATCH_NATIVE": "cpu"}
+    if compiler := shutil.which(os.environ.get("CXX", "c++")):
+        # The library of the wheel is loaded here, not measured: it need not be optimised.
+        quick = folder / "c++"
+        quick.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} "$@" -O0\n')
+        quick.chmod(0o755)
+        environment["CXX"] = str(quick)
+    subprocess.run(command, check=True, env=environment)
     [built] = folder.glob("*.whl")
     return built
 
@@ -110,27 +122,29 @@ def test_the_source_distribution_holds_every_source(source: Path, tmp_path: Path
 def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    script = (
-        "import icl_patch, icl_patch.kernels; from icl_patch import embedded;"
-        " from icl_patch.ops import native; print(icl_patch.__file__); embedded.load();"
-        " print(native.describe())"
-    )
-    environment = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.startswith(str(site))
-    command = [sys.executable, "-P", "-m", "icl_patch", "bench", "--plots", "--out", str(tmp_path)]
     (tmp_path / "linear-cpu.json").write_text(
         '{"benchmark": "linear", "environment": {"device": "cpu", "threads": 1}, "rows": []}'
     )
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == [str(tmp_path / "linear-cpu.md")], done.stderr
+    script = (
+        "import icl_patch, icl_patch.kernels, runpy, sys; from icl_patch import embedded;"
+        " from icl_patch.ops import native; print(icl_patch.__file__); embedded.load();"
+        " print(native.describe());"
+        f" sys.argv[1:] = ['bench', '--plots', '--out', {str(tmp_path)!r}];"
+        " runpy.run_module('icl_patch', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    package, description, written = done.stdout.splitlines()
+    assert package.startswith(str(site))
+    assert description.startswith("native library") or not native.cpu_instructions
+    assert written == str(tmp_path / "linear-cpu.md")
 
 
 def test_kernels_are_not_importable_under_the_name_of_another_package() -> None:
@@ -152,28 +166,6 @@ def test_one_version_everywhere(wheel: Path) -> None:
     assert f"## [{icl_patch.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text(
         encoding="utf-8"
     )
-
-
-def test_the_readme_runs() -> None:
-    """Its Python blocks as they stand give what their comments say; nothing is left to be filled
-    in.
-    """
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert "@@" not in text
-    [first, second, layer] = re.findall(r"```python\n(.*?)```", text, re.S)
-    changed = layer.replace(
-        "layer.clear_patch()",
-        "print((layer(v) - layer.base_layer(v)).abs().max() > 1, end=' ')\nlayer.clear_patch()",
-    )
-    script = first + "print(tokenizer.decode(logits[0, -1].argmax()))\n" + second
-    script += changed + "print(torch.equal(layer(v), layer.base_layer(v)))"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True
-    )
-    one, all_four, alone = done.stdout.splitlines()
-    assert alone == "tensor(True) True"
-    assert one == "F" and "The next token is F" in first
-    assert all_four.startswith("FMRP dict_keys(['mlp.gate_proj'") and "# FMRP" in second
 
 
 def test_importing_touches_no_device() -> None:
@@ -209,3 +201,43 @@ def test_contributing_lists_every_target() -> None:
     listed = re.findall(r"^make ([a-z-]+)", contributing, re.M)
     assert len(targets) > 10
     assert sorted(set(targets) - set(listed)) == []
+
+
+def test_a_machine_without_triton_runs_everything_on_the_cpu() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from icl_patch import ContextPatcher, embedded\n"
+        "import icl_patch.bench.commands.bench, icl_patch.bench.running, icl_patch.evaluation\n"
+        "model, tokenizer = embedded.load()\n"
+        "with ContextPatcher(model, tokenizer=tokenizer) as patcher:\n"
+        "    print(patcher.ask('mode upper\\n', 'fmrp>', max_new_tokens=4).text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", script], capture_output=True, text=True
+    )
+    assert done.stdout == "FMRP\n", done.stderr
+    assert "triton" not in done.stderr
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not [name for name in project["dependencies"] if name.startswith("triton")]
+    assert [name for name in project["optional-dependencies"]["gpu"] if name.startswith("triton")]
+
+
+def test_without_the_native_library_the_cure_is_said_once(tmp_path: Path) -> None:
+    package = Path(icl_patch.__file__).parent
+    shutil.copytree(package, tmp_path / "icl_patch", ignore=shutil.ignore_patterns("*.so"))
+    script = (
+        "import torch; from icl_patch import ops\n"
+        "x = torch.ones(2, 8); v = torch.ones(8)\n"
+        "for _ in range(3): ops.rms_norm(x, v, 1e-6)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pip install --no-build-isolation") == 1
+    asked = environment | {"ICL_PATCH_OPS": "torch"}
+    assert not subprocess.run(command, env=asked, capture_output=True, text=True).stderr
+    command = [sys.executable, "-P", "-m", "icl_patch", "--version"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "native library: no" in done.stdout and "Installing" in done.stdout

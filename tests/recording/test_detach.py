@@ -75,7 +75,7 @@ def test_a_model_that_nobody_refers_to_is_collected() -> None:
 
 
 def test_a_patcher_that_could_not_attach_leaves_nothing() -> None:
-    model = tiny_models.build("mpt")
+    model = tiny_models.build("deepseek_v4")
     modules = dict(model.named_modules())
     with pytest.raises(icl_patch.UnsupportedModelError):
         ContextPatcher(model)

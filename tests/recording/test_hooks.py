@@ -107,14 +107,16 @@ def paths_in(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def with_context(model: Any, register: Register, path: str) -> Tensor:
-    """The logits of a model of its own, which is attached to nothing: the context, then the kept
+    """The logits of a model that is attached to nothing, with the hook: the context, then the kept
     tokens in one call.
     """
-    model = copy.deepcopy(model)
-    register(model.get_submodule(path))
     ids = IDS % model.config.get_text_config().vocab_size
-    cache = model(ids[:, : CONTEXT.shape[1]], use_cache=True).past_key_values
-    return model(ids[:, CONTEXT.shape[1] :], past_key_values=cache).logits
+    handle = register(model.get_submodule(path))
+    try:
+        cache = model(ids[:, : CONTEXT.shape[1]], use_cache=True).past_key_values
+        return model(ids[:, CONTEXT.shape[1] :], past_key_values=cache).logits
+    finally:
+        handle.remove()
 
 
 def right_or_refused(patcher: ContextPatcher, expected: Tensor, path: str) -> bool:
@@ -133,6 +135,14 @@ def right_or_refused(patcher: ContextPatcher, expected: Tensor, path: str) -> bo
     return True
 
 
+# One before the block that gets the hook and one after it.
+THREE_BLOCKS = {
+    "gemma3": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt2": {"n_layer": 3},
+}
 # By update: what is right on every module beside the writer's and its readers' input.
 RIGHT = {
     "exact": ("watches", "adds a vector"),
@@ -155,7 +165,7 @@ def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
     """Every kind on every module: right, or refused by name; without it the patcher gives the bits
     that it gave.
     """
-    model = tiny_models.build(family)
+    model = tiny_models.build(family, **THREE_BLOCKS.get(family, {"num_hidden_layers": 3}))
     stock, ids = copy.deepcopy(model), IDS % tiny_models.VOCABULARY
     with ContextPatcher(model, update) as patcher:
         plain = patcher.compute(ids[:, :6], ids[:, 6:]).logits

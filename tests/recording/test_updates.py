@@ -515,6 +515,20 @@ def test_misses_are_counted(dtype: torch.dtype) -> None:
     assert torch.equal(closed.factor[gain == 0], started[gain == 0])
 
 
+@pytest.mark.parametrize("branch", [0.0, -0.25])
+def test_close_behind_a_factor_of_the_branch(branch: float) -> None:
+    """The output of a branch that is multiplied by 0 does not depend on the factor, which stays."""
+    parts = [normal(seed, 5, 32, dtype=torch.float32) for seed in range(5)]
+    target, residual, base, gain, started = parts
+    closed = updates.close(*parts, branch)
+    assert torch.equal(closed.output, residual if branch == 0 else target)
+    assert torch.equal(closed.misses, (closed.output != target).sum(-1))
+    total = residual.double() + branch * (base.double() + closed.factor * gain.double())
+    assert torch.equal(total.float(), closed.output)
+    assert torch.equal(closed.factor, started.double()) == (branch == 0)
+    assert (closed.correction == 0).all() == (branch == 0)
+
+
 def test_a_target_lost_in_the_residual_is_a_miss() -> None:
     """Below 2⁻⁴⁰ of the residual a sum is taken for 0; that may not pass as a hit."""
     residual = torch.ones(1, 4, dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 from icl_patch import ContextPatch, embedded
 from icl_patch.cli import fit
 from icl_patch.cli import main as cli
-from icl_patch.evaluation.verify import load_model
+from icl_patch.evaluation.loading import load_model
 from icl_patch.static import StaticPatch, from_peft
 from icl_patch.static.block_parts import PARTS
 from icl_patch.static.fit import METHODS

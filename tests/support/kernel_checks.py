@@ -28,6 +28,7 @@ from torch import Tensor
 from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED, Config, config_for
 from icl_patch.kernels.ops.linear import launch_linear
+from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.ops import reference
 
 # bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:
@@ -249,7 +250,7 @@ def test_the_batch_shows_where_the_order_follows_it(dtype: torch.dtype) -> None:
     """The two tests above can fail: here the blocks of K depend on the number of rows."""
 
     def careless(z: Tensor, *args: object, **options: object) -> Tensor:
-        config = config_for("", dtype, 24, 1000, "gemv")
+        config = config_for("", dtype, 24, "gemv")
         return launch_linear(
             z,
             *args,
@@ -281,7 +282,7 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
     case = linear_case("row-rank", (rows, 20, k), rank, dtype)
     coeff = kernels.coefficients(case.z, case.v)
     for n in (20, 5000):  # steps of 256 and of 128 elements
-        config = config_for("", dtype, n, k, "gemv")
+        config = config_for("", dtype, n, "gemv")
         inside, before = (
             launch_linear(
                 **case.arguments, out_dtype=torch.float32, config=replace(config, fused=limit)
@@ -325,6 +326,31 @@ def test_both_kernels_serve_every_dtype(dtype: torch.dtype, dot: bool) -> None:
     case = linear_case("row", (3, 33, 200), 1, dtype)
     config = Config(dot=dot, block_m=16, block_n=16, block_k=64, num_warps=4, num_stages=2)
     check_linear(case, launch_linear(**case.arguments, config=config), dtype)
+
+
+@pytest.mark.parametrize("sums", [2, 4, 16])
+def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) -> None:
+    """With one product in each part the sums are exact, and the order of the pairs shows. A
+    recording and its replay add in the same one.
+    """
+    config = Config(True, 16, 16, 256, 2, 3, sums=sums)
+    parts = normal(seeded(0), 20, sums, dtype=torch.bfloat16).to(DEVICE)
+    weight = torch.zeros(20, 600, dtype=torch.bfloat16, device=DEVICE)
+    for part in range(sums):  # in the first or the second step
+        weight[:, 256 * (part % 2) + part * 256 // sums] = parts[:, part]
+    total = parts.float()
+    while total.shape[1] > 1:
+        total = total[:, ::2] + total[:, 1::2]
+    ones = torch.ones(3, 600, dtype=torch.bfloat16, device=DEVICE)
+    out = launch_linear(ones, weight, out_dtype=torch.float32, config=config)
+    assert same_bits(out, total.T.expand(3, -1))
+    z = normal(seeded(sums), 6, 600, dtype=torch.bfloat16).to(DEVICE)
+    weight = normal(seeded(1), 20, 600, dtype=torch.bfloat16).to(DEVICE)
+    direction = kernels.read_direction(z[3:])
+    y_pair, u = launch_record(z, weight, None, direction.coeff, config=config)
+    assert same_bits(launch_linear(z[3:], weight, u, direction.v, config=config), y_pair[3:])
+    assert same_bits(launch_linear(z[:3], weight, config=config), y_pair[:3])
+    assert same_bits(launch_linear(z[1:2], weight, config=config), y_pair[1:2])
 
 
 @pytest.mark.parametrize("layout", ["row", "shared", "pool"])

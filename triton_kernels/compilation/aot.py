@@ -15,8 +15,8 @@ from triton.compiler import ASTSource
 
 from icl_patch.kernels.runtime.launching import Launch
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes of shared memory that one program can have, by compute capability."""
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024}
+"""Bytes of shared memory that one program can have, by compute capability; 99 KB on others."""
 
 TYPES = {
     torch.float64: "fp64",
@@ -43,7 +43,7 @@ class Resources:
         """Why the kernel should not be used, or None: spills, or too much shared memory."""
         if self.spill_stores or self.spill_loads:
             return "spills registers"
-        limit = SHARED_MEMORY[capability]
+        limit = SHARED_MEMORY.get(capability, 99 * 1024)
         return (
             f"takes {self.shared} bytes of shared memory, there are {limit}"
             if self.shared > limit

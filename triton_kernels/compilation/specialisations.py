@@ -36,7 +36,7 @@ def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int) -> Launch:
     """One of the VARIANTS at a shape of the entry's class."""
     dtype, config = getattr(torch, entry.dtype), entry.config
-    n, k = min(entry.max_n or 21504, 21504), min(entry.max_k or 5376, 5376)
+    n, k = min(entry.max_n or 21504, 21504), 5376
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
     if rank is None:
         return plan_linear(
@@ -66,10 +66,12 @@ def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int)
     )
 
 
-def linear_launches() -> Iterator[tuple[str, Launch]]:
-    """The VARIANTS in every configuration; those of both fp16 and bf16 in bf16 only."""
+def linear_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:
+    """The VARIANTS in every configuration (for GPUs of the compute capability); those of both fp16
+    and bf16 in bf16 only.
+    """
     seen = set()
-    for file, entries in data_files().items():
+    for file, entries in data_files(capability).items():
         for entry in entries:
             key = (entry.path, entry.dtype.replace("bfloat", "float"), entry.config)
             if key in seen:
@@ -85,17 +87,17 @@ def linear_launches() -> Iterator[tuple[str, Launch]]:
                     )
 
 
-def expert_launches() -> Iterator[tuple[str, Launch]]:
+def expert_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:
     """The experts' products in every configuration for few rows, as in a decode step: 8 of 128
     experts per row.
     """
-    for file, entries in data_files().items():
+    for file, entries in data_files(capability).items():
         for entry in entries:
             if entry.path == GEMV and entry.dtype != "float16":
                 dtype, n, k = (
                     getattr(torch, entry.dtype),
                     min(entry.max_n or 21504, 21504),
-                    min(entry.max_k or 5376, 5376),
+                    5376,
                 )
                 x, weight, expert = (
                     _empty(3, k, dtype=dtype),

@@ -24,6 +24,9 @@ FUSED = (1, 4, 8, 16, 32, 64)
 the same.
 """
 
+LIMITS = (1728, 4096, 16384)
+"""The largest N of the classes that have a configuration of their own; one more has no limit."""
+
 
 def candidates(dtype: torch.dtype, path: str) -> tuple[Config, ...]:
     """The configurations a tuning run tries for one path. Which of them compile without spills
@@ -34,15 +37,17 @@ def candidates(dtype: torch.dtype, path: str) -> tuple[Config, ...]:
         return tuple(
             Config(False, 16, block_n, 64, warps, stages)
             for block_n in (4, 8, 16, 32, 64)
-            for warps in (4, 8)
+            for warps in (1, 2, 4, 8)
             for stages in (4, 8)
+            if 4 <= 32 * warps // block_n <= 32  # lanes of 64 that share the sums of an output
         )
     if path == GEMV:
+        few, many = ((1, 4), (2, 4), (4, 4), (4, 1), (8, 1)), ((4, 1), (8, 1))
         return tuple(
-            Config(True, 16, block_n, block_k, warps, stages)
+            Config(True, 16, block_n, block_k, warps, stages, sums=sums)
             for block_n in (16, 32, 64, 128)
             for block_k in (64, 128, 256)
-            for warps in (4, 8)
+            for warps, sums in (few if block_n <= 32 else many)
             for stages in (3, 4, 5, 6)
             if stages * block_n * block_k * 2 <= shared_memory
         )
@@ -57,70 +62,55 @@ def candidates(dtype: torch.dtype, path: str) -> tuple[Config, ...]:
 
 
 def classes(
-    shapes: Sequence[tuple[int, int]], limits: Sequence[int]
-) -> Iterator[tuple[int, int | None, list[tuple[int, int]]]]:
-    """The classes of N: above which, up to which (None: any), and the shapes (N, K) in it. One
-    without shapes is left out but the last.
+    shapes: Sequence[tuple[int, int]],
+) -> Iterator[tuple[int | None, list[tuple[int, int]]]]:
+    """The classes of N: up to which (None: any), and the shapes (N, K) in it. One without shapes is
+    left out but the last: the entry of the next larger class serves it.
     """
-    for lower, upper in zip((0, *limits), (*limits, None), strict=True):
+    for lower, upper in zip((0, *LIMITS), (*LIMITS, None), strict=True):
         mine = [(n, k) for n, k in shapes if n > lower and (upper is None or n <= upper)]
         if mine or upper is None:
-            yield lower, upper, mine
+            yield upper, mine
 
 
 def tune(
     dtype: torch.dtype,
     path: str,
+    upper: int | None,
     shapes: Sequence[tuple[int, int]],
     measure: Callable[[Config, int, int], float | None],
-    limits: Sequence[int] = (4096, 16384),
-    problem: Callable[[TunedConfig], str | None] = lambda entry: None,
-    tried: Sequence[Config] | None = None,
-) -> tuple[TunedConfig, ...]:
-    """One entry for every class of N: the candidate that is closest to the fastest at each of the
+    problem: Callable[[TunedConfig], str | None],
+    tried: Sequence[Config],
+) -> TunedConfig:
+    """The entry of a class of N: the candidate that is closest to the fastest at each of the
     class's shapes, on average.
 
     Args:
-        dtype, path: of the entries.
+        dtype, path, upper: of the entry.
         shapes: weights (N, K) to measure.
         measure: the time of a configuration at (N, K), over the relevant numbers of rows; None
             if it does not run there or its result is wrong.
-        limits: the classes' largest N, ascending; one more class has none. A class without a shape
-            gets no entry: that of the next larger class covers it.
         problem: why an entry cannot be kept, or None; asked of the best, then of the next best,
             until one can.
-        tried: the configurations; :func:`candidates` by default.
+        tried: the configurations.
 
     Raises:
-        ValueError: no candidate runs at all shapes of a class and can be kept, or there is no shape
-            for the last class.
+        ValueError: no candidate runs at all shapes and can be kept, or there is no shape.
     """
-    entries = []
-    for lower, upper, mine in classes(shapes, limits):
-        times = {
-            config: [measure(config, n, k) for n, k in mine]
-            for config in tried or candidates(dtype, path)
-        }
-        whole = {config: [t for t in found if t is not None] for config, found in times.items()}
-        whole = {config: found for config, found in whole.items() if len(found) == len(mine)}
-        best = [min(found) for found in zip(*whole.values(), strict=True)]
-        ranked = (
-            sorted(
-                whole,
-                key=lambda config: sum(t / b for t, b in zip(whole[config], best, strict=True)),
-            )
-            if mine
-            else []
-        )
-        possible = (TunedConfig(path, DTYPES[dtype], upper, None, config) for config in ranked)
-        entry = next((entry for entry in possible if problem(entry) is None), None)
-        if entry is None:
-            raise ValueError(
-                f"expected a candidate that runs at {mine or 'a shape'} with N > {lower}, found"
-                " none"
-            )
-        entries.append(entry)
-    return tuple(entries)
+    times = {config: [measure(config, n, k) for n, k in shapes] for config in tried}
+    whole = {config: [t for t in found if t is not None] for config, found in times.items()}
+    whole = {config: found for config, found in whole.items() if len(found) == len(shapes) > 0}
+    best = [min(found) for found in zip(*whole.values(), strict=True)]
+    for config in sorted(
+        whole, key=lambda config: sum(t / b for t, b in zip(whole[config], best, strict=True))
+    ):
+        entry = TunedConfig(path, DTYPES[dtype], upper, config)
+        if problem(entry) is None:
+            return entry
+    raise ValueError(
+        f"expected a candidate that runs at {shapes or 'a shape'} with N ≤ {upper or 'any'}, found"
+        " none"
+    )
 
 
 @dataclass(frozen=True)
@@ -208,11 +198,9 @@ def compile_all(pool: Executor, variants: Sequence[Variant], capability: int) ->
     return list(pool.map(compile_variant, variants, repeat(capability)))
 
 
-def entry_problem(
-    pool: Executor, entry: TunedConfig, capabilities: Sequence[int] = tuple(aot.SHARED_MEMORY)
-) -> str | None:
-    """Why an entry cannot be in a data file: one of its kernels spills or does not fit on a GPU
-    that it is compiled ahead for.
+def entry_problem(pool: Executor, entry: TunedConfig, capabilities: Sequence[int]) -> str | None:
+    """Why an entry cannot be in a data file for GPUs of these compute capabilities: one of its
+    kernels spills or does not fit.
     """
     calls = []
     for variant, rank, gemv_rows, gemm_rows in specialisations.VARIANTS:

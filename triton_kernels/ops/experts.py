@@ -151,7 +151,7 @@ def _plan(
     config: Config | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     _check(x, weight, expert, bias, out_dtype)
-    config = config or config_for(gpu_name(x.device), weight.dtype, *weight.shape[1:], GEMV)
+    config = config or config_for(gpu_name(x.device), weight.dtype, weight.shape[1], GEMV)
     launch = plan_experts(x, weight, expert, bias, out_dtype or x.dtype, config)
     return lambda x, weight, expert, bias: launch(x, weight, bias, expert)
 

@@ -129,6 +129,7 @@ def plan_linear(
         block_n,
         config.block_k,
         *coefficient_block(config, block_m, rows, fused, z.dtype),
+        config.sums,
         config.num_stages,
         INTERPRETED,
     )
@@ -186,7 +187,7 @@ def _plan(
     if u is not None and v is not None and u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
     config = config or config_for(
-        gpu_name(z.device), weight.dtype, *weight.shape, path or product_path(len(z))
+        gpu_name(z.device), weight.dtype, len(weight), path or product_path(len(z))
     )
     before = plan_before(z, v, index, config)
     launch = plan_linear(z, weight, u, v, bias, index, out_dtype or z.dtype, config)

@@ -5,7 +5,8 @@ The configuration fixes the order in which K is summed, so a row has the same bi
 among the others:
 
 - on matrix units (DOT) the weight stands on the left, ``W zᵀ``, and up to 16 rows are columns of
-  the smallest matrix instruction;
+  the smallest matrix instruction; each output has SUMS running sums, of which sum s takes part s of
+  every BLOCK_K elements, and the sums are added in pairs at the end;
 - else each row, output and lane of BLOCK_K has one running sum, and the lanes are added in pairs at
   the end.
 
@@ -209,17 +210,63 @@ def _finish(
 
 
 @triton.jit
+def _load_weight(
+    w_ptr,
+    offs_n,
+    mask_n,
+    k0,
+    stride_wn,
+    stride_wk,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """BLOCK_K columns of the weight, from k0 on, (BLOCK_N, BLOCK_K); in SUMS parts (SUMS, BLOCK_N,
+    BLOCK_K / SUMS).
+    """
+    part: tl.constexpr = BLOCK_K // SUMS
+    if SUMS > 1:
+        offs_k = tl.arange(0, SUMS)[:, None, None] * part + tl.arange(0, part)[None, None, :]
+        offs_n, mask = offs_n[None, :, None], mask_n[None, :, None]
+    else:
+        offs_k = tl.arange(0, BLOCK_K)[None, :]
+        offs_n, mask = offs_n[:, None], mask_n[:, None]
+    offs_k = (k0 + offs_k).to(tl.int64)
+    if K % BLOCK_K:
+        mask = mask & (offs_k < K)
+    return tl.load(w_ptr + offs_n * stride_wn + offs_k * stride_wk, mask=mask, other=0.0)
+
+
+@triton.jit
 def _add_products(acc, w, z, DOT: tl.constexpr, WIDEN: tl.constexpr):
-    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); without DOT, with one sum
-    per lane of BLOCK_K.
+    """``acc + w zᵀ`` for w (BLOCK_N, BLOCK_K) and z (BLOCK_M, BLOCK_K); with DOT and w (SUMS,
+    BLOCK_N, ·), acc (SUMS, BLOCK_N, BLOCK_M) has a sum for each part of BLOCK_K; without DOT, there
+    is one sum per lane of BLOCK_K.
     """
     if DOT:
         if WIDEN:
             w, z = w.to(tl.float32), z.to(tl.float32)
-        acc = tl.dot(w, tl.trans(z), acc, input_precision="ieee")
+        if len(acc.shape) == 3:  # a chain of matrix instructions for each sum
+            sums: tl.constexpr = acc.shape[0]
+            z = tl.permute(tl.reshape(z, (z.shape[0], sums, z.shape[1] // sums)), (1, 2, 0))
+        else:
+            z = tl.trans(z)
+        acc = tl.dot(w, z, acc, input_precision="ieee")
     else:
         w, z = w.to(tl.float32)[:, None, :], z.to(tl.float32)[None, :, :]
         acc = tl.fma(tl.broadcast_to(w, acc.shape), tl.broadcast_to(z, acc.shape), acc)
+    return acc
+
+
+@triton.jit
+def _add_sums(acc):
+    """The sums (BLOCK_N, BLOCK_M) of acc (SUMS, BLOCK_N, BLOCK_M) or of one sum."""
+    if len(acc.shape) == 3:
+        sums: tl.constexpr = acc.shape[0]
+        n: tl.constexpr = acc.shape[1]
+        m: tl.constexpr = acc.shape[2]
+        acc = tl.reshape(tl.permute(acc, (1, 2, 0)), (n * m, sums))
+        acc = tl.reshape(pair_sum(acc, log2(sums)), (n, m))
     return acc
 
 
@@ -267,6 +314,7 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,  # rows of a block for which z·v is summed, a power of two ≤ BLOCK_M
     COEFF_BLOCK_K: tl.constexpr,  # elements of z and v that are loaded together for z·v
+    SUMS: tl.constexpr,  # running sums of an output on matrix units, a power of two
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,  # bf16 and fp16 to fp32 before tl.dot: Triton's interpreter needs it
 ):
@@ -282,7 +330,10 @@ def _linear_kernel(
     if RECORD:
         reduced_m = offs_m + M
 
-    if DOT:
+    if DOT and SUMS > 1:
+        acc = tl.zeros((SUMS, BLOCK_N, BLOCK_M), tl.float32)
+        acc_ctx = tl.zeros((SUMS, BLOCK_N, BLOCK_M), tl.float32)
+    elif DOT:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         acc_ctx = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -294,14 +345,10 @@ def _linear_kernel(
         total = tl.zeros((FUSED, ROWS, LANES), tl.float32)
     for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         offs_k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
-        mask_w, mask_z = mask_n[:, None], mask_m[:, None]
+        mask_z = mask_m[:, None]
         if K % BLOCK_K:
-            mask_w, mask_z = mask_w & (offs_k < K)[None, :], mask_z & (offs_k < K)[None, :]
-        w = tl.load(
-            w_ptr + offs_n[:, None] * stride_wn + offs_k[None, :] * stride_wk,
-            mask=mask_w,
-            other=0.0,
-        )
+            mask_z = mask_z & (offs_k < K)[None, :]
+        w = _load_weight(w_ptr, offs_n, mask_n, k0, stride_wn, stride_wk, K, BLOCK_K, SUMS)
         z = tl.load(
             z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk,
             mask=mask_z,
@@ -336,8 +383,10 @@ def _linear_kernel(
                 BLOCK_K,
                 COEFF_BLOCK_K,
             )
-    sums, sums_ctx = acc, acc_ctx
-    if not DOT:
+    if DOT:
+        sums, sums_ctx = _add_sums(acc), _add_sums(acc_ctx)
+    else:
+        sums, sums_ctx = acc, acc_ctx
         sums = _add_lanes(acc, BLOCK_M, BLOCK_N, BLOCK_K)
         if RECORD:
             sums_ctx = _add_lanes(acc_ctx, BLOCK_M, BLOCK_N, BLOCK_K)

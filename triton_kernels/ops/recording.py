@@ -55,7 +55,7 @@ def _plan(
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]:
     _check(z_pair, weight, bias, coeff)
     config = config or config_for(
-        gpu_name(z_pair.device), weight.dtype, *weight.shape, path or product_path(len(z_pair) // 2)
+        gpu_name(z_pair.device), weight.dtype, len(weight), path or product_path(len(z_pair) // 2)
     )
     launch = plan_linear(z_pair, weight, None, None, bias, None, z_pair.dtype, config, record=True)
     return lambda z_pair, weight, bias, coeff: launch(z_pair, weight, bias, None, None, None, coeff)

@@ -1,6 +1,6 @@
 """The kernels' block sizes, from data files by GPU, dtype and shape class in ``configs/``.
 
-A configuration fixes the order in which K is summed. It is chosen from (N, K, dtype, GPU) and the
+A configuration fixes the order in which K is summed. It is chosen from (N, dtype, GPU) and the
 path, never from M within a path, so a row has the same bits however many rows there are.
 """
 
@@ -30,7 +30,8 @@ class Config:
     block_n: outputs per program (for multiply-adds: with up to 4 rows, fewer with more);
     block_k: elements of K per step, a multiple of 64; num_warps, num_stages: Triton's; fused: a
         program computes up to so many coefficients z·v itself; more are computed by a launch before
-        it, with the same bits.
+        it, with the same bits; sums: running sums of an output on matrix units, each of one part of
+        block_k: as many chains of instructions that do not wait for each other.
     """
 
     dot: bool
@@ -40,9 +41,10 @@ class Config:
     num_warps: int
     num_stages: int
     fused: int = 32
+    sums: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k", "num_warps"):
+        for name in ("block_m", "block_n", "block_k", "num_warps", "sums"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"expected {name} to be a power of two, got {value}")
@@ -53,23 +55,27 @@ class Config:
             )
         if self.block_k % 64:
             raise ValueError(f"expected block_k to be a multiple of 64, got {self.block_k}")
+        if self.sums > (self.block_k // 16 if self.dot else 1):
+            raise ValueError(
+                "expected one running sum without matrix units, with them at most one for each 16"
+                f" of block_k, got {self.sums}"
+            )
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"expected num_stages from 1 to 8, got {self.num_stages}")
 
 
 @dataclass(frozen=True)
 class TunedConfig:
-    """A configuration and its shapes: N up to max_n, K up to max_k; None is any size."""
+    """A configuration and the N it serves: up to max_n; None is any."""
 
     path: str
     dtype: str
     max_n: int | None
-    max_k: int | None
     config: Config
 
-    def covers(self, path: str, dtype: str, n: int, k: int) -> bool:
-        """Whether it is meant for this shape."""
-        within = (self.max_n is None or n <= self.max_n) and (self.max_k is None or k <= self.max_k)
+    def covers(self, path: str, dtype: str, n: int) -> bool:
+        """Whether it is meant for this many outputs."""
+        within = self.max_n is None or n <= self.max_n
         return self.path == path and self.dtype == dtype and within
 
 
@@ -88,11 +94,11 @@ def parse(text: str) -> tuple[TunedConfig, ...]:
     for item in json.loads(text)["entries"]:
         try:
             item = dict(item)
-            shape = {name: item.pop(name) for name in ("path", "dtype", "max_n", "max_k")}
+            shape = {name: item.pop(name) for name in ("path", "dtype", "max_n")}
             entry = TunedConfig(**shape, config=Config(**item))
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"expected path, dtype, max_n, max_k and a configuration, got {item}: {error}"
+                f"expected path, dtype, max_n and a configuration, got {item}: {error}"
             ) from error
         if entry.path not in PATHS or entry.dtype not in DTYPES.values():
             raise ValueError(
@@ -103,19 +109,14 @@ def parse(text: str) -> tuple[TunedConfig, ...]:
     return tuple(entries)
 
 
-def dump(gpu: str, note: str, entries: tuple[TunedConfig, ...]) -> str:
-    """The text of a data file, which :func:`parse` reads."""
+def dump(head: dict[str, object], entries: tuple[TunedConfig, ...]) -> str:
+    """The text of a data file, which :func:`parse` reads; head: its other values by name."""
     rows = []
     for entry in entries:
-        shape = {
-            "path": entry.path,
-            "dtype": entry.dtype,
-            "max_n": entry.max_n,
-            "max_k": entry.max_k,
-        }
+        shape = {"path": entry.path, "dtype": entry.dtype, "max_n": entry.max_n}
         rows.append("    " + json.dumps(shape | asdict(entry.config)))
-    head = f'{{\n  "gpu": {json.dumps(gpu)},\n  "note": {json.dumps(note)},\n  "entries": [\n'
-    return head + ",\n".join(rows) + "\n  ]\n}\n"
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items()]
+    return "{\n" + "".join(lines) + '  "entries": [\n' + ",\n".join(rows) + "\n  ]\n}\n"
 
 
 @cache
@@ -128,24 +129,30 @@ def entries_for(gpu: str) -> tuple[TunedConfig, ...]:
     )
 
 
-def data_files() -> dict[str, tuple[TunedConfig, ...]]:
-    """Every data file's entries, by file name without its ending."""
-    folder = files("icl_patch.kernels") / "configs"
-    return {
-        file.name.removesuffix(".json"): parse(file.read_text(encoding="utf-8"))
-        for file in folder.iterdir()
+def data_files(capability: int | None = None) -> dict[str, tuple[TunedConfig, ...]]:
+    """Every data file's entries, by file name without its ending; with a compute capability (80,
+    90, …) those of the files for GPUs that have it.
+    """
+    texts = {
+        file.name.removesuffix(".json"): file.read_text(encoding="utf-8")
+        for file in (files("icl_patch.kernels") / "configs").iterdir()
         if file.name.endswith(".json")
+    }
+    return {
+        name: parse(text)
+        for name, text in texts.items()
+        if capability is None or capability in json.loads(text)["capabilities"]
     }
 
 
 @cache
-def config_for(gpu: str, dtype: torch.dtype, n: int, k: int, path: str) -> Config:
-    """The configuration for a weight (N, K): the first entry that serves it.
+def config_for(gpu: str, dtype: torch.dtype, n: int, path: str) -> Config:
+    """The configuration for a weight (N, ·): the first entry that serves it.
 
     Args:
         gpu: the device's name as CUDA tells it; a name without a data file gets the default.
         dtype: the weight's.
-        n, k: its size.
+        n: its number of outputs.
         path: ``"gemv"`` or ``"gemm"``.
 
     Raises:
@@ -155,11 +162,9 @@ def config_for(gpu: str, dtype: torch.dtype, n: int, k: int, path: str) -> Confi
     if path not in PATHS:
         raise ValueError(f"expected path {' or '.join(map(repr, PATHS))}, got {path!r}")
     for entry in entries_for(gpu):
-        if entry.covers(path, DTYPES[dtype], n, k):
+        if entry.covers(path, DTYPES[dtype], n):
             return entry.config
-    raise LookupError(
-        f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, K = {k}, {path}"
-    )
+    raise LookupError(f"no configuration for {gpu or 'the default'}, {dtype}, N = {n}, {path}")
 
 
 @cache

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.evaluation.embedded.tasks import ANSWER_END, CHANCE, KINDS, Prompt, held_out_prompts
-from icl_patch.evaluation.verify import encode_contexts
+from icl_patch.evaluation.loading import encode_contexts
 
 # In bytes, line end included: "quattro quattro quattro" is the longest held-out answer.
 LONGEST_ANSWER = 26

@@ -1,0 +1,177 @@
+"""Loading a model with its tokenizer, and texts as its inputs."""
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.evaluation import embedded
+
+MARS_PROMPT = (
+    "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed"
+    " robot:"
+)
+"""The prompt of the paper's Figure 3."""
+
+
+def load_model(
+    model: PreTrainedModel | str | Path | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    revision: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in eval mode and its tokenizer: from an object, a local folder or a hub id; None and
+    "embedded" mean the embedded model.
+
+    Raises:
+        ValueError: a model object without a tokenizer.
+        UnsupportedModelError: the configuration is not that of a causal language model.
+        OSError: nothing can be loaded from the path or id.
+    """
+    if model is None or model == "embedded":
+        loaded, its_tokenizer = embedded.load(dtype or torch.float32, device or "cpu")
+        return loaded, tokenizer or its_tokenizer
+    if isinstance(model, (str, Path)):
+        _check_loadable(model, revision)
+        try:
+            options: Any = {
+                "dtype": dtype or "auto",
+                "revision": revision or "main",
+                "output_loading_info": True,
+            }
+            pretrained: Any = AutoModelForCausalLM.from_pretrained(model, **options)
+        except (SafetensorError, RuntimeError) as error:
+            raise OSError(f"expected whole weights in {model}, got {error}") from error
+        loaded, loading_info = pretrained
+        if missing := sorted(loading_info["missing_keys"]):
+            raise OSError(
+                f"expected all weights in {model}, {len(missing)} are missing, as {missing[0]}"
+            )
+        if device is not None:
+            loaded = loaded.to(device)
+        return loaded.eval(), tokenizer or AutoTokenizer.from_pretrained(
+            model, revision=revision or "main"
+        )
+    if tokenizer is None:
+        raise ValueError("expected a tokenizer together with a model object, got none")
+    device, dtype = torch.device(device or model.device), dtype or model.dtype
+    if (device, dtype) == (model.device, model.dtype):
+        return model, tokenizer
+    copied: Any = copy.deepcopy(model)
+    return copied.to(device, dtype), tokenizer
+
+
+def _check_loadable(model: str | Path, revision: str | None) -> None:
+    """Check that there is something, and that its configuration is a causal language model's."""
+    path = Path(model)
+    if not path.exists() and (path.is_absolute() or str(model).startswith((".", "~"))):
+        raise OSError(f"expected a folder with a model, or a hub id, got {model}: no such folder")
+    if path.exists() and not (path / "config.json").is_file():
+        raise OSError(
+            f"expected a folder with a model, got {model}: there is no config.json in it"
+            " (save_pretrained writes one)"
+        )
+    try:
+        config: Any = AutoConfig.from_pretrained(model, revision=revision or "main")
+    except OSError as error:
+        raise OSError(
+            f"expected a folder with a model, or a hub id, got {model}: there is no such folder"
+            f" here, and the hub does not answer or has no such model: {error}"
+        ) from error
+    kind = config.model_type
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = "an encoder-decoder" if config.is_encoder_decoder else "no causal language model"
+        raise UnsupportedModelError(
+            f"expected a causal language model (decoder only, as Llama or Gemma), got {model} of"
+            f" type {kind!r}, {what}: choose another model"
+        )
+    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+        raise UnsupportedModelError(
+            f"expected a causal language model, got {model} of type {kind!r}, an encoder that reads"
+            " in both directions: choose another model, or, if it was trained as a decoder, set"
+            ' "is_decoder": true in its config.json'
+        )
+
+
+def encode_contexts(
+    tokenizer: PreTrainedTokenizerBase, contexts: Sequence[str], *, chat: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Texts as left-padded ids and mask, (B, T) int64 and bool.
+
+    Raises:
+        ValueError: a text has no tokens, or the tokenizer has no chat template.
+    """
+    if chat and not tokenizer.chat_template:
+        raise ValueError(
+            f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none"
+        )
+    if chat:
+        contexts = [
+            str(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+                )
+            )
+            for text in contexts
+        ]
+    rows = [
+        torch.tensor(tokenizer(text, add_special_tokens=not chat)["input_ids"], dtype=torch.int64)
+        for text in contexts
+    ]
+    if not rows or not all(map(len, rows)):
+        raise ValueError("expected contexts of at least one token, got an empty one")
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad(rows, padding_value=tokenizer.pad_token_id or 0)
+    return ids, pad([torch.ones_like(row, dtype=torch.bool) for row in rows])
+
+
+def default_context(model: PreTrainedModel) -> str:
+    """The paper's Mars prompt; for the embedded model, its first held-out prompt."""
+    if getattr(model.config, "_name_or_path", "") != "embedded":
+        return MARS_PROMPT
+    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
+    return prompt.context + prompt.question
+
+
+def encode_inputs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    context: str | Sequence[str] | Mapping[str, Tensor],
+    chat: bool = False,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Contexts as ids and mask (B, T), and the model's further inputs; on its device, in its dtype.
+
+    Raises:
+        ValueError: a mapping without ``input_ids``, or as :func:`encode_contexts`.
+    """
+    if isinstance(context, Mapping):
+        if "input_ids" not in context:
+            raise ValueError(
+                f"expected input_ids in the context, got {', '.join(context) or 'nothing'}"
+            )
+        inputs = {
+            name: x.to(model.device, model.dtype if x.is_floating_point() else None)
+            for name, x in context.items()
+        }
+        ids = inputs.pop("input_ids")
+        return ids, inputs.pop("attention_mask", torch.ones_like(ids)).bool(), inputs
+    ids, mask = encode_contexts(
+        tokenizer, [context] if isinstance(context, str) else list(context), chat=chat
+    )
+    return ids.to(model.device), mask.to(model.device), {}

@@ -1,0 +1,42 @@
+"""The sweep over the model classes of transformers: one type of each form, and the table."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import sweep
+
+# What only the sweep has, beside the forms of `icl_patch.evaluation.tiny_models`.
+FORMS = {
+    "afmoe": "a norm behind the sum of experts and a shared expert",
+    "flex_olmo": "a norm behind experts",
+    "granitemoehybrid": "a second module beside the experts; recurrent layers",
+    "doge": "a residual stream times a parameter; attention to the highest scores",
+    "ernie4_5_moe": "the MLP's output is cast before it is added",
+    "minimax": "a cache of its own class",
+    "nemotron_h": "blocks without a context layer",
+    "axk2": "a norm with a gate",
+    "mpt": "positions are slots of the cache",
+    "modernbert-decoder": "a head with the name of a decoder",
+}
+
+
+@pytest.mark.parametrize("model_type", FORMS)
+def test_one_type_of_each_form(model_type: str) -> None:
+    prefix, half = sweep.SCENARIOS["prefix"], sweep.SCENARIOS["bf16"]
+    model = sweep.build(model_type, {}, torch.float32)
+    for update in ("stable", "exact"):
+        assert sweep.measure(model, update, prefix)["result"] == "right"
+    model = sweep.build(model_type, {}, torch.bfloat16)
+    assert sweep.measure(model, "exact", half)["result"] == "right"
+
+
+def test_the_table_has_no_wrong_cell_and_is_what_the_page_says() -> None:
+    cells = sweep.read(sweep.CELLS)
+    assert {cell["type"] for cell in cells} >= set(FORMS)
+    assert not [cell for cell in cells if cell.get("result") in ("wrong", "crashed")]
+    assert sweep.PAGE.read_text() == sweep.page(cells)

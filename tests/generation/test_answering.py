@@ -1,0 +1,104 @@
+"""From text to text, and transformers' names for ids and masks."""
+
+import pytest
+import torch
+
+from icl_patch import ContextPatcher, embedded
+
+TEMPLATE = "{{ '<' }}{% for m in messages %}{{ m['content'] | trim }}{% endfor %}{{ '>' }}"
+PROMPTS = [embedded.held_out_prompts(kind, 1)[0] for kind in embedded.KINDS]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=embedded.KINDS)
+def test_an_answer_and_its_patch(prompt: embedded.Prompt) -> None:
+    model, tokenizer = embedded.load()
+    whole = tokenizer(prompt.context + prompt.question, return_tensors="pt")
+    plain = model.generate(**whole, max_new_tokens=6, do_sample=False)
+    new = plain[:, whole.input_ids.shape[1] :]
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        answer = patcher.ask(prompt.context, prompt.question, max_new_tokens=6)
+        replayed = patcher.forward(answer.patch.kept_ids, answer.patch)
+    assert torch.equal(answer.token_ids, new)
+    assert answer.text == tokenizer.decode(new[0], skip_special_tokens=True)
+    assert torch.equal(replayed[:, -new.shape[1] :].argmax(-1), new)
+    kept = prompt.question + tokenizer.decode(new[0, :-1])
+    assert tokenizer.decode(answer.patch.kept_ids[0]) == kept
+    assert answer.patch.prefix_ids.numel() == 0  # all of the context is absorbed
+    with torch.no_grad():  # the question alone does not give it
+        alone = model(answer.patch.kept_ids).logits[:, -new.shape[1] :].argmax(-1)
+    assert not torch.equal(alone, new)
+
+
+def test_a_chat_template_stands_before_the_context() -> None:
+    prompt = PROMPTS[0]
+    model, tokenizer = embedded.load()
+    tokenizer.chat_template = TEMPLATE
+    text = f"<{(prompt.context + prompt.question).strip()}>"
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    plain = model.generate(ids, max_new_tokens=3, do_sample=False)[:, ids.shape[1] :]
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        answer = patcher.ask(prompt.context, prompt.question, chat=True, max_new_tokens=3)
+    assert torch.equal(answer.token_ids, plain)
+    kept = tokenizer.decode(answer.patch.kept_ids[0])
+    assert kept == f"{prompt.question.strip()}>{tokenizer.decode(plain[0, :-1])}"
+
+
+def test_what_ask_refuses() -> None:
+    model, tokenizer = embedded.load()
+    with (
+        ContextPatcher(model) as patcher,
+        pytest.raises(ValueError, match=r"ContextPatcher\(model, tokenizer="),
+    ):
+        patcher.ask("abc", "d")
+    tokenizer.chat_template = None
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        with pytest.raises(ValueError, match="at least one token each"):
+            patcher.ask("abc", "")
+        with pytest.raises(ValueError, match="chat template"):
+            patcher.ask("abc", "d", chat=True)
+        with pytest.raises(ValueError, match="expected one answer"):
+            patcher.ask("abc", "d", max_new_tokens=1, do_sample=True, num_return_sequences=2)
+
+
+def test_what_a_tokenizer_returns_is_taken_by_its_own_names() -> None:
+    model, tokenizer = embedded.load()
+    context = tokenizer("mode upper\n", return_tensors="pt").input_ids
+    question = tokenizer("fmrp>", add_special_tokens=False, return_tensors="pt")
+    whole = tokenizer("mode upper\nfmrp>", return_tensors="pt")
+    with ContextPatcher(model) as patcher:
+        patch = patcher.compute(context, **question)
+        logits = patcher.forward(patch=patch, **question)
+        [step] = patcher.generate(**whole, max_new_tokens=1)
+        assert torch.equal(logits, patcher.forward(question.input_ids, patch))
+        with pytest.raises(TypeError, match="context_ids or input_ids"):
+            patcher.generate(context, **whole)
+        with pytest.raises(TypeError, match="kept_mask or attention_mask"):
+            patcher.compute(context, kept_mask=question.attention_mask.bool(), **question)
+        with pytest.raises(TypeError, match="kept_ids or input_ids"):
+            patcher.forward(question.input_ids, patch, input_ids=question.input_ids)
+        with pytest.raises(TypeError, match="expected a ContextPatch, got NoneType"):
+            patcher.forward(question.input_ids)
+        with pytest.raises(TypeError, match="expected kept_ids as a tensor, got NoneType"):
+            patcher.compute(context)
+    with torch.no_grad():
+        expected = model(**whole).logits[0, -1].argmax()
+    assert int(step.token_ids) == int(expected) == int(logits[0, -1].argmax())
+
+
+def test_padding_by_transformers_names() -> None:
+    model, tokenizer = embedded.load()
+    tokenizer.padding_side = "left"
+    texts = ["mode upper\nfmrp>", "mode flip\nbcd>"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    expected = model.generate(**batch, max_new_tokens=3, do_sample=False)[:, -3:]
+    with ContextPatcher(model) as patcher:
+        steps = list(patcher.generate(**batch, max_new_tokens=3))
+    assert torch.equal(torch.stack([step.token_ids for step in steps], 1), expected)
+
+
+def test_a_patcher_says_what_it_is_attached_to() -> None:
+    model, _ = embedded.load()
+    patcher = ContextPatcher(model, "stable")
+    assert repr(patcher) == "ContextPatcher(embedded, stable, float32, 6 blocks patched)"
+    patcher.detach()
+    assert repr(patcher) == "ContextPatcher(embedded, stable, float32, detached)"

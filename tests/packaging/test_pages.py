@@ -1,0 +1,149 @@
+"""README and docs: their commands and code run as they stand, and their numbers are committed."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from icl_patch import embedded
+from icl_patch.cli.main import _parser, main
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
+MODELS = ("Qwen/Qwen3-0.6B", "google/gemma-3-1b-it")
+# Minutes, or a GPU: their options are parsed only.
+SLOW = ("--all-families", "demo", "bench", "tune")
+AFTER = """
+import torch
+from icl_patch import embedded
+from icl_patch.patch.fingerprints import weight_fingerprint
+fresh = embedded.load()[0]
+kinds = [[type(module) for module in each.modules()] for each in (model, fresh)]
+assert kinds[0] == kinds[1], "a block left the model patched"
+model.float()
+assert weight_fingerprint(model) == weight_fingerprint(fresh)
+"""
+
+
+def text_of(page: str) -> str:
+    return (REPOSITORY / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text_of(page), re.S)
+
+
+def commands() -> list[list[str]]:
+    """The command lines of all pages, without comments."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            bare = re.sub(r"(?:^|\s)#.*", "", block)
+            lexer = shlex.shlex(bare, posix=True, punctuation_chars="\n")
+            lexer.whitespace, lexer.whitespace_split = " \t", True
+            line: list[str] = []
+            for word in [*lexer, "\n"]:
+                if word.strip("\n"):
+                    line.append(word)
+                elif line:
+                    found.append(line)
+                    line = []
+    return found
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-P", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_every_fenced_block_is_known() -> None:
+    """One in another language would be executed by no test."""
+    languages = {found for page in PAGES for found in re.findall(r"```(\w+)\n", text_of(page))}
+    assert languages == {"python", "sh"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    """In one process, in order; prints give their comments, and no block leaves the model
+    patched.
+    """
+    code = blocks(page, "python")
+    script = ""
+    for block in code:
+        for name in MODELS:
+            block = block.replace(f'"{name}"', repr(str(embedded.MODEL_DIR)))
+        script += block + AFTER
+    done = run(["-c", script], tmp_path)
+    assert done.returncode == 0, done.stderr
+    prints = re.findall(r"^ *print\(.*\)(?:  # (.*))?$", "".join(code), re.M)
+    shown = done.stdout.splitlines()
+    assert (prints or "assert" in code[0]) and len(shown) >= len(prints)
+    expected = [line for line in prints if line]
+    assert [line for line in shown if line in expected] == expected, done.stdout
+
+
+def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt.txt").write_text("mode upper\nfmrp>", encoding="utf-8")
+    ran = []
+    for command in commands():
+        if command[0] != "icl-patch":
+            continue
+        arguments = [str(embedded.MODEL_DIR) if word in MODELS else word for word in command[1:]]
+        if "--chat" in arguments:
+            arguments.remove("--chat")  # the embedded model has no chat template
+        if set(SLOW) & set(arguments):
+            if "cuda" not in arguments:
+                _parser().parse_args(arguments)
+            continue
+        assert main(arguments) == 0, arguments
+        ran.append(arguments[0])
+    assert ran == ["verify", "verify", "verify", "generate", "extract", "inspect"]
+    assert (tmp_path / "figure.png").exists()
+
+
+def test_every_target_of_make_exists() -> None:
+    targets = {
+        command[1] for command in commands() if command[0] == "make" and "=" not in command[1]
+    }
+    known = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M))
+    assert {"demo", "test"} <= targets <= known
+
+
+def test_tables_have_the_committed_numbers() -> None:
+    done = run([str(REPOSITORY / "tools" / "readme.py"), "--check"], REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_prose_about_memory_has_the_committed_numbers() -> None:
+    rows = json.loads(text_of("docs/data/patch-memory.json"))["rows"]
+    ratios = [row["patch_bytes"]["exact"] / row["cache_bytes"] for row in rows]
+    assert f"{min(ratios):.0f} to {max(ratios):.0f} context tokens" in text_of("README.md")
+
+
+def test_the_memory_of_a_patch_is_what_the_models_have() -> None:
+    """Against the sizes of the factors as docs/design.md lists them."""
+    rows = {row["model"]: row for row in json.loads(text_of("docs/data/patch-memory.json"))["rows"]}
+    d, inner, layers = 4096, 14336, 32  # Llama 3.1 8B, 8 KV heads of width 128
+    fp32, fp64 = 4, 8
+    readers = (2 * inner + d) * fp32
+    expected = {"stable": readers + (d + inner) * fp32, "exact": readers + (d + inner) * fp64}
+    row = rows["Llama-3.1-8B"]
+    assert row["patch_bytes"] == {name: layers * size for name, size in expected.items()}
+    assert row["cache_bytes"] == layers * 2 * 8 * 128 * 2
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len(text_of("README.md").splitlines()) <= 150
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        folder = (REPOSITORY / page).parent
+        for link in re.findall(r"(?:\]\(|src(?:set)?=\")([^)\"#\s]+)", text_of(page)):
+            assert link.startswith("http") or (folder / link).exists(), f"{link} in {page}"
