@@ -378,7 +378,8 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    names = ("demo", "verify", "generate", "extract", "inspect", "bench", "tune")
+    names = ("demo", "verify", "generate", "extract", "inspect")
+    names += ("fit", "apply", "export", "bench", "tune")
     assert tuple(re.findall(r"^    (\w+)", shown, re.M)) == names
 
 
