@@ -5,7 +5,7 @@ RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress mutants kernels bits bits-compare bench bench-compare sweep figures papers gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress mutants kernels bits bits-compare bench bench-compare sweep figures papers static gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -83,6 +83,11 @@ papers: $(EXPERIMENTS:%=papers-%) ## the papers' experiments in full, into docs/
 
 papers-%: $(RUN)
 	$(RUN) examples/papers/$*.py
+
+STATIC ?=
+
+static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; goes on where it stopped; STATIC=--full: the whole grid
+	$(RUN) examples/static/evaluation.py $(STATIC)
 
 gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
 	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from icl_patch._version import __version__
 
 if TYPE_CHECKING:
-    from icl_patch import ops
+    from icl_patch import ops, static
     from icl_patch.analysis.controllability import controllability
     from icl_patch.errors import (
         ControllabilityError,
@@ -51,6 +51,7 @@ _HOMES = {
     "detach": "icl_patch.recording.attached_block",
     "embedded": "icl_patch.evaluation",
     "ops": "icl_patch",
+    "static": "icl_patch",
     "verify": "icl_patch.evaluation.verify",
 }
 
@@ -70,6 +71,7 @@ __all__ = [
     "detach",
     "embedded",
     "ops",
+    "static",
     "verify",
 ]
 
@@ -78,7 +80,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES[name]
-    if name in ("embedded", "ops"):
+    if name in ("embedded", "ops", "static"):
         value: Any = import_module(f"{home}.{name}")
     else:
         value = getattr(import_module(home), name)

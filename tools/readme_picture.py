@@ -16,8 +16,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SIDE = 0.42
-PATCH = """patch: the difference between the streams, as a
-change of every block's weights, for each question token"""
+PATCH = """the patch: for each question token, the difference
+between its two streams, as a change of the weights"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def compute_panel(axis: Axes, theme: Theme) -> None:
     axis.text(4.8, 2.93, "the model,\nunchanged", ha="center", va="center", **text)
     for y, label, context in (
         (3.4, "context and question", True),
-        (2.05, "the same, context hidden", False),
+        (2.05, "the same, context not visible", False),
     ):
         tokens(axis, theme, 0, y, context)
         axis.text(0, y + SIDE + 0.13, label, **text)
@@ -106,7 +106,7 @@ def replay_panel(axis: Axes, theme: Theme, left: float) -> None:
     axis.text(left + 4.17, 2.93, "the same\nlogits", va="center", **text)
     axis.plot([7.4, left + 2.55], [0.75, 0.75], color=theme.patch, lw=1.4)
     arrow(axis, (left + 2.55, 0.75), (left + 2.55, 1.75), theme.patch)
-    axis.text(left, 2.42, "no context,\nno cache of it", va="center", **text)
+    axis.text(left, 2.28, "at its positions,\nno context,\nno cache of it", va="center", **text)
 
 
 def draw(theme: Theme) -> Figure:

@@ -1,11 +1,14 @@
 """``icl-patch generate``: text from freshly patched weights at every token."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from icl_patch.generation.loop import GenerationStep
     from icl_patch.patcher import ContextPatcher
 
@@ -20,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_context(parser, "as for verify")
     common.add_update(parser)
+    parser.add_argument(
+        "--patch",
+        type=Path,
+        metavar="FILE",
+        help="generate after --context with the changed weights of this file instead, the same at"
+        " every token",
+    )
     parser.add_argument(
         "--max-new-tokens",
         type=common.positive,
@@ -66,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature")
     model, tokenizer = common.load(options)
+    if options.patch is not None:
+        return _with_patch(options, model, tokenizer)
     with common.attach(options, model, tokenizer) as patcher:
         steps = _generate(options, patcher, tokenizer)
     token_ids = [int(step.token_ids[0]) for step in steps]
@@ -132,3 +144,46 @@ def _generate(
             steps.append(step)
             progress(len(steps), options.max_new_tokens)
     return steps
+
+
+def _with_patch(
+    options: argparse.Namespace,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+) -> int:
+    """Generate with a patch file: a static patch, or the last token's of one for each token."""
+    from contextlib import ExitStack
+
+    from icl_patch.evaluation.loading import encode_contexts
+    from icl_patch.patch.context_patch import ContextPatch
+    from icl_patch.patch.serialization import read_file
+    from icl_patch.patcher import ContextPatcher
+    from icl_patch.static import StaticPatch
+
+    prompt = common.context_text(options)
+    if prompt is None or options.check_every or options.compile:
+        raise ValueError("expected --context, and no --check-every or --compile, with --patch")
+    ids, mask = encode_contexts(tokenizer, [prompt], chat=options.chat)
+    arguments: dict[str, Any] = {"do_sample": options.sample}
+    if options.temperature is not None:
+        arguments["temperature"] = options.temperature
+    with ExitStack() as stack:
+        if read_file(options.patch)[0].get("kind") == "static":
+            static = StaticPatch.load(options.patch, model, tokenizer)
+            stack.enter_context(static.applied(model))
+        else:
+            patch = ContextPatch.load(options.patch, model, tokenizer)
+            patcher = stack.enter_context(ContextPatcher(model, patch.info.update))
+            stack.enter_context(patcher.applied(patch))
+        generate: Any = model.generate
+        out = generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device).long(),
+            max_new_tokens=options.max_new_tokens,
+            **arguments,
+        )
+    token_ids = out[0, ids.shape[1] :].tolist()
+    text = str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    result = {"patch": str(options.patch), "token_ids": token_ids, "text": text}
+    common.print_result(options, result, text)
+    return 0

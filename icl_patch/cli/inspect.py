@@ -33,7 +33,10 @@ def run(options: argparse.Namespace) -> int:
     with common.stage("importing transformers"):
         from icl_patch.evaluation.report import table
         from icl_patch.patch.context_patch import ContextPatch
+        from icl_patch.patch.serialization import read_file
 
+    if read_file(options.file)[0].get("kind") == "static":
+        return _static(options)
     patch = ContextPatch.load(options.file)
     model, tokenizer = _load(options, patch)
     entries: dict[str, Any] = {
@@ -57,6 +60,29 @@ def run(options: argparse.Namespace) -> int:
     if model is not None:
         result["next_tokens"] = _replay(options, model, tokenizer)
         shown.append(f"replayed, next token of each row: {result['next_tokens']}")
+    common.print_result(options, result, *shown)
+    return 0
+
+
+def _static(options: argparse.Namespace) -> int:
+    """Print a static patch's entries, its report and the size of its changes."""
+    from icl_patch.evaluation.report import table
+    from icl_patch.static import StaticPatch
+
+    patch = StaticPatch.load(options.file)
+    if options.model is not None:
+        options.dtype = None
+        patch.check_model(common.load(options)[0])
+    norms = {path: float(change.dense().norm()) for path, change in patch.changes.items()}
+    entries: dict[str, Any] = {"file": str(options.file), "kind": "static", **vars(patch.info)}
+    entries |= {"rank": patch.rank, "bytes": patch.nbytes}
+    report = None if patch.report is None else patch.report.to_json()
+    shown: list[Any] = [
+        table(str(options.file), ["entry", "value"], list(entries.items())),
+        table("Size of the change", ["matrix", "‖ΔW‖"], list(norms.items())),
+    ]
+    result = {**entries, "norms": norms, "report": report}
+    shown += [] if patch.report is None else [str(patch.report)]
     common.print_result(options, result, *shown)
     return 0
 

@@ -21,7 +21,17 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from icl_patch._version import __version__
-from icl_patch.cli import common, demo, extract, generate, inspect, verify
+from icl_patch.cli import (
+    apply,
+    common,
+    demo,
+    export,
+    extract,
+    fit,
+    generate,
+    inspect,
+    verify,
+)
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
 
 COMMANDS = "icl_patch.commands"
@@ -122,5 +132,8 @@ def _commands() -> dict[str, Command]:
         "generate": generate,
         "extract": extract,
         "inspect": inspect,
+        "fit": fit,
+        "apply": apply,
+        "export": export,
     }
     return commands | {entry.name: entry.load() for entry in entry_points(group=COMMANDS)}

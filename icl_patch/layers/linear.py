@@ -4,6 +4,7 @@ token.
 
 import copy
 import warnings
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class PatchedLinear(PatchedModule):
     Source: Goldwaser et al. (2025), Lemmas 6, 8 and 9.
     """
 
-    _PATCH = ("u", "v", "bias_change", "shared", "out_dtype")
+    _PATCH: ClassVar[tuple[str, ...]] = ("u", "v", "bias_change", "shared", "out_dtype")
     u: Tensor | None
     v: Tensor | None
     bias_change: Tensor | None

@@ -35,6 +35,7 @@ from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, tokenizer_fingerprint, weight_fingerprint
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
+from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import (
     DTYPES,
     TOKEN_TENSORS,
@@ -251,6 +252,40 @@ class ContextPatch:
             path = self.blocks[self.layer_indices[place]].path
             for name, materialised in change.materialised(row, token):
                 yield f"{path}.{name}", materialised
+
+    def to_peft(self, folder: str | os.PathLike[str], *, row: int = 0, token: int = -1) -> int:
+        """Write one token's changes as a LoRA of rank 1 in the layout of PEFT.
+
+        The LoRA is exact for that token, its history and its position only.
+
+        Args:
+            folder: is made; its two files are replaced.
+            row, token: whose change, by default the first row's last kept token's.
+
+        Returns:
+            The rank in the files.
+
+        Raises:
+            ValueError: a factor changes a scale, a bias or experts, which a LoRA cannot hold; there
+                is no such row or token; or layers were cut out.
+        """
+        if len(self.layers) != len(self.blocks):
+            raise ValueError("expected a patch with all its layers, got a part of one")
+        self.of_token(row, token)  # checks both
+        kept = int(self.kept_mask[row].sum())
+        factors, transposed = {}, set()
+        for place, change in self._changes():
+            path = self.blocks[self.layer_indices[place]].path_of(change.name)
+            if change.v is None or change.index is not None:
+                kind = "experts" if change.index is not None else f"a {change.parameter} vector"
+                raise ValueError(
+                    f"expected changes of matrices alone for a LoRA, got one of {kind} at {path}:"
+                    " fit a static patch instead (icl_patch.static.fit), which changes matrices"
+                )
+            at = token % kept
+            factors[path] = (change.u[row, at].unsqueeze(0), change.v[row, at].unsqueeze(0))
+            transposed.add(change.transposed)
+        return write_peft(folder, factors, self.info.model, transposed)
 
     # -- files
 

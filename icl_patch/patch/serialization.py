@@ -181,6 +181,11 @@ def _digest(before: memoryview, after: memoryview) -> str:
 
 def check_header(header: Header) -> None:
     """Raises PatchFormatError unless all entries are there and have their types."""
+    if header.get("kind") == "static":
+        raise PatchFormatError(
+            "expected kind one of per_token, got 'static': icl_patch.static.StaticPatch.load reads"
+            " patches that are the same for all tokens"
+        )
     expected: dict[str, Any] = {entry.name: entry.type for entry in fields(PatchInfo)}
     expected |= {"format": int, "layers": list, "blocks": list} | dict.fromkeys(TOKEN_TENSORS, list)
     for name, kind in expected.items():

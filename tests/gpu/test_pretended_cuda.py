@@ -21,6 +21,7 @@ FILES = [
     "gpu/test_gpu.py",
     "bench/test_bench_generation.py",
     "bench/test_bench.py",
+    "gpu/test_static_gpu.py",
 ]
 CHOSEN = (
     "float32 and shared or models_bits or pretend_cuda_checks or bfloat16 and prefix and gemma3"

@@ -1,0 +1,44 @@
+"""``icl-patch export``: a patch file as a LoRA folder for PEFT and vLLM."""
+
+import argparse
+from pathlib import Path
+
+from icl_patch.cli import common
+
+HELP = "write a patch as a LoRA for PEFT and vLLM"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("file", type=Path, metavar="FILE")
+    common.add_model(parser)
+    parser.add_argument(
+        "--row", type=int, metavar="R", help="of a patch for each token: whose (default 0)"
+    )
+    parser.add_argument(
+        "--token", type=int, metavar="T", help="of a patch for each token: which (default -1)"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the LoRA; it is made"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the patch against the model and write the folder."""
+    from icl_patch.patch.context_patch import ContextPatch
+    from icl_patch.patch.serialization import read_file
+    from icl_patch.static import StaticPatch
+
+    kind = read_file(options.file)[0].get("kind")
+    if kind == "static" and (options.row, options.token) != (None, None):
+        raise ValueError("expected no --row or --token of a static patch, which is for all tokens")
+    model, tokenizer = common.load(options)
+    if kind == "static":
+        rank = StaticPatch.load(options.file, model, tokenizer).to_peft(options.out, model)
+    else:
+        patch = ContextPatch.load(options.file, model, tokenizer)
+        row, token = options.row or 0, -1 if options.token is None else options.token
+        rank = patch.to_peft(options.out, row=row, token=token)
+    result = {"folder": str(options.out), "kind": kind, "rank": rank}
+    common.print_result(options, result, f"{options.out}: a LoRA of rank {rank}")
+    return 0

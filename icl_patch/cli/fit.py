@@ -1,0 +1,159 @@
+"""``icl-patch fit``: a static patch from a file of examples."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from icl_patch.cli import common
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from icl_patch.static import Example
+
+HELP = "fit one change of weights that stands for a context, for every token"
+# As in static, which imports torch.
+METHODS = ("ridge", "distill")
+PARTS = ("readers", "writer", "o_proj", "qk")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    common.add_model(parser)
+    parser.add_argument(
+        "--examples",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help='JSON: [{"context": TEXT, "questions": [TEXT, …], "answers": [TEXT, …]}, …]; without'
+        " answers the model gives them with the context",
+    )
+    parser.add_argument(
+        "--preserve",
+        type=Path,
+        metavar="FILE",
+        help="JSON: [TEXT, …], texts on which the model is to stay as it is",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="a context is the system message of the tokenizer's chat template",
+    )
+    parser.add_argument(
+        "--end", metavar="TEXT", help="the token that ends an answer (default: end of sequence)"
+    )
+    parser.add_argument("--method", choices=METHODS, default="ridge", help="default: ridge")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=["readers", "writer"],
+        help="the matrices that may change (default: readers writer)",
+    )
+    parser.add_argument(
+        "--rank", type=rank, default=8, metavar="R", help="a number, auto or full (default: 8)"
+    )
+    parser.add_argument(
+        "--kappa", type=float, default=1.0, help="weight of the preserved texts (default 1)"
+    )
+    parser.add_argument(
+        "--folds", type=common.positive, default=4, metavar="K", help="of the questions (default 4)"
+    )
+    parser.add_argument(
+        "--steps", type=common.positive, default=50, help="of --method distill (default 50)"
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=1e-2, help="of --method distill (default 0.01)"
+    )
+    parser.add_argument("--start", type=Path, metavar="FILE", help="a patch to distill from")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=common.positive,
+        default=64,
+        metavar="N",
+        help="of an answer (default 64)",
+    )
+    parser.add_argument(
+        "--state", type=Path, metavar="DIR", help="go on from what a stopped fit left there"
+    )
+    parser.add_argument(
+        "--out",
+        type=common.writable(".safetensors"),
+        required=True,
+        metavar="FILE",
+        help="file to write (.safetensors)",
+    )
+
+
+def rank(text: str) -> int | str | None:
+    """The rank option: a number, "auto", or None for "full"."""
+    return {"auto": "auto", "full": None}[text] if text in ("auto", "full") else int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Fit, report and save."""
+    import sys
+
+    from icl_patch import static
+
+    model, tokenizer = common.load(options)
+    examples = read_examples(options, tokenizer)
+    texts = [] if options.preserve is None else _read_json(options.preserve, str)
+    start = None if options.start is None else static.StaticPatch.load(options.start, model)
+    settings = static.Distillation(
+        steps=options.steps, learning_rate=options.learning_rate, seed=options.seed
+    )
+    with common.progress_bar("fitting") as progress:
+        patch = static.fit(
+            model,
+            examples,
+            options.method,
+            parts=options.parts,
+            rank=options.rank,
+            preserve=static.documents(tokenizer, texts),
+            kappa=options.kappa,
+            folds=options.folds,
+            distillation=settings,
+            start=start,
+            state=options.state,
+            max_new_tokens=options.max_new_tokens,
+            tokenizer=tokenizer,
+            on_plan=lambda plan: print(plan, file=sys.stderr),
+            progress=progress,
+        )
+    patch.save(options.out)
+    report = patch.report
+    assert report is not None
+    result = {"file": str(options.out), **vars(patch.info), "rank": patch.rank, **report.to_json()}
+    common.print_result(options, result, f"{options.out}: {patch!r}", str(report))
+    return 0
+
+
+def read_examples(
+    options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase"
+) -> "list[Example]":
+    """The examples of the file.
+
+    Raises:
+        ValueError: the file does not hold a list of examples.
+    """
+    from icl_patch.static import Example
+
+    examples = []
+    for entry in _read_json(options.examples, dict):
+        if not {"context", "questions"} <= entry.keys() <= {"context", "questions", "answers"}:
+            raise ValueError(
+                "expected examples with context, questions and perhaps answers in"
+                f" {options.examples}, got {sorted(entry)}"
+            )
+        examples.append(Example.from_text(tokenizer, **entry, end=options.end, chat=options.chat))
+    return examples
+
+
+def _read_json(file: Path, kind: type) -> list[Any]:
+    """A list of JSON values of one kind, not empty."""
+    value = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(value, list) or not value or not all(isinstance(x, kind) for x in value):
+        raise ValueError(f"expected a list of {kind.__name__} in {file}, got {value!r:.80}")
+    return value

@@ -1,0 +1,292 @@
+"""Fitting a static patch: the call, its checks, and the choice of a rank."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch.static.block_parts import check_parts, matrix_shapes, read_blocks
+from icl_patch.static.block_runner import BlockRunner, make_batches
+from icl_patch.static.distill import Distillation, distill
+from icl_patch.static.examples import (
+    Example,
+    answered,
+    check_rows,
+    preserved_rows,
+    rows_of,
+)
+from icl_patch.static.fit_state import FitState, RidgeOptions
+from icl_patch.static.plan import AUTO_RANKS, Plan, Size, plan_distillation, plan_ridge
+from icl_patch.static.report import Quality, StaticReport, measure, measure_streams
+from icl_patch.static.ridge import LAMBDAS, LowRank
+from icl_patch.static.sequential import Progress, fit_blocks
+from icl_patch.static.static_patch import StaticInfo, StaticPatch
+
+METHODS = ("ridge", "distill")
+_AUTO_GAIN = 0.95  # the smallest rank with this share of the best rank's gain in KL
+_NO_FOLDS_LAMBDA = 1e-2
+
+
+def fit(
+    model: PreTrainedModel,
+    examples: Sequence[Example],
+    method: str = "ridge",
+    *,
+    parts: Iterable[str] = ("readers", "writer"),
+    rank: int | str | None = 8,
+    preserve: Sequence[Sequence[int]] = (),
+    kappa: float = 1.0,
+    folds: int = 4,
+    lambdas: Sequence[float] = LAMBDAS,
+    distillation: Distillation | None = None,
+    start: StaticPatch | None = None,
+    held_out: Sequence[Example] = (),
+    state: str | os.PathLike[str] | None = None,
+    max_new_tokens: int = 64,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+    progress: Progress | None = None,
+) -> StaticPatch:
+    """One change of weights with which the model, without the contexts of the examples, answers as
+    it does with them.
+
+    Args:
+        model: a causal language model without experts, parallel blocks and recurrent layers.
+        examples: contexts and questions; where they have no answers, the model answers greedily
+            with the context, with at most ``max_new_tokens``.
+        method: ``"ridge"``, a sequence of ridge regressions, forward passes only; ``"distill"``,
+            gradient descent on the KL divergence to the model with its context.
+        parts: the matrices that may change: ``"readers"`` of the MLP, its ``"writer"``, attention's
+            output ``"o_proj"``, and ``"qk"``, its queries and keys.
+        rank: of each change; None for no limit; ``"auto"`` (ridge only): the smallest of 1, 2, 4, …
+            32 with 95 % of the gain in held-out KL of the best.
+        preserve: ids of texts on which the patched model is to stay as it is. Without any, prompts
+            that have nothing to do with the examples may suffer.
+        kappa: the weight of all preserved tokens beside that of all other tokens.
+        folds: the questions are split into as many; λ and the report come from the questions that a
+            fit has not seen. 1 fits without them, with λ = 0.01.
+        lambdas: the values of λ to choose from, relative to the mean square of the input.
+        distillation: steps, learning rate and the like, for ``"distill"``.
+        start: a patch from which ``"distill"`` starts, such as a ridge fit or a sum of patches.
+        held_out: examples on which the patch is measured, and ``"distill"`` stops early, instead of
+            a part of ``examples``.
+        state: a folder; finished blocks (ridge) or checkpoints (distill) are written to it, and a
+            fit that was stopped goes on from them.
+        max_new_tokens: of an answer that the model gives.
+        tokenizer: its fingerprint goes into the patch.
+        on_plan: called with the :class:`Plan` before the fit starts.
+        progress: called with (done, total).
+
+    Returns:
+        The patch, with a :class:`icl_patch.static.report.StaticReport`.
+
+    Raises:
+        UnsupportedModelError: the model has a block that cannot hold a static patch.
+        ValueError: an option is not known; there are fewer questions than folds; the rank is above
+            that of a matrix; contexts share nothing that one patch can hold; activations are NaN;
+            or ``state`` is of another model or fit.
+        FingerprintMismatch: ``start`` is of another model.
+    """
+    job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
+    job.prepare(max_new_tokens)
+    if on_plan is not None:
+        on_plan(job.plan(distillation or Distillation()))
+    began = time.perf_counter()
+    if method == "ridge":
+        ridges = tuple(lambdas) if folds > 1 else (_NO_FOLDS_LAMBDA,)
+        changes, report = job.ridge(ridges, state, progress)
+    else:
+        changes, report = job.distill(distillation or Distillation(), start, state, progress)
+    job.check_shared(report)
+    patch = StaticPatch(StaticInfo.of(model, tokenizer, method), changes)
+    seconds = time.perf_counter() - began
+    return replace(patch, report=replace(report, seconds=seconds, nbytes=patch.nbytes))
+
+
+class _Job:
+    """One fit: its rows and its checks."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        examples: Sequence[Example],
+        method: str,
+        parts: Iterable[str],
+        rank: int | str | None,
+        preserve: Sequence[Sequence[int]],
+        kappa: float,
+        folds: int,
+        held_out: Sequence[Example],
+    ) -> None:
+        if method not in METHODS:
+            raise ValueError(f"expected method {' or '.join(METHODS)}, got {method!r}")
+        if rank == "auto" and (method != "ridge" or folds < 2):
+            raise ValueError('expected method="ridge" and at least 2 folds with rank="auto"')
+        if not kappa >= 0 or folds < 1:
+            raise ValueError(f"expected kappa ≥ 0 and folds ≥ 1, got {kappa} and {folds}")
+        questions = sum(len(example.questions) for example in examples)
+        if questions < (folds if method == "ridge" else 1):
+            raise ValueError(
+                f"expected at least {folds} questions, one a fold, got {questions}: give more, or"
+                " folds=1, which chooses no λ and measures nothing held out"
+            )
+        self.model, self.examples, self.method = model, examples, method
+        self.parts, self.rank, self.kappa, self.folds = check_parts(parts), rank, kappa, folds
+        self.preserve, self.held_out = preserved_rows(preserve), held_out
+        self.blocks = read_blocks(model)
+        self.largest_rank = min(
+            min(shape) for shape in matrix_shapes(model, self.blocks, self.parts).values()
+        )
+        self._check_rank()
+        self.runner = BlockRunner(model, self.blocks)
+
+    def _check_rank(self) -> None:
+        rank, most = self.rank, self.largest_rank
+        if rank == "auto" or (rank is None and self.method == "ridge"):
+            return
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
+            raise ValueError(
+                f"expected a rank from 1 to {most}, the largest that every matrix has, got {rank!r}"
+            )
+
+    def prepare(self, max_new_tokens: int) -> None:
+        """Let the model answer; the rows of the examples and of those held out."""
+        self.rows = rows_of(answered(self.model, self.examples, max_new_tokens))
+        self.test_rows = rows_of(answered(self.model, self.held_out, max_new_tokens))
+        check_rows(self.model, [*self.rows, *self.preserve, *self.test_rows])
+
+    def plan(self, options: Distillation) -> Plan:
+        """What the fit will take."""
+        rows, rank = [*self.rows, *self.preserve], self.rank
+        size = Size(
+            model=self.model,
+            shapes=matrix_shapes(self.model, self.blocks, self.parts),
+            blocks=len(self.blocks),
+            rank=None if isinstance(rank, str) else rank,
+            folds=self.folds,
+            rows=len(rows),
+            tokens=sum(len(row.with_context) + len(row.without) for row in rows),
+        )
+        if self.method == "distill":
+            return plan_distillation(size, options.steps, options.batch_size)
+        fits = sum(r <= self.largest_rank for r in AUTO_RANKS) if rank == "auto" else 1
+        return plan_ridge(size, len(self.parts), fits)
+
+    # -- ridge
+
+    @torch.no_grad()
+    def ridge(
+        self, lambdas: tuple[float, ...], state: Any, progress: Progress | None
+    ) -> tuple[dict[str, LowRank], StaticReport]:
+        """The sequential fit; for ``rank="auto"`` one of each rank."""
+        if self.rank != "auto":
+            assert not isinstance(self.rank, str)
+            return self._ridge(self.rank, lambdas, state, progress)
+        fits = []
+        for rank in (rank for rank in AUTO_RANKS if rank <= self.largest_rank):
+            fits.append(self._ridge(rank, lambdas, None, progress))
+        kl = [_held_out(report).kl for _, report in fits]
+        plain = fits[0][1].without
+        assert plain is not None
+        wanted = plain.kl - _AUTO_GAIN * (plain.kl - min(kl))
+        return fits[next(i for i in range(len(fits)) if kl[i] <= max(wanted, min(kl)))]
+
+    def _ridge(
+        self, rank: int | None, lambdas: tuple[float, ...], state: Any, progress: Progress | None
+    ) -> tuple[dict[str, LowRank], StaticReport]:
+        rows = [*self.rows, *self.preserve]
+        options = RidgeOptions(self.parts, rank, self.folds, lambdas)
+        batches = make_batches(
+            self.runner, rows, [i % self.folds for i in range(len(rows))], self.kappa
+        )
+        known = None
+        if state is not None:
+            fingerprint = StaticInfo.of(self.model, None, "ridge").fingerprint
+            known = FitState.of(state, str(fingerprint), rows, options, self.kappa)
+        fits = fit_blocks(self.runner, batches, options, known, progress)
+        changes = {
+            f"{block.path}.{path}": change
+            for block, fitted in zip(self.blocks, fits, strict=True)
+            for path, change in fitted.changes.items()
+        }
+        tally = measure_streams(self.runner, batches)
+        report = StaticReport(
+            held_out=tally.quality() if self.folds > 1 else None,
+            without=measure(self.runner, batches)[0].quality(),
+            cross_fitted=self.folds > 1,
+            preserve_kl=tally.preserved_kl(),
+            residual=tuple(fitted.residual for fitted in fits),
+            ridges=tuple(fitted.ridges for fitted in fits),
+            explained=tuple(fitted.explained for fitted in fits),
+            steps=0,
+            seconds=0.0,
+            nbytes=0,
+        )
+        return changes, self._on_held_out(changes, report)
+
+    def _on_held_out(self, changes: dict[str, LowRank], report: StaticReport) -> StaticReport:
+        """The report with the patch measured on the examples given for that, if there are any."""
+        if not self.test_rows:
+            return report
+        batches = make_batches(self.runner, self.test_rows, [0] * len(self.test_rows), 0.0)
+        without, teacher = measure(self.runner, batches)
+        patch = StaticPatch(StaticInfo("", None, None, "", ""), changes)
+        with patch.applied(self.model):
+            tally, _ = measure(self.runner, batches, teacher)
+        return replace(
+            report, held_out=tally.quality(), without=without.quality(), cross_fitted=False
+        )
+
+    # -- distill
+
+    def distill(
+        self,
+        options: Distillation,
+        start: StaticPatch | None,
+        state: Any,
+        progress: Progress | None,
+    ) -> tuple[dict[str, LowRank], StaticReport]:
+        """Gradient descent, see :mod:`icl_patch.static.distill`."""
+        if start is not None:
+            start.check_model(self.model)
+        paths = list(matrix_shapes(self.model, self.blocks, self.parts))
+        assert isinstance(self.rank, int)
+        return distill(
+            self.runner,
+            paths,
+            self.rank,
+            self.rows,
+            self.test_rows,
+            self.preserve,
+            self.kappa,
+            options,
+            None if start is None else start.changes,
+            state,
+            progress,
+        )
+
+    # -- what no patch can hold
+
+    def check_shared(self, report: StaticReport) -> None:
+        """Raises ValueError if there are several contexts and their patch does not help on
+        questions that it has not seen.
+        """
+        held_out, without = report.held_out, report.without
+        if len(self.examples) < 2 or held_out is None or without is None:
+            return
+        if held_out.kl >= without.kl:
+            raise ValueError(
+                f"expected {len(self.examples)} contexts that share one instruction, got contexts"
+                " that share nothing a patch can hold: on questions that it has not seen the KL"
+                f" divergence is {held_out.kl:.3f} with the patch and {without.kl:.3f} without."
+                " Fit a patch for each context, or give more questions"
+            )
+
+
+def _held_out(report: StaticReport) -> Quality:
+    assert report.held_out is not None
+    return report.held_out

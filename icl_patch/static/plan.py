@@ -1,0 +1,111 @@
+"""What a fit takes, before it starts: memory and time."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from icl_patch.static.ridge import LAMBDAS
+
+AUTO_RANKS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a fit will take, known before it starts.
+
+    questions, tokens: of the examples and the preserved texts; blocks: of the model; rank: of the
+    changes, None for no limit; nbytes: of memory beside the model; seconds: roughly, from the time
+    of a matrix product on this machine.
+    """
+
+    questions: int
+    tokens: int
+    blocks: int
+    rank: int | None
+    nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.questions} questions, {self.tokens} tokens, {self.blocks} blocks: about"
+            f" {self.seconds:.0f} s and {self.nbytes / 1e6:,.0f} MB beside the model"
+        )
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the cost of a fit depends on: the model, the shapes (N, K) of the matrices by path, its
+    blocks, the rank, the folds, the rows and the tokens of both runs.
+    """
+
+    model: PreTrainedModel
+    shapes: dict[str, tuple[int, int]]
+    blocks: int
+    rank: int | None
+    folds: int
+    rows: int
+    tokens: int
+
+    @property
+    def hidden(self) -> int:
+        """d, the width of the residual stream."""
+        return min(min(shape) for shape in self.shapes.values())
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def factors(self) -> int:
+        """Elements of the patch."""
+        rank = self.hidden if self.rank is None else self.rank
+        return sum(rank * (n + k) for n, k in self.shapes.values())
+
+    def plan(self, operations: float, nbytes: int) -> Plan:
+        """The plan for so many operations and bytes."""
+        return Plan(
+            self.rows, self.tokens, self.blocks, self.rank, nbytes, operations / _speed(self.model)
+        )
+
+
+def plan_ridge(size: Size, parts: int, fits: int) -> Plan:
+    """The plan of ``fits`` ridge fits of ``parts`` regressions a block.
+
+    Memory: both hidden states and the values read from a block, for all tokens; for one matrix at a
+    time its rows in fp64, S and C of every fold and of all; and the patches of all folds.
+    Operations: 2 a weight and token for each of ``parts + 3`` passes; n K² for a moment and K³/3
+    for a factorisation, one a fold and λ, and one a fold.
+    """
+    hidden, tokens = size.hidden, size.tokens
+    width = max(k for _, k in size.shapes.values())
+    system, folds = min(width, tokens), size.folds + 1
+    solves = folds + (size.folds * len(LAMBDAS) if size.folds > 1 else 0)
+    nbytes = 4 * tokens * (4 * hidden + 2 * width) + 8 * tokens * (width + hidden)
+    nbytes += 8 * folds * (system**2 + hidden * width) + 4 * folds * size.factors
+    operations = 2.0 * size.weights * tokens * (parts + 3)
+    a_regression = tokens * system**2 + solves * system**3 / 3 + folds * 9.0 * hidden**3
+    operations += size.blocks * parts * a_regression
+    return size.plan(fits * operations, nbytes)
+
+
+def plan_distillation(size: Size, steps: int, batch_size: int) -> Plan:
+    """The plan of a distillation: factors, gradients, two moments and the best factors; forward
+    twice and backward once a step.
+    """
+    batch = size.tokens * min(1.0, batch_size / max(size.rows, 1))
+    operations = 2.0 * size.weights * (size.tokens + 3 * steps * batch)
+    return size.plan(operations, 4 * (5 * size.factors + size.tokens * size.hidden))
+
+
+def _speed(model: PreTrainedModel) -> float:
+    """Operations a second of a product of fp32 matrices on the model's device."""
+    x = torch.randn(512, 512, device=model.device)
+    float((x @ x).sum())  # waits for the device
+    began = time.perf_counter()
+    for _ in range(3):
+        y = x @ x
+    float(y.sum())
+    return 3 * 2 * 512**3 / (time.perf_counter() - began)

@@ -1,0 +1,182 @@
+"""How well a static patch does what the context does, and what it costs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from icl_patch.static.block_runner import Batch, BlockRunner
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The patched model beside the model with its context, at the tokens of the answers.
+
+    Attributes:
+        kl: mean KL(with context ‖ patched) in nats a token; tvd: mean total variation distance.
+        whole: the share of answers of which every token is the patched model's first choice: its
+            greedy answer is the given one.
+        tokens: the share of such tokens.
+        questions: how many answers were measured.
+    """
+
+    kl: float
+    tvd: float
+    whole: float
+    tokens: float
+    questions: int
+
+
+@dataclass(frozen=True)
+class StaticReport:
+    """What a fit measured.
+
+    Attributes:
+        held_out: on questions that the patch was not fitted on; None if there were none.
+        without: the same questions without a patch.
+        cross_fitted: ``held_out`` is of all questions, each answered by the patch that was fitted
+            without its fold; False: of questions that were held out, by the patch itself. A fold's
+            patch of a later block is fitted on the streams of other folds, whose patches have seen
+            the fold: a small leak, so that questions held out altogether are the stricter test.
+        preserve_kl: mean KL(model ‖ patched) on the preserved texts, None without any.
+        residual: for each block, ``‖out_ctx − out‖ / ‖out_ctx‖`` at the answers' tokens; only of
+            a ridge fit.
+        ridges, explained: for each block, part -> λ, and the share of its target that it explains
+            out of fold.
+        steps: of the optimiser, 0 for a ridge fit.
+        seconds: of the fit; nbytes: of the patch.
+    """
+
+    held_out: Quality | None
+    without: Quality | None
+    cross_fitted: bool
+    preserve_kl: float | None
+    residual: tuple[float, ...]
+    ridges: tuple[dict[str, float], ...]
+    explained: tuple[dict[str, float], ...]
+    steps: int
+    seconds: float
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "StaticReport":
+        """The report that :meth:`to_json` wrote."""
+        qualities = {
+            name: None if value[name] is None else Quality(**value[name])
+            for name in ("held_out", "without")
+        }
+        lists = {name: tuple(value[name]) for name in ("residual", "ridges", "explained")}
+        return cls(**{**value, **qualities, **lists})
+
+    def __str__(self) -> str:
+        lines = []
+        if self.held_out is not None and self.without is not None:
+            kind = "cross-fitted" if self.cross_fitted else "held out"
+            lines.append(
+                f"{self.held_out.questions} questions, {kind}: KL {self.held_out.kl:.3f} (without"
+                f" a patch {self.without.kl:.3f}), whole answers {self.held_out.whole:.0%}"
+                f" ({self.without.whole:.0%})"
+            )
+        if self.preserve_kl is not None:
+            lines.append(f"preserved texts: KL {self.preserve_kl:.3f}")
+        if self.residual:
+            worst = max(range(len(self.residual)), key=self.residual.__getitem__)
+            lines.append(
+                f"residual of the last block {self.residual[-1]:.2f}, largest in block {worst}:"
+                f" {self.residual[worst]:.2f}"
+            )
+        lines.append(f"{self.seconds:.1f} s, {self.nbytes:,} bytes")
+        return "\n".join(lines)
+
+
+class Tally:
+    """Sums over answers' tokens and preserved tokens."""
+
+    def __init__(self) -> None:
+        self.kl = self.tvd = self.right = self.whole = self.preserve_kl = 0.0
+        self.tokens = self.questions = self.preserved = 0
+
+    def add(self, batch: Batch, with_context: Tensor, patched: Tensor) -> None:
+        """Add a batch's logits (B, T, V), both at the student's tokens."""
+        wanted, got = (x.float().log_softmax(-1) for x in (with_context, patched))
+        kl = (wanted.exp() * (wanted - got)).sum(-1).double()
+        answer = batch.answer
+        right = got.argmax(-1) == batch.labels
+        self.kl += float(kl[answer].sum())
+        self.tvd += float((wanted.exp() - got.exp()).abs().sum(-1)[answer].sum() / 2)
+        self.right += float(right[answer].sum())
+        self.tokens += int(answer.sum())
+        asked = answer.any(1)
+        self.whole += float((right | ~answer).all(1)[asked].sum())
+        self.questions += int(asked.sum())
+        preserved = batch.valid & ~asked.unsqueeze(1)
+        self.preserve_kl += float(kl[preserved].sum())
+        self.preserved += int(preserved.sum())
+
+    def quality(self) -> Quality | None:
+        """The means over the answers; None if there were none."""
+        if not self.questions:
+            return None
+        return Quality(
+            self.kl / self.tokens,
+            self.tvd / self.tokens,
+            self.whole / self.questions,
+            self.right / self.tokens,
+            self.questions,
+        )
+
+    def preserved_kl(self) -> float | None:
+        """The mean over the preserved tokens; None if there were none."""
+        return self.preserve_kl / self.preserved if self.preserved else None
+
+
+@torch.no_grad()
+def measure_streams(runner: BlockRunner, batches: Iterable[Batch]) -> Tally:
+    """The tally of batches that have gone through all blocks."""
+    tally = Tally()
+    for batch in batches:
+        with_context = runner.logits(batch.student.ids, spread(batch, batch.teacher.hidden))
+        tally.add(batch, with_context, runner.logits(batch.student.ids, batch.student.hidden))
+    return tally
+
+
+def spread(batch: Batch, hidden: Tensor) -> Tensor:
+    """The teacher's hidden states (B, T', d) at the columns of the student, (B, T, d)."""
+    row = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)
+    values: Tensor = hidden[row, batch.place]
+    return values
+
+
+@torch.no_grad()
+def measure(
+    runner: BlockRunner, batches: Sequence[Batch], teacher: Sequence[Tensor] | None = None
+) -> tuple[Tally, list[Tensor]]:
+    """The tally of the model as it is now, patched or not, on its batches.
+
+    teacher: the logits with the context of each batch, as an earlier call gave them; they are
+        computed if they are not given, for which the model must not be patched.
+    """
+    tally, kept = Tally(), []
+    for at, batch in enumerate(batches):
+        if teacher is None:
+            full = plain_logits(runner, batch.teacher.ids)
+            wanted = spread(batch, full)
+        else:
+            wanted = teacher[at]
+        kept.append(wanted)
+        tally.add(batch, wanted, plain_logits(runner, batch.student.ids))
+    return tally, kept
+
+
+def plain_logits(runner: BlockRunner, ids: Tensor) -> Tensor:
+    """The model's own logits (B, T, V) of right-padded ids."""
+    logits: Tensor = runner.model(
+        input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False
+    ).logits
+    return logits

@@ -1,0 +1,245 @@
+"""The sequential ridge fit: block after block, each on the model that is patched up to it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from icl_patch import ops
+from icl_patch.layers.swap import restore, swap
+from icl_patch.ops.reference import InversionStatus
+from icl_patch.static.block_parts import BlockParts, OutputMatrix, norm_scale, weight_of
+from icl_patch.static.block_runner import Batch, BlockRunner
+from icl_patch.static.fit_state import BlockFit, FitState, RidgeOptions
+from icl_patch.static.ridge import Regression, Solution, choose_ridge
+from icl_patch.static.static_linear import StaticLinear
+
+Progress = Callable[[int, int], None]
+# What the fit of a part reads of the run with the context, and of the run without it.
+_TARGETS = {"qk": {"qk"}, "o_proj": {"hidden"}, "readers": {"z"}, "writer": {"sum"}}
+_READ = {"qk": {"qk"}, "o_proj": {"x", "o"}, "readers": {"z"}, "writer": {"hidden", "h"}}
+
+
+def fit_blocks(
+    runner: BlockRunner,
+    batches: list[Batch],
+    options: RidgeOptions,
+    state: FitState | None = None,
+    progress: Progress | None = None,
+) -> list[BlockFit]:
+    """Fit every block in order, and move the batches' streams through them.
+
+    The students of a fold go on with the changes that were fitted without it, so that what they end
+    in is held out. With ``state`` a finished block is written, and read instead of fitted.
+
+    Raises:
+        ValueError: an activation is NaN or infinite; the message names the block.
+    """
+    fits = []
+    for index, block in enumerate(runner.blocks):
+        with _patched(runner, block, options.parts) as modules:
+            step = _BlockStep(runner, index, batches, modules, options)
+            known = None if state is None else state.read(index)
+            fits.append(step.fit() if known is None else step.advance(known))
+        if state is not None and known is None:
+            state.write(index, fits[-1])
+        if progress is not None:
+            progress(index + 1, len(runner.blocks))
+    return fits
+
+
+@contextmanager
+def _patched(
+    runner: BlockRunner, block: BlockParts, parts: Sequence[str]
+) -> Iterator[dict[str, StaticLinear]]:
+    """Within this context the matrices of a block's parts are :class:`StaticLinear`, by path."""
+    modules: dict[str, StaticLinear] = {}
+    with ExitStack() as stack:
+        for path in [path for part in parts for path in block.matrices(part)]:
+            module = swap(runner.model, f"{block.path}.{path}", StaticLinear)
+            stack.callback(restore, (runner.model,), module)
+            modules[path] = module
+        yield modules
+
+
+class _BlockStep:
+    """The fit of one block."""
+
+    def __init__(
+        self,
+        runner: BlockRunner,
+        index: int,
+        batches: list[Batch],
+        modules: dict[str, StaticLinear],
+        options: RidgeOptions,
+    ) -> None:
+        self.runner, self.index, self.batches = runner, index, batches
+        self.modules, self.options = modules, options
+        self.block, self.layer = runner.blocks[index], runner.layers[index]
+        self.after: list[Tensor] = []  # the teachers' hidden states behind the block
+        self.fitted = BlockFit(by_fold=[{} for _ in range(options.folds)])
+        self.weight = torch.cat([batch.own(batch.weight.unsqueeze(-1))[:, 0] for batch in batches])
+        self.fold = torch.cat(
+            [batch.valid.sum().new_full((int(batch.valid.sum()),), batch.fold) for batch in batches]
+        )
+
+    # -- the block's passes
+
+    def _paths(self) -> dict[str, str]:
+        """The modules with the inputs that the fit reads."""
+        block = self.block
+        paths = {"hidden": block.hidden, "z": block.readers[0], "h": block.writer.path}
+        if block.attention_output is not None:
+            paths["o"] = block.attention_output.path
+        if block.qk:
+            paths["qk"] = block.qk[0]
+        return paths | ({} if block.final_norm is None else {"sum": block.final_norm})
+
+    def _pass(self, teacher: bool, names: set[str]) -> dict[str, Tensor]:
+        """Values of one pass at all tokens, (n, ·) by name: inputs of modules, the block's input
+        ``x`` and its ``sum``.
+        """
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        paths = {name: path for name, path in self._paths().items() if name in names}
+        with self.runner.taps(self.index, paths) as taps:
+            for batch in self.batches:
+                self._set(None if teacher else batch.fold)
+                stream = batch.teacher if teacher else batch.student
+                out = self.runner.run(self.index, stream)
+                if teacher:
+                    self.after.append(out)
+                values = {"x": stream.hidden, "sum": out, **taps}
+                for name in names:
+                    value = values[name]
+                    found[name].append(batch.aligned(value) if teacher else batch.own(value))
+        result = {name: torch.cat(values) for name, values in found.items()}
+        for name, value in result.items():
+            if not value.sum().isfinite():
+                run = "with" if teacher else "without"
+                raise ValueError(
+                    f"expected finite activations, got NaN or infinity in {name!r} of"
+                    f" {self.block.path} in the run {run} the context"
+                )
+        return result
+
+    def _set(self, fold: int | None) -> None:
+        """Apply the changes fitted so far without a fold; None: no changes."""
+        changes = {} if fold is None else self.fitted.by_fold[fold]
+        for path, module in self.modules.items():
+            if path in changes:
+                change = changes[path]
+                module.set_pool(change.u.unsqueeze(0), change.v.unsqueeze(0))
+            else:
+                module.off()
+
+    # -- the parts
+
+    def fit(self) -> BlockFit:
+        """Fit the parts in order; each sees what those before it have changed."""
+        parts = self.options.parts
+        target = self._pass(True, {name for part in parts for name in _TARGETS[part]})
+        for part in parts:
+            own = self._pass(False, _READ[part])
+            if part in ("readers", "qk"):
+                self._fit_inputs(part, own, target)
+            else:
+                self._fit_output(part, own, target)
+        self._finish()
+        return self.fitted
+
+    def advance(self, known: BlockFit) -> BlockFit:
+        """Move the streams on by changes that were fitted before."""
+        self._set(None)
+        self.after = [self.runner.run(self.index, batch.teacher) for batch in self.batches]
+        self.fitted = known.to(self.weight.device)
+        self._finish()
+        return self.fitted
+
+    def _fit_inputs(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+        """Matrices that read one input z: ``ΔW = W D`` with D the ridge of ``z_ctx − z`` on z."""
+        name = "z" if part == "readers" else "qk"
+        paths = self.block.matrices(part)
+        weights = {path: weight_of(self.modules[path].base_layer) for path in paths}
+        change = target[name].double() - own[name].double()
+        solutions = self._solve(
+            part, own[name], change, self.weight, torch.cat(list(weights.values()))
+        )
+        self._keep({path: (solutions, weights[path]) for path in paths})
+
+    def _fit_output(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+        """A matrix that writes: Δ the ridge of what its output lacks on its input."""
+        attention = part == "o_proj"
+        output = self.block.attention_output if attention else self.block.writer
+        assert output is not None
+        before = own["x" if attention else "hidden"]
+        after = target["hidden" if attention else "sum"]
+        inputs = own["o" if attention else "h"]
+        wanted = (after.double() - before.double()) / output.multiplier
+        lacking, weight = self._lacking(output, inputs, wanted)
+        self._keep({output.path: (self._solve(part, inputs, lacking, weight), None)})
+
+    def _lacking(
+        self, output: OutputMatrix, inputs: Tensor, wanted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The change of ``W a`` for which the branch gives ``wanted``, or comes closest to it
+        through the norm behind it; and the tokens' weights.
+        """
+        with torch.no_grad():
+            given = self.modules[output.path].base_layer(inputs).double()
+        if output.norm is None:
+            return wanted - given, self.weight
+        scale, eps = norm_scale(self.layer, output)
+        wanted = wanted.where(scale != 0, 0.0)  # no W changes an element that the scale drops
+        rms = given.square().mean(-1).sqrt()
+        solved = ops.invert_rmsnorm(wanted, scale, rms, eps, given)
+        reached = (solved.status == InversionStatus.EASY) | (solved.status == InversionStatus.HARD)
+        return solved.hidden.double() - given, self.weight * reached / rms.square()
+
+    def _solve(
+        self,
+        part: str,
+        inputs: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        left: Tensor | None = None,
+    ) -> list[Solution]:
+        """The solutions without each fold, and that of all rows at the end."""
+        try:
+            rows = Regression.of(inputs, targets, weight, self.fold, self.options.folds)
+        except ValueError as error:
+            raise ValueError(f"{part} of {self.block.path}: {error}") from error
+        moments, ridge = rows.moments(), self.options.lambdas[0]
+        if self.options.folds > 1:
+            ridge, self.fitted.explained[part] = choose_ridge(
+                rows, moments, self.options.lambdas, left
+            )
+        self.fitted.ridges[part] = ridge
+        return [entry.solve(ridge) for entry in moments]
+
+    def _keep(self, found: dict[str, tuple[list[Solution], Tensor | None]]) -> None:
+        for path, (solutions, left) in found.items():
+            changes = [
+                solution.low_rank(self.options.rank, left).to(torch.float32)
+                for solution in solutions
+            ]
+            self.fitted.changes[path] = changes[-1]
+            for k in range(self.options.folds):
+                self.fitted.by_fold[k][path] = changes[k]
+
+    # -- on to the next block
+
+    def _finish(self) -> None:
+        """Move both streams to the block's end, the students with the changes; measure what is left
+        of their difference.
+        """
+        error = size = 0.0
+        for batch, after in zip(self.batches, self.after, strict=True):
+            self._set(batch.fold)
+            batch.student.hidden = self.runner.run(self.index, batch.student)
+            batch.teacher.hidden = after
+            answers = batch.answer[batch.valid]
+            wanted = batch.aligned(after)[answers].double()
+            error += float((batch.own(batch.student.hidden)[answers] - wanted).square().sum())
+            size += float(wanted.square().sum())
+        self.fitted.residual = (error / size) ** 0.5 if size else 0.0

@@ -1,0 +1,422 @@
+"""A static patch: one change of weights for every token, with what was measured of it."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch.errors import FingerprintMismatch, PatchFormatError
+from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.swap import restore, swap
+from icl_patch.models.language_model import family_of
+from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.fingerprints import tokenizer_fingerprint, weight_fingerprint
+from icl_patch.patch.peft_export import write_peft
+from icl_patch.patch.serialization import check_finite, file_parts, read_file
+from icl_patch.static.report import StaticReport
+from icl_patch.static.ridge import LowRank
+from icl_patch.static.static_linear import StaticLinear, padded
+
+KIND = "static"
+
+
+@dataclass(frozen=True)
+class StaticInfo:
+    """What a static patch belongs to.
+
+    model: the name or path the model was loaded from; fingerprint: SHA-256 of its weights, None if
+    it is not known (of an imported LoRA); tokenizer: SHA-256 of the tokenizer, None if there was
+    none; family: of the model; method: "ridge", "distill" or how else the patch was made.
+    """
+
+    model: str
+    fingerprint: str | None
+    tokenizer: str | None
+    family: str
+    method: str
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, method: str
+    ) -> "StaticInfo":
+        """Of a model as it is now."""
+        return cls(
+            model=getattr(model.config, "_name_or_path", "") or type(model).__name__,
+            fingerprint=weight_fingerprint(model),
+            tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            family=family_of(model),
+            method=method,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StaticPatch:
+    """A change ``ΔW = Σ_r u_r v_rᵀ`` of some matrices of a model, the same for every token.
+
+    Attributes:
+        info: what it belongs to.
+        changes: path of the module in the model -> its change, u (R, N) and v (R, K) fp32.
+        report: what the fit measured; None for patches that were combined or imported.
+    """
+
+    info: StaticInfo
+    changes: dict[str, LowRank]
+    report: StaticReport | None = field(default=None, repr=False)
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a change."""
+        return max((change.rank for change in self.changes.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors."""
+        return sum(change.nbytes for change in self.changes.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"StaticPatch({self.info.method}, {len(self.changes)} matrices, rank {self.rank},"
+            f" {self.nbytes:,} bytes)"
+        )
+
+    # -- combining
+
+    def __add__(self, other: "StaticPatch") -> "StaticPatch":
+        """The sum of two patches of one model: ``ΔW + ΔW'``, of the sum of the ranks."""
+        if self.info.fingerprint != other.info.fingerprint:
+            raise FingerprintMismatch(
+                f"expected two patches of one model, got one of {self.info.model} and one of"
+                f" {other.info.model}"
+            )
+        changes = dict(self.changes)
+        for path, change in other.changes.items():
+            own = changes.get(path)
+            changes[path] = change if own is None else _stacked(path, own, change)
+        return StaticPatch(replace(self.info, method="combination"), changes)
+
+    def __mul__(self, factor: float) -> "StaticPatch":
+        """The patch scaled: ``factor ΔW``."""
+        changes = {path: LowRank(factor * c.u, c.v) for path, c in self.changes.items()}
+        return StaticPatch(replace(self.info, method="combination"), changes)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> "StaticPatch":
+        return -1.0 * self
+
+    def __sub__(self, other: "StaticPatch") -> "StaticPatch":
+        return self + -other
+
+    def truncated(self, rank: int) -> "StaticPatch":
+        """The nearest changes of at most a rank, by the singular values of each ΔW.
+
+        Raises:
+            ValueError: the rank is not positive.
+        """
+        if rank < 1:
+            raise ValueError(f"expected a rank of at least 1, got {rank}")
+        changes = {path: change.truncated(rank) for path, change in self.changes.items()}
+        return replace(self, changes=changes, report=None)
+
+    # -- using it
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+        """Within this context the model computes with the changed weights, by fused products; its
+        parameters stay as they are.
+
+        Raises:
+            FingerprintMismatch: the patch is of another model.
+            PatchFormatError: a change fits no matrix of the model.
+            TypeError: a module is patched already.
+        """
+        self.check_model(model)
+        with _swapped(model, self.changes) as modules:
+            for path, change in self._on(model).items():
+                modules[path].set_pool(change.u.unsqueeze(0), change.v.unsqueeze(0))
+            yield model
+
+    @torch.no_grad()
+    def merge(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Add the changes to the model's own weights, in fp64 and rounded once, for good: the model
+        then has another fingerprint. Returns the model.
+
+        Raises:
+            FingerprintMismatch, PatchFormatError: as :meth:`applied`; nothing is changed then.
+            TypeError: a matrix is not a plain weight of an ``nn.Linear`` or a Conv1D.
+        """
+        self.check_model(model)
+        changed = []
+        for path, change in self._on(model).items():
+            linear = StaticLinear(model.get_submodule(path))
+            linear.set_pool(change.u.unsqueeze(0), change.v.unsqueeze(0))
+            changed.append((linear.base_layer, linear.merge()))
+        for module, merged in changed:
+            module.load_state_dict(merged.state_dict())
+        return model
+
+    def _on(self, model: PreTrainedModel) -> dict[str, LowRank]:
+        return {
+            path: LowRank(change.u.to(model.device), change.v.to(model.device))
+            for path, change in self.changes.items()
+        }
+
+    # -- what it fits
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raises FingerprintMismatch unless the model has the weights that the patch was fitted on,
+        PatchFormatError unless every change fits a matrix of it, and TypeError if a module is
+        patched already.
+        """
+        for path, change in self.changes.items():
+            _check_change(model, path, change)
+        if self.info.fingerprint is None:
+            return
+        got = weight_fingerprint(model)
+        if got != self.info.fingerprint:
+            name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+            raise FingerprintMismatch(
+                f"expected a patch of {name} (weights {got[:12]}…), got one of {self.info.model}"
+                f" (weights {self.info.fingerprint[:12]}…)"
+            )
+
+    # -- files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the patch to a safetensors file of format 2 and kind "static"; the file appears
+        whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+            PatchFormatError: a factor is not finite.
+        """
+        tensors = {
+            f"{name}.{side}": getattr(change, side).contiguous().cpu()
+            for name, change in self.changes.items()
+            for side in ("u", "v")
+        }
+        check_finite(tensors)
+        header: dict[str, Any] = {"kind": KIND, **asdict(self.info)}
+        header["report"] = None if self.report is None else self.report.to_json()
+        write_atomically(path, file_parts(header, tensors))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> "StaticPatch":
+        """Read a file that :meth:`save` wrote, checked whole before anything is returned.
+
+        Raises:
+            PatchFormatError: the file is damaged or no static patch, or a change does not fit the
+                model.
+            FingerprintMismatch: the patch is of other weights, or of another tokenizer, than the
+                given ones.
+            OSError: the file cannot be read.
+        """
+        header, tensors = read_file(path)
+        if header.get("kind") != KIND:
+            raise PatchFormatError(
+                f"expected a patch of kind {KIND!r}, got {path} of kind {header.get('kind')!r:.80}:"
+                " ContextPatch.load reads patches for each token"
+            )
+        patch = cls(_read_info(header), _read_changes(tensors), _read_report(header))
+        if tokenizer is not None and patch.info.tokenizer not in (
+            None,
+            tokenizer_fingerprint(tokenizer),
+        ):
+            raise FingerprintMismatch(
+                "expected a patch fitted with the given tokenizer, got one of another tokenizer"
+            )
+        if model is not None:
+            patch.check_model(model)
+        return patch
+
+    def to_peft(self, folder: str | os.PathLike[str], model: PreTrainedModel) -> int:
+        """Write the patch as a LoRA in the layout of PEFT, which vLLM loads too.
+
+        All matrices get one rank, padded with zeros to one that vLLM allows. ``lora_alpha`` is that
+        rank, so that PEFT multiplies by 1.
+
+        Args:
+            folder: is made; its two files are replaced.
+            model: the patch's model.
+
+        Returns:
+            The rank in the files.
+
+        Raises:
+            FingerprintMismatch, PatchFormatError: as :meth:`applied`.
+            ValueError: the rank is beyond all that vLLM allows, or some matrices are stored
+                transposed and others are not.
+        """
+        self.check_model(model)
+        transposed = {isinstance(model.get_submodule(path), Conv1D) for path in self.changes}
+        factors = {path: (change.u, change.v) for path, change in self.changes.items()}
+        return write_peft(folder, factors, self.info.model, transposed)
+
+
+class RowMap:
+    """Which patch each row of a batch uses; :meth:`set` changes it without another trace."""
+
+    def __init__(self, count: int, rows: Tensor) -> None:
+        self._count, self._rows = count, rows
+
+    def set(self, rows: Sequence[int]) -> None:
+        """Use patch ``rows[b]`` for row b of the batch from now on, -1 for none; one entry is for
+        all rows.
+
+        Raises:
+            ValueError: there is no such patch, or the number of entries changes.
+        """
+        if len(rows) != len(self._rows) or not all(-1 <= row < self._count for row in rows):
+            raise ValueError(
+                f"expected {len(self._rows)} numbers from -1 to {self._count - 1}, got"
+                f" {list(rows)!s:.80}"
+            )
+        self._rows.copy_(torch.tensor(list(rows)))
+
+
+@contextmanager
+def applied(
+    model: PreTrainedModel, patches: Sequence[StaticPatch], rows: Sequence[int]
+) -> Iterator[RowMap]:
+    """Within this context each row of a batch computes with a patch of its own::
+
+        with applied(model, [french, german], rows=[0, 1, -1]) as row_map:
+            model.generate(...)      # three rows: French, German, unpatched
+            row_map.set([1, 1, 0])   # others, in the same memory: nothing is compiled again
+
+    Args:
+        model: the model of all patches.
+        patches: any number; a matrix that one of them does not change is unchanged in its rows.
+        rows: for each row of the batch the number of its patch, -1 for none; one entry for all.
+
+    Raises:
+        ValueError: there are no patches, or ``rows`` names one that there is not.
+        FingerprintMismatch, PatchFormatError, TypeError: as :meth:`StaticPatch.applied`.
+    """
+    if not patches or not rows:
+        raise ValueError(f"expected patches and rows, got {len(patches)} and {len(rows)}")
+    for patch in patches:
+        patch.check_model(model)
+    index = torch.zeros(len(rows), dtype=torch.int64, device=model.device)
+    row_map = RowMap(len(patches), index)
+    row_map.set(rows)
+    on_device = [patch._on(model) for patch in patches]
+    paths = dict.fromkeys(path for patch in patches for path in patch.changes)
+    with _swapped(model, paths) as modules:
+        for path, module in modules.items():
+            pool = _pool([changes.get(path) for changes in on_device])
+            module.set_pool(*pool, index)
+        yield row_map
+
+
+@contextmanager
+def _swapped(model: PreTrainedModel, paths: Mapping[str, Any]) -> Iterator[dict[str, StaticLinear]]:
+    with ExitStack() as stack:
+        modules = {}
+        for path in paths:
+            modules[path] = swap(model, path, StaticLinear)
+            stack.callback(restore, (model,), modules[path])
+        yield modules
+
+
+def _pool(changes: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:
+    """The changes of one matrix as u (P, R, N) and v (P, R, K); zeros where there is none."""
+    known = next(change for change in changes if change is not None)
+    empty = LowRank(known.u[:0], known.v[:0])
+    filled = [empty if change is None else change for change in changes]
+    return padded([change.u for change in filled]), padded([change.v for change in filled])
+
+
+def mean(patches: Sequence[StaticPatch]) -> StaticPatch:
+    """The mean of patches of one model: ``Σ ΔW / n``.
+
+    Raises:
+        ValueError: there are none.
+        FingerprintMismatch: they are of different models.
+    """
+    if not patches:
+        raise ValueError("expected at least one patch, got none")
+    total = patches[0]
+    for patch in patches[1:]:
+        total = total + patch
+    return (1 / len(patches)) * total
+
+
+def _stacked(path: str, one: LowRank, other: LowRank) -> LowRank:
+    if one.u.shape[1:] != other.u.shape[1:] or one.v.shape[1:] != other.v.shape[1:]:
+        raise PatchFormatError(f"expected changes of one matrix at {path}, got two shapes")
+    return LowRank(torch.cat([one.u, other.u]), torch.cat([one.v, other.v]))
+
+
+def _check_change(model: PreTrainedModel, path: str, change: LowRank) -> None:
+    try:
+        module = model.get_submodule(path)
+    except AttributeError as error:
+        raise PatchFormatError(f"expected modules that the model has, got {path}") from error
+    if isinstance(module, PatchedModule):
+        raise TypeError(
+            f"expected a model without patched modules, got {path} patched already: leave that"
+            " context first, or add the patches"
+        )
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+        return  # a quantised module does not say
+    shape = tuple(weight.shape[::-1] if isinstance(module, Conv1D) else weight.shape)
+    got = (change.u.shape[1], change.v.shape[1])
+    if got != shape:
+        raise PatchFormatError(f"expected u and v of widths {shape} for {path}, got {got}")
+
+
+# -- reading a file
+
+
+def _read_info(header: dict[str, Any]) -> StaticInfo:
+    optional = ("fingerprint", "tokenizer")
+    for entry in fields(StaticInfo):
+        value = header.get(entry.name)
+        if not (isinstance(value, str) or (value is None and entry.name in optional)):
+            raise PatchFormatError(
+                f"expected header entry {entry.name!r} of text, got {value!r:.80}"
+            )
+    return StaticInfo(**{entry.name: header[entry.name] for entry in fields(StaticInfo)})
+
+
+def _read_report(header: dict[str, Any]) -> StaticReport | None:
+    value = header.get("report")
+    try:
+        return None if value is None else StaticReport.from_json(value)
+    except (TypeError, KeyError) as error:
+        raise PatchFormatError(f"expected a fit's report, got {value!r:.80}") from error
+
+
+def _read_changes(tensors: dict[str, Tensor]) -> dict[str, LowRank]:
+    paths = list(dict.fromkeys(name[:-2] for name in tensors))
+    expected = {f"{path}.{side}" for path in paths for side in ("u", "v")}
+    if not paths or set(tensors) != expected:
+        raise PatchFormatError(
+            f"expected tensors MODULE.u and MODULE.v, got {sorted(set(tensors) ^ expected)!s:.80}"
+        )
+    check_finite(tensors)
+    changes = {path: LowRank(tensors[f"{path}.u"], tensors[f"{path}.v"]) for path in paths}
+    for path, change in changes.items():
+        if (
+            (change.u.dim(), change.v.dim()) != (2, 2)
+            or len(change.u) != len(change.v)
+            or {change.u.dtype, change.v.dtype} != {torch.float32}
+        ):
+            raise PatchFormatError(
+                f"expected u (R, N) and v (R, K) in fp32 for {path}, got {tuple(change.u.shape)}"
+                f" {change.u.dtype} and {tuple(change.v.shape)} {change.v.dtype}"
+            )
+    return changes

@@ -1,0 +1,49 @@
+"""Static patches of a model on a CUDA device: every tensor is where the model is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import tokens
+from support.small import small
+from support.static import random_example
+
+from icl_patch import static
+from icl_patch.static import Distillation, StaticPatch, fit
+
+pytestmark = pytest.mark.gpu
+IDS = tokens(4, 2, 6)
+
+
+@pytest.mark.parametrize(("family", "method"), [("gemma3", "ridge"), ("llama", "distill")])
+def test_every_way_of_a_static_patch(family: str, method: str, tmp_path: Path) -> None:
+    example, texts = random_example(), tokens(7, 2, 5).tolist()
+    options: dict[str, Any] = {
+        "rank": 2,
+        "preserve": texts,
+        "distillation": Distillation(steps=4, check_every=2),
+        "state": tmp_path / "state",
+    }
+    model = small(family).cuda()
+    patch = fit(model, [example], method, **options)
+    again = fit(model, [example], method, **options)  # from the files
+    on_cpu = fit(small(family), [example], method, **{**options, "state": None})
+    for path, change in patch.changes.items():
+        assert torch.equal(change.dense().cpu(), again.changes[path].dense().cpu())
+        expected = on_cpu.changes[path].dense()
+        # fp32 passes on both devices, before solves of condition 1e4 and gradient steps
+        assert (change.dense().cpu() - expected).norm() < 0.05 * expected.norm()
+    patch.save(tmp_path / "patch.safetensors")
+    loaded = StaticPatch.load(tmp_path / "patch.safetensors", model)
+    with torch.no_grad():
+        with loaded.applied(model):
+            applied = model(IDS.cuda()).logits
+        with static.applied(model, [patch, loaded], rows=[0, -1]) as row_map:
+            row_map.set([1, 0])
+            by_row = model(IDS.cuda()).logits
+        patch.to_peft(tmp_path / "lora", model)
+        merged = patch.merge(model)(IDS.cuda()).logits
+    limit = 1e-4 * applied.abs().max()
+    assert (by_row - applied).abs().max() <= limit
+    assert (merged - applied).abs().max() <= limit

@@ -1,0 +1,370 @@
+"""Fits of the embedded model's tasks, the choice of a rank, going on, and what is refused."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import tokens
+from support.small import small
+from support.static import random_example
+
+from icl_patch import ContextPatcher, PatchFormatError, UnsupportedModelError, embedded, static
+from icl_patch.evaluation import tiny_models
+from icl_patch.evaluation.embedded.tasks import is_held_out
+from icl_patch.static import Distillation, Example, fit
+from icl_patch.static.sequential import _BlockStep
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple:
+    return embedded.load()
+
+
+def german(tokenizer: Any, held_out: bool, count: int) -> Example:
+    """``count`` questions of one side of the split, with the answers that they have."""
+    words = ("null", "eins", "zwei", "drei", "vier", "funf", "sechs", "sieben", "acht", "neun")
+    generator = torch.Generator().manual_seed(int(held_out))
+    triples: list[str] = []
+    while len(triples) < count:
+        digits = torch.randint(10, (3,), generator=generator).tolist()
+        triple = " ".join(map(str, digits))
+        if is_held_out(triple) == held_out and triple not in triples:
+            triples.append(triple)
+    answers = [" ".join(words[int(digit)] for digit in triple.split()) for triple in triples]
+    questions = [f"{triple}." for triple in triples]
+    return Example.from_text(tokenizer, "say german\n", questions, answers, end="\n")
+
+
+def other_prompts(tokenizer: Any, count: int) -> list[tuple[int, ...]]:
+    """Prompts of all kinds with their own contexts, and their answers."""
+    prompts = [
+        prompt
+        for kind in embedded.KINDS
+        for prompt in embedded.held_out_prompts(kind, count, seed=7)
+        if "german" not in prompt.context
+    ]
+    texts = [prompt.context + prompt.question + prompt.answer for prompt in prompts]
+    return static.documents(tokenizer, texts)
+
+
+def test_ridge_answers_unseen_questions(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    patch = fit(
+        model,
+        [german(tokenizer, False, 24)],
+        rank=None,
+        held_out=[german(tokenizer, True, 30)],
+        tokenizer=tokenizer,
+    )
+    report = patch.report
+    assert report is not None
+    assert report.held_out is not None
+    assert report.without is not None
+    # The prototype had .87 of the languages' answers right at 16 questions and .94 at 64.
+    assert report.held_out.whole >= 0.85
+    assert report.held_out.kl < 0.1 * report.without.kl
+    assert report.without.whole == 0
+    assert not report.cross_fitted
+    assert patch.info.fingerprint is not None
+    assert len(report.residual) == len(report.ridges) == 6
+    assert report.nbytes == patch.nbytes > 0
+    assert report.seconds > 0
+
+
+def test_preserved_texts_stay_as_they_are(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    example = german(tokenizer, False, 8)
+    texts, unseen = other_prompts(tokenizer, 5), other_prompts(tokenizer, 7)[5::7]
+
+    def harm(patch: static.StaticPatch) -> float:
+        """Mean KL on texts that were not among those preserved."""
+        total = 0.0
+        with torch.no_grad():
+            for text in unseen:
+                ids = torch.tensor([text])
+                plain = model(ids).logits.log_softmax(-1)
+                with patch.applied(model):
+                    got = model(ids).logits.log_softmax(-1)
+                total += float((plain.exp() * (plain - got)).sum(-1).mean())
+        return total / len(unseen)
+
+    bare = fit(model, [example])
+    kept = fit(model, [example], preserve=texts, kappa=1)
+    assert kept.report is not None
+    assert bare.report is not None
+    assert kept.report.preserve_kl is not None
+    assert bare.report.preserve_kl is None
+    # The prototype's prompts with contexts of their own: none right at κ = 0, .8 to 1 at κ = 1.
+    assert harm(kept) < 0.5 * harm(bare)
+
+
+def test_the_smallest_rank_that_is_nearly_the_best() -> None:
+    model, example = small("llama"), random_example()
+    chosen = fit(model, [example], rank="auto", parts=("writer",), lambdas=(0.1,))
+    assert chosen.report is not None
+    assert chosen.report.without is not None
+    gains = {}
+    for rank in (1, 2, 4, 8, 16, 32):
+        report = fit(model, [example], rank=rank, parts=("writer",), lambdas=(0.1,)).report
+        assert report is not None
+        assert report.held_out is not None
+        gains[rank] = chosen.report.without.kl - report.held_out.kl
+    best = max(gains.values())
+    assert chosen.rank == min(rank for rank, gain in gains.items() if gain >= 0.95 * best)
+
+
+def test_the_plan_is_known_before_the_fit() -> None:
+    model, plans = small("llama"), []
+    fit(model, [random_example()], rank=2, on_plan=plans.append)
+    (plan,) = plans
+    assert plan.questions == 8
+    # 8 rows of prefix 1, question 4, answer 3 less 1; with the context 5 more
+    assert plan.tokens == 8 * (7 + 12)
+    assert plan.blocks == 3
+    assert plan.nbytes > 0
+    assert plan.seconds > 0
+    assert "8 questions, 152 tokens" in str(plan)
+
+
+def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = small("llama"), random_example()
+    whole = fit(model, [example], rank=2)
+    done: list[int] = []
+
+    def stop(at: int, _total: int) -> None:
+        if at == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, [example], rank=2, state=tmp_path, progress=stop)
+    assert len(list(tmp_path.iterdir())) == 2
+    solve = _BlockStep.fit
+    monkeypatch.setattr(_BlockStep, "fit", lambda step: done.append(step.index) or solve(step))
+    resumed = fit(model, [example], rank=2, state=tmp_path)
+    assert done == [2]
+    for path, change in whole.changes.items():
+        assert torch.equal(change.u, resumed.changes[path].u)
+        assert torch.equal(change.v, resumed.changes[path].v)
+    assert whole.report is not None
+    assert resumed.report is not None
+    assert resumed.report.residual == whole.report.residual
+    assert resumed.report.held_out == whole.report.held_out
+
+
+def test_the_state_of_another_fit_is_refused(tmp_path: Path) -> None:
+    model, example = small("llama"), random_example()
+    fit(model, [example], rank=2, state=tmp_path)
+    with pytest.raises(ValueError, match="expected blocks of these examples and options"):
+        fit(model, [example], rank=3, state=tmp_path)
+    with pytest.raises(ValueError, match="expected blocks of the weights of this model"):
+        fit(small("llama", seed=1), [example], rank=2, state=tmp_path)
+    file = tmp_path / "block-0001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(PatchFormatError, match="it is damaged"):
+        fit(model, [example], rank=2, state=tmp_path)
+    shutil.rmtree(tmp_path)
+    fit(model, [example], rank=3, state=tmp_path)
+
+
+def test_a_fit_leaves_the_model_as_it_was() -> None:
+    model, example = small("gemma3"), random_example()
+    ids = tokens(5, 2, 7)
+    with torch.no_grad():
+        before = model(ids).logits
+    modules = dict(model.named_modules())
+    for method in ("ridge", "distill"):
+        fit(model, [example], method, rank=2, distillation=Distillation(steps=2))
+        assert dict(model.named_modules()) == modules
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+
+
+def test_contexts_that_share_nothing_are_refused(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    # three facts of keys: nothing in one tells anything of another
+    prompts = {p.question[:3]: p for p in embedded.held_out_prompts("recall", 8)}.values()
+    assert len(prompts) >= 6
+    examples = [
+        Example.from_text(tokenizer, p.context, [p.question], [p.answer], end="\n") for p in prompts
+    ]
+    with pytest.raises(ValueError, match="share nothing a patch can hold"):
+        fit(model, examples, rank=2, folds=2)
+
+
+def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
+    model = small("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"got NaN or infinity in .* of model\.layers\.1"):
+        fit(model, [random_example()], rank=2, state=tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["block-0000.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mixtral", "with experts"),
+        ("llama4", "with experts"),
+        ("gptj", "an MLP beside its attention"),
+        ("mamba", "without recurrent layers"),
+        ("gemma4", "a sum that it goes on from"),
+    ],
+)
+def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        fit(tiny_models.build(name), [random_example()], rank=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"folds": 9}, "expected at least 9 questions, one a fold, got 8"),
+        ({"rank": 49}, "expected a rank from 1 to 48"),
+        ({"rank": 0}, "expected a rank from 1 to 48"),
+        ({"rank": None, "method": "distill"}, "expected a rank from 1 to 48"),
+        ({"rank": "auto", "method": "distill"}, 'with rank="auto"'),
+        ({"method": "guess"}, "expected method ridge or distill"),
+        ({"parts": ("reader",)}, "expected parts among readers, writer"),
+        ({"parts": ()}, "expected parts among readers, writer"),
+        ({"kappa": -1.0}, "expected kappa ≥ 0"),
+        ({"kappa": float("nan")}, "expected kappa ≥ 0"),
+        ({"preserve": [()]}, "of at least one token each"),
+        ({"preserve": [(200,)]}, "expected ids from 0 to 96"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> None:
+    arguments: dict = {"rank": 2, **options}
+    with pytest.raises(ValueError, match=message):
+        fit(small("llama"), [random_example()], **arguments)
+
+
+def test_a_model_that_is_patched_is_refused() -> None:
+    model = small("llama")
+    with ContextPatcher(model), pytest.raises(TypeError, match="detach the patcher"):
+        fit(model, [random_example()], rank=2)
+
+
+def test_a_part_that_a_block_lacks_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match="leave 'qk' out of parts"):
+        fit(tiny_models.build("gpt2"), [random_example()], parts=("qk",), rank=2)
+
+
+# -- distillation
+
+
+def test_distillation_beats_no_context(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    example, test = german(tokenizer, False, 16), german(tokenizer, True, 10)
+    options = Distillation(steps=15, batch_size=8)
+    patch = fit(model, [example], "distill", rank=2, distillation=options, held_out=[test])
+    report = patch.report
+    assert report is not None
+    assert report.held_out is not None
+    assert report.without is not None
+    # The prototype's KL fell to .56 of that without the context in ten steps, to .04 in fifty.
+    assert report.held_out.kl < 0.5 * report.without.kl
+    assert report.steps == 15
+
+
+def test_a_seed_gives_the_same_distillation() -> None:
+    model, example = small("llama"), random_example()
+
+    def distilled(seed: int) -> static.StaticPatch:
+        options = Distillation(steps=3, seed=seed)
+        return fit(model, [example], "distill", rank=2, distillation=options)
+
+    one, other = distilled(0), distilled(1)
+    with torch.no_grad():  # of the caller: no matter
+        again = distilled(0)
+    for path, change in one.changes.items():
+        assert torch.equal(change.u, again.changes[path].u)
+        assert not torch.equal(change.u, other.changes[path].u)
+
+
+def test_the_kl_of_a_distillation_is_that_of_the_models(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    example, test = german(tokenizer, False, 5), german(tokenizer, True, 3)
+    options = Distillation(steps=2)
+    patch = fit(model, [example], "distill", rank=2, distillation=options, held_out=[test])
+    assert test.answers is not None
+    total, count, whole = 0.0, 0, 0
+    for question, answer in zip(test.questions, test.answers, strict=True):
+        full = torch.tensor([[*test.prefix, *test.context, *question, *answer[:-1]]])
+        kept = torch.tensor([[*test.prefix, *question, *answer[:-1]]])
+        with torch.no_grad():
+            p = model(full).logits[0, -len(answer) :].log_softmax(-1)
+            with patch.applied(model):
+                q = model(kept).logits[0, -len(answer) :].log_softmax(-1)
+        total += float((p.exp() * (p - q)).sum())
+        count += len(answer)
+        whole += q.argmax(-1).tolist() == list(answer)
+    assert patch.report is not None
+    assert patch.report.held_out is not None
+    # fp32 logits on both sides, from batches of other sizes
+    assert patch.report.held_out.kl == pytest.approx(total / count, rel=1e-4)
+    assert patch.report.held_out.whole == whole / 3
+
+
+def test_distillation_starts_from_a_patch() -> None:
+    model, example = small("llama"), random_example()
+    start = fit(model, [example], rank=3)
+    slow = Distillation(steps=1, learning_rate=1e-9)
+    patch = fit(model, [example], "distill", rank=4, start=start, distillation=slow)
+    for path, change in patch.changes.items():
+        expected = start.changes[path].dense()
+        assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
+    truncated = fit(model, [example], "distill", rank=1, start=start, distillation=slow)
+    assert truncated.rank == 1
+
+
+def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
+    model, example = small("llama"), random_example()
+    options = Distillation(steps=6, check_every=2, warmup=2)
+
+    def distilled(**arguments: Any) -> static.StaticPatch:
+        return fit(model, [example], "distill", rank=2, distillation=options, **arguments)
+
+    def stop(step: int, _total: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    whole, steps = distilled(), []
+    with pytest.raises(KeyboardInterrupt):
+        distilled(state=tmp_path, progress=stop)
+    resumed = distilled(state=tmp_path, progress=lambda step, _: steps.append(step))
+    assert steps == [5, 6]
+    for path, change in whole.changes.items():
+        assert torch.equal(change.u, resumed.changes[path].u)
+    with pytest.raises(ValueError, match="with another options"):
+        options = replace(options, seed=3)
+        distilled(state=tmp_path)
+
+
+def test_distillation_stops_early(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    example = german(tokenizer, False, 5)
+    # a held-out question with another answer than the context gives: its KL only rises
+    options = Distillation(steps=40, check_every=1, patience=2, learning_rate=1.0, warmup=1)
+    steps: list[int] = []
+    fit(
+        model,
+        [example],
+        "distill",
+        rank=2,
+        distillation=options,
+        progress=lambda step, _: steps.append(step),
+    )
+    assert steps[-1] < 40
+
+
+def test_settings_of_a_distillation_are_checked() -> None:
+    with pytest.raises(ValueError, match="expected positive settings"):
+        Distillation(steps=0)
+    with pytest.raises(ValueError, match="expected positive settings"):
+        Distillation(learning_rate=float("nan"))

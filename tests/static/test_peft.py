@@ -1,0 +1,173 @@
+"""LoRA folders: written, read by PEFT itself where it is installed, and imported."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from support.models import tokens
+from support.small import small
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch import ContextPatcher, PatchFormatError, static
+from icl_patch.evaluation import tiny_models
+from icl_patch.patch.peft_export import padded_rank
+from icl_patch.static import LowRank, StaticPatch, from_peft
+
+from .test_static_patch import CLOSE, IDS, logits, random_patch  # isort: skip
+
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt2")
+
+
+def by_hand(model: nn.Module, folder: Path) -> Tensor:
+    """The logits with W + (alpha / r) B A, from the files alone."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    twin: Any = copy.deepcopy(model)
+    for target in config["target_modules"]:
+        a, b = (tensors[f"base_model.model.{target}.lora_{side}.weight"] for side in "AB")
+        assert a.shape[0] == b.shape[1] == config["r"]
+        change = config["lora_alpha"] / config["r"] * (b @ a)
+        module = twin.get_submodule(target)
+        assert isinstance(module, Conv1D) == config["fan_in_fan_out"]
+        with torch.no_grad():
+            module.weight += change.T if config["fan_in_fan_out"] else change
+    return logits(twin)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_files_are_the_patch(name: str, tmp_path: Path) -> None:
+    model = tiny_models.build(name)
+    patch = random_patch(model, 0)
+    assert patch.to_peft(tmp_path, model) == 8
+    with patch.applied(model):
+        expected = logits(model)
+    assert (by_hand(model, tmp_path) - expected).abs().max() <= CLOSE * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_peft_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_models.build(name)
+    patch = random_patch(model, 0)
+    patch.to_peft(tmp_path, model)
+    plain = logits(model)
+    with patch.applied(model):
+        expected = logits(model)
+    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max()
+    got = logits(peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path))
+    assert (got - expected).abs().max() <= CLOSE * expected.abs().max()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_lora_of_peft_is_imported(rslora: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = small("llama")
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_modules=["up_proj", "down_proj", "q_proj"],
+        rank_pattern={"down_proj": 2},
+        alpha_pattern={"q_proj": 7},
+        use_rslora=rslora,
+        init_lora_weights=False,
+    )
+    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+    expected = logits(adapted)
+    adapted.save_pretrained(tmp_path)
+    patch = from_peft(tmp_path, model)
+    assert len(patch.changes) == 9
+    with patch.applied(model):
+        got = logits(model)
+    assert (got - expected).abs().max() <= CLOSE * expected.abs().max()
+    assert (logits(model) - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+def test_an_exported_patch_comes_back(tmp_path: Path) -> None:
+    model = small("llama")
+    patch = random_patch(model, 0)
+    patch.to_peft(tmp_path, model)
+    back = from_peft(tmp_path, model)
+    for path, change in patch.changes.items():
+        assert torch.equal(back.changes[path].u[:3], change.u)
+        assert torch.equal(back.changes[path].v[:3], change.v)
+        assert not back.changes[path].u[3:].any()
+
+
+def test_the_patch_of_one_token_as_a_lora(tmp_path: Path) -> None:
+    model = small("llama")
+    context, kept = tokens(0, 2, 5), tokens(1, 2, 3)
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(context, kept[:, :1])
+    assert patch.to_peft(tmp_path, row=1) == 1
+    lora = from_peft(tmp_path, model)
+    with torch.no_grad():
+        wanted = model(torch.cat([context, kept[:, :1]], 1)[1:]).logits[:, -1]
+        with lora.applied(model):
+            got = model(kept[1:, :1], position_ids=torch.tensor([[5]])).logits[:, -1]
+    assert (got - wanted).abs().max() <= CLOSE * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gemma3", "a weight vector"), ("gpt2", "a bias vector"), ("olmoe", "experts")],
+)
+def test_tokens_patches_that_are_no_matrices_name_the_cure(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    with ContextPatcher(tiny_models.build(name), "stable") as patcher:
+        patch = patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
+    with pytest.raises(ValueError, match=f"one of {kind} .*: fit a static patch instead"):
+        patch.to_peft(tmp_path / "lora")
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_vllm_loads() -> None:
+    assert [padded_rank(rank) for rank in (1, 2, 8, 9, 33, 257, 512)] == [1, 8, 8, 16, 64, 320, 512]
+    with pytest.raises(ValueError, match="truncate the patch first"):
+        padded_rank(513)
+
+
+def test_modules_of_both_layouts_are_refused(tmp_path: Path) -> None:
+    model = tiny_models.build("gpt2")
+    changes = random_patch(model, 0).changes
+    changes["lm_head"] = LowRank(torch.ones(1, 97), torch.ones(1, model.config.n_embd))
+    patch = StaticPatch(static.StaticInfo.of(model, None, "random"), changes)
+    with pytest.raises(ValueError, match="one fan_in_fan_out"):
+        patch.to_peft(tmp_path / "lora", model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora=False"),
+        ({"bias": "all"}, "bias='none'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=None"),
+        ({"peft_type": "IA3"}, "expected a LoRA's configuration"),
+        ({"r": 4}, "of rank 4"),
+    ],
+)
+def test_loras_that_are_more_than_matrices_are_refused(
+    change: dict, message: str, tmp_path: Path
+) -> None:
+    model = small("llama", num_hidden_layers=1)
+    random_patch(model, 0).to_peft(tmp_path, model)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(PatchFormatError, match=message):
+        from_peft(tmp_path, model)
+
+
+def test_extra_tensors_are_refused(tmp_path: Path) -> None:
+    model = small("llama", num_hidden_layers=1)
+    random_patch(model, 0).to_peft(tmp_path, model)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({**tensors, "base_model.model.lm_head.weight": IDS.float()}, file)
+    with pytest.raises(PatchFormatError, match="expected only lora_A and lora_B"):
+        from_peft(tmp_path, model)

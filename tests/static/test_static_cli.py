@@ -1,0 +1,131 @@
+"""The commands of static patches: fit, generate, apply, export."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from icl_patch import ContextPatch, embedded
+from icl_patch.cli import fit
+from icl_patch.cli import main as cli
+from icl_patch.evaluation.loading import load_model
+from icl_patch.static import StaticPatch, from_peft
+from icl_patch.static.block_parts import PARTS
+from icl_patch.static.fit import METHODS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Examples of ``say german``, and a patch fitted on them by the command."""
+    path = tmp_path_factory.mktemp("static")
+    questions = [f"{n} {(3 * n + 1) % 10} {(7 * n + k) % 10}." for n in range(10) for k in (2, 5)]
+    example = {"context": "say german\n", "questions": questions}
+    (path / "examples.json").write_text(json.dumps([example]))
+    (path / "texts.json").write_text(json.dumps(["mode flip\nbcdf>fdcb\n"]))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
+    status = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
+    file = folder / "patch.safetensors"
+    if not file.exists():
+        arguments = ["--examples", folder / "examples.json", "--preserve", folder / "texts.json"]
+        arguments += ["--end", "\n", "--rank", "full", "--max-new-tokens", "27", "--json"]
+        status, out, err = run(capsys, "fit", *arguments, "--out", file)
+        assert status == 0
+        report = json.loads(out)
+        assert report["held_out"]["kl"] < report["without"]["kl"]
+        assert report["preserve_kl"] is not None
+        assert "21 questions" in err  # the twenty, and the preserved text
+    return file
+
+
+def test_the_choices_are_those_of_the_package() -> None:
+    assert fit.METHODS == METHODS
+    assert fit.PARTS == PARTS
+
+
+def test_generate_with_a_static_patch(patch_file: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ["generate", "--context", "4 7 7.", "--max-new-tokens", "18"]
+    status, out, _ = run(capsys, *arguments, "--patch", patch_file)
+    assert status == 0
+    assert out.strip() == "vier sieben sieben"
+    status, _, err = run(capsys, *arguments, "--patch", patch_file, "--compile")
+    assert status == 2
+    assert "no --check-every or --compile" in err
+
+
+def test_generate_with_the_patch_of_a_token(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "token.safetensors"
+    arguments = ["--context", "mode upper\nbcdf", "--kept", ">", "--update", "stable"]
+    assert run(capsys, "extract", *arguments, "--out", file)[0] == 0
+    status, out, _ = run(
+        capsys, "generate", "--context", ">", "--patch", file, "--max-new-tokens", "1", "--json"
+    )
+    assert status == 0
+    assert len(json.loads(out)["token_ids"]) == 1
+    status, _, err = run(capsys, "export", file, "--out", tmp_path / "lora")
+    assert status == 2
+    assert "fit a static patch instead" in err
+    assert ContextPatch.load(file).info.update == "stable"
+    assert not (tmp_path / "lora").exists()
+
+
+@torch.no_grad()
+def test_apply_and_export_are_the_patch(
+    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(capsys, "apply", patch_file, "--out", tmp_path / "model")[0] == 0
+    status, out, _ = run(capsys, "export", patch_file, "--out", tmp_path / "lora", "--json")
+    assert status == 0
+    assert json.loads(out) == {"folder": str(tmp_path / "lora"), "kind": "static", "rank": 128}
+    model, tokenizer = embedded.load()
+    ids = tokenizer("4 7 7.", return_tensors="pt")["input_ids"]
+    with StaticPatch.load(patch_file, model).applied(model):
+        expected = model(ids).logits
+    with from_peft(tmp_path / "lora", model).applied(model):
+        imported = model(ids).logits
+    merged = load_model(str(tmp_path / "model"))[0](ids).logits
+    # fp32 on all sides, through six blocks
+    limit = 100 * torch.finfo(torch.float32).eps * expected.abs().max()
+    assert (imported - expected).abs().max() <= limit
+    assert (merged - expected).abs().max() <= limit
+    status, _, err = run(capsys, "export", patch_file, "--row", "0", "--out", tmp_path / "other")
+    assert status == 2
+    assert "expected no --row" in err
+
+
+def test_inspect_shows_a_static_patch(
+    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    status, out, _ = run(capsys, "inspect", patch_file, "--model", "embedded", "--json")
+    assert status == 0
+    shown, patch = json.loads(out), StaticPatch.load(patch_file)
+    assert (shown["kind"], shown["method"], shown["rank"]) == ("static", "ridge", 128)
+    path = "model.layers.2.mlp.down_proj"
+    change = patch.changes[path]
+    expected = (change.u.double().T @ change.v.double()).square().sum().sqrt()
+    assert shown["norms"][path] == pytest.approx(float(expected))
+    assert shown["report"]["held_out"]["questions"] == 20
+    status, out, _ = run(capsys, "inspect", patch_file)
+    assert status == 0
+    assert "20 questions, cross-fitted" in out
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]'])
+def test_files_without_examples_are_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file, out = tmp_path / "examples.json", tmp_path / "patch.safetensors"
+    file.write_text(content)
+    status, _, err = run(capsys, "fit", "--examples", file, "--out", out)
+    assert status == 2
+    assert "icl-patch fit: expected" in err
+    assert not out.exists()

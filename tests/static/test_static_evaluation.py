@@ -1,0 +1,98 @@
+"""The evaluation's cells: what they measure, and that a stopped run goes on."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from icl_patch import static
+
+FOLDER = Path(__file__).parents[2] / "examples" / "static"
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> Iterator[ModuleType]:
+    """The script as a module, with few unrelated prompts and texts."""
+    sys.path.insert(0, str(FOLDER))
+    module = importlib.import_module("evaluation")
+    module.OTHER, module.PRESERVED = 2, 2
+    yield module
+    sys.path.remove(str(FOLDER))
+    del sys.modules["evaluation"], sys.modules["baselines"]
+
+
+def test_a_run_goes_on_where_it_stopped(
+    evaluation: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [
+        evaluation.Cell("language", "german", method, 4, 4, 0)
+        for method in ("no context", "ridge, nothing preserved", "patch for each token")
+    ]
+    out = tmp_path / "cells.jsonl"
+    monkeypatch.setattr(sys, "argv", ["evaluation.py", "--out", str(out)])
+    for count in (1, 3):
+        monkeypatch.setattr(evaluation, "grid", lambda _full, count=count: cells[:count])
+        evaluation.main()
+        first = out.read_text().splitlines()[0]
+    entries = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [entry["key"] for entry in entries] == [cell.key for cell in cells]
+    assert json.dumps(entries[0]) == first
+    plain, ridge, token = (entry["quality"] for entry in entries)
+    assert plain["whole"] < ridge["whole"] < token["whole"] == 1
+    assert ridge["kl"] < plain["kl"]
+    assert abs(token["kl"]) < 1e-5
+    assert all(kind["kl"] == 0 for kind in entries[0]["others"].values())
+    assert any(kind["kl"] > 0 for kind in entries[1]["others"].values())
+
+
+@torch.no_grad()
+def test_a_steering_vector_is_added_behind_one_block(evaluation: ModuleType) -> None:
+    cell = evaluation.Cell("format", "upper", "steering vector", 4, 4, 0)
+    made = evaluation.batches(cell)
+    wanted = [
+        evaluation.spread(batch, evaluation.plain_logits(evaluation.runner(), batch.teacher.ids))
+        for batch in made
+    ]
+    baselines = sys.modules["baselines"]
+
+    def plain(ids: torch.Tensor) -> torch.Tensor:
+        return evaluation.plain_logits(evaluation.runner(), ids)
+
+    logits, nbytes = baselines.steering_vector(evaluation.runner(), made)
+    assert nbytes == 4 * 128
+    before, after = (baselines.mean_kl(made, wanted, way) for way in (plain, logits))
+    assert after < before
+    ids = made[0].student.ids
+    assert torch.equal(logits(ids)[:, 0], plain(ids)[:, 0])  # nothing is added at the first token
+    assert not torch.equal(logits(ids), plain(ids))
+
+
+def test_the_one_shot_form_and_soft_tokens_are_measured(evaluation: ModuleType) -> None:
+    baselines = sys.modules["baselines"]
+    cell = evaluation.Cell("language", "german", "", 8, 4, 0)
+    logits, _ = baselines.one_shot(evaluation.runner(), evaluation.batches(cell), 4)
+    test = evaluation.rows_of([evaluation.example("language", "german", 8, False, 0)])
+    with torch.no_grad():
+        one_shot = evaluation.quality(test, logits)
+        before = evaluation.quality(test, evaluation.METHODS["no context"](cell)[0])
+    soft = {}
+    for steps in (1, 12):
+        tuned, nbytes = baselines.prompt_tuning(
+            evaluation.runner(), evaluation.batches(cell), 4, steps, 0
+        )
+        assert nbytes == 4 * 4 * 128
+        with torch.no_grad():
+            soft[steps] = evaluation.quality(test, tuned)["kl"]
+    assert one_shot["kl"] < before["kl"]
+    assert soft[12] < soft[1]
+
+
+def test_recall_asks_what_the_sample_did_not(evaluation: ModuleType) -> None:
+    sample = evaluation.questions("recall", "bem", 2, False, 0)
+    assert set(sample).isdisjoint(evaluation.questions("recall", "bem", 100, True, 0))
+    assert isinstance(evaluation.example("recall", "bem", 2, False, 0), static.Example)

@@ -1,0 +1,255 @@
+"""Static patches in use: applied, merged, combined, by row, compiled, as files."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import tokens
+from support.small import small
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, static
+from icl_patch.evaluation import tiny_models
+from icl_patch.patch.fingerprints import weight_fingerprint
+from icl_patch.static import LowRank, StaticInfo, StaticPatch, applied
+
+IDS = tokens(11, 3, 6)
+# fp32: the low-rank term is rounded where the merged weights are not, over some ten modules
+CLOSE = 100 * torch.finfo(torch.float32).eps
+
+
+def random_patch(model: Any, seed: int, rank: int = 3) -> StaticPatch:
+    """Random changes of every matrix of the MLPs, a third of the weights' size."""
+    generator = torch.Generator().manual_seed(seed)
+    changes = {}
+    for path, module in model.named_modules():
+        if ".mlp." in path and type(module) in (nn.Linear, Conv1D):
+            shape = module.weight.shape
+            n, k = shape if type(module) is nn.Linear else shape[::-1]
+            u, v = (torch.randn(rank, size, generator=generator) for size in (n, k))
+            changes[path] = LowRank(u, v * 0.3 / (rank * k) ** 0.5 * n**-0.5)
+    return StaticPatch(StaticInfo.of(model, None, "random"), changes)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
+    return model(ids).logits
+
+
+@torch.no_grad()
+def changed_by_hand(model: nn.Module, patches: dict[float, StaticPatch]) -> Tensor:
+    """The logits of a copy whose weights have the changes, times their factors, added in fp64."""
+    twin = copy.deepcopy(model)
+    for factor, patch in patches.items():
+        for path, change in patch.changes.items():
+            module = twin.get_submodule(path)
+            dense = change.u.double().T @ change.v.double() * factor
+            dense = dense.T if isinstance(module, Conv1D) else dense
+            module.weight.copy_(module.weight.double() + dense)
+    return logits(twin)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= CLOSE * b.abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
+def test_applied_and_merged_are_the_changed_weights(name: str) -> None:
+    model = tiny_models.build(name)
+    patch = random_patch(model, 0)
+    if name == "opt":  # its matrices are no children of an MLP module
+        path = next(path for path, _ in model.named_modules() if path.endswith("layers.0.fc2"))
+        n, k = model.get_submodule(path).weight.shape
+        patch = StaticPatch(patch.info, {path: LowRank(torch.randn(2, n), torch.randn(2, k) / k)})
+    before, expected = logits(model), changed_by_hand(model, {1.0: patch})
+    assert not close(before, expected)
+    with patch.applied(model) as changed:
+        assert changed is model
+        assert close(logits(model), expected)
+    assert torch.equal(logits(model), before)
+    assert patch.merge(model) is model
+    assert close(logits(model), expected)
+    with pytest.raises(FingerprintMismatch):
+        patch.merge(model)
+
+
+def test_sums_scales_and_means_are_those_of_the_weights() -> None:
+    model = small("llama")
+    one, other = random_patch(model, 0), random_patch(model, 1, rank=2)
+    del other.changes["model.layers.0.mlp.up_proj"]
+    cases = {
+        one + other: {1.0: one, 1.0 + 1e-9: other},
+        2.0 * one: {2.0: one},
+        one - 0.5 * other: {1.0: one, -0.5: other},
+        static.mean([one, other]): {0.5: one, 0.5 + 1e-9: other},
+    }
+    for patch, parts in cases.items():
+        expected = changed_by_hand(model, parts)
+        with patch.applied(model):
+            assert close(logits(model), expected)
+    assert (one + other).rank == 5
+    with pytest.raises(ValueError, match="at least one patch"):
+        static.mean([])
+    with pytest.raises(FingerprintMismatch, match="expected two patches of one model"):
+        _ = one + random_patch(small("llama", seed=1), 0)
+
+
+def test_truncation_keeps_the_largest_singular_values() -> None:
+    model = small("llama")
+    whole = random_patch(model, 0) + random_patch(model, 1)
+    cut = whole.truncated(2)
+    for path, change in whole.changes.items():
+        u, s, v = torch.linalg.svd(change.dense(), full_matrices=False)
+        error = (cut.changes[path].dense() - (u[:, :2] * s[:2]) @ v[:2]).norm()
+        assert error < 8 * torch.finfo(torch.float32).eps * s[0]
+    with pytest.raises(ValueError, match="a rank of at least 1"):
+        whole.truncated(0)
+
+
+def test_each_row_has_its_patch() -> None:
+    model = small("gemma3")
+    patches = [random_patch(model, 0), random_patch(model, 1, rank=1)]
+    del patches[1].changes["model.layers.1.mlp.down_proj"]
+    expected = [changed_by_hand(model, {1.0: patch}) for patch in patches]
+    plain = logits(model)
+    with applied(model, patches, rows=[0, -1, 1]) as row_map:
+        got = logits(model)
+        assert close(got[0], expected[0][0])
+        assert close(got[1], plain[1])
+        assert close(got[2], expected[1][2])
+        row_map.set([1, 1, 0])
+        got = logits(model)
+        assert close(got[:2], expected[1][:2])
+        assert close(got[2], expected[0][2])
+        with pytest.raises(ValueError, match="expected 3 numbers from -1 to 1"):
+            row_map.set([2, 0, 0])
+        with pytest.raises(ValueError, match="expected a row map of 1 or 2 entries"):
+            logits(model, IDS[:2, :5])
+    with applied(model, patches, rows=[1]) as row_map:
+        assert close(logits(model), expected[1])
+        row_map.set([-1])
+        assert close(logits(model), plain)
+    assert torch.equal(logits(model), plain)
+
+
+def test_a_row_does_not_see_the_others_patches() -> None:
+    model = small("llama")
+    one, other = random_patch(model, 0), random_patch(model, 1)
+    with applied(model, [one, other], rows=[0, -1, 1]):
+        first = logits(model)
+    with applied(model, [one, other], rows=[0, 1, 0]):
+        second = logits(model)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+
+
+def test_switching_patches_compiles_nothing_again() -> None:
+    model = small("llama", num_hidden_layers=1)
+    patches = [random_patch(model, 0), random_patch(model, 1)]
+    expected = [changed_by_hand(model, {1.0: patch}) for patch in patches]
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    with applied(model, patches, rows=[0, 1, -1]) as row_map, torch.no_grad():
+        compiled = torch.compile(model, backend=counter)
+        got = compiled(IDS).logits
+        assert close(got[0], expected[0][0])
+        assert close(got[1], expected[1][1])
+        graphs = counter.frame_count
+        row_map.set([1, -1, 0])
+        got = compiled(IDS).logits
+        assert close(got[0], expected[1][0])
+        assert close(got[2], expected[0][2])
+    assert counter.frame_count == graphs > 0
+    torch._dynamo.reset()
+
+
+def test_patches_that_do_not_fit_change_nothing() -> None:
+    model = small("llama")
+    patch = random_patch(model, 0)
+    path = "model.layers.1.mlp.down_proj"
+    wrong = {
+        "expected u and v of widths": {path: LowRank(torch.ones(1, 48), torch.ones(1, 71))},
+        "expected modules that the model has": {
+            "model.layers.9.mlp.down_proj": LowRank(torch.ones(1, 48), torch.ones(1, 72))
+        },
+    }
+    before = weight_fingerprint(model)
+    for message, changes in wrong.items():
+        spoiled = StaticPatch(patch.info, {**patch.changes, **changes})
+        with pytest.raises(PatchFormatError, match=message):
+            spoiled.merge(model)
+        with pytest.raises(PatchFormatError, match=message), spoiled.applied(model):
+            pass
+    with patch.applied(model), pytest.raises(TypeError, match="patched already"):
+        patch.merge(model)
+    with (
+        ContextPatcher(model),
+        pytest.raises(TypeError, match="patched already"),
+        patch.applied(model),
+    ):
+        pass
+    assert weight_fingerprint(model) == before
+    with pytest.raises(FingerprintMismatch, match="expected a patch of"):
+        patch.merge(small("llama", seed=3))
+    with pytest.raises(ValueError, match="expected patches and rows"), applied(model, [], [0]):
+        pass
+
+
+# -- files
+
+
+def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
+    model = small("llama")
+    patch = static.fit(model, [_example()], rank=2)
+    file = tmp_path / "patch.safetensors"
+    patch.save(file)
+    loaded = StaticPatch.load(file, model)
+    assert loaded.info == patch.info
+    assert loaded.report == patch.report
+    assert loaded.changes.keys() == patch.changes.keys()
+    for path, change in patch.changes.items():
+        assert torch.equal(loaded.changes[path].u, change.u)
+        assert torch.equal(loaded.changes[path].v, change.v)
+    with pytest.raises(FingerprintMismatch):
+        StaticPatch.load(file, small("llama", seed=1))
+    with pytest.raises(PatchFormatError, match=r"StaticPatch\.load reads"):
+        ContextPatch.load(file)
+
+
+def _example() -> static.Example:
+    ids = [tuple(row) for row in tokens(2, 9, 4).tolist()]
+    return static.Example(ids[8], tuple(ids[:4]), tuple(ids[4:8]))
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    patch, file = random_patch(small("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
+    patch.save(file)
+    content = file.read_bytes()
+    for at in range(9, len(content), 997):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(PatchFormatError):
+            StaticPatch.load(file)
+    for length in (0, 7, 100, len(content) - 1):
+        file.write_bytes(content[:length])
+        with pytest.raises(PatchFormatError):
+            StaticPatch.load(file)
+
+
+def test_a_patch_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    patch, file = random_patch(small("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
+    next(iter(patch.changes.values())).u[0, 0] = float("inf")
+    with pytest.raises(PatchFormatError, match="expected finite factors"):
+        patch.save(file)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_patch_for_each_token_is_no_static_one(tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    with ContextPatcher(small("llama")) as patcher:
+        patcher.compute(tokens(0, 1, 4), tokens(1, 1, 2)).save(file)
+    with pytest.raises(PatchFormatError, match=r"ContextPatch\.load reads"):
+        StaticPatch.load(file)
