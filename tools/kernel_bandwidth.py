@@ -101,7 +101,7 @@ def disassembled(cubin: bytes, tool: str) -> str:
 
 
 def estimate(n: int, k: int, tool: str) -> Estimate:
-    """Of ``patched_linear`` in bf16 with the default configuration."""
+    """Of ``patched_linear`` in bf16 with the untuned configuration."""
     from icl_patch.kernels.compilation import aot
     from icl_patch.kernels.ops.linear import plan_linear
     from icl_patch.kernels.runtime.config import GEMV, config_for

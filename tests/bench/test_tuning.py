@@ -85,7 +85,7 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
         path: Fake(found[2:6], wrong=found[2:3], spilling=found[3:4])
         for path, found in tried.items()
     }
-    known = data_files()["default"]
+    known = data_files()["untuned"]
     chosen = list(bench_tuning.choose(plan(quick), (), lambda _, path: fakes[path], print))
     entries = bench_tuning.in_place_of(known, chosen)
     mine = [entry for entry in entries if entry.dtype == "bfloat16"]
@@ -180,7 +180,7 @@ def test_a_stopped_run_goes_on_where_it_was(
         16384,
         None,
     ]
-    assert partial[2] in data_files()["default"]
+    assert partial[2] in data_files()["untuned"]
     begun.clear()
     fake = Fake(liked)
     monkeypatch.setattr(bench_tuning, "Measuring", fake)
@@ -199,7 +199,7 @@ def test_the_file_is_whole_and_says_where_it_comes_from(
 ) -> None:
     monkeypatch.setattr(bench_tuning, "Measuring", Fake(tuning.candidates(BF16, GEMV)[5:6]))
     target = tmp_path / "nvidia-test-9.json"
-    target.write_text(dump({"note": "of another day", "measured": 1}, data_files()["default"]))
+    target.write_text(dump({"note": "of another day", "measured": 1}, data_files()["untuned"]))
     path, entries = bench_tuning.write(
         bench_tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print
     )
@@ -226,13 +226,13 @@ def test_the_command_refuses_what_is_no_gpu(capsys: pytest.CaptureFixture, tmp_p
         bench_tuning.write(plan(), tmp_path, print)
 
 
-def test_entries_of_the_default_file_can_be_kept_and_one_that_takes_too_much_cannot(
+def test_entries_of_the_untuned_file_can_be_kept_and_one_that_takes_too_much_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tuning.specialisations, "VARIANTS", tuning.specialisations.VARIANTS[:1])
     entry = next(
         entry
-        for entry in data_files()["default"]
+        for entry in data_files()["untuned"]
         if entry.path == "gemm" and entry.dtype == "bfloat16"
     )
     with ThreadPoolExecutor(1) as pool:
