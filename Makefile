@@ -48,8 +48,9 @@ build/universalmutator: | $(RUN)
 mutants: $(RUN) build/universalmutator ## plant faults one at a time and run the tests that should notice each, for at most half an hour; goes on where it stopped; MUTANTS=--fresh
 	PYTHONPATH=build/universalmutator $(RUN) tools/mutants.py $(MUTANTS)
 
-kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills
+kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time, and estimates of bandwidth; fails if one spills
 	$(RUN) tools/kernel_resources.py
+	$(RUN) tools/kernel_bandwidth.py
 
 bits: $(RUN) ## record the bits of all results as hashes, into build/bits.json, in minutes; BITS=--quick: of four small models and the embedded one
 	$(RUN) tools/record_bits.py build/bits.json $(BITS)

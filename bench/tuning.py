@@ -96,7 +96,7 @@ def write(
         f"{name} {versions[name]}" for name in ("icl_patch", "torch", "triton", "cuda")
     )
     note = f"Measured on this GPU by icl-patch tune{' --quick' if options.quick else ''}: {where}."
-    head = {"gpu": gpu, "capabilities": [options.capability], "note": note}
+    head: dict[str, object] = {"gpu": gpu, "capabilities": [options.capability], "note": note}
     path = (folder or Path(str(files("icl_patch.kernels") / "configs"))) / f"{slug(gpu)}.json"
     known, chosen = entries_for(gpu), measured_before(path, note)
     if chosen:

@@ -22,17 +22,21 @@ now() { echo $(($(date +%s) - started)); }
 say() { echo "gpu: $*" | tee -a "$log"; }
 
 step() { # NAME SECONDS COMMAND...
-    name=$part-$1 seconds=$2
-    shift 2
-    if [ "$name" != "$part-setup" ] && grep -qx "$code $name" "$results/gpu.done" 2>/dev/null; then
+    name=$part-$1
+    case $1 in setup | versions) again=yes ;; *) again= ;; esac
+    shift
+    if [ -z "$again" ] && grep -qx "$code $name" "$results/gpu.done" 2>/dev/null; then
         say "$name has passed before"
         return
     fi
+    seconds=$1
+    shift
     rest=$((end - $(now)))
     [ "$seconds" -le "$rest" ] || seconds=$rest
     if [ "$seconds" -lt 1 ]; then
         say "$name has no time left"
         failed="$failed $name"
+        status=1
         return
     fi
     say "$name, at most $seconds s"
@@ -80,7 +84,6 @@ kernels='(patched_linear and not refuses) or record_linear or read_direction or 
 triton_tests='test_record_linear and fp32 or test_read_direction or test_running_sums or test_both_kernels and bf16'
 
 part_A() {
-    step versions 60 $run -c "$versions"
     step sdpa 60 sh -c "$run tools/sdpa_probe.py >'$results/sdpa.jsonl'"
     step tests 400 $run -m pytest $(workers 8) --maxfail=15 --durations=8 -m gpu -k "$(echo $kernels)" tests/gpu
 }
@@ -117,6 +120,9 @@ for next in A:590 B:360 C:560 D:420 E:590 F:580; do
     fi
     end=$(($(now) + limit))
     step setup 200 "$make" "$run"
+    [ "$status" -eq 0 ] || break
+    step versions 60 $run -c "$versions"
+    [ "$status" -eq 0 ] || break
     "part_$part"
 done
 rm -f "$results/gpu.status"

@@ -16,3 +16,4 @@ else
         $run -m icl_patch.bench.profiling kernels >"$text" 2>build/profile/ncu.err || cat build/profile/ncu.err >>"$text"
 fi
 $run -m icl_patch.bench.profiling page "${ICL_RESULTS:-docs/profiles}" "$text"
+[ -z "${ICL_RESULTS-}" ] || cp "$text" "$ICL_RESULTS"

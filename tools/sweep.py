@@ -29,12 +29,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from icl_patch import ContextPatcher
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomise
+from icl_patch.models.recurrent_state import is_recurrent
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
@@ -218,21 +219,29 @@ def in_batch(
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     head = ids.shape[1] - kept[0].shape[1]
     numbered = "position_ids" in inspect.signature(type(model).forward).parameters
-    first = model(
+    cache = DynamicCache(config=model.config)
+    model(
         ids[:, :head],
         attention_mask=mask[:, :head].long(),
         **({"position_ids": positions[:, :head]} if numbered else {}),
+        past_key_values=cache,
         use_cache=True,
     )
-    logits = model(
-        ids[:, head:],
-        attention_mask=mask.long(),
-        **({"position_ids": positions[:, head:]} if numbered else {}),
-        past_key_values=first.past_key_values,
-    ).logits
-    return logits[kept[1]]
+    logits, width = [], 1 if is_recurrent(model) else ids.shape[1] - head
+    for start in range(head, ids.shape[1], width):
+        stop = start + width
+        step = model(
+            ids[:, start:stop],
+            attention_mask=mask[:, :stop].long(),
+            **({"position_ids": positions[:, start:stop]} if numbered else {}),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits.append(step.logits)
+    return torch.cat(logits, 1)[kept[1]]
 
 
+@torch.no_grad()
 def noise_floor(model: PreTrainedModel, rows: list[Tensor], full: list[Tensor], head: int) -> float:
     """How much the model differs from itself in a batch of two, and with its own cache."""
     doubled = model(rows[0].repeat(2, 1)).logits[0]
@@ -294,7 +303,8 @@ def run(key: dict[str, str], changes: dict[str, Any], out: Path) -> None:
     start = time.monotonic()
     with out.open("a") as file:
         for cell in cells_of(key["type"], changes):
-            file.write(json.dumps({**key, **cell}) + "\n")
+            short = {k: float(f"{v:.1e}") if isinstance(v, float) else v for k, v in cell.items()}
+            file.write(json.dumps({**key, **short}) + "\n")
             file.flush()
         file.write(json.dumps({**key, "seconds": round(time.monotonic() - start, 1)}) + "\n")
 
@@ -326,6 +336,8 @@ def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
     worst = ("crashed", "wrong", "not finished", "not built", "refused", "uncontrollable")
     if results["right"]:
         found = next((name for name in worst[:2] if results[name]), "right")
+        if found != "right":
+            return found, text
         parts = {c["scenario"] for c in cells if c["result"] in worst[2:]}
         return found, f"refused: {', '.join(sorted(parts))}. {text}" if parts else ""
     return next(name for name in worst if results[name]), text

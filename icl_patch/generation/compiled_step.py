@@ -1,28 +1,21 @@
 """A compiled decode step: traced once and compiled, captured as a CUDA graph, or both.
 
-The step reads and writes fixed buffers, so it serves later tokens and later contexts too. Tracing
-records the operators of one step as it runs; hooks, contexts and the model's Python code leave
-nothing else. A model whose code reads a tensor's numbers on the host cannot be traced.
+The step reads and writes fixed buffers, so it serves later tokens and later contexts too.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.generation.cuda_graph import CapturedStep
 from icl_patch.generation.decode_state import DecodeState, RunStep, StepInputs, StepOutput
 from icl_patch.generation.decode_step import DecodeStep
-from icl_patch.generation.graph_partition import Regions
+from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.models import kv_cache
 from icl_patch.models.forward_override import what_runs
@@ -64,127 +57,6 @@ class CompileOptions:
         return self.inductor or self.cuda_graph
 
 
-class _NoHostReads(TorchFunctionMode):
-    """Within this context reading a tensor's numbers on the host raises an error, because a trace
-    would keep the numbers of this pass.
-    """
-
-    _READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
-
-    def __torch_function__(
-        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function in self._READS:
-            raise RuntimeError(f"it reads a tensor's numbers on the host ({function.__name__})")
-        return function(*args, **kwargs or {})
-
-
-class Traced:
-    """A step as a compiled graph of operators.
-
-    Raises:
-        UnsupportedModelError: the model's pass cannot be traced.
-    """
-
-    def __init__(self, step: DecodeStep, batch: int) -> None:
-        self._step = step
-        self._token_ids = step.inputs.current.new_zeros(batch)
-        self._graph: Callable[[], list[Tensor]] | None = None
-        self._compiled = False
-        # The leaves of a step's output: those that are no tensors, and None in a tensor's place.
-        self._leaves: list[Any] = []
-        self._tree: Any = None
-
-    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
-        """Run the step on ``token_ids`` (B,)."""
-        self._token_ids.copy_(token_ids)
-        if self._graph is None:
-            return self._trace(return_context_logits)
-        if self._compiled:
-            tensors = iter(self._graph())
-        else:
-            with self._naming_the_model():
-                tensors = iter(self._graph())
-            self._compiled = True
-        leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
-        output: StepOutput = tree_unflatten(leaves, self._tree)
-        return output
-
-    def _trace(self, return_context_logits: bool) -> StepOutput:
-        outputs: list[StepOutput] = []
-
-        def run() -> list[Tensor]:
-            output = self._step(self._token_ids, return_context_logits)
-            outputs.append(output)
-            leaves, self._tree = tree_flatten(output)
-            self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-        # One fake mode for all tensors: make_fx would make one for each, in half of its time.
-        one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
-        with self._naming_the_model():
-            with one_mode, _NoHostReads():
-                graph = make_fx(run)()
-            blocks = self._step.decoder.attached.blocks
-            self._graph = Regions(graph, [block.module for block in blocks])
-        return outputs[0]
-
-    @contextmanager
-    def _naming_the_model(self) -> Iterator[None]:
-        try:
-            yield
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as cause:  # of the model's own code, which nobody here has seen
-            name = type(self._step.decoder.attached.model).__name__
-            reason = str(cause).partition("\n")[0]
-            if "InvalidCxxCompiler" in str(cause):
-                raise UnsupportedModelError(
-                    "expected a C++ compiler for compile, found none: install one (apt install g++)"
-                    f" or name it in CXX, or generate without compile ({reason})"
-                ) from cause
-            raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
-
-
-class Captured:
-    """A step as a CUDA graph: captured after a few calls, which make everything that is made at
-    first use, and launched from then on. Its tensors are the same at every call.
-    """
-
-    _WARM_UP = 3
-
-    def __init__(self, run: RunStep, step_inputs: StepInputs, batch: int) -> None:
-        self.run, self._calls = run, 0
-        self._token_ids = step_inputs.current.new_zeros(batch)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: StepOutput | None = None
-
-    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
-        """Run the step on ``token_ids`` (B,)."""
-        with torch.cuda.device(self._token_ids.device):  # streams and graphs are the current one's
-            return self._run_or_replay(token_ids, return_context_logits)
-
-    def _run_or_replay(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
-        self._token_ids.copy_(token_ids)
-        self._calls += 1
-        if self._calls <= self._WARM_UP:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                output = self.run(self._token_ids, return_context_logits)
-            torch.cuda.current_stream().wait_stream(stream)
-            return output
-        if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._output = self.run(self._token_ids, return_context_logits)
-            self._graph = graph
-        assert self._output is not None
-        self._graph.replay()
-        number = self._calls
-        return replace(self._output, is_overwritten=lambda: number != self._calls)
-
-
 class CompiledStep:
     """A step on buffers of its own, for one number of rows and tokens.
 
@@ -221,9 +93,9 @@ class CompiledStep:
             self._return_context_logits = return_context_logits
             self.run: RunStep = step
             if options.inductor:
-                self.run = Traced(step.for_compiler(), batch)
+                self.run = TracedStep(step.for_compiler(), batch)
             if options.cuda_graph:
-                self.run = Captured(self.run, self.inputs, batch)
+                self.run = CapturedStep(self.run, self.inputs, batch)
 
     def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
         """Run the step on ``token_ids`` (B,); it gives all logits that it was made for."""

@@ -46,7 +46,9 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     unseen = {path for path, found in traces.items() if not found.mixers}
     for path in layers:
         if path not in traces:
-            raise UnsupportedModelError(f"{path} does not run once a pass with tensors in and out")
+            raise UnsupportedModelError(
+                f"{path} does not run once in a pass over text, with tensors in and out"
+            )
         if path in unseen and len(unseen) < len(traces):
             continue
         blocks.append(Block(path, _Reading(traces[path]).spec()))
@@ -448,7 +450,9 @@ class _Reading:
         except TypeError as error:
             raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
         if spec is None:
-            raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
+            wide = call.given.now.dtype == torch.float64
+            cure = ", computed in fp32: convert the model to float32" if wide else ""
+            raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w{cure}")
         return {"scale_offset": spec[0], "cast_first": spec[1]}
 
     # -- blocks without one

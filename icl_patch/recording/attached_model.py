@@ -120,7 +120,10 @@ class AttachedModel:
             known, reason = isinstance(error, UnsupportedModelError), str(error)
             if not known:
                 name = type(model).__name__
-                reason = f"{name} fails on the tokens that attaching tries: {error}"
+                reason = (
+                    f"{name} fails on the tokens that attaching tries, two rows in several calls"
+                    f" over a {type(kv_cache.new_cache(model)).__name__}: {error}"
+                )
             if hooked:
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
             elif known:

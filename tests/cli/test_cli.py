@@ -466,7 +466,7 @@ def test_compile_without_a_compiler(
     def missing(*_: object, **__: object) -> None:
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in torch")
 
-    monkeypatch.setattr("icl_patch.generation.compiled_step.make_fx", missing)
+    monkeypatch.setattr("icl_patch.generation.traced_step.make_fx", missing)
     command = ("generate", "--update", "stable", "--compile", "--max-new-tokens", "3", "--json")
     status, out, _ = run(capsys, *command)
     error = json.loads(out)["error"]

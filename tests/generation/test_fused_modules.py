@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation import compiled_step
+from icl_patch.generation import traced_step
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.fused_modules import FusedModules
@@ -170,7 +170,7 @@ def test_without_a_context_nothing_changes(
     """Both streams have the same bits where they see the same: from the smallest delta a stable
     update makes one of finite size.
     """
-    monkeypatch.setattr(compiled_step, "Regions", lambda module, blocks: module)
+    monkeypatch.setattr(traced_step, "Regions", lambda module, blocks: module)
     ids = tokens(0, 2, 1) % tiny_models.VOCABULARY
     for dtype, mode in itertools.product(
         (torch.float32, torch.bfloat16, torch.float64), ("two_stream", "shared_cache")

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from icl_patch import ContextPatcher
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation import compiled_step, graph_partition
+from icl_patch.generation import graph_partition, traced_step
 from icl_patch.generation.graph_partition import Regions
 
 
@@ -120,7 +120,7 @@ def test_what_a_block_picks_of_what_all_have(family: str, monkeypatch: pytest.Mo
         made.append(Regions(*args))
         return made[-1]
 
-    monkeypatch.setattr(compiled_step, "Regions", seen)
+    monkeypatch.setattr(traced_step, "Regions", seen)
     layers = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
     if family == "gemma3n":
         layers |= {
@@ -233,7 +233,7 @@ def test_alike_blocks_share_a_graph(
         found.append(Regions(module, blocks))
         return found[-1]
 
-    monkeypatch.setattr(compiled_step, "Regions", compiled)
+    monkeypatch.setattr(traced_step, "Regions", compiled)
     layers = 7
     changes = {
         "gemma3": {

@@ -65,7 +65,7 @@ def test_every_part_in_order_and_nothing_twice(checkout: Path) -> None:
     assert (checkout / "results" / "configs" / "gpu.json").exists()
     status, out, again = run(checkout, BUDGET="4000")
     assert status == 0 and "A-tests has passed before" in out
-    assert not any("pytest" in call or "bench" in call for call in again)
+    assert not any("pytest" in call or "-m icl_patch" in call for call in again)
     (checkout / "icl_patch" / "code.py").write_text("changed")
     assert any("pytest" in call for call in run(checkout, PART="A")[2])
 
@@ -75,8 +75,8 @@ def test_the_budget_holds_a_to_c(checkout: Path) -> None:
     script = checkout / "tools" / "gpu.sh"
     limits = dict(re.findall(r" ([A-F]):(\d+)", script.read_text()))
     assert sum(int(limits[part]) for part in "ABC") <= 1800
-    script.write_text(script.read_text().replace("step versions 60", "step versions 8"))
-    status, out, calls = run(checkout, SLOW="native.describe", BUDGET="595")
+    script.write_text(script.read_text().replace("step sdpa 60", "step sdpa 8"))
+    status, out, calls = run(checkout, SLOW="sdpa_probe", BUDGET="595")
     assert status == 1 and 'make gpu PART="E F"' in out
     assert "memcheck" not in calls[-1] and "pytest -m gpu" in calls[-1]
     status, out, calls = run(checkout, BUDGET="589")
@@ -93,3 +93,10 @@ def test_what_fails_or_hangs_does_not_stop_the_rest(checkout: Path) -> None:
     assert status == 1 and "B-linear has passed before" in out
     assert any("bench inversion" in call for call in calls)
     assert run(checkout, PART="B")[0] == 0
+
+
+def test_without_a_device_nothing_is_run(checkout: Path) -> None:
+    """Tests would be skipped, one and all, and pass."""
+    status, out, calls = run(checkout, FAIL="native.describe", BUDGET="4000")
+    assert status == 1 and "gpu: failed: A-versions" in out
+    assert not any("pytest" in call or "-m icl_patch" in call for call in calls)

@@ -75,19 +75,19 @@ def test_in_the_interpreter() -> None:
 # Compiled ahead of time; tools/kernel_resources.py compiles every configuration
 
 COMPILED = [
-    "default: gemv bfloat16 N ≤ 16384, rank 1",
-    "default: gemv bfloat16 N ≤ 4096, Conv1D",
-    "default: gemv bfloat16 N ≤ 1728, recording",
-    "default: gemm bfloat16, recording",
-    "default: gemv float32, rank 4, 4 rows",
+    "untuned: gemv bfloat16 N ≤ 16384, rank 1",
+    "untuned: gemv bfloat16 N ≤ 4096, Conv1D",
+    "untuned: gemv bfloat16 N ≤ 1728, recording",
+    "untuned: gemm bfloat16, recording",
+    "untuned: gemv float32, rank 4, 4 rows",
     "coefficients K = 5376",
     "direction K = 5376",
     "add_low_rank N = 5376",
     "norm_pair Gemma",
     "rms_norm Llama",
     "gated_product gelu_tanh",
-    "default: bfloat16 N ≤ 4096, experts",
-    "default: float32, experts",
+    "untuned: bfloat16 N ≤ 4096, experts",
+    "untuned: float32, experts",
 ]
 
 
@@ -158,7 +158,7 @@ def test_too_much_shared_memory_would_be_seen() -> None:
 def test_the_weight_is_read_in_large_pieces(name: str) -> None:
     """16 bytes at a time, past the registers, in either layout."""
     for variant in ("rank 1", "Conv1D"):
-        ptx = aot.compile_ahead(EVERYTHING[f"default: {name}, {variant}"], 90).asm["ptx"]
+        ptx = aot.compile_ahead(EVERYTHING[f"untuned: {name}, {variant}"], 90).asm["ptx"]
         assert "cp.async.cg.shared.global" in ptx
 
 
@@ -168,7 +168,7 @@ def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> 
     """A step that waited for z or v would hold up the next copy of the weight, and with few
     programs the memory.
     """
-    text = aot.compile_ahead(EVERYTHING[f"default: gemv bfloat16{shape}, rank 1"], capability).asm[
+    text = aot.compile_ahead(EVERYTHING[f"untuned: gemv bfloat16{shape}, rank 1"], capability).asm[
         "ttgir"
     ]
     loop = re.search(r"scf\.for .*?scf\.yield", text, re.S)
@@ -180,9 +180,9 @@ def test_one_rows_coefficients_are_copied_ahead(shape: str, capability: int) -> 
 
 
 def test_matrix_units_are_used() -> None:
-    ptx = aot.compile_ahead(EVERYTHING["default: gemv bfloat16, rank 1"], 90).asm["ptx"]
+    ptx = aot.compile_ahead(EVERYTHING["untuned: gemv bfloat16, rank 1"], 90).asm["ptx"]
     assert "wgmma.mma_async.sync.aligned" in ptx
-    ptx = aot.compile_ahead(EVERYTHING["default: gemv bfloat16, rank 1"], 80).asm["ptx"]
+    ptx = aot.compile_ahead(EVERYTHING["untuned: gemv bfloat16, rank 1"], 80).asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in ptx
 
 
@@ -193,7 +193,7 @@ def test_each_running_sum_is_a_chain_of_its_own(variant: str, capability: int) -
     warp's 16 go to four sums, two of K by two of rows.
     """
     ptx = aot.compile_ahead(
-        EVERYTHING[f"default: gemv bfloat16 N ≤ 1728, {variant}"], capability
+        EVERYTHING[f"untuned: gemv bfloat16 N ≤ 1728, {variant}"], capability
     ).asm["ptx"]
     sums = re.findall(r"mma\.sync\.aligned\.m16n8k16\S+ (\{.*?\}),", ptx)
     streams = 2 if variant == "recording" else 1
@@ -221,11 +221,11 @@ def test_every_shape_has_a_configuration() -> None:
 def test_the_default_says_that_it_was_not_measured_and_asks_for_little() -> None:
     """And fits GPUs with less shared memory than those it is compiled for."""
     for name, launch in EVERYTHING.items():
-        if name.startswith("default") and name.endswith(
+        if name.startswith("untuned") and name.endswith(
             (", rank 4, 4 rows", ", rank 1, 16 rows", ", recording")
         ):
             assert aot.compile_ahead(launch, 90).metadata.shared <= 99 * 1024
-    text = (Path(kernels.__file__).parent / "configs" / "default.json").read_text(encoding="utf-8")
+    text = (Path(kernels.__file__).parent / "configs" / "untuned.json").read_text(encoding="utf-8")
     assert "Not measured" in text
 
 

@@ -121,11 +121,11 @@ def dump(head: dict[str, object], entries: tuple[TunedConfig, ...]) -> str:
 
 @cache
 def entries_for(gpu: str) -> tuple[TunedConfig, ...]:
-    """The entries of the GPU's data file, else of ``default.json``."""
+    """The entries of the GPU's data file, else of ``untuned.json``."""
     folder = files("icl_patch.kernels") / "configs"
     file = folder / f"{slug(gpu)}.json"
     return parse(
-        (file if gpu and file.is_file() else folder / "default.json").read_text(encoding="utf-8")
+        (file if gpu and file.is_file() else folder / "untuned.json").read_text(encoding="utf-8")
     )
 
 

@@ -1,0 +1,104 @@
+"""A decode step as a compiled graph of operators.
+
+Tracing records the operators of one step as it runs; hooks, contexts and the model's Python code
+leave nothing else. A model whose code reads a tensor's numbers on the host cannot be traced.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.generation.decode_state import StepOutput
+from icl_patch.generation.decode_step import DecodeStep
+from icl_patch.generation.graph_partition import Regions
+
+
+class _NoHostReads(TorchFunctionMode):
+    """Within this context reading a tensor's numbers on the host raises an error, because a trace
+    would keep the numbers of this pass.
+    """
+
+    _READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in self._READS:
+            raise RuntimeError(f"it reads a tensor's numbers on the host ({function.__name__})")
+        return function(*args, **kwargs or {})
+
+
+class TracedStep:
+    """A step as a compiled graph of operators.
+
+    Raises:
+        UnsupportedModelError: the model's pass cannot be traced.
+    """
+
+    def __init__(self, step: DecodeStep, batch: int) -> None:
+        self._step = step
+        self._token_ids = step.inputs.current.new_zeros(batch)
+        self._graph: Callable[[], list[Tensor]] | None = None
+        self._compiled = False
+        # The leaves of a step's output: those that are no tensors, and None in a tensor's place.
+        self._leaves: list[Any] = []
+        self._tree: Any = None
+
+    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
+        """Run the step on ``token_ids`` (B,)."""
+        self._token_ids.copy_(token_ids)
+        if self._graph is None:
+            return self._trace(return_context_logits)
+        if self._compiled:
+            tensors = iter(self._graph())
+        else:
+            with self._naming_the_model():
+                tensors = iter(self._graph())
+            self._compiled = True
+        leaves = [next(tensors) if leaf is None else leaf for leaf in self._leaves]
+        output: StepOutput = tree_unflatten(leaves, self._tree)
+        return output
+
+    def _trace(self, return_context_logits: bool) -> StepOutput:
+        outputs: list[StepOutput] = []
+
+        def run() -> list[Tensor]:
+            output = self._step(self._token_ids, return_context_logits)
+            outputs.append(output)
+            leaves, self._tree = tree_flatten(output)
+            self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        # One fake mode for all tensors: make_fx would make one for each, in half of its time.
+        one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
+        with self._naming_the_model():
+            with one_mode, _NoHostReads():
+                graph = make_fx(run)()
+            blocks = self._step.decoder.attached.blocks
+            self._graph = Regions(graph, [block.module for block in blocks])
+        return outputs[0]
+
+    @contextmanager
+    def _naming_the_model(self) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as cause:  # of the model's own code, which nobody here has seen
+            name = type(self._step.decoder.attached.model).__name__
+            reason = str(cause).partition("\n")[0]
+            if "InvalidCxxCompiler" in str(cause):
+                raise UnsupportedModelError(
+                    "expected a C++ compiler for compile, found none: install one (apt install g++)"
+                    f" or name it in CXX, or generate without compile ({reason})"
+                ) from cause
+            raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
