@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a context is the system message of the tokenizer's chat template",
     )
     parser.add_argument(
-        "--end", metavar="TEXT", help="the token that ends an answer (default: end of sequence)"
+        "--end",
+        type=lambda text: text.replace("\\n", "\n"),
+        metavar="TEXT",
+        help=r"the token that ends an answer, \n for a line end (default: end of sequence)",
     )
     parser.add_argument("--method", choices=METHODS, default="ridge", help="default: ridge")
     parser.add_argument(

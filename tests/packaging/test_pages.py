@@ -90,6 +90,11 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
 def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.txt").write_text("mode upper\nfmrp>", encoding="utf-8")
+    words = {"1 2 3.": "eins zwei drei", "4 7 7.": "vier sieben sieben", "0 0 5.": "null null funf"}
+    words |= {"8 9 6.": "acht neun sechs"}
+    example = {"context": "say german\n", "questions": [*words], "answers": [*words.values()]}
+    (tmp_path / "examples.json").write_text(json.dumps([example]), encoding="utf-8")
+    (tmp_path / "texts.json").write_text('["mode flip\\nbcdf>fdcb\\n"]', encoding="utf-8")
     ran = []
     for command in commands():
         if command[0] != "icl-patch":
@@ -103,7 +108,9 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
             continue
         assert main(arguments) == 0, arguments
         ran.append(arguments[0])
-    assert ran == ["verify", "verify", "verify", "generate", "extract", "inspect"]
+    static = ["fit", "generate", "apply", "export"]
+    usage = ["verify", "verify", "verify", "generate", "extract", "inspect"]
+    assert ran == [*static, *usage, "fit", "generate", "export"]
     assert (tmp_path / "figure.png").exists()
 
 
