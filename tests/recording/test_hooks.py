@@ -444,9 +444,11 @@ def test_what_transformers_leaves_on_a_model_costs_nothing(monkeypatch: pytest.M
     model: Any = small("llama")
     with ContextPatcher(model) as patcher:
         replays: list[int] = []
-        replay = patcher.attached_model.replay
+        replay = patcher.attached_model.replay_logits
         monkeypatch.setattr(
-            patcher.attached_model, "replay", lambda patch: replays.append(1) or replay(patch)
+            patcher.attached_model,
+            "replay_logits",
+            lambda patch: replays.append(1) or replay(patch),
         )
         with torch.no_grad():
             assert len(model(CONTEXT, output_hidden_states=True).hidden_states) == 4
