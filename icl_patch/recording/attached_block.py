@@ -343,6 +343,11 @@ def attach(model: PreTrainedModel) -> Attachment:
     Raises:
         ValueError: another patcher is attached, or the model has patched modules.
     """
+    if hasattr(vars(model).get("forward"), "is_override"):
+        raise ValueError(
+            f"expected {type(model).__name__} outside of batch_invariant, got it inside: attach"
+            " first"
+        )
     with _attaching:
         if _attachments(model) or any(
             isinstance(module, PatchedModule) for module in model.modules()
