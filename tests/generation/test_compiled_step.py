@@ -349,7 +349,7 @@ def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_compiled() -> None:
-    expected = "expected an update of one pass with compile=True, 'exact' takes two passes"
+    expected = "of an exact update, without compile, got compile=True"
     with (
         ContextPatcher(small("llama"), "exact") as patcher,
         pytest.raises(ValueError, match=expected),
