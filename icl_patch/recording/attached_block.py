@@ -292,7 +292,8 @@ class AttachedBlock:
         def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> Tensor | None:
             return out.as_subclass(Unrounded) if out.dtype == torch.float64 else None
 
-        if not self.spec.continues_after_sum:
+        # a model in fp64 rounds as it does without a patch
+        if not self.spec.continues_after_sum and self.dtype != torch.float64:
             self.hook(hooks, self.writer.register_forward_hook, on_writer)
 
     def on_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:

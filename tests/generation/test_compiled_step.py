@@ -2,7 +2,6 @@
 context that come after.
 """
 
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -204,18 +203,11 @@ def test_a_step_that_looks_at_its_numbers(look: Callable[[Tensor], float]) -> No
         )
         with pytest.raises(
             UnsupportedModelError,
-            match=r"compile does not cover LlamaForCausalLM: .*(look|get value)",
+            match=r"compile does not cover LlamaForCausalLM: .*(look|get value|reads a tensor)",
         ):
             steps_of(patcher, compile=True)
         hook.remove()
         same(patcher, steps_of(patcher, compile=True), steps_of(patcher))
-
-
-def test_a_copy_of_a_step() -> None:
-    with ContextPatcher(small("llama"), "stable") as patcher:
-        for compiled in (False, True):
-            step = steps_of(patcher, compile=compiled)[1]
-            assert torch.equal(copy.deepcopy(step).logits, step.logits)
 
 
 def test_the_room_of_a_step() -> None:

@@ -116,7 +116,8 @@ def with_context(model: Any, register: Register, path: str) -> Tensor:
         cache = model(ids[:, : CONTEXT.shape[1]], use_cache=True).past_key_values
         return model(ids[:, CONTEXT.shape[1] :], past_key_values=cache).logits
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 def right_or_refused(patcher: ContextPatcher, expected: Tensor, path: str) -> bool:
