@@ -371,12 +371,12 @@ class ContextPatcher:
                 patch, without context.
             mode: how a step runs the rows with the context and the rows without it:
                 ``"two_pass"``: the unmodified model, then the current token alone. Every update
-                can; ``exact`` and a few models need it.
+                can; a few models need it, and ``exact`` does in the model's own arithmetic.
                 ``"two_stream"``: one pass over both, each with its rows in the cache.
                 ``"shared_cache"``: one pass over one cache for both; not for every model.
                 ``"auto"``: the fastest of these that serves the update and the model. Mixtures of
                 experts in bf16 and fp16 take two streams, because replays of a shared cache may
-                choose other experts there.
+                choose other experts there. A step says in ``mode`` how it ran.
             compile: ``"inductor"`` (or True): trace the step once and compile it, which takes
                 seconds to minutes at the first two tokens. ``"cuda_graph"``: capture it as a CUDA
                 graph; a step's patch must then be asked for before the next step.
@@ -389,6 +389,12 @@ class ContextPatcher:
             check_every: replay every so many-th step without context and report the difference as
                 ``step.check``; 0 for never.
             prefill_chunk: so many tokens of the context a pass; all at once by default.
+            arithmetic: of exact steps. ``"model"``: bit-identical to the unmodified model, in two
+                passes. ``"batch_invariant"``: bit-identical to the same model whose steps run
+                batch-invariant products and activations
+                (:data:`icl_patch.invariance.functions.ROW_FUNCTIONS`), in one pass over a shared
+                cache. ``"auto"``: the second where the model allows it. Both are as near to the
+                model in fp32.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
                 further inputs of the model …
@@ -399,9 +405,10 @@ class ContextPatcher:
             may use the patcher.
 
         Raises:
-            UnsupportedModelError: ``mode="shared_cache"`` or ``compile`` does not cover this
-                model; or it has forward hooks with which a step would be wrong, or that have
-                changed since a compiled step was traced.
+            UnsupportedModelError: ``mode="shared_cache"``, ``compile`` or
+                ``arithmetic="batch_invariant"`` does not cover this model; or it has forward hooks
+                with which a step would be wrong, or that have changed since a compiled step was
+                traced.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """

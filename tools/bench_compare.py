@@ -37,7 +37,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMER = Path(__file__).resolve().with_name("time_decode_steps.py")
-MODES = ("plain", "two_pass", "two_stream", "shared_cache", "compiled", "replay")
+MODES = ("plain", "exact", "two_pass", "two_stream", "shared_cache", "compiled", "replay")
 SIZES = ("tiny", "small", "large")
 LEVEL = 0.95
 Seconds = dict[str, float]  # of a step, by mode
@@ -165,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("old", metavar="OLD", help="commit, branch or tag to compare with")
     made.add_argument("new", metavar="NEW", help="commit, branch or tag that must not be slower")
     made.add_argument("--limit", type=float, default=1.03, help="the most NEW/OLD (default 1.03)")
-    made.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="untuned: all")
+    made.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     made.add_argument("--size", choices=SIZES, default="small", help="of the model (default small)")
     numbers = {
         "pairs": (7, "pairs of runs"),

@@ -292,7 +292,7 @@ def record_command_line(record: Record) -> None:
             printed = io.StringIO()
             with redirect_stdout(printed), redirect_stderr(io.StringIO()):
                 status = run_command([*arguments, "--json"])
-            record.json(f"command/{name}/status", status)
+            record.json(f"command/{name}/exit status", status)
             record.json(f"command/{name}", json.loads(printed.getvalue() or "{}"))
 
 

@@ -156,11 +156,13 @@ class DecodeResult:
     Attributes:
         logits: (B, V) of the reduced stream. context_logits: (B, V) with the context, or None.
         make_patch: assembles the patch from the factors that the step left, when it is called.
+        mode: how the step ran.
     """
 
     logits: Tensor
     context_logits: Tensor | None
     make_patch: Callable[[], ContextPatch]
+    mode: DecodeMode
 
 
 @one_pass
@@ -299,6 +301,10 @@ def decode_one_token(
                 "expected the forward hooks that the step was traced with, they have changed on"
                 f" {paths_of(hooked or state.traced_hooks)}: generate again"
             )
+        if hooked and attached.update == "exact":  # whose hooks no trial has seen
+            assert state.step_inputs is not None
+            state.step_inputs.advance(token_ids)
+            return _two_passes(state)
         output = state.run_step(token_ids, return_context_logits or bool(hooked))
         if output.maybe_infeasible:  # the step's only synchronisation with the device
             for diagnostics in output.diagnostics:
@@ -312,7 +318,7 @@ def decode_one_token(
         make_patch = _DeferredPatch(state, output, context_logits, bool(hooked))
         if hooked:
             attached.check_step(hooked, make_patch(), logits.unsqueeze(1), state.live)
-    return DecodeResult(logits, context_logits, make_patch)
+    return DecodeResult(logits, context_logits, make_patch, state.mode)
 
 
 def _refill(state: DecodeState) -> None:
@@ -332,7 +338,8 @@ def _two_passes(state: DecodeState) -> DecodeResult:
     computation = attached.compute_from(state.cache, sequences, state.live, two_passes=True)
     patch = computation.patch
     assert patch.logits is not None
-    return DecodeResult(computation.reduced_logits[:, -1], patch.logits[:, -1], lambda: patch)
+    logits = (computation.reduced_logits[:, -1], patch.logits[:, -1])
+    return DecodeResult(*logits, lambda: patch, DecodeMode.TWO_PASS)
 
 
 def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
@@ -344,7 +351,8 @@ def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
     patch = replace(patch, logits=output.logits.unsqueeze(1))
     assert output.activations is not None
     computation = close_on(attached, output.activations, patch, attached.update, state.live)
-    return DecodeResult(computation.reduced_logits[:, -1], output.logits, lambda: computation.patch)
+    logits = (computation.reduced_logits[:, -1], output.logits)
+    return DecodeResult(*logits, lambda: computation.patch, state.mode)
 
 
 class _DeferredPatch:
@@ -355,7 +363,8 @@ class _DeferredPatch:
     ) -> None:
         self.attached, self.fingerprint = state.decoder.attached, state.fingerprint
         self.ids, self.context_mask, self.live = state.tokens, state.context_mask, state.live
-        self.output, self.context_logits, self.hooked = output, context_logits, hooked
+        self.output = replace(output, activations=None)  # which only a miss needs
+        self.context_logits, self.hooked = context_logits, hooked
         self.blocks = tuple(self.attached.blocks)  # also if it is detached by then
 
     @torch.no_grad()

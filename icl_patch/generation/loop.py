@@ -479,7 +479,7 @@ def _loop(
                 streamer.put(token_ids.cpu())
             make_patch = result.make_patch if options.patches else None
             yield GenerationStep(
-                token_ids, logits, scores, live, ended, state.mode.value, check, make_patch
+                token_ids, logits, scores, live, ended, result.mode.value, check, make_patch
             )
             live = ~ended
             state.keep_live(live)

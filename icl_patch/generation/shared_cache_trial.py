@@ -12,8 +12,9 @@ from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.shared_cache import SharedCacheStreams
-from icl_patch.invariance.arithmetic import DTYPES
+from icl_patch.invariance.arithmetic import reason_against
 from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.models.forward_override import overridable
 from icl_patch.models.language_model import random_tokens
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.tolerances import rounding_limit
@@ -38,6 +39,11 @@ def require_shared_cache(decoder: Decoder) -> None:
             error = _replay_error(decoder)
         except ControllabilityError:
             # Weights of zero have no patch for these tokens. They will say so for the user's.
+            if attached.update == "exact":
+                decoder.shared_cache = None
+                raise UnsupportedModelError(
+                    f"mode='shared_cache' cannot be tried on {name}: no patch serves random tokens"
+                ) from None
             return
         except Exception as cause:  # of the model's own code, which nobody here has seen
             decoder.shared_cache = None
@@ -74,9 +80,9 @@ def _reason_against_batch_invariance(attached: AttachedModel) -> str | None:
         for path, module in model.named_modules()
         if _multiplies(module) and not _is_plain(module)
     ]
+    if reason := reason_against(model):
+        return reason
     reasons = {
-        f"it runs in {model.dtype}": model.dtype not in DTYPES,
-        "autocast is enabled": torch.is_autocast_enabled(model.device.type),
         "it has experts": any(block.experts is not None for block in attached.blocks),
         "it has forward hooks": bool(attached.hooks.current()),
         f"{', '.join(others[:1])} is no plain linear map": bool(others),
@@ -93,7 +99,8 @@ def _multiplies(module: nn.Module) -> bool:
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module is a linear map of torch or transformers that nobody has touched."""
     base = module.base_layer if isinstance(module, PatchedModule) else module
-    return isinstance(base, (nn.Linear, Conv1D)) and type(base.weight) is nn.Parameter
+    plain = type(base) in (nn.Linear, Conv1D) and type(base.weight) is nn.Parameter
+    return plain and overridable(base)
 
 
 def _replay_error(decoder: Decoder) -> float:

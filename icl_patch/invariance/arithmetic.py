@@ -3,19 +3,33 @@ batch.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.invariance.functions import ATTENTION, ROW_FUNCTIONS, Replacements
+from icl_patch.models.recurrent_state import is_recurrent
 
 MODEL, BATCH_INVARIANT = "model", "batch_invariant"
 ARITHMETICS = (MODEL, BATCH_INVARIANT)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of models that can run in the batch-invariant arithmetic."""
+
+
+def reason_against(model: PreTrainedModel) -> str | None:
+    """Why a model cannot run in the batch-invariant arithmetic, or None."""
+    device = model.device.type
+    reasons = {
+        f"it runs in {model.dtype}": model.dtype not in DTYPES,
+        "autocast is enabled": torch.is_autocast_enabled(device),
+        f"icl_patch has no kernels for {device}": not ops.has_kernels(device),
+        "it has recurrent layers, which see padding": is_recurrent(model),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 @contextmanager
@@ -33,7 +47,11 @@ def running_in(arithmetic: str, *, attention: bool = False) -> Iterator[None]:
         yield
         return
     table = {**ROW_FUNCTIONS, **ATTENTION} if attention else ROW_FUNCTIONS
-    with ops.gemv_products(), _Replacing(table):
+    with ExitStack() as stack:
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(ops.gemv_products())
+        stack.enter_context(_Replacing(table))
         yield
 
 

@@ -17,27 +17,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops
+from icl_patch.errors import UnsupportedModelError
 
 Replacements = dict[Any, Callable[..., Tensor]]
 
 # -- products
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x Wᵀ + bias``: x (..., K), weight (N, K), bias (N,) -> (..., N)."""
-    rows = x.reshape(-1, x.shape[-1])
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x Wᵀ + bias``: input x (..., K), weight (N, K) or (K,), bias (N,) -> (..., N)."""
+    if weight.dim() == 1:
+        return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
+    rows = input.reshape(-1, input.shape[-1])
+    if 1 not in weight.stride():  # the kernel reads along rows or along columns
+        weight = weight.contiguous()
     out = ops.patched_linear(rows, weight, bias=bias, path="gemv")
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    return out.reshape(*input.shape[:-1], weight.shape[0])
 
 
-def _addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return linear(x, weight.mT, bias)
+def _addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    if input.dim() == 1 and beta == alpha == 1:
+        return linear(mat1, mat2.mT, input)
+    return beta * input + alpha * linear(mat1, mat2.mT)
 
 
-def _matmul(x: Tensor, other: Tensor) -> Tensor:
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
     """``x @ other``: by :func:`linear` where ``other`` is one matrix for all rows."""
-    shared = x.dim() > 1 and other.dim() == 2 and x.is_floating_point()
-    return linear(x, other.mT) if shared else torch.matmul(x, other)
+    shared = input.dim() > 1 and other.dim() == 2 and input.is_floating_point()
+    return linear(input, other.mT) if shared else torch.matmul(input, other)
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Tensor:
+    return _matmul(input, mat2)
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
@@ -56,7 +69,9 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
 _PRODUCTS: Replacements = {
     F.linear: linear,
     torch.addmm: _addmm,
-    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    Tensor.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
     **{
         getattr(holder, name): _grouped_mm
         for holder, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
@@ -71,10 +86,10 @@ _PRODUCTS: Replacements = {
 def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``function`` of x in fp32 (fp64 for fp64), rounded to x's dtype once."""
 
-    def rounded(x: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        out = function(wide, *args, **kwargs).to(x.dtype)
-        return x.copy_(out) if inplace else out
+    def rounded(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Tensor:
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        out = function(wide, *args, **kwargs).to(input.dtype)
+        return input.copy_(out) if inplace else out
 
     return rounded
 
@@ -128,8 +143,8 @@ _ACTIVATIONS: Replacements = {
     F.softplus: _in_fp32(_softplus),
     F.mish: _in_fp32(_mish),
     F.elu: _in_fp32(_elu),
-    F.celu: _in_fp32(_celu),
-    F.selu: _in_fp32(_selu),
+    **dict.fromkeys((F.celu, torch.celu), _in_fp32(_celu)),
+    **dict.fromkeys((F.selu, torch.selu), _in_fp32(_selu)),
     F.glu: _in_fp32(_glu),
 }
 
@@ -155,8 +170,10 @@ def attention(
     So neither padding nor the room of a static cache changes a row's bits. A query that sees no key
     gets 0.
 
+    It runs in one thread: in fp32 torch's kernel rounds by the place of a thread's scratch memory.
+
     Raises:
-        ValueError: a mask of another dtype or for each head.
+        UnsupportedModelError: a mask of another dtype or for each head.
     """
     heads, tokens = query.shape[1], query.shape[2]
     if heads != key.shape[1]:
@@ -175,7 +192,7 @@ def _attend_by_row(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
     if mask.dtype != torch.bool or mask.shape[1] != 1:
-        raise ValueError(
+        raise UnsupportedModelError(
             "expected an attention mask (B, 1, T, S) of bools, got"
             f" {tuple(mask.shape)} {mask.dtype}"
         )
@@ -219,7 +236,14 @@ def _attend(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale
+        )
+    finally:
+        torch.set_num_threads(threads)
 
 
 ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}

@@ -53,6 +53,7 @@ def _in_this_thread(forward: Forward, others: Forward) -> Forward:
         return (forward if threading.get_ident() == thread else others)(*args, **kwargs)
 
     chosen.__wrapped__ = others  # type: ignore[attr-defined]  # inspect.signature looks there
+    chosen.is_override = True  # type: ignore[attr-defined]
     return chosen
 
 

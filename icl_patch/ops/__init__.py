@@ -6,6 +6,7 @@ what came, and runs in the native library, in Triton's kernels or in plain torch
 """
 
 from icl_patch.ops.direction import Direction, read_direction
+from icl_patch.ops.dispatch import has_kernels
 from icl_patch.ops.experts import expert_linear
 from icl_patch.ops.gated_product import gated_product
 from icl_patch.ops.inversion import invert_rmsnorm, stable_scale
@@ -29,6 +30,7 @@ __all__ = [
     "expert_linear",
     "gated_product",
     "gemv_products",
+    "has_kernels",
     "invert_rmsnorm",
     "norm_pair",
     "patched_linear",

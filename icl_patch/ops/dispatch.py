@@ -104,6 +104,13 @@ def native_serves(device_type: str) -> bool:
     return backend != "torch" and native.serves(device_type)
 
 
+def has_kernels(device_type: str) -> bool:
+    """Whether products on a type of device run in kernels of ours, not in torch's."""
+    if backend == "triton" or (device_type == "cuda" and backend == "auto"):
+        return _kernels() is not None
+    return device_type == "cpu" and native_serves("cpu")
+
+
 @dataclass(frozen=True)
 class Op:
     """An op and its implementations: :meth:`native_first` and :meth:`dispatch` run one of them.

@@ -292,7 +292,8 @@ class AttachedBlock:
         def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> Tensor | None:
             return out.as_subclass(Unrounded) if out.dtype == torch.float64 else None
 
-        if not self.spec.continues_after_sum:
+        # a model in fp64 rounds as it does without a patch
+        if not self.spec.continues_after_sum and self.dtype != torch.float64:
             self.hook(hooks, self.writer.register_forward_hook, on_writer)
 
     def on_end(self, hooks: ExitStack, hook: Any, *, first: bool = False) -> None:
@@ -343,6 +344,11 @@ def attach(model: PreTrainedModel) -> Attachment:
     Raises:
         ValueError: another patcher is attached, or the model has patched modules.
     """
+    if hasattr(vars(model).get("forward"), "is_override"):
+        raise ValueError(
+            f"expected {type(model).__name__} outside of batch_invariant, got it inside: attach"
+            " first"
+        )
     with _attaching:
         if _attachments(model) or any(
             isinstance(module, PatchedModule) for module in model.modules()

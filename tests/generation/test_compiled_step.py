@@ -2,7 +2,6 @@
 context that come after.
 """
 
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -204,18 +203,11 @@ def test_a_step_that_looks_at_its_numbers(look: Callable[[Tensor], float]) -> No
         )
         with pytest.raises(
             UnsupportedModelError,
-            match=r"compile does not cover LlamaForCausalLM: .*(look|get value)",
+            match=r"compile does not cover LlamaForCausalLM: .*(look|get value|reads a tensor)",
         ):
             steps_of(patcher, compile=True)
         hook.remove()
         same(patcher, steps_of(patcher, compile=True), steps_of(patcher))
-
-
-def test_a_copy_of_a_step() -> None:
-    with ContextPatcher(small("llama"), "stable") as patcher:
-        for compiled in (False, True):
-            step = steps_of(patcher, compile=compiled)[1]
-            assert torch.equal(copy.deepcopy(step).logits, step.logits)
 
 
 def test_the_room_of_a_step() -> None:
@@ -349,7 +341,7 @@ def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_compiled() -> None:
-    expected = "expected an update of one pass with compile=True, 'exact' takes two passes"
+    expected = "of an exact update, without compile, got compile=True"
     with (
         ContextPatcher(small("llama"), "exact") as patcher,
         pytest.raises(ValueError, match=expected),

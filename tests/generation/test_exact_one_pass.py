@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +181,38 @@ def test_where_it_does_not_go() -> None:
         pytest.raises(ValueError, match="which is for exact steps"),
     ):
         steps_of(patcher, arithmetic="batch_invariant")
+
+
+@pytest.mark.parametrize("hook", [lambda _m, _a, out: out + 0.1, lambda *_: None])
+def test_hooks_set_between_steps_take_two_passes(hook: Any) -> None:
+    """And one pass again without them: the step's inputs have gone on."""
+    model = build("llama")
+    with ContextPatcher(model) as patcher:
+        steps = steps_of(patcher, 4)
+        assert next(steps).mode == "shared_cache"
+        handle = model.model.layers[1].mlp.register_forward_hook(hook)
+        step = next(steps)
+        assert (step.mode, step.patch.info.arithmetic, step.patch.hooked) == (
+            "two_pass",
+            MODEL,
+            True,
+        )
+        assert torch.equal(patcher.forward(step.patch.kept_ids, step.patch)[:, -1], step.logits)
+        handle.remove()
+        for step in steps:
+            assert step.mode == "shared_cache"
+            assert torch.equal(patcher.forward(step.patch.kept_ids, step.patch)[:, -1], step.logits)
+
+
+def test_autocast_changes_neither_steps_nor_replays() -> None:
+    with ContextPatcher(build("llama")) as patcher:
+        expected = list(steps_of(patcher, 3))
+        steps = steps_of(patcher, 3)
+        with torch.autocast("cpu"):
+            for step, other in zip(steps, expected, strict=True):
+                assert torch.equal(step.logits, other.logits)
+                replayed = patcher.forward(step.patch.kept_ids, step.patch)
+                assert torch.equal(replayed[:, -1], step.logits)
 
 
 @pytest.mark.stress

@@ -12,7 +12,10 @@ from support.static import random_example
 from icl_patch import static
 from icl_patch.static import Distillation, StaticPatch, fit
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 IDS = tokens(4, 2, 6)
 
 

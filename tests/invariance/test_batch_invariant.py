@@ -1,20 +1,23 @@
 """Models whose rows do not depend on their batch."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from icl_patch import UnsupportedModelError, batch_invariant
+from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation.tiny_models import build
 
-LENGTHS = [9, 4, 9, 7, 9, 2, 6] * 5  # of the prompts, 35 rows
+WIDTH = 40
+LENGTHS = [WIDTH, 4, WIDTH, 29, WIDTH, 2, 17] * 5  # of the prompts, 35 rows
 
 
 def prompts(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    ids = torch.randint(3, model.config.vocab_size, (len(LENGTHS), 9), generator=generator)
-    return ids, torch.arange(9) >= 9 - torch.tensor(LENGTHS).unsqueeze(1)
+    ids = torch.randint(3, model.config.vocab_size, (len(LENGTHS), WIDTH), generator=generator)
+    return ids, torch.arange(WIDTH) >= WIDTH - torch.tensor(LENGTHS).unsqueeze(1)
 
 
 @torch.no_grad()
@@ -37,10 +40,22 @@ def log_probabilities(
 
 def rows_alone(model: PreTrainedModel, ids: Tensor, rows: list[int]) -> Tensor:
     lengths = [LENGTHS[row] for row in rows]
-    parts = [ids[row : row + 1, 9 - length :] for row, length in zip(rows, lengths, strict=True)]
+    parts = [
+        ids[row : row + 1, WIDTH - length :] for row, length in zip(rows, lengths, strict=True)
+    ]
     return torch.cat([log_probabilities(model, x, torch.ones_like(x).bool()) for x in parts])
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Three threads, of which each has scratch memory of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3"])
 def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: torch.dtype) -> None:
@@ -71,7 +86,7 @@ def test_the_room_of_a_static_cache_does_not_matter() -> None:
     ids, mask = prompts(model)
     with batch_invariant(model):
         dynamic = log_probabilities(model, ids[:3], mask[:3])
-        for capacity in (16, 61):
+        for capacity in (48, 61):
             cache = StaticCache(config=model.config, max_cache_len=capacity)
             assert torch.equal(log_probabilities(model, ids[:3], mask[:3], cache), dynamic)
 
@@ -130,6 +145,12 @@ def test_calls_and_models_that_are_refused() -> None:
             model(ids)
     with pytest.raises(UnsupportedModelError, match="float64"), batch_invariant(model.double()):
         pass
+    for family in ("mamba", "qwen3_next"):
+        with pytest.raises(UnsupportedModelError, match="recurrent layers, which see padding"):
+            batch_invariant(build(family)).__enter__()
+    model = build("llama")
+    with batch_invariant(model), pytest.raises(ValueError, match="attach first"):
+        ContextPatcher(model)
     eager = build("llama")
     eager.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,10 +56,11 @@ def test_a_llama_without_a_language_model_head_is_refused(
         ContextPatcher(getattr(transformers, kind)(config).eval())
 
 
-def test_a_model_on_several_devices_is_refused() -> None:
+def test_a_model_on_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small("llama")
-    model.lm_head.to("meta")
-    with pytest.raises(UnsupportedModelError, match="on one device, got cpu, meta: load it onto"):
+    parameters = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu")]
+    monkeypatch.setattr(model, "parameters", lambda: parameters)
+    with pytest.raises(UnsupportedModelError, match="on one device, got cpu, cuda:0: load it onto"):
         ContextPatcher(model)
 
 

@@ -78,8 +78,8 @@ def test_without_triton_plain_torch_runs_and_the_reason_is_logged(
     change = weight + u.unsqueeze(2) * v.unsqueeze(1)
     torch.testing.assert_close(out[1], (change @ z.unsqueeze(2)).squeeze(2))
     assert [record.getMessage() for record in caplog.records] == [
-        "icl_patch runs on plain torch: its kernels need triton, No module named"
-        " 'icl_patch.kernels'"
+        "icl_patch runs on plain torch: its kernels need triton (pip install 'icl-patch[gpu]'), No"
+        " module named 'icl_patch.kernels'"
     ]
 
 

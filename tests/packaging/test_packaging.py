@@ -123,7 +123,8 @@ def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> No
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     (tmp_path / "linear-cpu.json").write_text(
-        '{"benchmark": "linear", "environment": {"device": "cpu", "threads": 1}, "rows": []}'
+        '{"benchmark": "linear", "environment": {"device": "cpu", "threads": 1,'
+        ' "cuda": null}, "rows": []}'
     )
     script = (
         "import icl_patch, icl_patch.kernels, runpy, sys; from icl_patch import embedded;"

@@ -149,11 +149,16 @@ def test_commands_are_recorded_field_by_field(monkeypatch: pytest.MonkeyPatch) -
     before = recorded()
     assert before == recorded()  # in another folder
     expected, prefix = Record(), embedded.load()[1]("mode ").input_ids
-    expected.json("command/no file/status", 2)
-    expected.json("command/inspect prefix", {"status": 0, "prefix_ids": [prefix]})
-    expected.json("command/extract prefix", {"status": 0, "kept_tokens": 5})
+    expected.json("command/no file/exit status", 2)
+    expected.json("command/inspect prefix", {"exit status": 0, "prefix_ids": [prefix]})
+    expected.json("command/extract prefix", {"exit status": 0, "kept_tokens": 5})
     assert expected.entries.items() <= before.items()
-    assert [name for name in before if "no file" in name] == ["command/no file/status"]
+    assert [name for name in before if "no file" in name] == [
+        "command/no file/exit status",
+        "command/no file/error/type",
+        "command/no file/error/message",
+        "command/no file/status",
+    ]
     chosen["extract prefix"][-1] += " "
     changed = {line.rpartition("/")[2] for line in differences(before, recorded())}
     assert "prefix_ids" in changed and "model" not in changed

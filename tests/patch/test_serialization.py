@@ -118,7 +118,10 @@ MADE_UP = {
     "format 1": (entry("format", 1), "expected patch format 2, got 1: compute the patch again"),
     "format 2.0": (entry("format", 2.0), "'format'"),
     "a static patch": (entry("kind", "static"), "expected kind one of per_token, got 'static'"),
-    "other arithmetic": (entry("arithmetic", "batch_invariant"), "arithmetic one of model"),
+    "other arithmetic": (
+        entry("arithmetic", "decimal"),
+        "arithmetic one of model, batch_invariant",
+    ),
     "no device": (entry("tensor_parallel", 0), "expected tensor_parallel ≥ 1, got 0"),
     "another update": (entry("update", "best"), "expected update one of direct, stable, exact"),
 }

@@ -116,7 +116,8 @@ def with_context(model: Any, register: Register, path: str) -> Tensor:
         cache = model(ids[:, : CONTEXT.shape[1]], use_cache=True).past_key_values
         return model(ids[:, CONTEXT.shape[1] :], past_key_values=cache).logits
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 def right_or_refused(patcher: ContextPatcher, expected: Tensor, path: str) -> bool:
@@ -444,9 +445,11 @@ def test_what_transformers_leaves_on_a_model_costs_nothing(monkeypatch: pytest.M
     model: Any = small("llama")
     with ContextPatcher(model) as patcher:
         replays: list[int] = []
-        replay = patcher.attached_model.replay
+        replay = patcher.attached_model.replay_logits
         monkeypatch.setattr(
-            patcher.attached_model, "replay", lambda patch: replays.append(1) or replay(patch)
+            patcher.attached_model,
+            "replay_logits",
+            lambda patch: replays.append(1) or replay(patch),
         )
         with torch.no_grad():
             assert len(model(CONTEXT, output_hidden_states=True).hidden_states) == 4

@@ -41,7 +41,8 @@ MODELS = {
 
 
 EVERY_OP = traced.CALLS | {"rms_normalize": lambda z, *_: ops.rms_normalize(z, 1e-5)}
-NO_OPS = {"product_path"}  # functions of icl_patch.ops that compute nothing
+# functions of icl_patch.ops that compute nothing
+NO_OPS = {"product_path", "gemv_products", "has_kernels"}
 
 
 class Kernels(TorchDispatchMode):
