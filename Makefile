@@ -25,7 +25,7 @@ demo: $(RUN) ## the main job on the embedded model: answers with, without and wi
 build/torchao: | $(RUN)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao==0.18.0 || echo "test: no torchao, its tests will skip"
 
-test: $(RUN) build/torchao ## the whole test suite, on as many cores as there are
+test: $(RUN) build/torchao build/peft ## the whole test suite, on as many cores as there are
 	$(RUN) -m pytest $$($(RUN) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
 
 build/oldest/installed: pyproject.toml
@@ -60,7 +60,7 @@ bits-compare: $(RUN) ## compare two records: OLD=before.json NEW=build/bits.json
 
 # Apart from the rest, as torchao: transformers imports it wherever it finds it.
 build/peft: | $(RUN)
-	@$(RUN) -c 'import peft' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "bench: no peft, its column will be left out"
+	@$(RUN) -c 'import peft' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ peft==0.21.2 accelerate==1.15.0 || echo "no peft: its tests will skip, and its column of the benchmarks be left out"
 
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"

@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from icl_patch import ContextPatcher
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
-from icl_patch.evaluation.tiny_models import randomise
+from icl_patch.evaluation.tiny_models import randomised, with_attention
 from icl_patch.models.recurrent_state import is_recurrent
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,15 +113,8 @@ def build(model_type: str, changes: dict[str, Any], dtype: torch.dtype) -> PreTr
     if part is not None:  # transformers' own mapping does not build this class
         language_model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
         model = language_model(getattr(config, part))
-        randomise(model)
-        return model.to(dtype).eval()
-    auto: Any = AutoModelForCausalLM
-    try:
-        model = auto.from_config(config, attn_implementation=attention)
-    except ValueError:  # the class has no sdpa
-        model = auto.from_config(config, attn_implementation="eager")
-    randomise(model)
-    return model.to(dtype).eval()
+        return randomised(model, dtype)
+    return randomised(with_attention(AutoModelForCausalLM, config, attention), dtype)
 
 
 # -- cells

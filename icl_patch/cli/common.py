@@ -44,6 +44,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Add --out, the patch file that the command writes."""
+    parser.add_argument(
+        "--out",
+        type=writable(".safetensors"),
+        required=True,
+        metavar="FILE",
+        help="file to write (.safetensors)",
+    )
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, its device, dtype and seed, for :func:`load`."""
     parser.add_argument(

@@ -20,13 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the tokens that are to run without the context",
     )
     parser.add_argument("--prefix", metavar="TEXT", help="tokens before the context that stay")
-    parser.add_argument(
-        "--out",
-        type=common.writable(".safetensors"),
-        required=True,
-        metavar="FILE",
-        help="file to write (.safetensors)",
-    )
+    common.add_out(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -80,13 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state", type=Path, metavar="DIR", help="go on from what a stopped fit left there"
     )
-    parser.add_argument(
-        "--out",
-        type=common.writable(".safetensors"),
-        required=True,
-        metavar="FILE",
-        help="file to write (.safetensors)",
-    )
+    common.add_out(parser)
 
 
 def rank(text: str) -> int | str | None:

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 97
 _COMMON: dict[str, Any] = {
@@ -447,13 +452,28 @@ def build(
     attention = settings.pop("attn_implementation", "sdpa")
     config = config_class(**settings)
     torch.manual_seed(seed)
-    auto: Any = AutoModelForImageTextToText if tiny.images else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if tiny.images else AutoModelForCausalLM
+    return randomised(with_attention(auto, config, attention), dtype)
+
+
+def with_attention(auto: Any, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """A model of a configuration with this attention, or with ``"eager"`` if its class lacks it.
+
+    auto: ``AutoModelForCausalLM`` or another of transformers' automatic classes.
+    """
+    model: PreTrainedModel
     try:
         model = auto.from_config(config, attn_implementation=attention)
-    except ValueError:  # the class has no sdpa
+    except ValueError:  # the class does not have it
         model = auto.from_config(config, attn_implementation="eager")
+    return model
+
+
+def randomised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with :func:`randomise`'s parameters in a dtype, in eval mode."""
     randomise(model)
-    return model.to(dtype).eval()
+    converted: PreTrainedModel = model.to(dtype).eval()
+    return converted
 
 
 @torch.no_grad()

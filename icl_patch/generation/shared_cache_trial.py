@@ -75,13 +75,13 @@ def require_batch_invariant_steps(decoder: Decoder) -> None:
 
 def _reason_against_batch_invariance(attached: AttachedModel) -> str | None:
     model = attached.model
+    if reason := reason_against(model):
+        return reason
     others = [
         path
         for path, module in model.named_modules()
         if _multiplies(module) and not _is_plain(module)
     ]
-    if reason := reason_against(model):
-        return reason
     reasons = {
         "it has experts": any(block.experts is not None for block in attached.blocks),
         "it has forward hooks": bool(attached.hooks.current()),

@@ -28,8 +28,8 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
     its padding or the room in its cache.
 
     A prompt that is run in parts may have other bits than one that is run at once: attention then
-    adds up in another order. The logits are as near to the fp32
-    model as those of the unmodified model, but not the same bits.
+    adds up in another order. The logits are as near to the fp32 model as those of the unmodified
+    model, but not the same bits.
 
     The context covers calls of the model in this thread. A few random tokens are run first, alone
     and in batches, and compared bit for bit.
@@ -70,8 +70,7 @@ def _run(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _self_check(model: PreTrainedModel) -> None:
     """Compare rows alone with the same rows in batches, bit for bit."""
-    limit = position_limit(model)
-    width = min(67, limit)
+    width = min(67, position_limit(model))
     ids = torch.cat([random_tokens(model, width, seed) for seed in range(3)])[:5]
     lengths = [width, width - 2, width, width // 2 + 1, width - 1]
     alone = [_logits(model, ids[row : row + 1, -length:]) for row, length in enumerate(lengths)]

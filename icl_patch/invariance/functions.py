@@ -182,14 +182,19 @@ def attention(
         else:
             key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     if attn_mask is None:
-        out = _attend(query, key, value, None, is_causal, scale)
+        out = _attend(query, key, value, None, dropout_p, is_causal, scale)
     else:
-        out = _attend_by_row(query, key, value, attn_mask, scale)
+        out = _attend_by_row(query, key, value, attn_mask, dropout_p, scale)
     return out.reshape(len(query), heads, tokens, value.shape[-1])
 
 
 def _attend_by_row(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    dropout: float,
+    scale: float | None,
 ) -> Tensor:
     if mask.dtype != torch.bool or mask.shape[1] != 1:
         raise UnsupportedModelError(
@@ -215,6 +220,7 @@ def _attend_by_row(
             key[part, :, start:stop],
             value[part, :, start:stop],
             None if is_causal else form,
+            dropout,
             is_causal,
             scale,
         )
@@ -233,6 +239,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    dropout: float,
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
@@ -240,7 +247,7 @@ def _attend(
     torch.set_num_threads(1)
     try:
         return F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=is_causal, scale=scale
+            query, key, value, mask, dropout, is_causal, scale=scale
         )
     finally:
         torch.set_num_threads(threads)

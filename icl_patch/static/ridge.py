@@ -8,6 +8,7 @@ all in fp64. With fewer rows than a has elements the dual form ``Δ = Tᵀ (H H�
 the same with a system of n equations (H and T: the rows of a and t times √w).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,12 +105,12 @@ class Regression:
         return [PrimalMoments(*moments) for moments in (*without, (s, c))]
 
 
-class Moments:
+class Moments(ABC):
     """The moments of some rows, which :meth:`solve` needs."""
 
+    @abstractmethod
     def solve(self, ridge: float) -> "Solution":
         """The ridge solution for λ."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,5 @@
 """Models whose rows do not depend on their batch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,15 +42,6 @@ def rows_alone(model: PreTrainedModel, ids: Tensor, rows: list[int]) -> Tensor:
         ids[row : row + 1, WIDTH - length :] for row, length in zip(rows, lengths, strict=True)
     ]
     return torch.cat([log_probabilities(model, x, torch.ones_like(x).bool()) for x in parts])
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Three threads, of which each has scratch memory of its own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")
@@ -155,3 +144,9 @@ def test_calls_and_models_that_are_refused() -> None:
     eager.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):
         batch_invariant(eager).__enter__()
+
+
+def test_dropout_in_attention_is_refused() -> None:
+    model = build("llama", attention_dropout=0.5).train()
+    with pytest.raises(UnsupportedModelError, match="rows that depend on their batch"):
+        batch_invariant(model).__enter__()
