@@ -472,8 +472,8 @@ def with_attention(auto: Any, config: PreTrainedConfig, attention: str) -> PreTr
 def randomised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model with :func:`randomise`'s parameters in a dtype, in eval mode."""
     randomise(model)
-    converted: PreTrainedModel = model.to(dtype).eval()
-    return converted
+    untyped: Any = model  # transformers' `to` has another signature
+    return untyped.to(dtype).eval()
 
 
 @torch.no_grad()
