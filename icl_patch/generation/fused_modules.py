@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch import ops
+from icl_patch.activations import ACTIVATIONS
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norm_form
@@ -22,7 +22,6 @@ from icl_patch.models.consumers import LINEAR
 from icl_patch.models.forward_override import Forward, untouched
 from icl_patch.recording.attached_block import AttachedBlock
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 _ROUNDINGS = 16  # the allowed difference between two orders of the same arithmetic
 # Scales of the rows that a module is tried on; the large ones show whether it clamps.
 _SCALES = (1.0, 30.0, 1000.0)
@@ -227,7 +226,7 @@ def _activation(module: nn.Module) -> str | None:
     return next(
         (
             name
-            for name, function in _ACTIVATIONS.items()
+            for name, function in ACTIVATIONS.items()
             if bool(((output - function(x)).abs() <= limit).all())
         ),
         None,
