@@ -87,7 +87,7 @@ class Controllability(tuple[BlockControllability, ...]):
 
 
 def _cells(block: BlockControllability) -> tuple[str, ...]:
-    """A block's row: the share of kept tokens for which each holds, and what is in the way."""
+    """A block's row: the shares of kept tokens for which each holds, and the failing conditions."""
     mask = block.kept_mask
     shares = (
         f"{int((holds & mask).sum())} of {int(mask.sum())}"

@@ -198,17 +198,17 @@ def fold(
             ov_matrices.value_output(model, 0).head(3)   # W_VO of the folded weights
             with ContextPatcher(model) as patcher: ...   # patches of the folded model
 
-    What reads a norm's output is seen in a pass over a few tokens, and the logits are compared
+    A pass over a few tokens shows the readers of a norm's output, and the logits are compared
     before and after. By name refused, and left as they are, with the reason in
     :attr:`Folding.refused`:
 
-    - a norm whose output is read elsewhere: by a residual sum (Gemma's post-norms, post-LN models),
-      by rotary embeddings (query and key norms), by a router's gather, by a linear map that has
-      other inputs too;
+    - a norm with an output that is read elsewhere: by a residual sum (Gemma's post-norms, post-LN
+      models), by rotary embeddings (query and key norms), by a router's gather, by a linear map
+      that has other inputs too;
     - a norm that does not run, or that is none of the formulas above;
-    - a reader whose weight another module shares, such as a tied output embedding: folding would
-      make the two drift apart;
-    - a reader whose weight is quantised.
+    - a reader that shares its weight with another module, such as a tied output embedding: folding
+      would make the two drift apart;
+    - a reader with a quantised weight.
 
     Args:
         model: a causal language model in eval mode, without a patcher attached.
@@ -315,7 +315,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """For every module whose weight is another module's parameter too: the name of that one."""
+    """For every module that shares its weight with another module: the name of the other."""
     owners: dict[tuple[int, torch.Size], list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault((parameter.data_ptr(), parameter.shape), []).append(name)

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of an answer (default 64)",
     )
     parser.add_argument(
-        "--state", type=Path, metavar="DIR", help="go on from what a stopped fit left there"
+        "--state", type=Path, metavar="DIR", help="continue a stopped fit from its files there"
     )
     common.add_out(parser)
 

@@ -1,7 +1,7 @@
 """Run the norms and gated MLPs of a decode step through our ops, which take fewer launches.
 
 A module is tried on random rows: if one of our ops gives the same output, it takes the module's
-place. Nothing is assumed of a class.
+place. No table lists classes.
 """
 
 from abc import ABC, abstractmethod
@@ -221,7 +221,7 @@ def _activation(module: nn.Module) -> str | None:
     limit = _ROUNDINGS * torch.finfo(x.dtype).eps * x.abs()  # of x: in GELU the result may cancel
     try:
         output = module(x)
-    except Exception:  # the module's own code takes other inputs: no activation that we know
+    except Exception:  # the module's own code takes other inputs: not a known activation
         return None
     return next(
         (

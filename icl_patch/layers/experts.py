@@ -194,7 +194,7 @@ class PatchedExperts(PatchedModule):
 
 
 class PatchedScaledExperts(PatchedExperts):
-    """Experts whose weight multiplies their input instead of their output: ``Σ_e f(W_e s_e z)``
+    """Experts with weights that multiply their input instead of their output: ``Σ_e f(W_e s_e z)``
     over all experts.
 
     ``s_e = 0`` for those that are not active, and ``f(0) = 0``. With ``(v·z) = 1`` the coefficient

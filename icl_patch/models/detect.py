@@ -85,7 +85,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Ending:
-    """The last modules of an MLP: the output matrix or the experts, and the norm of a scale writer."""
+    """The last modules of an MLP: output matrix or experts, and the norm of a scale writer."""
 
     writer: Writer
     down: Call | None = None
@@ -282,7 +282,7 @@ class _Reading:
         return [*before, others[0]]
 
     def _residuals(self, z: Value) -> tuple[bool, list[tuple[str, ...]]]:
-        """Whether the block is parallel, and the candidates for its residual stream before the MLP."""
+        """Whether the block is parallel, and candidates for its residual stream before the MLP."""
         # a norm may have modules of its own, such as a gate
         pre = [call for call in self.calls if call.made.same_as(z) and not call.given.same_as(z)]
         if self._is_parallel(z):
@@ -376,7 +376,7 @@ class _Reading:
                 yield _misfit(output, hidden, added + branch * beside), found
 
     def _beside(self, mlp: Call, holders: list[Call]) -> Iterator[Tensor]:
-        """The outputs that other modules of the MLP may add, beside the one that holds the writer."""
+        """Outputs that other modules of the MLP may add, beside the one that holds the writer."""
         given = mlp.made.now
         for call in self.calls if mlp is holders[-1] else []:
             if call.made.now.numel() == given.numel() and call not in holders:

@@ -1,5 +1,5 @@
-"""Checks of arguments that several ops share: each raises an error that says what was expected and
-what came.
+"""Checks of arguments that several ops share. Each raises an error with the expected and the actual
+value.
 """
 
 import torch

@@ -26,8 +26,8 @@ def expert_linear(
         x: (M, K) float, read by all k slots of a row, or (M, k, K).
         weight: logically (E, N, K), any strides, x's dtype; fast with either of the last two
             dimensions contiguous.
-        expert: (M, k) integers from 0 to E - 1. Not looked at on the host for CUDA tensors, where
-            any other number gives 0.
+        expert: (M, k) integers from 0 to E - 1. CUDA tensors are not checked on the host; there any
+            other number gives 0.
         bias: (E, N), x's dtype.
         out_dtype: of the result; x's dtype by default.
 

@@ -1,5 +1,5 @@
 """Linear maps with a low-rank change of their weight: applied, recorded from two streams, or added
-to an output that is there already.
+to an output that another module computed.
 """
 
 import sys
@@ -39,7 +39,7 @@ def _cpu_gemv_rows(matrix_units: str, kernels: str) -> int:
         native.cpu_instructions.startswith("avx")
         and not getattr(torch.ops.mkldnn, kernels, lambda: True)()
     ):
-        return sys.maxsize  # torch multiplies number by number
+        return sys.maxsize  # torch has no fast product of this dtype
     return _GEMV_ROWS
 
 
@@ -54,8 +54,8 @@ _only_gemv: ContextVar[bool] = ContextVar("icl_patch_only_gemv", default=False)
 
 @contextmanager
 def gemv_products() -> Iterator[None]:
-    """Within this context every number of rows takes the path ``"gemv"``, so that a row's bits do
-    not depend on how many there are.
+    """Within this context all products take the path ``"gemv"``, so that a row's bits do not depend
+    on the number of rows.
     """
     token = _only_gemv.set(True)
     try:
@@ -104,8 +104,8 @@ def patched_linear(
             ``index``. Any float dtype. Without u and v the op is the plain linear map.
         v: as ``u`` with K for N.
         bias: (N,), z's dtype.
-        index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map. Not looked
-            at on the host for CUDA tensors.
+        index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map. CUDA
+            tensors are not checked on the host.
         out_dtype: of the result; z's dtype by default.
         path: ``"gemv"`` or ``"gemm"`` for any number of rows; by default :func:`product_path` of
             M rows. Within a path of our kernels a row's bits depend only on the row, its factors,

@@ -1,4 +1,4 @@
-"""A patch: the factors of every block for every kept token, and what they are valid for.
+"""A patch: the factors of every block for every kept token, with their model, tokens and positions.
 
 ``patch.layers`` has a dictionary for each block. B rows, T kept tokens, k active experts; the names
 are paths relative to the block:
@@ -260,7 +260,7 @@ class ContextPatch:
 
         Args:
             folder: is made; its two files are replaced.
-            row, token: whose change, by default the first row's last kept token's.
+            row, token: the kept token to take the change of; by default the last of the first row.
 
         Returns:
             The rank in the files.

@@ -17,7 +17,7 @@ class ParameterChange:
         name: the module's path in its block; for experts with the parameter's name.
         parameter: the changed parameter's name in the module, "" for experts.
         u, v: of ``W + u vᵀ``; v is None where ``u`` is itself the change, of a bias or a scale.
-        index: (B, T, k), the experts whose matrices change; u and v then have a slot each, or share
+        index: (B, T, k), the experts with changed matrices; u and v then have a slot each, or share
             one.
         transposed: whether the matrix is stored as (in, out).
     """

@@ -24,13 +24,13 @@ from icl_patch.recording.decode_recorder import DecodeRecorder
 
 
 class ExactDecodeRecorder(DecodeRecorder):
-    """A decode step's recorder whose writer's factor :func:`close_loops` chooses after the pass."""
+    """A decode step's recorder; :func:`close_loops` chooses the writer's factor after the pass."""
 
     loop: OpenLoop | None = None
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
 
     def on_residual(self, x: Tensor) -> None:
-        """Take one of the tensors whose sum is the residual stream before the MLP."""
+        """Take one term of the residual stream before the MLP."""
         BlockRecorder.on_residual(self, x)
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
 
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
-    """Blocks whose loops can be closed in one call have the same."""
+    """Equal for blocks that can be closed in one call."""
     loop = recorder.loop
     assert loop is not None and recorder.residual is not None
     shapes = (loop.base.shape, loop.gain.shape, recorder.residual.shape, recorder.residual.dtype)

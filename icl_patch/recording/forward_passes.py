@@ -33,7 +33,7 @@ def run(
     visibility: restricts the attention, if given.
     longest: the number of tokens in the longest row of the whole sequences, of which this call may
         get a part.
-    last_logits: the number of last tokens whose logits are computed; 0 for all.
+    last_logits: compute the logits of only this many last tokens; 0 for all.
     """
     restricted = nullcontext() if visibility is None else restricted_attention(model, visibility)
     with restricted, rotated_as_one_call(model, longest):

@@ -160,7 +160,7 @@ class _Job:
         check_rows(self.model, [*self.rows, *self.preserve, *self.test_rows])
 
     def plan(self, options: Distillation) -> Plan:
-        """What the fit will take."""
+        """The plan of the fit."""
         rows, rank = [*self.rows, *self.preserve], self.rank
         size = Size(
             model=self.model,
@@ -269,7 +269,7 @@ class _Job:
             progress,
         )
 
-    # -- what no patch can hold
+    # -- examples that no patch can serve
 
     def check_shared(self, report: StaticReport) -> None:
         """Raises ValueError if there are several contexts and their patch does not help on

@@ -33,7 +33,7 @@ class RidgeOptions:
 
 @dataclass(eq=False)
 class BlockFit:
-    """What the fit of one block gave.
+    """The result of the fit of one block.
 
     Attributes:
         changes: path in the block -> the change fitted on all rows.
