@@ -361,7 +361,7 @@ def invert_rmsnorm(
 
 def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
     """(B, 1) powers of two that keep the squares and cubes of fp64 data in range; 1 for data in the
-    range of fp32, even if the factors of these are.
+    range of fp32, which need no scaling.
     """
     exponent = torch.frexp(torch.maximum(m.abs(), g.abs()).amax(1, keepdim=True)).exponent
     return torch.ldexp(
