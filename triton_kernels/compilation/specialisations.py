@@ -1,5 +1,5 @@
-"""One launch of every kernel and every configuration in the data files, on tensors without storage:
-what is compiled ahead of time.
+"""One launch of every kernel and every configuration in the data files, on tensors without storage,
+to compile ahead of time.
 """
 
 from collections.abc import Iterator
