@@ -9,7 +9,6 @@ transpose of its ``W``.
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -88,12 +87,7 @@ class Folding:
     def __enter__(self) -> "Folding":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
     def restore(self) -> None:

@@ -15,13 +15,14 @@ from torch import Tensor
 from icl_patch.ops import native, reference
 from icl_patch.ops.checks import (
     check_floats,
+    check_indices,
     check_matrix,
     check_operands,
     check_out_dtype,
     is_integer,
 )
 from icl_patch.ops.direction import Direction, read_direction
-from icl_patch.ops.dispatch import Op, backend, is_traced
+from icl_patch.ops.dispatch import Op, backend
 
 GEMV, GEMM = "gemv", "gemm"
 _GEMV_ROWS = 16
@@ -277,23 +278,11 @@ def _check_factors(
             f" {tuple(v.shape)}"
         )
     if index is not None:
-        _check_index(z, index, u.shape[0])
-
-
-def _check_index(z: Tensor, index: Tensor, pool: int) -> None:
-    rows = len(z)
-    if index.shape != (rows,) or not is_integer(index):
-        raise ValueError(
-            f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}"
-        )
-    if index.device != z.device:
-        raise ValueError(f"expected index on {z.device}, got {index.device}")
-    # to look would wait for the device, or there is nothing to look at
-    if index.is_cuda or index.is_meta or is_traced() or not rows:
-        return
-    least, most = int(index.min()), int(index.max())
-    if least < -1 or most >= pool:
-        raise ValueError(f"expected index from -1 to {pool - 1}, got {least} to {most}")
+        if index.shape != (rows,) or not is_integer(index):
+            raise ValueError(
+                f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}"
+            )
+        check_indices("index", index, z, -1, u.shape[0])
 
 
 def _reference_patched_linear(
