@@ -163,8 +163,8 @@ class SharedCacheStreams:
         return forward
 
     def _ending(self, block: AttachedBlock) -> Forward:
-        """A block's forward that hands on the context stream (B, 1, d), or both streams (2B, 1, d)
-        if it is the last block.
+        """A block's forward that returns the context stream (B, 1, d), or both streams (2B, 1, d)
+        for the last block.
         """
         original = block.module.forward
 
@@ -199,7 +199,7 @@ def _mixture(block: AttachedBlock) -> nn.Module | None:
 
 
 def _unsupported_reason(block: AttachedBlock) -> str | None:
-    """Why a block's streams cannot be folded, or None."""
+    """The reason why a block's streams cannot share a cache, or None."""
     spec = block.spec
     reasons = {
         "its MLP stands beside the attention": spec.parallel,

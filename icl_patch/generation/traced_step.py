@@ -93,7 +93,7 @@ class TracedStep:
             yield
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as cause:  # of the model's own code, which nobody here has seen
+        except Exception as cause:  # also an error of the model's own code
             name = type(self._step.decoder.attached.model).__name__
             reason = str(cause).partition("\n")[0]
             if "InvalidCxxCompiler" in str(cause):

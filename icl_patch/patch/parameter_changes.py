@@ -1,4 +1,4 @@
-"""The changes of parameters that a block's factors stand for: their sizes, and materialised."""
+"""The changes of parameters that a block's factors give: their sizes, and as matrices."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class ParameterChange:
 
 
 def parameter_changes(spec: BlockSpec, layer: Mapping[str, Tensor]) -> Iterator[ParameterChange]:
-    """The changes that a block's factors stand for, in the order of its modules."""
+    """The changes that a block's factors give, in the order of its modules."""
     for reader in spec.readers:
         yield ParameterChange(
             reader,

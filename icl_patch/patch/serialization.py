@@ -61,7 +61,7 @@ class PatchInfo:
     """The model, tokenizer and run that a patch belongs to.
 
     Attributes:
-        model, revision: the name or path and the commit of the model, as far as it knows them.
+        model, revision: the name or path and the commit of the model, if known.
         fingerprint: SHA-256 of the weights.
         tokenizer: SHA-256 of the tokenizer, None without one.
         family, update: the model's type, and the update's name. dtype: of the model.

@@ -1,10 +1,11 @@
 """Recording an exact decode step in one pass of both streams.
 
-Two passes are needed where a product rounds a row otherwise among 2B rows than among B. In the
-batch-invariant arithmetic (:mod:`icl_patch.invariance.arithmetic`) it does not. The context stream
-runs through the block with all its roundings. The reduced stream stops at the writer: the factor is
-chosen for which its sum, rounded, is the context stream's. So both streams leave a block with the
-same bits, and one of them goes on.
+In the model's own arithmetic an exact step takes two passes, because a product rounds a row
+differently in a batch of 2B rows than in one of B. In the batch-invariant arithmetic
+(:mod:`icl_patch.invariance.arithmetic`) it rounds alike. The context stream runs through the block
+with all its roundings. The reduced stream stops at the writer; the factor is chosen so that the
+rounded sum of the reduced stream equals the context stream's. So both streams leave a block with
+the same bits, and only one of them continues.
 """
 
 from collections.abc import Iterable, Sequence

@@ -62,7 +62,7 @@ def run_head(
     chunk: int | None = None,
     **model_inputs: Any,
 ) -> None:
-    """Put the head into an empty cache, as the untouched model does; ``chunk`` tokens a call, or
+    """Run the unmodified model on the head, into an empty cache; ``chunk`` tokens per call, or
     all at once.
     """
     width = sequences.head_ids.shape[1]

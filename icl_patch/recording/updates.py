@@ -91,7 +91,7 @@ def close(
         branch: the multiplier of the writer's output, see ``BlockSpec.residual_multiplier``.
 
     Misses are counted: elements where the gain is 0, or where the target is so far below the
-        residual that fp64 does not resolve it.
+    residual that fp64 does not resolve it.
     """
     residual64, base64, gain64 = residual.double(), base.double(), gain.double()
     reachable = gain64 * branch != 0

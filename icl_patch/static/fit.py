@@ -75,7 +75,7 @@ def fit(
         held_out: examples on which the patch is measured, and ``"distill"`` stops early, instead of
             a part of ``examples``.
         state: a folder; finished blocks (ridge) or checkpoints (distill) are written to it, and a
-            fit that was stopped goes on from them.
+            stopped fit continues from them.
         max_new_tokens: of an answer that the model gives.
         tokenizer: its fingerprint goes into the patch.
         on_plan: called with the :class:`Plan` before the fit starts.

@@ -1,4 +1,4 @@
-"""The finished blocks of a fit as files, from which a fit that was stopped goes on."""
+"""The finished blocks of a fit as files, from which a stopped fit continues."""
 
 import hashlib
 import json
