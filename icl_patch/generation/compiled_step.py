@@ -155,7 +155,7 @@ def check_compilable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> Non
         )
     if any(isinstance(block.experts, PatchedScaledExperts) for block in blocks):
         raise UnsupportedModelError(
-            f"compile does not cover {name}: the host looks how many experts are chosen"
+            f"compile does not cover {name}: the host reads how many experts are chosen"
         )
     if any(weight.is_inference() for weight in model.parameters()):
         raise UnsupportedModelError(
