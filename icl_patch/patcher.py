@@ -241,7 +241,8 @@ class ContextPatcher:
     ) -> Tensor:
         """Replay: run the kept tokens with the patch's weights and no context anywhere.
 
-        Positions and prefix come from the patch. No second stream, no cache but the prefix's own.
+        Positions and prefix come from the patch. There is no second stream, and the cache holds
+        only the prefix.
 
         Args:
             kept_ids: (B, T), the patch's kept tokens.

@@ -1,5 +1,4 @@
-"""Norms folded into the linear maps that follow them, and value and output matrices multiplied out:
-the weights as analysis wants them.
+"""Folding norms into the linear maps that follow them, for an analysis of the weights.
 
 Source: "Folding weights in transformers", the reformulation used in "Weight-based Analysis of
 Detokenization in Language Models". Its vectors are rows, ``x W``; a weight of ``nn.Linear`` is the
@@ -26,8 +25,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class UncentredLayerNorm(nn.Module):
-    """``y = x / σ(x)``, with ``σ(x) = sqrt(mean((x - mean x)²) + eps)``: the rest of a
-    LayerNorm that has been folded.
+    """``y = x / σ(x)``, with ``σ(x) = sqrt(mean((x - mean x)²) + eps)``: the remaining part of a
+    folded LayerNorm.
 
     Computed in fp32 at least and rounded once to the dtype of x. Source: "Folding weights in
     transformers", the new LN.
@@ -49,8 +48,8 @@ class UncentredLayerNorm(nn.Module):
 
 @dataclass(frozen=True)
 class NormForm:
-    """``y = (offset + weight) ⊙ (x - centred · mean x) / sqrt(mean square + eps) + bias``: how a
-    norm computes.
+    """The formula of a norm: ``y = (offset + weight) ⊙ (x - centred · mean x) / sqrt(mean square +
+    eps) + bias``.
     """
 
     centred: bool
@@ -60,8 +59,8 @@ class NormForm:
 
 @dataclass(frozen=True)
 class FoldedNorm:
-    """A norm that was folded: its path, its form, and the paths of the linear maps that took it
-    up.
+    """A norm that was folded: its path, its formula, and the paths of the linear maps that it was
+    folded into.
     """
 
     path: str
@@ -182,10 +181,9 @@ def fold(
         RMSNorm     W' = diag(m) W                 (Gemma: m = 1 + weight)
 
     The products are taken in fp64 and rounded once to the weight's dtype, so logits agree to
-    rounding. A LayerNorm's place is taken by
-    :class:`UncentredLayerNorm`, an RMSNorm keeps its module with a neutral weight; a linear map
-    that has no bias gets one where ``β`` asks for it. Everything is put back, the same objects, by
-    :meth:`Folding.restore`::
+    rounding. :class:`UncentredLayerNorm` replaces a LayerNorm; an RMSNorm keeps its module, with a
+    neutral weight. A linear map without a bias gets one if ``β`` needs it. :meth:`Folding.restore`
+    puts all original objects back::
 
         with fold(model) as folding:
             folding.folded, folding.refused

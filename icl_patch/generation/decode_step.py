@@ -342,7 +342,7 @@ def _two_passes(state: DecodeState) -> DecodeResult:
 
 
 def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
-    """Repeat an exact step of which some factors miss their target: a pass of the reduced stream
+    """Repeat an exact step if some of its factors miss their target: a pass of the reduced stream
     closes every block on the context's output again, each from the output that the block before it
     reached.
     """

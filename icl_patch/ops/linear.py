@@ -149,8 +149,8 @@ def record_linear(
 
     Returns:
         y_pair (2M, N) in z's dtype, u (M, N) fp32 (fp64 for fp64 z), and the direction.
-        ``patched_linear(z, weight, u, direction.v, bias)`` gives y again, bit for bit, where our
-        kernels multiply: not in fp64, nor by a weight of which neither dimension is contiguous.
+        ``patched_linear(z, weight, u, direction.v, bias)`` gives y again, bit for bit, if our
+        kernels multiply. They do not in fp64, nor if neither dimension of the weight is contiguous.
 
     Raises:
         TypeError: a dtype does not fit.

@@ -227,8 +227,8 @@ class AttachedModel:
         names = names_of(model_inputs)
         if names and sequences.has_prefix:
             raise ValueError(
-                f"expected no prefix beside {', '.join(names)}, of which a replay of the prefix"
-                " knows nothing"
+                f"expected no prefix beside {', '.join(names)}: a replay runs the prefix without"
+                " them"
             )
         cache = kv_cache.new_cache(self.model)
         if sequences.head_ids.shape[1]:

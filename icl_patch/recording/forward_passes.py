@@ -31,8 +31,8 @@ def run(
     The cache grows by T tokens.
 
     visibility: restricts the attention, if given.
-    longest: the number of tokens in the longest row of the whole sequences, of which this call may
-        get a part.
+    longest: the number of tokens in the longest row of the whole sequences; this call may get a
+        part of them.
     last_logits: compute the logits of only this many last tokens; 0 for all.
     """
     restricted = nullcontext() if visibility is None else restricted_attention(model, visibility)
