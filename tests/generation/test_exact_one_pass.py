@@ -69,6 +69,23 @@ def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> 
         assert torch.equal(step.logits, logits)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "olmo2"])
+def test_outputs_that_underflow_in_fp16_are_reached(family: str) -> None:
+    """W_down writes numbers of which fp16 keeps few bits, and zeros, before a norm."""
+    model = tiny_models.build(family, 1, torch.float16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "down_proj" in name:
+                parameter.mul_(2.0**-14)
+    with ContextPatcher(model) as patcher:
+        for arithmetic, passes in ((BATCH_INVARIANT, 1), (MODEL, 2)):
+            for step in steps_of(patcher, 6, arithmetic=arithmetic):
+                patch = step.patch
+                assert patch.passes == passes
+                assert patch.report is not None and not patch.report.misses.any()
+                assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
+
+
 def test_a_row_replays_alike_in_any_batch() -> None:
     """Of 19 rows, which take another product by default than one row does."""
     ids = tokens(4, 19, 6)
