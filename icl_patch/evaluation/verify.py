@@ -235,27 +235,14 @@ def verify(
     progress(0, count)
     run = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
     floor = _noise_floor(loaded, run)
-    comparisons: list[dict[str, Tensor]] = []
-    replays, one_pass = Replays(), None
     with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
         attached = patcher.attached_model
-        for reference, computation in zip(
-            run.logits.unbind(1), _computations(attached, run), strict=True
-        ):
-            logits, replayed = attached.replay(computation.patch)
-            comparisons.append(_compare(reference, logits[:, -1], computation, replayed))
-            if exact and computation.patch.report is not None:
-                replays.logits.append(logits[:, -1])
-                replays.reports.append(computation.patch.report)
-            progress(len(comparisons), count)
+        totals, replays, passes = _replays(attached, run, lambda done: progress(done, count))
         if exact:
             one_pass = one_pass_replays(
                 patcher.decoder, run, lambda done: progress(max_new_tokens + done, count)
             )
             progress(count, count)
-    totals = {
-        name: torch.stack([step[name] for step in comparisons], -1) for name in comparisons[0]
-    }
     experts = totals["same_experts"]
     return VerifyReport(
         model=name or getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__,
@@ -264,7 +251,7 @@ def verify(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         prompts=len(ids),
-        passes=computation.patch.passes,
+        passes=passes,
         keep_last=keep_last,
         noise_floor=floor,
         reader_error_max=float(totals["reader_error"].max()),
@@ -272,7 +259,7 @@ def verify(
         correction_max=float(totals["correction"].max()),
         misses=int(totals["misses"].sum()),
         experts_identical=float(experts.double().mean()) if experts.numel() else None,
-        arithmetics=[] if one_pass is None else in_both_arithmetics(loaded, run, replays, one_pass),
+        arithmetics=in_both_arithmetics(loaded, run, replays, one_pass) if exact else [],
         steps=_verified_tokens(run.tokens, totals),
     )
 
@@ -290,6 +277,29 @@ def _noise_floor(model: PreTrainedModel, run: BaselineRun) -> dict[str, float]:
         f"{measure}_max": max(float(distance(other, run.logits).max()) for other in others)
         for measure, distance in (("linf", metrics.linf), ("tvd", metrics.total_variation))
     }
+
+
+def _replays(
+    attached: AttachedModel, run: BaselineRun, on_step: Callable[[int], None]
+) -> tuple[dict[str, Tensor], Replays, int]:
+    """Compute and replay the patch of every step: the numbers of :func:`_compare`, with a last
+    dimension of steps; the replays; and the number of passes for a patch.
+    """
+    comparisons: list[dict[str, Tensor]] = []
+    replays = Replays()
+    for reference, computation in zip(
+        run.logits.unbind(1), _computations(attached, run), strict=True
+    ):
+        logits, replayed = attached.replay(computation.patch)
+        comparisons.append(_compare(reference, logits[:, -1], computation, replayed))
+        assert computation.patch.report is not None
+        replays.logits.append(logits[:, -1])
+        replays.reports.append(computation.patch.report)
+        on_step(len(comparisons))
+    totals = {
+        name: torch.stack([step[name] for step in comparisons], -1) for name in comparisons[0]
+    }
+    return totals, replays, computation.patch.passes
 
 
 def _computations(attached: AttachedModel, run: BaselineRun) -> Iterator[Computation]:
