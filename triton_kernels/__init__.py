@@ -2,9 +2,9 @@
 own name.
 
 They run on CUDA tensors, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1). Importing
-this needs triton, touches no device and compiles nothing. Every op is deterministic: no atomics, no
-tuning at run time, one order of summation that depends on the shapes of the weight, the dtype and
-the GPU.
+this needs triton, touches no device and compiles nothing. Every op is deterministic: no atomic adds
+of floats, no tuning at run time, one order of summation that depends on the shapes of the weight,
+the dtype and the GPU.
 """
 
 if __name__ == "triton_kernels":

@@ -29,6 +29,7 @@ from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED, Config, config_for
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
+from icl_patch.kernels.runtime import launching
 from icl_patch.ops import reference
 
 # bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:
@@ -353,6 +354,43 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
     assert same_bits(launch_linear(z[3:], weight, u, direction.v, config=config), y_pair[3:])
     assert same_bits(launch_linear(z[:3], weight, config=config), y_pair[:3])
     assert same_bits(launch_linear(z[1:2], weight, config=config), y_pair[1:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_ranges_of_k_are_added_in_their_order(dtype: torch.dtype) -> None:
+    """Whichever program is the last, however many rows there are, recording or not; and the last
+    leaves the counters at 0. Early launches change no bit.
+    """
+    dot, rows = (True, 17) if dtype != torch.float32 else (False, 5)
+    config = Config(dot, rows - 1, 16, 64, 2, 3, splits=4, pdl=True)
+    whole = replace(config, splits=1, pdl=False)
+    case = linear_case("row-rank", (rows, 17, 500), 2, dtype)
+
+    def run(z: Tensor, weight: Tensor, config: Config) -> Tensor:
+        return launch_linear(z, weight, out_dtype=torch.float32, config=config)
+
+    parts = zip(case.z.split(128, 1), case.weight.split(128, 1), strict=True)
+    in_order = torch.zeros((), device=DEVICE)
+    for z, weight in parts:
+        in_order = in_order + run(z, weight, whole)
+    for _ in range(2):
+        assert same_bits(run(case.z, case.weight, config), in_order)
+        assert not any(count.any() for count in launching._counters.values())
+    assert not same_bits(in_order, run(case.z, case.weight, whole))
+
+    out = launch_linear(**case.arguments, config=config)
+    check_linear(case, out, dtype)
+    row = {name: getattr(case, name)[-1:] for name in ("z", "u", "v")}
+    for fused in (0, 4):  # z·v summed by a launch before, and by the last program
+        alone = launch_linear(**case.arguments | row, config=replace(config, fused=fused))
+        assert same_bits(alone, out[-1:])
+
+    z_ctx, z = case.z[1:].chunk(2)
+    direction = kernels.read_direction(z)
+    y_pair, u = launch_record(case.z[1:], case.weight, case.bias, direction.coeff, config=config)
+    replayed = launch_linear(z, case.weight, u, direction.v, case.bias, config=config)
+    with_context = launch_linear(z_ctx, case.weight, bias=case.bias, config=config)
+    assert same_bits(torch.cat([with_context, replayed]), y_pair)
 
 
 @pytest.mark.parametrize("layout", ["row", "shared", "pool"])

@@ -3,6 +3,7 @@ what is compiled ahead of time.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ VARIANTS = (
     ("recording", None, 16, 64),
     ("Conv1D", 1, 4, 64),
 )
+
+NARROW = 4096
+"""Up to so many outputs K is worth splitting over programs."""
 
 
 def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -78,13 +82,17 @@ def linear_launches(capability: int | None = None) -> Iterator[tuple[str, Launch
                 continue
             seen.add(key)
             size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
+            name = f"{file}: {entry.path} {entry.dtype}{size}"
+            served = replace(entry, config=entry.config.for_capability(capability or 80))
             for variant, rank, gemv_rows, gemm_rows in VARIANTS:
                 rows = gemv_rows if entry.path == GEMV else gemm_rows
                 if rows is not None:
-                    yield (
-                        f"{file}: {entry.path} {entry.dtype}{size}, {variant}",
-                        linear_launch(entry, variant, rank, rows),
-                    )
+                    yield f"{name}, {variant}", linear_launch(served, variant, rank, rows)
+            if entry.path == GEMV and (entry.max_n or NARROW + 1) <= NARROW:
+                config = replace(entry.config, splits=4, pdl=True)
+                split = replace(entry, config=config.for_capability(capability or 80))
+                yield f"{name}, rank 1, 4 splits", linear_launch(split, "rank 1", 1, 1)
+                yield f"{name}, recording, 4 splits", linear_launch(split, "recording", None, 16)
 
 
 def expert_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:

@@ -1,6 +1,6 @@
 """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r`` in one pass over W."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -15,16 +15,19 @@ from icl_patch.kernels.runtime.launching import (
     FLOATS,
     INTERPRETED,
     Launch,
+    Memory,
     cached_launch,
     ceil_div,
     check,
     check_floats,
     dtype_of,
+    has_pdl,
     needs_op,
     power_of_two,
 )
 
 MAX_RANK = 64
+NO_OTHERS = (None,) * 8
 
 
 def product_path(rows: int) -> str:
@@ -69,6 +72,10 @@ def sums_coefficients(config: Config, rows: int, rank: int) -> bool:
     return power_of_two(rank) * coefficient_rows(config.block_m, rows) <= config.fused
 
 
+Map = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""A linear map's weight, bias, u and v."""
+
+
 def plan_linear(
     z: Tensor,
     weight: Tensor,
@@ -80,14 +87,17 @@ def plan_linear(
     config: Config,
     *,
     record: bool = False,
+    others: Sequence[Map] = (),
 ) -> Launch:
-    """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index and the coefficients of
-    :func:`plan_before`.
+    """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index, the coefficients of
+    :func:`plan_before`, and twice a weight, bias, u and v: those of ``others``, or None.
 
     u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
     are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
+    ``others`` are up to two maps of the same z and dtypes, with the same strides: their outputs
+    follow.
     """
-    n, k = weight.shape
+    k = weight.shape[1]
     rows = len(z) // 2 if record else len(z)
     rank, fused = 0, 0
     u_strides: tuple[int, ...] = (0, 0, 0)
@@ -99,20 +109,26 @@ def plan_linear(
             u_strides, v_strides = (0, *u_strides[1:]), (0, *v_strides[1:])
         fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
-    coeff = torch.float32 if record or (rank and not fused) else None
+    maps = [(weight, bias, u, v), *others]
+    widths = [len(of[0]) for of in maps]
     inputs = (
         z.dtype,
-        weight.dtype,
-        dtype_of(bias),
-        dtype_of(u),
-        dtype_of(v),
+        *map(dtype_of, maps[0]),
         dtype_of(index),
-        coeff,
+        torch.float32 if record or (rank and not fused) else None,
+        *[dtype_of(x) for of in others for x in of],
+        *[None] * (8 - 4 * len(others)),
     )
-    outputs: tuple = (((len(z), n), dtype),)
+    outputs: list[Memory | None] = [None] * 6
+    for i, n in enumerate(widths):
+        outputs[2 * i] = ((len(z), n), dtype)
+        outputs[2 * i + 1] = ((rows, n), torch.float32) if record else None
+    tiles = ceil_div(rows, block_m) * sum(ceil_div(n, block_n) for n in widths)
+    partial: Memory = ((config.splits * len(z) * sum(widths),), torch.float32)
     rest: tuple = (
         rows,
-        n,
+        *widths,
+        *[None] * (3 - len(widths)),
         *z.stride(),
         *weight.stride(),
         0 if bias is None else bias.stride(0),
@@ -130,16 +146,22 @@ def plan_linear(
         config.block_k,
         *coefficient_block(config, block_m, rows, fused, z.dtype),
         config.sums,
+        config.splits,
+        len(maps),
+        pdl := config.pdl and has_pdl(z.device),
         config.num_stages,
         INTERPRETED,
     )
-    if record:
-        outputs += (((rows, n), torch.float32),)
-    else:
-        rest = (None, *rest)
-    programs = ceil_div(rows, block_m) * ceil_div(n, block_n)
     return Launch(
-        _linear_kernel, programs, inputs, outputs, rest, config.num_warps, config.num_stages
+        _linear_kernel,
+        tiles * config.splits,
+        inputs,
+        tuple(outputs),
+        rest,
+        config.num_warps,
+        config.num_stages,
+        (partial, ((tiles,), torch.int32)) if config.splits > 1 else (None, None),
+        pdl,
     )
 
 
@@ -200,7 +222,8 @@ def _plan(
         bias: Tensor | None,
         index: Tensor | None,
     ) -> Tensor:
-        return launch(z, weight, bias, u, v, index, None if before is None else before(z, v, index))
+        coeff = None if before is None else before(z, v, index)
+        return launch(z, weight, bias, u, v, index, coeff, *NO_OTHERS)
 
     return call
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from icl_patch.kernels.ops.direction import ReadDirection, read_direction
-from icl_patch.kernels.ops.linear import check_linear, plan_linear, product_path
+from icl_patch.kernels.ops.linear import NO_OTHERS, check_linear, plan_linear, product_path
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import cached_launch, check, needs_op
@@ -58,7 +58,9 @@ def _plan(
         gpu_name(z_pair.device), weight.dtype, len(weight), path or product_path(len(z_pair) // 2)
     )
     launch = plan_linear(z_pair, weight, None, None, bias, None, z_pair.dtype, config, record=True)
-    return lambda z_pair, weight, bias, coeff: launch(z_pair, weight, bias, None, None, None, coeff)
+    return lambda z_pair, weight, bias, coeff: launch(
+        z_pair, weight, bias, None, None, None, coeff, *NO_OTHERS
+    )
 
 
 library.define(
