@@ -18,6 +18,7 @@ from icl_patch.kernels.ops.coefficients import coefficients
 from icl_patch.kernels.ops.direction import ReadDirection, read_direction
 from icl_patch.kernels.ops.experts import expert_linear
 from icl_patch.kernels.ops.gated import gated_product
+from icl_patch.kernels.ops.grouped import patched_linears, record_linears
 from icl_patch.kernels.ops.linear import patched_linear, product_path
 from icl_patch.kernels.ops.low_rank import add_low_rank
 from icl_patch.kernels.ops.norms import NormedPair, norm_pair, rms_norm
@@ -39,9 +40,11 @@ __all__ = [
     "gated_product",
     "norm_pair",
     "patched_linear",
+    "patched_linears",
     "product_path",
     "read_direction",
     "record_linear",
+    "record_linears",
     "rms_norm",
     "tune",
 ]

@@ -79,6 +79,7 @@ COMPILED = [
     "untuned: gemv bfloat16 N ≤ 4096, Conv1D",
     "untuned: gemv bfloat16 N ≤ 1728, recording",
     "untuned: gemv bfloat16 N ≤ 1728, rank 1, 4 splits",
+    "untuned: gemv bfloat16 N ≤ 16384, recording, 2 maps",
     "untuned: gemm bfloat16, recording",
     "untuned: gemv float32, rank 4, 4 rows",
     "coefficients K = 5376",
@@ -461,6 +462,15 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
             {"config": Config(True, 16, 32, 64, 4, 2)},
             {"config": Config(True, 16, 32, 64, 4, 3, splits=2)},
         ],
+        1,
+    ),
+    "patched_linears": (
+        lambda z, weight, u, v, bias: kernels.patched_linears(
+            z, [weight] * 3, [u] * 3, [v] * 3, [bias] * 3
+        ),
+        LINEAR,
+        {},
+        [],
         1,
     ),
     "coefficients": (kernels.coefficients, {"z": (M, K), "v": (M, 2, K)}, {}, [], 1),

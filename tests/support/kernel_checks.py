@@ -27,6 +27,7 @@ from torch import Tensor
 
 from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED, Config, config_for
+from icl_patch.kernels.ops.grouped import launch_linears
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
@@ -457,6 +458,30 @@ def test_record_linear(dtype: torch.dtype, rows: int) -> None:
         assert same_bits(again.u, u)
 
 
+@every_float
+def test_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
+    """And have the bits of their own launches: of different widths, more than a launch takes, with
+    patches and biases and without.
+    """
+    dot = dtype != torch.float32
+    config = Config(dot, 16, 16, 64, 2, 3, fused=4, splits=1 + dot)
+    cases = [linear_case("row-rank", (2, n, 130), 2, dtype, seed=n) for n in (17, 18, 33, 5)]
+    z, weights, biases = cases[0].z, [of.weight for of in cases], [of.bias for of in cases]
+    weights[1], biases[1], biases[3] = -weights[0].roll(1, 0), biases[0] - 1, None
+    us, vs = [cases[0].u, -cases[0].u, None, None], [cases[0].v, cases[1].v, None, None]
+    none = [None] * 4
+    for factors in ((us, vs), (none, none)):
+        maps = zip(weights, *factors, biases, strict=True)
+        own = [launch_linear(z, *of, config=config) for of in maps]
+        found = launch_linears(z, weights, *factors, biases, None, None, None, config)
+        assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
+    coeff = kernels.read_direction(z[1:]).coeff
+    maps = zip(weights, biases, strict=True)
+    own = [x for of in maps for x in launch_record(z, *of, coeff, config=config)]
+    found = launch_linears(z, weights, none, none, biases, coeff, None, None, config)
+    assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
+
+
 def test_record_nothing() -> None:
     recorded = kernels.record_linear(
         torch.ones(0, 5, device=DEVICE), torch.ones(3, 5, device=DEVICE)
@@ -702,6 +727,26 @@ def operator_calls() -> dict[str, tuple]:
         "triton_patched_linear": (*case.arguments.values(), torch.float16, None),
         "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "gemm"),
         "triton_record_linear": (pair, case.weight, case.bias, wide, None),
+        "triton_linears": (
+            case.z,
+            [case.weight] * 2,
+            [None] * 2,
+            [None] * 2,
+            [case.bias, None],
+            None,
+            torch.float16,
+            None,
+        ),
+        "triton_linears recording": (
+            pair,
+            [case.weight] * 2,
+            [None] * 2,
+            [None] * 2,
+            [None] * 2,
+            wide,
+            None,
+            None,
+        ),
         "triton_add_low_rank": (
             torch.ones(3, 5, device=DEVICE),
             case.z,
@@ -725,6 +770,8 @@ OPERATORS = (
     "triton_patched_linear",
     "triton_patched_linear plain",
     "triton_record_linear",
+    "triton_linears",
+    "triton_linears recording",
     "triton_add_low_rank",
     "triton_read_direction",
     "triton_norm_pair",

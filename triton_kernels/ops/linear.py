@@ -202,7 +202,7 @@ def _plan(
     path: str | None,
     config: Config | None,
 ) -> Callable[..., Tensor]:
-    _check(z, weight, u, v, bias, index, out_dtype)
+    check_inputs(z, weight, u, v, bias, index, out_dtype)
     if u is not None and not len(u):  # an empty pool: no row has a patch
         plain = _plan(z, weight, None, None, bias, None, out_dtype, path, config)
         return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
@@ -286,14 +286,14 @@ def patched_linear(
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
     if needs_op(z, weight, u, v, bias):
-        _check(z, weight, u, v, bias, index, out_dtype)
+        check_inputs(z, weight, u, v, bias, index, out_dtype)
         return torch.ops.icl_patch.triton_patched_linear(
             z, weight, u, v, bias, index, out_dtype, path
         )
     return launch_linear(z, weight, u, v, bias, index, out_dtype, path)
 
 
-def _check(
+def check_inputs(
     z: Tensor,
     weight: Tensor,
     u: Tensor | None,
@@ -302,6 +302,7 @@ def _check(
     index: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> None:
+    """Raise unless the arguments fit :func:`patched_linear`."""
     check_linear(z, weight, bias, out_dtype)
     if u is not None or v is not None:
         check_factors(z, weight.shape[0], u, v, index)

@@ -53,7 +53,7 @@ def _plan(
     path: str | None,
     config: Config | None,
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]:
-    _check(z_pair, weight, bias, coeff)
+    check_pair(z_pair, weight, bias, coeff)
     config = config or config_for(
         gpu_name(z_pair.device), weight.dtype, len(weight), path or product_path(len(z_pair) // 2)
     )
@@ -112,10 +112,10 @@ def record_linear(
     Source: Goldwaser et al. (2025), Lemma 6.
     """
     if direction is None:
-        _check(z_pair, weight, bias)
+        check_pair(z_pair, weight, bias)
         direction = read_direction(z_pair[z_pair.shape[0] // 2 :])
     if needs_op(z_pair, weight, bias):
-        _check(z_pair, weight, bias, direction.coeff)
+        check_pair(z_pair, weight, bias, direction.coeff)
         y_pair, u = torch.ops.icl_patch.triton_record_linear(
             z_pair, weight, bias, direction.coeff, path
         )
@@ -124,9 +124,10 @@ def record_linear(
     return Recorded(y_pair, u, direction)
 
 
-def _check(
+def check_pair(
     z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor | None = None
 ) -> None:
+    """Raise unless the arguments fit :func:`record_linear` with these coefficients."""
     check_linear(z_pair, weight, bias, None)
     rows, odd = divmod(z_pair.shape[0], 2)
     check(not odd, "z_pair (2M, K)", z_pair.shape)
