@@ -175,11 +175,9 @@ def record_linears(
     """y_pair and u of :func:`record_linear` for each weight and bias of ``maps``, bit for bit; on
     CUDA in one launch where the maps are alike.
     """
-    path = product_path(z_pair, z_pair.shape[0] // 2)
     flat = [x for of in maps for x in of]
-    outputs: list[tuple[Tensor, Tensor]] = _record_linears.dispatch(
-        z_pair, *flat, direction=direction, path=path
-    )
+    outputs: list[tuple[Tensor, Tensor]]
+    outputs = _record_linears.dispatch(z_pair, *flat, direction=direction)
     return outputs
 
 
@@ -376,16 +374,20 @@ _record_linear = Op(
 _record_linears = Op(
     "record_linears",
     lambda *_, **__: None,  # record_linear checks
-    lambda z_pair, *flat, direction, path: [
+    lambda z_pair, *maps, direction: [
         record_linear(z_pair, *of, direction=direction)[:2]
-        for of in zip(flat[::2], flat[1::2], strict=True)
+        for of in zip(maps[::2], maps[1::2], strict=True)
     ],
     native_if=lambda *_, **__: False,
-    triton_if=lambda *_, direction, path: direction.coeff is not None,
-    triton=lambda kernels, z_pair, *flat, direction, path: [
-        of[:2]
-        for of in kernels.record_linears(
-            z_pair, flat[::2], flat[1::2], direction=direction, path=path
+    triton_if=lambda *_, direction: direction.coeff is not None,
+    triton=lambda kernels, z_pair, *maps, direction: [
+        recorded[:2]
+        for recorded in kernels.record_linears(
+            z_pair,
+            maps[::2],
+            maps[1::2],
+            direction=direction,
+            path=product_path(z_pair, len(z_pair) // 2),
         )
     ],
 )

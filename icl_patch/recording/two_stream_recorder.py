@@ -5,7 +5,6 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.layers.linear import PatchedLinear
-from icl_patch.layers.router import PatchedRouter
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.block_recorder import BlockRecorder, same_place
 
@@ -15,7 +14,7 @@ class TwoStreamRecorder(BlockRecorder):
 
     def __init__(self, block: AttachedBlock, update: str, valid: Tensor | None) -> None:
         super().__init__(block, update, valid, BlockActivations())
-        # of readers that were recorded together with one before them: the input, y and u
+        # of readers that were recorded with one before them: the input, y and u
         self._recorded: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,36 +41,34 @@ class TwoStreamRecorder(BlockRecorder):
             return super().reader(name, layer, z)
         rows = z.reshape(-1, z.shape[-1])
         self.direction_of(rows)
-        of, output, u = self._recorded.pop(name, (None, z, z))
-        if of is None or not same_place(of, z):
-            output, u = self._record_from(name, linear, rows, z)
+        known = self._recorded.pop(name, None)
+        if known is None or not same_place(known[0], z):
+            known = self._record_from(name, linear, z)
+        _, output, u = known
         y_ctx, patched = self.split(output)
         self.keep_reader(name, layer, y_ctx, patched, self.unflat(u))
         return output.reshape(*z.shape[:-1], output.shape[-1])
 
     def _record_from(
-        self, name: str, linear: tuple[Tensor, Tensor | None], rows: Tensor, z: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """y and u of reader ``name``; in Triton's kernels, with those of the readers behind it,
-        which are kept until these are called with the same input.
+        self, name: str, linear: tuple[Tensor, Tensor | None], z: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """z, and y and u of reader ``name``. In Triton's kernels other readers of z that come after
+        it are recorded with it, and kept until they are called.
         """
-        direction, maps = self._flat_direction, {name: linear}
+        rows, direction, apart = z.flatten(0, -2), self._flat_direction, self.spec.separately_normed
         assert direction is not None
         if not ops.has_triton(z.device.type):
-            return ops.record_linear(rows, *linear, direction=direction)[:2]
+            return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])
+        maps = {name: linear}
         names = list(self.block.readers)
-        alone = self.spec.separately_normed
-        for other in names[names.index(name) + 1 :] if name not in alone else ():
+        for other in names[names.index(name) + 1 :]:
             layer = self.block.readers[other]
-            apart = other in alone or isinstance(layer, PatchedRouter)
-            further = None if apart else layer.linear_map(z)
-            if further is not None and further[0].shape[1] == rows.shape[1]:
+            further = layer.linear_map(z)
+            if type(layer) is PatchedLinear and further and not {name, other} & {*apart}:
                 maps[other] = further
         recorded = ops.record_linears(rows, list(maps.values()), direction=direction)
-        found = dict(zip(maps, recorded, strict=True))
-        y, u = found.pop(name)
-        self._recorded = {other: (z, *of) for other, of in found.items()}
-        return y, u
+        self._recorded = {of: (z, *got) for of, got in zip(maps, recorded, strict=True)}
+        return self._recorded.pop(name)
 
     def keep_reader(
         self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor

@@ -79,7 +79,7 @@ COMPILED = [
     "untuned: gemv bfloat16 N ≤ 4096, Conv1D",
     "untuned: gemv bfloat16 N ≤ 1728, recording",
     "untuned: gemv bfloat16 N ≤ 1728, rank 1, 4 splits",
-    "untuned: gemv bfloat16 N ≤ 16384, recording, 2 maps",
+    "untuned: gemv bfloat16 N ≤ 16384, recording a pair",
     "untuned: gemm bfloat16, recording",
     "untuned: gemv float32, rank 4, 4 rows",
     "coefficients K = 5376",
@@ -290,7 +290,6 @@ def test_the_first_entry_that_serves() -> None:
         ({"num_stages": 9}, "expected num_stages from 1 to 8, got 9"),
         ({"num_warps": 0}, "expected num_warps to be a power of two, got 0"),
         ({"splits": 3}, "expected splits to be a power of two, got 3"),
-        ({"splits": 32}, "expected at most 16 splits, got 32"),
         ({"sums": 3}, "expected sums to be a power of two, got 3"),
         ({"sums": 8}, "at most one for each 16 of block_k, got 8"),
         ({"dot": False, "sums": 2}, "expected one running sum without matrix units, .* got 2"),
@@ -464,15 +463,6 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         ],
         1,
     ),
-    "patched_linears": (
-        lambda z, weight, u, v, bias: kernels.patched_linears(
-            z, [weight] * 3, [u] * 3, [v] * 3, [bias] * 3
-        ),
-        LINEAR,
-        {},
-        [],
-        1,
-    ),
     "coefficients": (kernels.coefficients, {"z": (M, K), "v": (M, 2, K)}, {}, [], 1),
     "record_linear": (
         lambda z_pair, weight, bias, coeff, **options: kernels.record_linear(
@@ -482,6 +472,19 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         {},
         [{"path": "gemm"}],
         1,
+    ),
+    "record_linears": (
+        lambda z_pair, weight, bias, coeff, **options: kernels.record_linears(
+            z_pair,
+            [weight] * 3,
+            [bias] * 3,
+            direction=kernels.ReadDirection(coeff, coeff, coeff),
+            **options,
+        ),
+        {"z_pair": (2 * M, K), "weight": (N, K), "bias": (N,), "coeff": (M, 1)},
+        {},
+        [{"path": "gemm"}],
+        2,
     ),
     "record_linear, its direction": (
         kernels.record_linear,

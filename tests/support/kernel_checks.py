@@ -27,7 +27,6 @@ from torch import Tensor
 
 from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED, Config, config_for
-from icl_patch.kernels.ops.grouped import launch_linears
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
@@ -351,7 +350,7 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
     z = normal(seeded(sums), 6, 600, dtype=torch.bfloat16).to(DEVICE)
     weight = normal(seeded(1), 20, 600, dtype=torch.bfloat16).to(DEVICE)
     direction = kernels.read_direction(z[3:])
-    y_pair, u = launch_record(z, weight, None, direction.coeff, config=config)
+    y_pair, u = launch_record(z, [weight], [None], direction.coeff, config=config)
     assert same_bits(launch_linear(z[3:], weight, u, direction.v, config=config), y_pair[3:])
     assert same_bits(launch_linear(z[:3], weight, config=config), y_pair[:3])
     assert same_bits(launch_linear(z[1:2], weight, config=config), y_pair[1:2])
@@ -388,7 +387,9 @@ def test_ranges_of_k_are_added_in_their_order(dtype: torch.dtype) -> None:
 
     z_ctx, z = case.z[1:].chunk(2)
     direction = kernels.read_direction(z)
-    y_pair, u = launch_record(case.z[1:], case.weight, case.bias, direction.coeff, config=config)
+    y_pair, u = launch_record(
+        case.z[1:], [case.weight], [case.bias], direction.coeff, config=config
+    )
     replayed = launch_linear(z, case.weight, u, direction.v, case.bias, config=config)
     with_context = launch_linear(z_ctx, case.weight, bias=case.bias, config=config)
     assert same_bits(torch.cat([with_context, replayed]), y_pair)
@@ -459,27 +460,21 @@ def test_record_linear(dtype: torch.dtype, rows: int) -> None:
 
 
 @every_float
-def test_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
-    """And have the bits of their own launches: of different widths, more than a launch takes, with
-    patches and biases and without.
+def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
+    """And have the bits of their own launches: of other widths, with a bias or without, an odd one
+    behind them, or one of another layout.
     """
     dot = dtype != torch.float32
-    config = Config(dot, 16, 16, 64, 2, 3, fused=4, splits=1 + dot)
-    cases = [linear_case("row-rank", (2, n, 130), 2, dtype, seed=n) for n in (17, 18, 33, 5)]
-    z, weights, biases = cases[0].z, [of.weight for of in cases], [of.bias for of in cases]
-    weights[1], biases[1], biases[3] = -weights[0].roll(1, 0), biases[0] - 1, None
-    us, vs = [cases[0].u, -cases[0].u, None, None], [cases[0].v, cases[1].v, None, None]
-    none = [None] * 4
-    for factors in ((us, vs), (none, none)):
-        maps = zip(weights, *factors, biases, strict=True)
-        own = [launch_linear(z, *of, config=config) for of in maps]
-        found = launch_linears(z, weights, *factors, biases, None, None, None, config)
+    config = Config(dot, 16, 16, 64, 2, 3, splits=1 + dot)
+    cases = [linear_case("row", (4, n, 130), 1, dtype, seed=n) for n in (17, 33, 5, 7)]
+    z, weights = cases[0].z, [case.weight for case in cases]
+    weights[3] = by_columns(weights[3])
+    coeff = kernels.read_direction(z[2:]).coeff
+    for biases in ([case.bias for case in cases], [None] * 4):
+        maps = zip(weights, biases, strict=True)
+        own = [x for w, b in maps for x in launch_record(z, [w], [b], coeff, config=config)]
+        found = launch_record(z, weights, biases, coeff, config=config)
         assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
-    coeff = kernels.read_direction(z[1:]).coeff
-    maps = zip(weights, biases, strict=True)
-    own = [x for of in maps for x in launch_record(z, *of, coeff, config=config)]
-    found = launch_linears(z, weights, none, none, biases, coeff, None, None, config)
-    assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
 
 
 def test_record_nothing() -> None:
@@ -726,27 +721,7 @@ def operator_calls() -> dict[str, tuple]:
     return {
         "triton_patched_linear": (*case.arguments.values(), torch.float16, None),
         "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "gemm"),
-        "triton_record_linear": (pair, case.weight, case.bias, wide, None),
-        "triton_linears": (
-            case.z,
-            [case.weight] * 2,
-            [None] * 2,
-            [None] * 2,
-            [case.bias, None],
-            None,
-            torch.float16,
-            None,
-        ),
-        "triton_linears recording": (
-            pair,
-            [case.weight] * 2,
-            [None] * 2,
-            [None] * 2,
-            [None] * 2,
-            wide,
-            None,
-            None,
-        ),
+        "triton_record_linears": (pair, [case.weight] * 3, [case.bias] * 3, wide, None),
         "triton_add_low_rank": (
             torch.ones(3, 5, device=DEVICE),
             case.z,
@@ -769,9 +744,7 @@ def operator_calls() -> dict[str, tuple]:
 OPERATORS = (
     "triton_patched_linear",
     "triton_patched_linear plain",
-    "triton_record_linear",
-    "triton_linears",
-    "triton_linears recording",
+    "triton_record_linears",
     "triton_add_low_rank",
     "triton_read_direction",
     "triton_norm_pair",

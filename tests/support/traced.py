@@ -77,8 +77,8 @@ def check_traced(name: str) -> None:
     triton = dispatch.backend == "triton" and op not in INVERSIONS
     if triton and "tiles" in name:
         op = "patched_linear"  # Triton's own tiles
-    if op == "record_linears":
-        op = "linears" if triton else "record_linear"
+    if op.startswith("record_linear"):
+        op = "record_linears" if triton else "record_linear"
     expected = f"icl_patch.{'triton_' if triton else ''}{op}.default"
     assert expected in [str(node.target) for node in graph.graph.nodes], graph.code
     other = arguments(1)

@@ -26,6 +26,7 @@ VARIANTS = (
     ("rank 4, 4 rows", 4, 4, None),
     ("rank 16, pool", 16, 4, 64),
     ("recording", None, 16, 64),
+    ("recording a pair", None, 16, 64),
     ("Conv1D", 1, 4, 64),
 )
 
@@ -37,10 +38,8 @@ def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def linear_launch(
-    entry: TunedConfig, variant: str, rank: int | None, rows: int, maps: int = 1
-) -> Launch:
-    """One of the VARIANTS at a shape of the entry's class, or several such maps in one launch."""
+def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int) -> Launch:
+    """One of the VARIANTS at a shape of the entry's class."""
     dtype, config = getattr(torch, entry.dtype), entry.config
     n, k = min(entry.max_n or 21504, 21504), 5376
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
@@ -55,15 +54,22 @@ def linear_launch(
             dtype,
             config,
             record=True,
-            others=[(weight, None, None, None)] * (maps - 1),
+            other=weight if "pair" in variant else None,
         )
     z = _empty(rows, k, dtype=dtype)
     if not rank:
         return plan_linear(z, weight, None, None, None, None, dtype, config)
     index = _empty(rows, dtype=torch.int64) if "pool" in variant else None
-    u, v, bias = _empty(rows, rank, n), _empty(rows, rank, k), _empty(n, dtype=dtype)
-    others = [(weight, bias, u, v)] * (maps - 1)
-    return plan_linear(z, weight, u, v, bias, index, dtype, config, others=others)
+    return plan_linear(
+        z,
+        weight,
+        _empty(rows, rank, n),
+        _empty(rows, rank, k),
+        _empty(n, dtype=dtype),
+        index,
+        dtype,
+        config,
+    )
 
 
 def linear_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:
@@ -89,9 +95,6 @@ def linear_launches(capability: int | None = None) -> Iterator[tuple[str, Launch
                 split = replace(entry, config=config.for_capability(capability or 80))
                 yield f"{name}, rank 1, 4 splits", linear_launch(split, "rank 1", 1, 1)
                 yield f"{name}, recording, 4 splits", linear_launch(split, "recording", None, 16)
-            if entry.path == GEMV:
-                yield f"{name}, 3 maps", linear_launch(served, "rank 1", 1, 1, 3)
-                yield f"{name}, recording, 2 maps", linear_launch(served, "recording", None, 16, 2)
 
 
 def expert_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:

@@ -1,6 +1,6 @@
 """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r`` in one pass over W."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -27,7 +27,6 @@ from icl_patch.kernels.runtime.launching import (
 )
 
 MAX_RANK = 64
-NO_OTHERS = (None,) * 8
 
 
 def product_path(rows: int) -> str:
@@ -72,10 +71,6 @@ def sums_coefficients(config: Config, rows: int, rank: int) -> bool:
     return power_of_two(rank) * coefficient_rows(config.block_m, rows) <= config.fused
 
 
-Map = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""A linear map's weight, bias, u and v."""
-
-
 def plan_linear(
     z: Tensor,
     weight: Tensor,
@@ -87,17 +82,17 @@ def plan_linear(
     config: Config,
     *,
     record: bool = False,
-    others: Sequence[Map] = (),
+    other: Tensor | None = None,
 ) -> Launch:
     """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index, the coefficients of
-    :func:`plan_before`, and twice a weight, bias, u and v: those of ``others``, or None.
+    :func:`plan_before`, and the weight and bias of another map or None.
 
     u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
-    are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
-    ``others`` are up to two maps of the same z and dtypes, with the same strides: their outputs
-    follow.
+    are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output;
+    ``other`` is then the weight (N', K), with the same strides and with a bias if there is one, of
+    another map of z, whose y and u follow.
     """
-    k = weight.shape[1]
+    n, k = weight.shape
     rows = len(z) // 2 if record else len(z)
     rank, fused = 0, 0
     u_strides: tuple[int, ...] = (0, 0, 0)
@@ -109,26 +104,27 @@ def plan_linear(
             u_strides, v_strides = (0, *u_strides[1:]), (0, *v_strides[1:])
         fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
-    maps = [(weight, bias, u, v), *others]
-    widths = [len(of[0]) for of in maps]
     inputs = (
         z.dtype,
-        *map(dtype_of, maps[0]),
+        weight.dtype,
+        dtype_of(bias),
+        dtype_of(u),
+        dtype_of(v),
         dtype_of(index),
         torch.float32 if record or (rank and not fused) else None,
-        *[dtype_of(x) for of in others for x in of],
-        *[None] * (8 - 4 * len(others)),
+        dtype_of(other),
+        None if other is None else dtype_of(bias),
     )
-    outputs: list[Memory | None] = [None] * 6
-    for i, n in enumerate(widths):
-        outputs[2 * i] = ((len(z), n), dtype)
-        outputs[2 * i + 1] = ((rows, n), torch.float32) if record else None
-    tiles = ceil_div(rows, block_m) * sum(ceil_div(n, block_n) for n in widths)
+    outputs: list[Memory | None] = []
+    widths = [n] if other is None else [n, len(other)]
+    for width in widths:
+        outputs += [((len(z), width), dtype), ((rows, width), torch.float32) if record else None]
+    tiles = ceil_div(rows, block_m) * sum(ceil_div(width, block_n) for width in widths)
     partial: Memory = ((config.splits * len(z) * sum(widths),), torch.float32)
     rest: tuple = (
         rows,
-        *widths,
-        *[None] * (3 - len(widths)),
+        n,
+        None if other is None else len(other),
         *z.stride(),
         *weight.stride(),
         0 if bias is None else bias.stride(0),
@@ -147,7 +143,7 @@ def plan_linear(
         *coefficient_block(config, block_m, rows, fused, z.dtype),
         config.sums,
         config.splits,
-        len(maps),
+        other is not None,
         pdl := config.pdl and has_pdl(z.device),
         config.num_stages,
         INTERPRETED,
@@ -156,7 +152,7 @@ def plan_linear(
         _linear_kernel,
         tiles * config.splits,
         inputs,
-        tuple(outputs),
+        (*outputs, *[None] * (4 - len(outputs))),
         rest,
         config.num_warps,
         config.num_stages,
@@ -202,7 +198,7 @@ def _plan(
     path: str | None,
     config: Config | None,
 ) -> Callable[..., Tensor]:
-    check_inputs(z, weight, u, v, bias, index, out_dtype)
+    _check(z, weight, u, v, bias, index, out_dtype)
     if u is not None and not len(u):  # an empty pool: no row has a patch
         plain = _plan(z, weight, None, None, bias, None, out_dtype, path, config)
         return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
@@ -223,7 +219,7 @@ def _plan(
         index: Tensor | None,
     ) -> Tensor:
         coeff = None if before is None else before(z, v, index)
-        return launch(z, weight, bias, u, v, index, coeff, *NO_OTHERS)
+        return launch(z, weight, bias, u, v, index, coeff, None, None)
 
     return call
 
@@ -286,14 +282,14 @@ def patched_linear(
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
     if needs_op(z, weight, u, v, bias):
-        check_inputs(z, weight, u, v, bias, index, out_dtype)
+        _check(z, weight, u, v, bias, index, out_dtype)
         return torch.ops.icl_patch.triton_patched_linear(
             z, weight, u, v, bias, index, out_dtype, path
         )
     return launch_linear(z, weight, u, v, bias, index, out_dtype, path)
 
 
-def check_inputs(
+def _check(
     z: Tensor,
     weight: Tensor,
     u: Tensor | None,
@@ -302,7 +298,6 @@ def check_inputs(
     index: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> None:
-    """Raise unless the arguments fit :func:`patched_linear`."""
     check_linear(z, weight, bias, out_dtype)
     if u is not None or v is not None:
         check_factors(z, weight.shape[0], u, v, index)

@@ -335,14 +335,6 @@ def _add_ranges(partial_ptr, offsets, mask, stride, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _of_group(first, second, third, member, GROUP: tl.constexpr):
-    """The argument of one of the GROUP maps that share a launch."""
-    if GROUP == 3:
-        second = tl.where(member == 2, third, second)
-    return tl.where(member == 0, first, second)
-
-
-@triton.jit
 def _linear_kernel(
     z_ptr,
     w_ptr,
@@ -351,26 +343,17 @@ def _linear_kernel(
     v_ptr,
     index_ptr,
     coeff_ptr,
-    w1_ptr,
-    bias1_ptr,
-    u1_ptr,
-    v1_ptr,
-    w2_ptr,
-    bias2_ptr,
-    u2_ptr,
-    v2_ptr,
+    other_w_ptr,
+    other_bias_ptr,
     y_ptr,
     u_out_ptr,
-    y1_ptr,
-    u_out1_ptr,
-    y2_ptr,
-    u_out2_ptr,
+    other_y_ptr,
+    other_u_out_ptr,
     partial_ptr,
     counter_ptr,
     M,
     N,
-    N1,
-    N2,
+    OTHER_N,
     stride_zm,
     stride_zk,
     stride_wn,
@@ -396,7 +379,7 @@ def _linear_kernel(
     COEFF_BLOCK_K: tl.constexpr,  # elements of z and v that are loaded together for z·v
     SUMS: tl.constexpr,  # running sums of an output on matrix units, a power of two
     SPLITS: tl.constexpr,  # ranges of K, each of which has programs of its own
-    GROUP: tl.constexpr,  # linear maps of one z in this launch, up to 3
+    PAIR: tl.constexpr,  # another linear map of z, with RECORD, in the same launch
     PDL: tl.constexpr,  # the launch may begin before the one before it has ended
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,  # bf16 and fp16 to fp32 before tl.dot: Triton's interpreter needs it
@@ -412,24 +395,16 @@ def _linear_kernel(
         begin = split * share
         end = tl.minimum(begin + share, K)
         pid = pid // SPLITS
-    if GROUP > 1:
+    if PAIR:
         first = row_blocks * tl.cdiv(N, BLOCK_N)
-        second = row_blocks * tl.cdiv(N1, BLOCK_N)
-        member = (pid >= first).to(tl.int32) + (pid >= first + second).to(tl.int32)
-        pid -= _of_group(0, first, first + second, member, GROUP)
-        w_ptr = _of_group(w_ptr, w1_ptr, w2_ptr, member, GROUP)
-        y_ptr = _of_group(y_ptr, y1_ptr, y2_ptr, member, GROUP)
-        if HAS_BIAS:
-            bias_ptr = _of_group(bias_ptr, bias1_ptr, bias2_ptr, member, GROUP)
-        if R:
-            u_ptr = _of_group(u_ptr, u1_ptr, u2_ptr, member, GROUP)
-            v_ptr = _of_group(v_ptr, v1_ptr, v2_ptr, member, GROUP)
-        if RECORD:
-            u_out_ptr = _of_group(u_out_ptr, u_out1_ptr, u_out2_ptr, member, GROUP)
-        if SPLITS > 1:
-            before = tl.cast(_of_group(0, N, N + N1, member, GROUP), tl.int64)
-            partial_ptr += before * SPLITS * M * (1 + RECORD)
-        width = _of_group(N, N1, N2, member, GROUP)
+        if pid >= first:
+            pid -= first
+            w_ptr, y_ptr, u_out_ptr = other_w_ptr, other_y_ptr, other_u_out_ptr
+            if HAS_BIAS:
+                bias_ptr = other_bias_ptr
+            if SPLITS > 1:
+                partial_ptr += SPLITS * M * 2 * tl.cast(N, tl.int64)
+            width = OTHER_N
     offs_m = (pid % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < width

@@ -68,8 +68,6 @@ class Config:
             )
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"expected num_stages from 1 to 8, got {self.num_stages}")
-        if self.splits > 16:
-            raise ValueError(f"expected at most 16 splits, got {self.splits}")
 
     def for_capability(self, capability: int) -> "Config":
         """The configuration without features that a compute capability (80, 90, …) lacks."""
