@@ -231,17 +231,17 @@ def rows_keep_their_bits(
 
 @every_float
 def test_a_row_does_not_see_its_batch(dtype: torch.dtype) -> None:
-    case = linear_case("row", (16, 24, 200), 1, dtype)
+    case = linear_case("row", (16, 9, 130), 1, dtype)
     assert rows_keep_their_bits(case, None, list(range(1, 16)) if not INTERPRETED else [1, 3, 11])
     # so that the coefficients are summed here in one launch, there in two
-    ranked = linear_case("row-rank", (16, 24, 200), 4, dtype)
+    ranked = linear_case("row-rank", (16, 9, 130), 4, dtype)
     assert rows_keep_their_bits(ranked, None, [1, 8])
 
 
 @pytest.mark.parametrize("path", ["gemv", "gemm"])
 @every_float
 def test_a_path_serves_any_number_of_rows(dtype: torch.dtype, path: str) -> None:
-    case = linear_case("row", (40, 24, 100), 1, dtype)
+    case = linear_case("row", (40, 9, 100), 1, dtype)
     assert rows_keep_their_bits(case, path, [1, 17])
     check_linear(case, kernels.patched_linear(**case.arguments, path=path), dtype)
 
@@ -282,7 +282,7 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
     dtype: torch.dtype, rows: int, rank: int
 ) -> None:
     k = 2200 if INTERPRETED else 4300  # segments are of 2048
-    case = linear_case("row-rank", (rows, 20, k), rank, dtype)
+    case = linear_case("row-rank", (rows, 7, k), rank, dtype)
     coeff = kernels.coefficients(case.z, case.v)
     for n in (20, 5000):  # steps of 256 and of 128 elements
         config = config_for("", dtype, n, "gemv")
@@ -364,7 +364,7 @@ def test_ranges_of_k_are_added_in_their_order(dtype: torch.dtype) -> None:
     dot, rows = (True, 17) if dtype != torch.float32 else (False, 5)
     config = Config(dot, rows - 1, 16, 64, 2, 3, splits=4, pdl=True)
     whole = replace(config, splits=1, pdl=False)
-    case = linear_case("row-rank", (rows, 17, 500), 2, dtype)
+    case = linear_case("row-rank", (rows, 5, 500), 2, dtype)
 
     def run(z: Tensor, weight: Tensor, config: Config) -> Tensor:
         return launch_linear(z, weight, out_dtype=torch.float32, config=config)
