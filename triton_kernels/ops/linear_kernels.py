@@ -224,6 +224,7 @@ def _load_weight(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SUMS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """BLOCK_K columns of the weight, from k0 on, (BLOCK_N, BLOCK_K); in SUMS parts (SUMS, BLOCK_N,
     BLOCK_K / SUMS).
@@ -236,7 +237,7 @@ def _load_weight(
         offs_k = tl.arange(0, BLOCK_K)[None, :]
         offs_n, mask = offs_n[:, None], mask_n[:, None]
     offs_k = (k0 + offs_k).to(tl.int64)
-    if K % BLOCK_K:
+    if K % (SPLITS * BLOCK_K):
         mask = mask & (offs_k < K)
     return tl.load(w_ptr + offs_n * stride_wn + offs_k * stride_wk, mask=mask, other=0.0)
 
@@ -387,13 +388,13 @@ def _linear_kernel(
     # Neighbouring programs compute the same outputs of other rows: they find the weight in L2.
     pid = tl.program_id(0).to(tl.int64)
     row_blocks = tl.cdiv(M, BLOCK_M)
-    begin, end, width = 0, K, N
+    begin, width = 0, N
+    step: tl.constexpr = SPLITS * BLOCK_K
+    span: tl.constexpr = K if SPLITS == 1 else (K + step - 1) // step * BLOCK_K
     if SPLITS > 1:
         counter_ptr += pid // SPLITS
-        share: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
         split = (pid % SPLITS).to(tl.int32)
-        begin = split * share
-        end = tl.minimum(begin + share, K)
+        begin = split * span
         pid = pid // SPLITS
     if PAIR:
         first = row_blocks * tl.cdiv(N, BLOCK_N)
@@ -432,12 +433,13 @@ def _linear_kernel(
     if FUSED:
         partial = tl.zeros((FUSED, ROWS, LANES), tl.float32)
         total = tl.zeros((FUSED, ROWS, LANES), tl.float32)
-    for k0 in tl.range(begin, end, BLOCK_K, num_stages=NUM_STAGES):
+    for of_range in tl.range(0, span, BLOCK_K, num_stages=NUM_STAGES):
+        k0 = begin + of_range
         offs_k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
         mask_z = mask_m[:, None]
-        if K % BLOCK_K:
+        if K % step:
             mask_z = mask_z & (offs_k < K)[None, :]
-        w = _load_weight(w_ptr, offs_n, mask_n, k0, stride_wn, stride_wk, K, BLOCK_K, SUMS)
+        w = _load_weight(w_ptr, offs_n, mask_n, k0, stride_wn, stride_wk, K, BLOCK_K, SUMS, SPLITS)
         z = tl.load(
             z_ptr + reduced_m[:, None] * stride_zm + offs_k[None, :] * stride_zk,
             mask=mask_z,
@@ -493,28 +495,29 @@ def _linear_kernel(
         sums = _add_ranges(partial_ptr, offsets, mask, stride, SPLITS)
         if RECORD:
             sums_ctx = _add_ranges(partial_ptr, offsets_ctx, mask, stride, SPLITS)
-        if FUSED:
-            for k0 in tl.range(0, tl.where(last, K, 0), BLOCK_K, num_stages=NUM_STAGES):
-                partial, total = _coefficient_steps(
-                    partial,
-                    total,
-                    z_ptr,
-                    v_ptr,
-                    offs_c,
-                    row,
-                    patched,
-                    k0,
-                    stride_zm,
-                    stride_zk,
-                    stride_vm,
-                    stride_vr,
-                    stride_vk,
-                    K,
-                    R,
-                    FUSED,
-                    BLOCK_K,
-                    COEFF_BLOCK_K,
-                )
+        if FUSED:  # noqa: SIM102, decided by the compiler
+            if last:
+                for k0 in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+                    partial, total = _coefficient_steps(
+                        partial,
+                        total,
+                        z_ptr,
+                        v_ptr,
+                        offs_c,
+                        row,
+                        patched,
+                        k0,
+                        stride_zm,
+                        stride_zk,
+                        stride_vm,
+                        stride_vr,
+                        stride_vk,
+                        K,
+                        R,
+                        FUSED,
+                        BLOCK_K,
+                        COEFF_BLOCK_K,
+                    )
     if FUSED:
         coeff = _sum_lanes(total + partial, FUSED, ROWS, BLOCK_M)
     _finish(
