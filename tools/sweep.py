@@ -36,13 +36,13 @@ from icl_patch import ContextPatcher
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomised, with_attention
 from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.tolerances import noise_limit
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
 VOCABULARY = 97
 UPDATES = ("direct", "stable", "exact")
-MARGIN, ROUNDING = 10, 1e-4  # times the noise floor; least limit relative to the largest logit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ def measure(model: PreTrainedModel, update: str, scenario: Scenario) -> dict[str
     expected = torch.cat([row[place] for row, place in zip(full, places, strict=True)])
     floor = noise_floor(model, rows, full, head)
     error = error_of(replayed, expected)
-    limit = max(MARGIN * min(floor, 1e-3), ROUNDING)
+    limit = noise_limit(min(floor, 1e-3))
     cell = {"error": error, "floor": floor, "misses": misses}
     if error > limit and not scenario.absorbed:
         # some classes have other logits in a batch with padding, or over their cache, than for the
@@ -375,7 +375,7 @@ INTRODUCTION = f"""# Model classes
 Every model type of the causal mapping of transformers {transformers.__version__}, as a small random
 model: `make sweep` measures and writes this page. A type is *right* if the replay without the
 context has the logits of the unmodified model with it, in every scenario ({", ".join(SCENARIOS)}):
-direct, stable and exact in fp32 within {MARGIN} times the noise floor or {ROUNDING:g} of the
+direct, stable and exact in fp32 within 10 times the noise floor or {noise_limit(0):.1e} of the
 largest logit, exact in bf16 bit for bit. Scenarios that a right type refuses are named with the
 reason. The cells are in [model_classes.jsonl](model_classes.jsonl). Where a class has other logits
 in a batch or over its cache than for a row alone, a cell compares with those of the batch and says

@@ -141,11 +141,8 @@ class _Reading:
             raise self._refuse(
                 f"expected a residual stream (B, T, d) in and out, got {shapes[0]} and {shapes[1]}"
             )
-        if (
-            self.block.given.now.dim() == 4
-            and self.block.given.now.shape[:2] == self.mixers_shape()
-        ):
-            streams = self.block.given.now.shape[2]
+        streams = self._streams()
+        if streams > 1:
             raise self._refuse(
                 f"it carries {streams} residual streams, into which attention and the MLP write in"
                 " different proportions: what attention changes is not in the direction that the"
@@ -164,9 +161,18 @@ class _Reading:
             )
         return self._mlp_form()
 
-    def mixers_shape(self) -> tuple[int, ...]:
-        """(B, T), as the context layers have it."""
-        return tuple(self.mixers[0].given.now.shape[:2]) if self.mixers else ()
+    def _streams(self) -> int:
+        """How many residual streams the block carries, as (B, T, n, d) or side by side in (B, T,
+        n·d): a context layer reads one of width d.
+        """
+        given = self.block.given.now
+        if not self.mixers:
+            return 1
+        read = self.mixers[0].given.now.shape
+        if given.dim() == 4:
+            return given.shape[2] if given.shape[:2] == read[:2] else 1
+        several, rest = divmod(given.shape[-1], read[-1])
+        return 1 if rest else several
 
     # -- blocks with an MLP
 

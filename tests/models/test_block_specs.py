@@ -187,6 +187,52 @@ def test_a_model_that_fails_is_refused_with_its_own_words() -> None:
         ContextPatcher(model)
 
 
+class OneAtATime(LlamaForCausalLM):
+    """Goes on from its cache by one token only."""
+
+    def forward(self, input_ids: Any = None, *, past_key_values: Any = None, **kwargs: Any) -> Any:
+        held = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if held and input_ids.shape[1] > 1:
+            raise ValueError("one token, please")
+        return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+
+
+class OwnCache(LlamaForCausalLM):
+    """Returns a state that is no cache of transformers."""
+
+    def forward(self, input_ids: Any = None, *, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None:
+            raise TypeError("my own, please")
+        output = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+        output.past_key_values = {"mine": output.past_key_values}
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OneAtATime, r"several tokens in one call, but OneAtATime does not \(one token, please\)"),
+        (OwnCache, "OwnCache keeps its state in a class of its own, dict, "),
+    ],
+)
+def test_a_class_that_cannot_go_on_from_its_cache(kind: type, reason: str) -> None:
+    model = build("llama", 0, num_hidden_layers=1)
+    model.__class__ = kind
+    with pytest.raises(UnsupportedModelError, match=reason):
+        ContextPatcher(model)
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertLMHeadModel"])
+def test_a_model_that_reads_in_both_directions(kind: str) -> None:
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=rf"in {kind} a token's logits depend on .*is_decoder=True"
+    ):
+        ContextPatcher(getattr(transformers, kind)(config).eval())
+
+
 def test_a_window_that_only_the_cache_keeps_is_refused() -> None:
     model = build("llama", 0, num_hidden_layers=2)
     model.config.sliding_window = 6
