@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.expert_layouts import PatchedParallelExperts, experts_class
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.rms_norm import rms_norm_form
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
@@ -106,16 +107,16 @@ class _Reading:
         ]
         self.calls = calls
         self.norms = [call for call in calls if _is_norm(call.module)]
-        self.experts = [
-            call
-            for call in calls
-            if PatchedExperts.fits(call.module) or PatchedScaledExperts.fits(call.module)
-        ]
+        self.experts = [call for call in calls if experts_class(call.module) is not None]
         matrices = [call for call in calls if is_matrix(call.module) and not _is_norm(call.module)]
         matrices = [
             call
             for call in matrices
-            if not any(inside(call.path, experts.path) for experts in self.experts)
+            if not any(
+                inside(call.path, experts.path)
+                for experts in self.experts
+                if not PatchedParallelExperts.fits(experts.module)  # whose router is inside
+            )
         ]
         # the outermost: an adapter around a matrix is one linear map with it
         matrices = [
@@ -224,7 +225,7 @@ class _Reading:
             raise self._refuse(
                 f"nothing that is known reads what {', '.join(call.path for call in readers)} give:"
                 " its MLP is not made of linear maps, or of experts in the layout of transformers"
-                " (gate_up_proj and down_proj of three dimensions)"
+                " (gate_up_proj and down_proj of three dimensions), JetMoE's or DBRX's"
             )
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
         down = None if last in experts else last
@@ -296,6 +297,7 @@ class _Reading:
         return False, [
             *((f"input of {call.path}",) for call in pre),
             (f"input of {self._first().path}",),
+            *((f"output of {mixer.path}",) for mixer in self.mixers),  # with the sum inside (DBRX)
         ]
 
     def _is_parallel(self, z: Value) -> bool:

@@ -22,6 +22,8 @@ FORMS = {
     "minimax": "a cache of its own class",
     "nemotron_h": "blocks without a context layer",
     "axk2": "a norm with a gate",
+    "jetmoe": "experts with the router inside, rows sorted by expert",
+    "dbrx": "experts' matrices in stacks; the residual sum inside the attention's module",
     "mpt": "positions are slots of the cache",
     "modernbert-decoder": "a head with the name of a decoder",
 }
