@@ -26,6 +26,8 @@ from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "moe", "ffn")
 # How the attributes end by which a block, or its MLP, scales what it adds to the residual stream.
 _FACTORS = ("multiplier", "scale", "factor")
+# Of experts' matrices that are not quantised.
+_EXPERT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Roundings in a block's sum, in units of the dtype's spacing.
 _ROUNDINGS = 8
 
@@ -151,6 +153,7 @@ class _Reading:
             )
         if not self.mixers:
             raise self._refuse("no module in it takes an attention mask or a cache")
+        self._check_plain_experts()
         if not self.matrices and not self.experts:
             return self._mixer_form()
         first = self.trace.calls.index(self._first())
@@ -161,6 +164,26 @@ class _Reading:
                 " cannot have that effect"
             )
         return self._mlp_form()
+
+    def _check_plain_experts(self) -> None:
+        """Raises UnsupportedModelError for experts whose matrices are quantised."""
+        plain = (nn.Parameter, Tensor)
+        for call in self.trace.calls[:-1]:
+            named = call in self.experts or "experts" in type(call.module).__name__.lower()
+            own: dict[str, Tensor] = {}
+            if named:
+                own |= call.module.named_parameters(recurse=False)
+                own |= call.module.named_buffers(recurse=False)
+            for name, tensor in own.items():
+                if tensor.dim() >= 3 and not (
+                    type(tensor) in plain and tensor.dtype in _EXPERT_DTYPES
+                ):
+                    raise self._refuse(
+                        f"{call.path}.{name} is quantised ({type(tensor).__name__},"
+                        f" {tensor.dtype}), and experts are patched in floating point only: load"
+                        " the model without quantisation, as with Mxfp4Config(dequantize=True), or"
+                        " keep its experts out of it (modules_to_not_convert)"
+                    )
 
     def _streams(self) -> int:
         """How many residual streams the block carries, as (B, T, n, d) or side by side in (B, T,

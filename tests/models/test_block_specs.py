@@ -2,6 +2,7 @@
 weights, generation.
 """
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,38 @@ def test_a_model_that_reads_in_both_directions(kind: str) -> None:
         UnsupportedModelError, match=rf"in {kind} a token's logits depend on .*is_decoder=True"
     ):
         ContextPatcher(getattr(transformers, kind)(config).eval())
+
+
+class PackedExperts(nn.Module):
+    """A mixture's experts with their matrices packed, as quantisation to four bits leaves them."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.plain = [experts]  # out of sight
+        self.register_buffer("gate_up_proj_blocks", torch.zeros(2, 3, 4, dtype=torch.uint8))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.plain[0](*inputs)
+
+
+@pytest.mark.parametrize("kind", ["packed", "float8"])
+def test_quantised_experts_are_refused_with_a_cure(kind: str) -> None:
+    model = tiny_models.build("mixtral")
+    mlp = model.model.layers[0].mlp
+    if kind == "packed":
+        mlp.experts = PackedExperts(mlp.experts)
+    else:
+        experts = mlp.experts
+        wide = experts.gate_up_proj.data
+        experts.gate_up_proj = nn.Parameter(wide.to(torch.float8_e4m3fn), requires_grad=False)
+        plain = copy.copy(experts)
+        plain._parameters = {**experts._parameters, "gate_up_proj": nn.Parameter(wide)}
+        experts.forward = plain.forward
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"mlp\.experts\.gate_up_proj.* is quantised .*load the model without quantisation",
+    ):
+        ContextPatcher(model)
 
 
 def test_a_window_that_only_the_cache_keeps_is_refused() -> None:
