@@ -23,7 +23,7 @@ from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_spec import Block, Writer
 from icl_patch.models.detect import blocks_of
 from icl_patch.models.diagnosis import explain_failure
-from icl_patch.models.forward import check_inputs, counts_slots, names_of
+from icl_patch.models.forward import check_inputs, counts_slots, media_positions, names_of
 from icl_patch.models.language_model import (
     check_language_model,
     check_length,
@@ -258,6 +258,9 @@ class AttachedModel:
         self.require_attached()
         check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
+        check_inputs(self.model, model_inputs)
+        media = media_positions(self.model, sequences.head_ids, sequences.head_mask, model_inputs)
+        sequences = replace(sequences, media=media)
         return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
 
     @one_pass

@@ -353,7 +353,7 @@ def test_an_image_in_the_prefix_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
-def test_images_whose_tokens_have_three_positions_are_refused(kind: str) -> None:
+def test_images_whose_tokens_have_three_positions(kind: str) -> None:
     vision = {
         "hidden_size": 32,
         "num_heads": 2,
@@ -398,13 +398,20 @@ def test_images_whose_tokens_have_three_positions_are_refused(kind: str) -> None
         limit = noise_limit(model, text)
         for step, logits in zip(patcher.generate(text, **settings), expected, strict=True):
             assert metrics.linf(step.logits, logits).max() <= limit
-        with pytest.raises(
-            UnsupportedModelError,
-            match=r"positions of three numbers.* got pixel_values, image_grid_thw",
-        ):
+        whole = {**inputs, "mm_token_type_ids": F.pad(inputs["mm_token_type_ids"], (0, 2))}
+        expected = model(torch.cat([image, kept[:1]], 1), **whole).logits[:, 8:]
+        patch = patcher.compute(image, kept[:1], **inputs)
+        assert (patch.position_ids < torch.tensor([8, 9])).all()  # four image tokens take two
+        limit = replay_limit(patcher, patch)
+        for logits in (patch.logits, patcher.forward(kept[:1], patch)):
+            assert metrics.linf(logits, expected).max() <= limit
+        types = inputs.pop("mm_token_type_ids")
+        with pytest.raises(ValueError, match="expected mm_token_type_ids beside pixel_values"):
             patcher.compute(image, kept[:1], **inputs)
+        with pytest.raises(ValueError, match=r"mm_token_type_ids \(1, 8\), .* got \(1, 10\)"):
+            patcher.compute(image, kept[:1], mm_token_type_ids=F.pad(types, (0, 2)), **inputs)
         with pytest.raises(ValueError, match="position"):
-            patcher.generate(image, **settings, **inputs)
+            patcher.generate(image, **settings, mm_token_type_ids=types, **inputs)
 
 
 # -- quantised weights
