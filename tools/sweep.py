@@ -35,6 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from icl_patch import ContextPatcher
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomised, with_attention
+from icl_patch.models.language_model import check_language_model
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.tolerances import noise_limit
 
@@ -270,8 +271,12 @@ def cells_of(model_type: str, changes: dict[str, Any]) -> Iterator[dict[str, Any
             try:
                 if scenario.dtype not in models:
                     models[scenario.dtype] = build(model_type, changes, scenario.dtype)
+                    check_language_model(models[scenario.dtype])
                     with torch.no_grad():
                         models[scenario.dtype](torch.tensor([[3, 4, 5]]))
+            except UnsupportedModelError as error:
+                yield {**cell, "result": "refused", "text": str(error)[:500]}
+                return
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 yield {**cell, "result": "not built", "text": text[:500]}
@@ -326,7 +331,7 @@ def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
     text = next(
         (cell["text"] for cell in cells if cell["result"] != "right" and "text" in cell), ""
     )
-    worst = ("crashed", "wrong", "not finished", "not built", "refused", "uncontrollable")
+    worst = ("crashed", "wrong", "not finished", "refused", "not built", "uncontrollable")
     if results["right"]:
         found = next((name for name in worst[:2] if results[name]), "right")
         if found != "right":

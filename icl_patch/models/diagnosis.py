@@ -30,8 +30,8 @@ def explain_failure(model: PreTrainedModel, error: Exception) -> str:
         if _depends_on_later(model, ids, logits):
             return reads_ahead(name)
         cache = _own_cache(model, ids)
-    except Exception:  # the model does not run at all: what it said first says more
-        return refusal or raw
+    except Exception:  # what it said first says more
+        return refusal or f"{raw} (it fails on token ids alone: choose a model that needs no more)"
     if refusal is not None:
         return refusal
     if cache is not None and not isinstance(cache, Cache):

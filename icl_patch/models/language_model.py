@@ -38,7 +38,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     ]
     if len(top) != 1:
         raise UnsupportedModelError(
-            f"expected one list of {count} blocks in {type(model).__name__}, found"
+            f"expected one list of {count or 'all'} blocks in {type(model).__name__}, found"
             f" {[path for path, _ in top]}: blocks that run several times, or hold several"
             " attentions and MLPs, cannot be patched one by one"
         )
