@@ -38,7 +38,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     ]
     if len(top) != 1:
         raise UnsupportedModelError(
-            f"expected one list of {count} blocks in {type(model).__name__}, found"
+            f"expected one list of {count or 'all'} blocks in {type(model).__name__}, found"
             f" {[path for path, _ in top]}: blocks that run several times, or hold several"
             " attentions and MLPs, cannot be patched one by one"
         )
@@ -65,14 +65,16 @@ def check_language_model(model: object) -> None:
     if not isinstance(model, PreTrainedModel) or not _has_head(model):
         kind = getattr(getattr(model, "config", None), "model_type", None)
         raise UnsupportedModelError(
-            f"expected a causal language model with a head; got {type(model).__name__} of type"
-            f" {kind!r}"
+            f"expected a causal language model with a head over its vocabulary; got"
+            f" {type(model).__name__} of type {kind!r}: load it with AutoModelForCausalLM, or"
+            " choose another model"
         )
     _check_in_memory(model)
     if not takes_cache(model):
         raise UnsupportedModelError(
             f"expected a model with a cache, {type(model).__name__} has none: a replay starts from"
-            " a cache of the tokens that stay"
+            " a cache of the tokens that stay. Choose a causal language model with a cache"
+            " (encoders, such as DistilBERT, have none)"
         )
     if "minimax_m3_sparse" in (getattr(text_config(model), "layer_types", None) or ()):
         raise UnsupportedModelError(
