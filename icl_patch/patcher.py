@@ -456,6 +456,7 @@ class ContextPatcher:
         mode: str = "auto",
         compile: bool | str = False,
         prefill_chunk: int | None = None,
+        arithmetic: str = "auto",
     ) -> Callable[..., Any]:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
         custom_generate=this)``.
@@ -467,5 +468,5 @@ class ContextPatcher:
         return loop.decoding_method(
             self.decoder,
             streamer,
-            loop.Options(logits, mode, compile, False, 0, prefill_chunk),
+            loop.Options(logits, mode, compile, False, 0, prefill_chunk, arithmetic),
         )

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from icl_patch import ContextPatch, ContextPatcher, embedded, metrics, verify
+from icl_patch.evaluation.baseline import baseline, over_columns
 from icl_patch.evaluation.loading import MARS_PROMPT, encode_contexts, encode_inputs, load_model
-from icl_patch.evaluation.verify import VerifiedToken, baseline, over_columns
+from icl_patch.evaluation.verify import VerifiedToken
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording.sequences import absorb_all_but_last
 
@@ -355,7 +356,8 @@ class Run:
 def untouched(model: Any, tokenizer: Any, context: Any, count: int, chat: bool = False) -> Run:
     """Generate ``count`` tokens."""
     ids, mask, further = encode_inputs(model, tokenizer, context, chat)
-    logits, tokens = baseline(model, ids, mask, count, inputs=further)
+    run = baseline(model, ids, mask, count, inputs=further)
+    logits, tokens = run.logits, run.tokens
     ended = (
         torch.isin(tokens, torch.tensor(sorted(ends(model)), device=tokens.device)).long().cumsum(1)
     )

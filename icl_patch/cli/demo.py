@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         answers = demo.three_answers(model, tokenizer, options.prompts_per_kind)
     with common.progress_bar("verifying each update and dtype") as progress:
         verified = demo.verify_grid(options.prompts, options.max_new_tokens, progress)
-    tables = [_examples(answers), _accuracy(answers), report.verify_table(verified)]
+    tables = [_examples(answers), _accuracy(answers), *report.verify_tables(verified)]
     page, data, figure = (
         options.report / name for name in ("report.md", "report.json", "exactness.png")
     )

@@ -67,7 +67,7 @@ def _verify_model(options: argparse.Namespace) -> int:
         options,
         result.to_dict(),
         f"{result.model}, {result.family}, generated: {text!r}",
-        report.verify_table([result]),
+        *report.verify_tables([result]),
     )
     return 0 if result.passed else 1
 

@@ -64,8 +64,10 @@ def percent(share: float | None) -> str:
     return "100 %" if share == 1 else f"{min(100 * share, 99.99):.4g} %"
 
 
-def verify_table(reports: Sequence[VerifyReport]) -> Table:
-    """A table of verify reports, one row each."""
+def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
+    """A table of verify reports, one row each; and one of exact updates in each arithmetic, if
+    there are exact updates.
+    """
     records = []
     for report in reports:
         numbers, exact = report.to_dict(), report.update == "exact"
@@ -86,7 +88,33 @@ def verify_table(reports: Sequence[VerifyReport]) -> Table:
                 "promise kept": report.passed if promised else "no promise",
             }
         )
-    return _table_of("Replay without context against the model with it", records)
+    tables = [_table_of("Replay without context against the model with it", records)]
+    return tables + [_exact_table(reports)] * any(report.arithmetics for report in reports)
+
+
+def _exact_table(reports: Sequence[VerifyReport]) -> Table:
+    """The steps of exact updates in each arithmetic, beside the run that they are identical to."""
+    records = [
+        {
+            "dtype": report.dtype,
+            "arithmetic": steps.arithmetic,
+            "identical to": steps.reference
+            if steps.reason is None
+            else f"not measured: {steps.reason}",
+            "bit-identical": percent(steps.bit_identical),
+            "token match": percent(steps.token_match),
+            "L∞ max": steps.linf_max,
+            "L∞ to fp32": steps.linf_max_fp32,
+            "reader error": steps.reader_error_max,
+            "correction": steps.correction_max,
+            "misses": steps.misses,
+            "taken twice": steps.tokens_taken_twice,
+        }
+        for report in reports
+        for steps in report.arithmetics
+    ]
+    title = "Exact steps by arithmetic; token match and L∞ max are against the unmodified model"
+    return _table_of(title, records)
 
 
 def suite_table(reports: Sequence[FamilyReport]) -> Table:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
@@ -24,15 +23,27 @@ from transformers import (
 )
 
 from icl_patch import metrics
+from icl_patch.evaluation.baseline import (
+    BaselineRun,
+    baseline,
+    extended,
+    in_one_pass,
+    over_columns,
+    sequences_at,
+)
+from icl_patch.evaluation.exact_steps import (
+    ExactSteps,
+    Replays,
+    in_both_arithmetics,
+    one_pass_replays,
+)
 from icl_patch.evaluation.loading import default_context, encode_inputs, load_model
-from icl_patch.models import kv_cache
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.patcher import ContextPatcher
-from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.compute import Computation
-from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble, switches
+from icl_patch.recording.sequences import absorb_all_but_last, switches
 from icl_patch.tolerances import noise_limit
 
 # Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
@@ -74,6 +85,8 @@ class VerifyReport:
         misses: elements of block outputs that the exact update could not reproduce.
         experts_identical: share of (token, block) pairs with the same experts; None without
             experts.
+        arithmetics: of an exact update, its steps in each arithmetic that ``generate`` has. All
+            other attributes are those of ``"model"``.
         steps: ``max_new_tokens`` of the first prompt, then of the second, and so on.
     """
 
@@ -91,6 +104,7 @@ class VerifyReport:
     correction_max: float
     misses: int
     experts_identical: float | None
+    arithmetics: list[ExactSteps]
     steps: list[VerifiedToken] = field(repr=False)
 
     def _share(self, name: str) -> float:
@@ -118,8 +132,9 @@ class VerifyReport:
     def passed(self) -> bool:
         """Whether the update keeps its promise; in bf16 and fp16 direct and stable promise nothing.
 
-        exact: every step and every block is bit-identical. That alone would hold with unpatched
-        readers, so the reader error and the correction must also be a few roundings at most.
+        exact: every step and every block is bit-identical, in each arithmetic that the model
+        allows. That alone would hold with unpatched readers, so the reader error and the correction
+        must also be a few roundings at most.
         direct and stable in fp32 and fp64: every token matches and errors are within the limit.
         Any update: the chosen experts are the same, and the noise floor is small; a model that
         contradicts itself proves nothing.
@@ -134,7 +149,10 @@ class VerifyReport:
             rounding = _ROUNDINGS * torch.finfo(getattr(torch, self.dtype)).eps
             identical = self.bit_identical == self.token_match == self.blocks_bit_identical == 1.0
             return (
-                identical and self.reader_error_max <= rounding and self.correction_max <= rounding
+                identical
+                and self.reader_error_max <= rounding
+                and self.correction_max <= rounding
+                and all(steps.keeps_promise(rounding) for steps in self.arithmetics)
             )
         if self.dtype in _PROMISED:
             return self.token_match == 1.0 and float(self._errors("linf").max()) <= self.limit
@@ -153,6 +171,7 @@ class VerifyReport:
             **{name: getattr(self, name) for name in properties},
             **errors,
             "tokens": len(self.steps),
+            "arithmetics": [vars(steps) for steps in self.arithmetics],
             "steps": [vars(step) for step in self.steps],
         }
 
@@ -172,6 +191,9 @@ def verify(
     name: str | None = None,
 ) -> VerifyReport:
     """Run the papers' protocol and report how well the patched model matches the one with context.
+
+    Exact steps are measured twice, each time beside their reference: in two passes and in one
+    (``VerifyReport.arithmetics``).
 
     Args:
         model: a model, a local folder or a hub id; None and "embedded" mean the embedded model.
@@ -208,18 +230,30 @@ def verify(
     check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
     check_vocabulary(loaded, ids, mask)
 
+    exact = update == "exact"
     progress = progress or (lambda done, total: None)
-    progress(0, max_new_tokens)
-    references, tokens = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
-    floor = _noise_floor(loaded, ids, mask, tokens, references, keep_last, inputs)
+    count = max_new_tokens * (2 if exact else 1)
+    progress(0, count)
+    run = baseline(loaded, ids, mask, max_new_tokens, keep_last, inputs)
+    floor = _noise_floor(loaded, run)
     comparisons: list[dict[str, Tensor]] = []
+    replays, one_pass = Replays(), None
     with ContextPatcher(loaded, update, tokenizer=tokenizer) as patcher:
         attached = patcher.attached_model
-        for computation in _computations(attached, ids, mask, tokens, keep_last, inputs):
+        for reference, computation in zip(
+            run.logits.unbind(1), _computations(attached, run), strict=True
+        ):
             logits, replayed = attached.replay(computation.patch)
-            reference = references[:, len(comparisons)]
             comparisons.append(_compare(reference, logits[:, -1], computation, replayed))
-            progress(len(comparisons), max_new_tokens)
+            if exact and computation.patch.report is not None:
+                replays.logits.append(logits[:, -1])
+                replays.reports.append(computation.patch.report)
+            progress(len(comparisons), count)
+        if exact:
+            one_pass = one_pass_replays(
+                patcher.decoder, run, lambda done: progress(max_new_tokens + done, count)
+            )
+            progress(count, count)
     totals = {
         name: torch.stack([step[name] for step in comparisons], -1) for name in comparisons[0]
     }
@@ -239,128 +273,43 @@ def verify(
         correction_max=float(totals["correction"].max()),
         misses=int(totals["misses"].sum()),
         experts_identical=float(experts.double().mean()) if experts.numel() else None,
-        steps=_verified_tokens(tokens, totals),
-    )
-
-
-def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Any]:
-    """Further model inputs for the first ``width`` columns.
-
-    ``*_type_ids`` have one entry a token: they are cut, or padded with 0, which means text.
-    """
-    return {
-        name: F.pad(x, (0, width - x.shape[1])) if name.endswith("type_ids") else x
-        for name, x in inputs.items()
-    }
-
-
-@torch.no_grad()
-def baseline(
-    model: PreTrainedModel,
-    ids: Tensor,
-    mask: Tensor,
-    steps: int,
-    keep_last: int = 0,
-    inputs: Mapping[str, Tensor] | None = None,
-    forced: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The logits (B, steps, V) and tokens (B, steps) of the model with its context.
-
-    The context is cached. The kept tokens then run in one call, or token by token if only the
-    current one is kept.
-
-    Args:
-        inputs: the model's further inputs for the context.
-        forced: tokens (B, steps) to follow; by default the greedy choice.
-    """
-    logits: list[Tensor] = []
-    tokens: list[Tensor] = []
-    cache = kv_cache.new_cache(model)
-    for step in range(steps):
-        sequences = _sequences(ids, mask, keep_last)
-        if keep_last or not step or switches(model, sequences):
-            cache = kv_cache.new_cache(model)
-            forward_passes.run_head(
-                model, sequences, cache, **over_columns(inputs or {}, sequences.head_ids.shape[1])
-            )
-        logits.append(forward_passes.run_tail(model, sequences, cache)[:, -1])
-        tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
-        ids, mask = _extend(ids, mask, tokens[-1])
-    return torch.stack(logits, 1), torch.stack(tokens, 1)
-
-
-def _sequences(ids: Tensor, mask: Tensor, keep_last: int) -> Sequences:
-    cut = ids.shape[1] - keep_last - 1
-    return assemble(ids[:, :cut], ids[:, cut:], context_mask=mask[:, :cut], kept_mask=mask[:, cut:])
-
-
-def _extend(ids: Tensor, mask: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.cat([ids, token_ids.unsqueeze(1)], 1), torch.cat(
-        [mask, torch.ones_like(mask[:, :1])], 1
+        arithmetics=[] if one_pass is None else in_both_arithmetics(loaded, run, replays, one_pass),
+        steps=_verified_tokens(run.tokens, totals),
     )
 
 
 @torch.no_grad()
-def _noise_floor(
-    model: PreTrainedModel,
-    ids: Tensor,
-    mask: Tensor,
-    tokens: Tensor,
-    references: Tensor,
-    keep_last: int,
-    inputs: Mapping[str, Tensor],
-) -> dict[str, float]:
+def _noise_floor(model: PreTrainedModel, run: BaselineRun) -> dict[str, float]:
     """The unmodified model against itself: 2B rows, and one pass over all tokens."""
-    steps, batch = tokens.shape[1], len(ids)
-    twice = {name: torch.cat([x, x]) for name, x in inputs.items()}
-    doubled, _ = baseline(
-        model, ids.repeat(2, 1), mask.repeat(2, 1), steps, keep_last, twice, tokens.repeat(2, 1)
-    )
-    whole, whole_mask = ids, mask
-    for token_ids in tokens[:, :-1].unbind(1):
-        whole, whole_mask = _extend(whole, whole_mask, token_ids)
-    positions = (whole_mask.long().cumsum(1) - 1).clamp(min=0)
-    further: dict[str, Any] = dict(over_columns(inputs, whole.shape[1]))
-    single_pass = forward_passes.run(
-        model,
-        whole,
-        whole_mask,
-        positions,
-        kv_cache.new_cache(model),
-        longest=whole_mask.sum(1).max(),
-        last_logits=steps,
-        **further,
-    )
+    batch, steps = run.tokens.shape
+    ids, mask, tokens = (x.repeat(2, 1) for x in (run.ids, run.mask, run.tokens))
+    twice = {name: torch.cat([x, x]) for name, x in run.inputs.items()}
+    doubled = baseline(model, ids, mask, steps, run.keep_last, twice, tokens).logits
+    single_pass = in_one_pass(model, run.ids, run.mask, run.tokens, run.inputs)
     others = (doubled[:batch], single_pass)
     return {
-        "linf_max": max(float(metrics.linf(other, references).max()) for other in others),
-        "tvd_max": max(float(metrics.total_variation(other, references).max()) for other in others),
+        f"{measure}_max": max(float(distance(other, run.logits).max()) for other in others)
+        for measure, distance in (("linf", metrics.linf), ("tvd", metrics.total_variation))
     }
 
 
-def _computations(
-    attached: AttachedModel,
-    ids: Tensor,
-    mask: Tensor,
-    tokens: Tensor,
-    keep_last: int,
-    inputs: Mapping[str, Tensor],
-) -> Iterator[Computation]:
+def _computations(attached: AttachedModel, run: BaselineRun) -> Iterator[Computation]:
     """The patch of every step, along the baseline's tokens."""
-    if keep_last == 0:
+    ids, mask, inputs = run.ids, run.mask, run.inputs
+    if run.keep_last == 0:
         sequences = absorb_all_but_last(ids, mask)
         head_inputs = over_columns(inputs, ids.shape[1] - 1)
         cache = attached.prefill(sequences, **head_inputs)
-        for token_ids in tokens.unbind(1):
+        for token_ids in run.tokens.unbind(1):
             if switches(attached.model, sequences):
                 cache = attached.prefill(sequences, **head_inputs)
             yield attached.compute_from(cache, sequences)
             sequences = sequences.advanced(token_ids)
         return
-    for token_ids in tokens.unbind(1):
-        sequences = _sequences(ids, mask, keep_last)
+    for token_ids in run.tokens.unbind(1):
+        sequences = sequences_at(ids, mask, run.keep_last)
         yield attached.compute(sequences, **over_columns(inputs, sequences.head_ids.shape[1]))
-        ids, mask = _extend(ids, mask, token_ids)
+        ids, mask = extended(ids, mask, token_ids)
 
 
 def same_experts(computation: Computation, replayed: Sequence[BlockActivations]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from icl_patch.models.language_model import (
 
 
 @contextmanager
-def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
+def batch_invariant(model: PreTrainedModel, *, attention: bool = True) -> Iterator[None]:
     """Within this context the bits of a row's logits depend on the row alone: on its tokens, the
     calls that they come in, and the weights; not on the other rows, their number, the row's place,
     its padding or the room in its cache.
@@ -36,7 +36,11 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
 
     Args:
         model: a causal language model of transformers in fp32, bf16 or fp16, with attention
-            ``"sdpa"``.
+            ``"sdpa"``. A patcher may be attached to it.
+        attention: whether attention is replaced too. Without it, only products and activations do
+            not depend on the batch. Exact decode steps run so: if a patch says
+            ``info.arithmetic == "batch_invariant"``, its logits are those of the model's own step
+            within ``batch_invariant(model, attention=False)``, after a prompt outside.
 
     Raises:
         UnsupportedModelError: the model's rows depend on each other beyond the functions that
@@ -52,27 +56,29 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
             f"expected attention 'sdpa', got {implementation!r}: load the model with"
             " attn_implementation='sdpa'"
         )
-    with overriding([(model, partial(_run, model.forward))]):
-        _self_check(model)
+    with overriding([(model, partial(_run, model.forward, attention))]):
+        _self_check(model, attention)
         yield
 
 
-def _run(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(own: Callable[..., Any], attention: bool, *args: Any, **kwargs: Any) -> Any:
     """The model's forward ``own`` on batch-invariant functions."""
     if torch.is_grad_enabled():
         raise ValueError("expected a call within torch.no_grad(), got one with gradients enabled")
     ids = kwargs.get("input_ids", args[0] if args else None)
     if ids is not None and torch.is_autocast_enabled(ids.device.type):
         raise ValueError("expected a call without torch.autocast, got one within it")
-    with running_in(BATCH_INVARIANT, attention=True):
+    with running_in(BATCH_INVARIANT, attention=attention):
         return own(*args, **kwargs)
 
 
-def _self_check(model: PreTrainedModel) -> None:
-    """Compare rows alone with the same rows in batches, bit for bit."""
-    width = min(67, position_limit(model))
+def _self_check(model: PreTrainedModel, attention: bool) -> None:
+    """Compare rows alone with the same rows in batches, bit for bit. Without batch-invariant
+    attention these are rows of one token, which attends to itself alone.
+    """
+    width = min(67, position_limit(model)) if attention else 1
     ids = torch.cat([random_tokens(model, width, seed) for seed in range(3)])[:5]
-    lengths = [width, width - 2, width, width // 2 + 1, width - 1]
+    lengths = [width, width - 2, width, width // 2 + 1, width - 1] if attention else [1] * 5
     alone = [_logits(model, ids[row : row + 1, -length:]) for row, length in enumerate(lengths)]
     starts = width - torch.tensor(lengths, device=ids.device)[:, None]
     mask = torch.arange(width, device=ids.device) >= starts
@@ -89,11 +95,14 @@ def _self_check(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logits (B, 3, V) of a prompt's last token and of two tokens after it, one a call."""
+    """Logits of a prompt's last token and of two tokens after it, one a call, (B, 3, V); of a
+    prompt of one token, (B, 1, V).
+    """
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     positions, cache = (mask.long().cumsum(1) - 1).clamp(min=0), new_cache(model)
     width = ids.shape[1]
-    parts = [slice(0, width - 2), slice(width - 2, width - 1), slice(width - 1, width)]
+    ends = range(max(1, width - 2), width + 1)
+    parts = [slice(start, end) for start, end in zip((0, *ends), ends, strict=False)]
     logits = [
         call(model, ids[:, part], mask[:, : part.stop], positions[:, part], cache, last_logits=1)
         for part in parts

@@ -38,14 +38,19 @@ def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
 
 
 def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
-    """``u`` moved by 2⁻¹⁶ of the RMS of ``h_down`` where the patched output is exactly 0, because
-    no scale changes a 0.
+    """``u`` moved by a small number where the patched output is so near to 0 that its norm is 0,
+    because no scale changes a 0.
+
+    The number is 2⁻¹⁶ of the RMS of ``h_down``, or 1.5 times the smallest number of the output's
+    dtype if that is more: in fp16 a smaller change may round to 0.
 
     u, patched, hidden_down: (..., d). The inversion asked for a number below the rounding of
         ``h_down`` there, so any small number serves.
     """
     rms = hidden_down.to(u.dtype).square().mean(-1, keepdim=True).sqrt()
-    return torch.where(patched == 0, u + 2.0**-16 * rms, u)
+    limits = torch.finfo(patched.dtype)
+    moved = u + (2.0**-16 * rms).clamp(min=1.5 * limits.smallest_normal * limits.eps)
+    return torch.where(patched.abs() <= 2.0**-24 * rms, moved, u)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,20 @@ def test_verify_prints_a_table(capsys: pytest.CaptureFixture) -> None:
     assert "no promise" in out
 
 
+def test_verify_shows_both_arithmetics_of_exact_steps(capsys: pytest.CaptureFixture) -> None:
+    status, out, _ = run(capsys, "verify", "--max-new-tokens", "2")
+    assert status == 0
+    assert "the unmodified model" in out
+    assert "batch_invariant" in out and "not measured" not in out
+    command = ["verify", "--max-new-tokens", "2", "--keep-last", "1"]
+    _, out, _ = run(capsys, *command)
+    assert "not measured" in out
+    numbers = json.loads(run(capsys, *command, "--json")[1])
+    kinds = [(steps["arithmetic"], steps["bit_identical"]) for steps in numbers["arithmetics"]]
+    assert kinds == [("model", 1.0), ("batch_invariant", None)]
+    assert numbers["arithmetics"][1]["reason"] == "several kept tokens take two passes"
+
+
 def test_verify_says_when_the_check_failed(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,11 @@
 parts).
 """
 
+import copy
 import dataclasses
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,17 @@ from support.models import build
 from support.numeric import noise_limit
 from support.small import checkpointing
 from torch import Tensor
+from transformers import DynamicCache
 
-from icl_patch import embedded, metrics, ops, verify
+from icl_patch import batch_invariant, embedded, metrics, ops, verify
+from icl_patch.evaluation import exact_steps, tiny_models
 from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import MARS_PROMPT, encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
+from icl_patch.generation.decode_state import DecodeState
+from icl_patch.generation.decode_step import DecodeResult, decode_one_token
 from icl_patch.patcher import ContextPatcher
+from icl_patch.recording import exact_decode_recorder
 from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit
 
@@ -54,6 +61,102 @@ def test_exact_on_the_embedded_model(dtype: torch.dtype) -> None:
     assert report.reader_error_max <= 4 * epsilon
     assert report.correction_max <= 8 * epsilon
     assert report.passed
+    in_two_passes, in_one = report.arithmetics
+    assert in_two_passes.linf_max == 0  # the unmodified model itself
+    for steps in report.arithmetics:
+        assert steps.reason is None
+        assert steps.bit_identical == 1.0 and steps.misses == steps.tokens_taken_twice == 0
+        assert steps.reader_error_max <= 4 * epsilon and steps.correction_max <= 8 * epsilon
+    assert in_one.token_match >= 0.99
+    if dtype == torch.float32:
+        assert in_one.linf_max <= noise_limit(embedded.load()[0])
+    else:
+        assert 0 < in_one.linf_max_fp32 <= 2 * in_two_passes.linf_max_fp32
+
+
+@torch.no_grad()
+def test_exact_steps_are_compared_with_the_model_in_each_arithmetic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The numbers against the model's own calls; and a wrong replay in one pass shows."""
+    model = build("llama", 0, torch.bfloat16, vocab_size=RANDOM_VOCABULARY)
+    texts = ["some context that matters", "and a longer one of another length"]
+    arguments = {"context": texts, "max_new_tokens": 3}
+    report = verify(model, build_tokenizer(), **arguments)
+    ids, mask = encode_contexts(build_tokenizer(), texts)
+    tokens = torch.tensor([step.token_id for step in report.steps]).view(2, 3)
+    runs = {}
+    for name in ("model", "batch_invariant"):
+        cache, token, seen, logits = DynamicCache(config=model.config), ids[:, -1:], mask, []
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        model(ids[:, :-1], mask[:, :-1].long(), positions[:, :-1], past_key_values=cache)
+        position = positions[:, -1:]
+        for following in tokens.unbind(1):
+            inside = batch_invariant(model, attention=False) if name != "model" else nullcontext()
+            with inside:
+                logits.append(model(token, seen.long(), position, past_key_values=cache).logits)
+            token, position = following.unsqueeze(1), position + 1
+            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
+        runs[name] = torch.cat(logits, 1)
+    whole = torch.cat([ids, tokens[:, :-1]], 1)
+    positions = (seen[:, :-1].long().cumsum(1) - 1).clamp(min=0)
+    wide = copy.deepcopy(model).float()
+    fp32 = wide(whole, seen[:, :-1].long(), positions).logits[:, -3:]
+    for steps in report.arithmetics:
+        logits = runs[steps.arithmetic]
+        assert steps.bit_identical == 1.0
+        assert steps.linf_max == float(metrics.linf(logits, runs["model"]).max())
+        assert steps.token_match == float((logits.argmax(-1) == tokens).double().mean())
+        assert steps.linf_max_fp32 == pytest.approx(float(metrics.linf(logits, fp32).max()), 1e-3)
+    monkeypatch.setattr(exact_steps, "decode_one_token", _spoilt)
+    report = verify(model, build_tokenizer(), **arguments)
+    in_two_passes, in_one = report.arithmetics
+    assert (in_two_passes.bit_identical, in_one.bit_identical) == (1.0, 0.0)
+    assert report.bit_identical == 1.0 and not report.passed
+
+
+def _spoilt(state: DecodeState, token_ids: Tensor) -> DecodeResult:
+    """A step with a patch that is a little off."""
+    result = decode_one_token(state, token_ids)
+    patch = result.make_patch()
+    layers = tuple(
+        {name: x * 1.01 if name.endswith("down_proj.u") else x for name, x in layer.items()}
+        for layer in patch.layers
+    )
+    return dataclasses.replace(result, make_patch=lambda: dataclasses.replace(patch, layers=layers))
+
+
+def test_exact_steps_that_miss_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block misses at every step: both rows are closed again, and nothing is left."""
+    own = exact_decode_recorder._closed
+
+    def spoilt(alike: list) -> list:
+        closed = own(alike)
+        closed[0].factor[0, 0, 5] += 1.0
+        closed[0].misses[0, 0] += 1
+        return closed
+
+    monkeypatch.setattr(exact_decode_recorder, "_closed", spoilt)
+    model = build("llama", 0, vocab_size=RANDOM_VOCABULARY)
+    texts = ["some context", "and another one"]
+    report = verify(model, build_tokenizer(), context=texts, max_new_tokens=3)
+    in_one = report.arithmetics[1]
+    assert (in_one.tokens_taken_twice, in_one.misses, in_one.bit_identical) == (6, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "keep_last", "reason"),
+    [("llama", 2, "several kept tokens"), ("qwen3_moe", 0, "it has experts")],
+)
+def test_where_one_pass_is_not_possible_the_reason_stands(
+    family: str, keep_last: int, reason: str
+) -> None:
+    model = tiny_models.build(family, 0, vocab_size=RANDOM_VOCABULARY)
+    arguments = {"context": "some context", "max_new_tokens": 2, "keep_last": keep_last}
+    report = verify(model, build_tokenizer(), **arguments)
+    in_two_passes, in_one = report.arithmetics
+    assert report.passed and in_two_passes.bit_identical == 1.0
+    assert reason in in_one.reason and in_one.bit_identical is None
 
 
 @pytest.mark.parametrize("update", ["direct", "stable"])
@@ -156,6 +259,7 @@ def test_report_is_plain_json_with_the_documented_fields() -> None:
         "reader_error_max",
         "experts_identical",
         "correction_max",
+        "arithmetics",
         "steps",
     }
     assert documented <= numbers.keys()

@@ -12,10 +12,10 @@ from support.models import build, ragged, tokens
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from icl_patch import ContextPatcher, UnsupportedModelError, metrics
+from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation.loop import GenerationStep
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.recording import exact_decode_recorder, updates
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,7 +32,9 @@ def steps_of(
 
 
 @torch.no_grad()
-def batch_invariant_logits(model: PreTrainedModel, chosen: list[Tensor]) -> Iterator[Tensor]:
+def batch_invariant_logits(
+    model: PreTrainedModel, chosen: list[Tensor], **options: bool
+) -> Iterator[Tensor]:
     """The model's own decode steps on batch-invariant functions, after its own prompt."""
     ids, mask, cache = IDS, MASK, DynamicCache(config=model.config)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
@@ -44,10 +46,11 @@ def batch_invariant_logits(model: PreTrainedModel, chosen: list[Tensor]) -> Iter
     )
     token, position = ids[:, -1:], positions[:, -1:]
     for following in chosen:
-        with running_in(BATCH_INVARIANT):
-            yield model(
+        with batch_invariant(model, **{"attention": False} | options):
+            logits = model(
                 token, attention_mask=mask.long(), position_ids=position, past_key_values=cache
             ).logits[:, -1]
+        yield logits
         token, position = following.unsqueeze(1), position + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
 
@@ -64,9 +67,39 @@ def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> 
             assert patch.info.arithmetic == BATCH_INVARIANT
             assert patch.report is not None and not patch.report.misses.any()
             assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
-    reference = batch_invariant_logits(model, [step.token_ids for step in steps])
-    for step, logits in zip(steps, reference, strict=True):
-        assert torch.equal(step.logits, logits)
+        chosen = [step.token_ids for step in steps]
+        attached = list(batch_invariant_logits(model, chosen))
+    for reference in (attached, batch_invariant_logits(model, chosen)):
+        for step, logits in zip(steps, reference, strict=True):
+            assert torch.equal(step.logits, logits)
+
+
+def test_the_reference_needs_the_attention_of_torch() -> None:
+    """Within the default, which replaces it, the padded rows of a step have other bits."""
+    model = build("llama")
+    with ContextPatcher(model) as patcher:
+        steps = list(steps_of(patcher))
+    reference = batch_invariant_logits(model, [step.token_ids for step in steps], attention=True)
+    assert any(
+        not torch.equal(step.logits, logits) for step, logits in zip(steps, reference, strict=True)
+    )
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo2"])
+def test_outputs_that_underflow_in_fp16_are_reached(family: str) -> None:
+    """W_down writes numbers of which fp16 keeps few bits, and zeros, before a norm."""
+    model = tiny_models.build(family, 1, torch.float16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "down_proj" in name:
+                parameter.mul_(2.0**-14)
+    with ContextPatcher(model) as patcher:
+        for arithmetic, passes in ((BATCH_INVARIANT, 1), (MODEL, 2)):
+            for step in steps_of(patcher, 6, arithmetic=arithmetic):
+                patch = step.patch
+                assert patch.passes == passes
+                assert patch.report is not None and not patch.report.misses.any()
+                assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
 
 
 def test_a_row_replays_alike_in_any_batch() -> None:

@@ -117,6 +117,29 @@ def test_what_was_not_asked_for_is_not_kept() -> None:
     assert max(counter.counts[2:]) <= counter.counts[2]
 
 
+def test_the_decoding_method_in_each_arithmetic() -> None:
+    """Its logits are those of :meth:`ContextPatcher.generate`, bit for bit, and refused alike."""
+    model, ids = small("llama"), tokens(3, 3, 40)
+    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+    chosen = {}
+    with ContextPatcher(model) as patcher:
+        for arithmetic in ("model", "batch_invariant"):
+            method = patcher.decoding_method(arithmetic=arithmetic)
+            said = model.generate(ids, **arguments, **outputs, custom_generate=method)
+            steps = patcher.generate(ids, arithmetic=arithmetic, **arguments)
+            for logits, step in zip(said.logits, steps, strict=True):
+                assert torch.equal(logits, step.logits)
+            chosen[arithmetic] = torch.stack(said.logits)
+        assert not torch.equal(chosen["model"], chosen["batch_invariant"])
+        with pytest.raises(ValueError, match="expected arithmetic auto, model, batch_invariant"):
+            patcher.decoding_method(arithmetic="exact")
+    with ContextPatcher(tiny_models.build("qwen3_moe")) as patcher:
+        method = patcher.decoding_method(arithmetic="batch_invariant")
+        with pytest.raises(UnsupportedModelError, match="it has experts"):
+            patcher.model.generate(ids, **arguments, custom_generate=method)
+
+
 def test_the_decoding_method_of_another_model() -> None:
     with ContextPatcher(small("llama"), "stable") as patcher:
         method = patcher.decoding_method()

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.verify import baseline
+from icl_patch.evaluation.baseline import baseline
 from icl_patch.generation import graph_partition
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemble
 
@@ -160,7 +160,8 @@ def test_longrope_switches_while_tokens_are_generated(
 def test_longrope_switches_in_histories(update: str) -> None:
     """What verify is made of: its baseline, and a patch a step."""
     model = phi3()
-    logits, made = baseline(model, IDS, MASK, NEW)
+    run = baseline(model, IDS, MASK, NEW)
+    logits, made = run.logits, run.tokens
     expected = torch.stack(
         [one_call(model, grown(IDS, MASK, made, step))[:, -1] for step in range(NEW)], 1
     )

@@ -366,6 +366,18 @@ def test_off_zero_makes_the_output_reachable() -> None:
     ).misses.tolist() == [0]
 
 
+def test_off_zero_reaches_numbers_that_fp16_rounds_to_zero() -> None:
+    """2⁻¹⁶ of this RMS would round to 0; and beside a large RMS the norm of 2⁻²⁴ would."""
+    tiny = 2.0**-24
+    h = torch.tensor([[64 * tiny, -32 * tiny, 64 * tiny], [8.0, -8.0, 8.0]], dtype=torch.float16)
+    u = torch.tensor([[-64.2 * tiny, 0.0, tiny], [-8.0 + tiny, 0.0, 0.5]])
+    patched = (h.float() + u).half()
+    assert not ops.rms_normalize(patched, 1e-6).half()[:, 0].any()
+    moved = updates.off_zero(u, patched, h)
+    assert torch.equal(moved[:, 1:], u[:, 1:])
+    assert ops.rms_normalize((h.float() + moved).half(), 1e-6).half().all()
+
+
 # Closing
 
 

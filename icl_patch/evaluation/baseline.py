@@ -1,0 +1,115 @@
+"""The run of the model with its context that patched replays are compared with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from icl_patch.invariance.arithmetic import MODEL, running_in
+from icl_patch.models import kv_cache
+from icl_patch.recording import forward_passes
+from icl_patch.recording.sequences import Sequences, assemble, switches
+
+
+@dataclass(frozen=True, eq=False)
+class BaselineRun:
+    """A run of the model with its context.
+
+    Attributes:
+        ids, mask: (B, C), the context. inputs: the model's further inputs for it.
+        keep_last: tokens before the current one that are kept with it.
+        logits: (B, steps, V). tokens: (B, steps), that follow the context.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    inputs: Mapping[str, Tensor]
+    keep_last: int
+    logits: Tensor
+    tokens: Tensor
+
+
+def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Any]:
+    """Further model inputs for the first ``width`` columns.
+
+    ``*_type_ids`` have one entry a token: they are cut, or padded with 0, which means text.
+    """
+    return {
+        name: F.pad(x, (0, width - x.shape[1])) if name.endswith("type_ids") else x
+        for name, x in inputs.items()
+    }
+
+
+@torch.no_grad()
+def baseline(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    steps: int,
+    keep_last: int = 0,
+    inputs: Mapping[str, Tensor] | None = None,
+    forced: Tensor | None = None,
+    arithmetic: str = MODEL,
+) -> BaselineRun:
+    """Run the model with its context, ``steps`` tokens on.
+
+    The context is cached. The kept tokens then run in one call, or token by token if only the
+    current one is kept.
+
+    Args:
+        inputs: the model's further inputs for the context.
+        forced: tokens (B, steps) to follow; by default the greedy choice.
+        arithmetic: of the calls on the kept tokens, ``"model"`` or ``"batch_invariant"``; the
+            context runs in the model's own.
+    """
+    context, logits, tokens = (ids, mask, inputs or {}, keep_last), [], []
+    cache = kv_cache.new_cache(model)
+    for step in range(steps):
+        sequences = sequences_at(ids, mask, keep_last)
+        if keep_last or not step or switches(model, sequences):
+            cache = kv_cache.new_cache(model)
+            forward_passes.run_head(
+                model, sequences, cache, **over_columns(context[2], sequences.head_ids.shape[1])
+            )
+        with running_in(arithmetic):
+            logits.append(forward_passes.run_tail(model, sequences, cache)[:, -1])
+        tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
+        ids, mask = extended(ids, mask, tokens[-1])
+    return BaselineRun(*context, torch.stack(logits, 1), torch.stack(tokens, 1))
+
+
+def sequences_at(ids: Tensor, mask: Tensor, keep_last: int) -> Sequences:
+    """All tokens, of which the last ``keep_last + 1`` are kept and the others absorbed."""
+    cut = ids.shape[1] - keep_last - 1
+    return assemble(ids[:, :cut], ids[:, cut:], context_mask=mask[:, :cut], kept_mask=mask[:, cut:])
+
+
+def extended(ids: Tensor, mask: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and their mask (B, S) with one more token a row, ``token_ids`` (B,)."""
+    return torch.cat([ids, token_ids.unsqueeze(1)], 1), torch.cat(
+        [mask, torch.ones_like(mask[:, :1])], 1
+    )
+
+
+@torch.no_grad()
+def in_one_pass(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: Tensor, inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """The logits (B, steps, V) of ``tokens`` (B, steps) in one pass over all tokens."""
+    for token_ids in tokens[:, :-1].unbind(1):
+        ids, mask = extended(ids, mask, token_ids)
+    further: dict[str, Any] = dict(over_columns(inputs, ids.shape[1]))
+    return forward_passes.run(
+        model,
+        ids,
+        mask,
+        (mask.long().cumsum(1) - 1).clamp(min=0),
+        kv_cache.new_cache(model),
+        longest=mask.sum(1).max(),
+        last_logits=tokens.shape[1],
+        **further,
+    )

@@ -1,0 +1,162 @@
+"""Exact steps in the two arithmetics that ``generate`` has, each beside the run that it promises to
+be identical to.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from icl_patch import metrics
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass, over_columns
+from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.generation.decoder import Decoder
+from icl_patch.generation.shared_cache_trial import require_batch_invariant_steps
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.patch.context_patch import PatchReport
+
+REFERENCES = {
+    MODEL: "the unmodified model",
+    BATCH_INVARIANT: "the model on batch-invariant products and activations",
+}
+
+# A copy in fp32 up to this size is worth its memory: 0.5B parameters.
+_MAX_FP32_BYTES = 2**31
+
+
+@dataclass(frozen=True)
+class ExactSteps:
+    """Exact steps in one arithmetic, along the tokens of :func:`icl_patch.verify`.
+
+    Attributes:
+        arithmetic: ``"model"`` or ``"batch_invariant"``, as for ``generate``. reference: the run
+            that promises to have the same bits.
+        reason: why nothing was measured; every number is None then.
+        bit_identical: share of steps at which the replay has all bits of the reference's logits.
+        token_match: share of steps at which the replay chooses the unmodified model's token.
+        linf_max, linf_max_fp32: largest difference of the replays' logits to those of the
+            unmodified model, and to those of the model in fp32; the second for models in bf16 and
+            fp16 of up to 0.5B parameters only.
+        reader_error_max, correction_max, misses: as the patches report them.
+        tokens_taken_twice: tokens that needed one more pass because a block missed its target.
+    """
+
+    arithmetic: str
+    reference: str
+    reason: str | None = None
+    bit_identical: float | None = None
+    token_match: float | None = None
+    linf_max: float | None = None
+    linf_max_fp32: float | None = None
+    reader_error_max: float | None = None
+    correction_max: float | None = None
+    misses: int | None = None
+    tokens_taken_twice: int | None = None
+
+    def keeps_promise(self, rounding: float) -> bool:
+        """Whether all steps are bit-identical, with reader errors and corrections of at most
+        ``rounding``; also if nothing was measured.
+        """
+        if self.reason is not None:
+            return True
+        assert self.reader_error_max is not None and self.correction_max is not None
+        return (
+            self.bit_identical == 1.0
+            and self.reader_error_max <= rounding
+            and self.correction_max <= rounding
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Replays:
+    """Exact steps and their replays: each replay's logits (B, V), each patch's report, and the
+    number of tokens that needed one more pass.
+    """
+
+    logits: list[Tensor] = field(default_factory=list)
+    reports: list[PatchReport] = field(default_factory=list)
+    tokens_taken_twice: int = 0
+
+
+def one_pass_replays(
+    decoder: Decoder, run: BaselineRun, on_step: Callable[[int], None]
+) -> Replays | str:
+    """The steps of ``generate`` in one pass along the tokens of a run, or why there are none.
+
+    on_step: called with the number of each step.
+    """
+    if run.keep_last:
+        return "several kept tokens take two passes"
+    try:
+        require_batch_invariant_steps(decoder)
+    except UnsupportedModelError as error:
+        return str(error)
+    width, steps = run.ids.shape[1], run.tokens.shape[1]
+    mode, further = DecodeMode.SHARED_CACHE, over_columns(run.inputs, width - 1)
+    state = prefill(decoder, run.ids, run.mask, width + steps, mode, **further)
+    replays, again = Replays(), 0
+    for number, token_ids in enumerate(torch.cat([run.ids[:, -1:], run.tokens], 1).T[:-1]):
+        patch = decode_one_token(state, token_ids).make_patch()
+        again += len(token_ids) if patch.passes > 1 else 0
+        assert patch.report is not None
+        replays.reports.append(patch.report)
+        replays.logits.append(decoder.attached.replay_logits(patch)[:, -1])
+        on_step(number + 1)
+    return replace(replays, tokens_taken_twice=again)
+
+
+def in_both_arithmetics(
+    model: PreTrainedModel, run: BaselineRun, two_passes: Replays, one_pass: Replays | str
+) -> list[ExactSteps]:
+    """Compare the replays in each arithmetic with their reference, the unmodified model and the
+    model in fp32.
+    """
+    fp32 = _fp32_logits(model, run)
+    steps = [_measured(MODEL, two_passes, run.logits, run, fp32)]
+    if isinstance(one_pass, str):
+        return [*steps, ExactSteps(BATCH_INVARIANT, REFERENCES[BATCH_INVARIANT], one_pass)]
+    reference = baseline(
+        model, run.ids, run.mask, run.tokens.shape[1], 0, run.inputs, run.tokens, BATCH_INVARIANT
+    ).logits
+    return [*steps, _measured(BATCH_INVARIANT, one_pass, reference, run, fp32)]
+
+
+def _measured(
+    arithmetic: str, replays: Replays, reference: Tensor, run: BaselineRun, fp32: Tensor | None
+) -> ExactSteps:
+    logits = torch.stack(replays.logits, 1)
+    # torch's maximum, unlike Python's, keeps NaN
+    errors = torch.stack([report.reader_error.max() for report in replays.reports])
+    corrections = torch.stack([report.correction.max() for report in replays.reports])
+    return ExactSteps(
+        arithmetic,
+        REFERENCES[arithmetic],
+        bit_identical=float(metrics.bit_identical(logits, reference).double().mean()),
+        token_match=float(metrics.same_argmax(logits, run.logits).double().mean()),
+        linf_max=float(metrics.linf(logits, run.logits).max()),
+        linf_max_fp32=None if fp32 is None else float(metrics.linf(logits, fp32).max()),
+        reader_error_max=float(errors.max()),
+        correction_max=float(corrections.max()),
+        misses=sum(int(report.misses.sum()) for report in replays.reports),
+        tokens_taken_twice=replays.tokens_taken_twice,
+    )
+
+
+def _fp32_logits(model: PreTrainedModel, run: BaselineRun) -> Tensor | None:
+    """The logits (B, steps, V) of a copy of the model in fp32, in one pass over a run's tokens;
+    None if the model is in fp32 or wider, too large, or quantised.
+    """
+    weights = list(model.parameters())
+    plain = all(type(x) is nn.Parameter and x.dtype == model.dtype for x in weights)
+    size = 4 * sum(x.numel() for x in weights)
+    if model.dtype not in (torch.bfloat16, torch.float16) or not plain or size > _MAX_FP32_BYTES:
+        return None
+    wide: Any = copy.deepcopy(model)
+    inputs = {name: x.float() if x.is_floating_point() else x for name, x in run.inputs.items()}
+    return in_one_pass(wide.float(), run.ids, run.mask, run.tokens, inputs)
