@@ -1,4 +1,4 @@
-# make help lists the targets. PYTHON is the interpreter to start from: it is used as it is if it has what is needed.
+# make help lists the targets. PYTHON is the interpreter to start from: it is used as it is if it has all required packages.
 PYTHON ?= python3
 SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -name '*.pyc' ! -name '*.so' ! -path 'bench/results/*' | sort)
 RUN := build/python
@@ -45,7 +45,7 @@ stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two 
 build/universalmutator: | $(RUN)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ universalmutator==1.14.1
 
-mutants: $(RUN) build/universalmutator ## plant faults one at a time and run the tests that should notice each, for at most half an hour; goes on where it stopped; MUTANTS=--fresh
+mutants: $(RUN) build/universalmutator ## plant faults one at a time and run the tests that should notice each, for at most half an hour; resumes a stopped run; MUTANTS=--fresh
 	PYTHONPATH=build/universalmutator $(RUN) tools/mutants.py $(MUTANTS)
 
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time, and estimates of bandwidth; fails if one spills
@@ -69,7 +69,7 @@ bench: $(RUN) build/peft ## time the kernels beside the code that they replace, 
 bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
 	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
 
-sweep: $(RUN) ## try every causal model class of transformers, small and random; goes on where it stopped; hours on one core; docs/model_classes.md
+sweep: $(RUN) ## try every causal model class of transformers, small and random; resumes a stopped run; hours on one core; docs/model_classes.md
 	OMP_NUM_THREADS=1 $(RUN) tools/sweep.py $(TYPES)
 
 figures: $(RUN) ## draw the benchmarks' tables and pictures, and the tables of README and docs, again from their numbers
@@ -86,19 +86,19 @@ papers-%: $(RUN)
 
 STATIC ?=
 
-static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; goes on where it stopped; STATIC=--full: the whole grid
+static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; resumes a stopped run; STATIC=--full: the whole grid
 	$(RUN) examples/static/evaluation.py $(STATIC)
 
 gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
 	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh
 
-gpu-full: $(RUN) ## there, the whole grid of benchmarks; goes on where it stopped
+gpu-full: $(RUN) ## there, the whole grid of benchmarks; resumes a stopped run
 	$(RUN) -m icl_patch bench --device cuda --out "$(RESULTS)"
 
 tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file; TUNE=--quick takes minutes
 	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs $(TUNE)
 
-profile: $(RUN) ## what Nsight Compute and torch.profiler see of the kernels and of a decode step; a page in docs/profiles
+profile: $(RUN) ## profile the kernels and a decode step with Nsight Compute and torch.profiler; a page in docs/profiles
 	@sh tools/profile.sh
 
 lint: $(RUN) ## ruff, the import contracts and mypy
@@ -114,5 +114,5 @@ format: $(RUN) ## let ruff format the code
 train: $(RUN) ## train the embedded model again, into build/embedded (less than half an hour)
 	$(RUN) -m icl_patch.evaluation.embedded.train build/embedded
 
-clean: ## remove what make made, .venv included
+clean: ## remove everything that make made, .venv included
 	rm -rf build .venv *.egg-info icl_patch/ops/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache

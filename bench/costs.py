@@ -21,7 +21,7 @@ _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMem
 Call = Callable[[], object]
 
 
-# What an operator's or a kernel's name says of the backend of scaled-dot-product attention.
+# Parts of operators' and kernels' names that name the backend of scaled-dot-product attention.
 _ATTENTION = re.compile(
     r"_scaled_dot_product_(?:fused_)?(flash|efficient|cudnn)_attention|"
     r"_scaled_dot_product_attention_(math)|(flash)_fwd|(cudnn)\w*_(?:sdpa|fprop)|fmha_(cutlass)",
@@ -72,8 +72,8 @@ def transient_bytes(call: Call, device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        # The second call releases what the first leaves, and a profiler sees the release only of
-        # allocations that it saw.
+        # The second call releases memory that the first leaves, and a profiler sees the release
+        # only of allocations that it saw.
         call()
         with record_function("measured"):
             call()

@@ -42,7 +42,7 @@ class LazyStep:
 
     @functools.cached_property
     def step(self) -> Step:
-        """The step, built when it is first asked for."""
+        """The step, built at its first use."""
         with torch.no_grad():
             return self._build()
 

@@ -80,8 +80,8 @@ class TuningOptions:
 def write(
     options: TuningOptions, folder: Path | None, progress: Progress
 ) -> tuple[Path, tuple[TunedConfig, ...]]:
-    """Tune and write ``<gpu>.json``, whole, after every entry; a run that was stopped goes on where
-    it was. Entries that are not tuned stay as they are.
+    """Tune and write ``<gpu>.json``, whole, after every entry; a stopped run is resumed. Entries
+    that are not tuned stay as they are.
 
     Returns:
         The file and its entries.

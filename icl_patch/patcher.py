@@ -4,7 +4,6 @@ detach.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ class ContextPatcher:
     """Turns contexts into changes of a model's weights.
 
     Attaching swaps the readers and writers of every block for patched modules, in place; ``detach``
-    (or leaving the ``with`` block) puts the originals back, and the model is bit-identical to what
-    came in::
+    (or leaving the ``with`` block) puts the originals back, and the model is bit-identical to the
+    one before::
 
         with ContextPatcher(model) as patcher:
             patch = patcher.compute(context_ids, kept_ids)
@@ -36,7 +35,7 @@ class ContextPatcher:
 
     Threads may share a patcher and its model; they take turns. A pass (:meth:`compute`,
     :meth:`forward`, one step of :meth:`generate`) holds a lock, and so does a call of the model:
-    other threads wait until it ends. A generation holds nothing between two steps. A patcher that
+    other threads wait until it ends. A generation holds no lock between two steps. A patcher that
     is garbage collected detaches.
 
     Args:
@@ -46,9 +45,8 @@ class ContextPatcher:
         tokenizer: recorded in patches, and compared with that of patches that are replayed.
 
     Raises:
-        UnsupportedModelError: the model has blocks of an unknown form, or does not behave as its
-            family says.
-        TypeError: the tokenizer is none.
+        UnsupportedModelError: the model has blocks of an unknown form, or fails the self-check.
+        TypeError: ``tokenizer`` is not a tokenizer.
         ValueError: ``update`` is unknown, or the model is attached already, or it is training with
             dropout or gradient checkpointing.
 
@@ -74,12 +72,7 @@ class ContextPatcher:
     def __enter__(self) -> "ContextPatcher":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
     @property
@@ -108,8 +101,8 @@ class ContextPatcher:
         return self.attached_model.is_attached
 
     def detach(self) -> None:
-        """Put the model's own modules back. The model is bit-identical to what came in; detaching
-        twice is fine.
+        """Put the model's own modules back. The model is bit-identical to the one before attaching;
+        detaching twice is fine.
         """
         with self.attached_model.attachment.lock:
             self.decoder.clear()
@@ -120,9 +113,9 @@ class ContextPatcher:
 
         All weights are hashed when a patcher attaches, which computes a first patch, and when a
         patch is saved or loaded. In between, torch's version counters and the weights' addresses
-        show changes. Writes through ``.data`` (adapters are merged so) and to weights that were
-        made in inference mode move neither: they are found at the next hash. From then on older
-        patches are refused, and new ones carry the new fingerprint.
+        show changes. Writes through ``.data`` (some code merges adapters so) and to weights that
+        were created in inference mode change neither counter nor address: they are found at the
+        next hash. From then on older patches are refused, and new ones carry the new fingerprint.
 
         Returns:
             The fingerprint, whether it has changed, the bytes that were read and the time::
@@ -149,8 +142,8 @@ class ContextPatcher:
         attention_mask: Tensor | None = None,
         **model_inputs: Any,
     ) -> ContextPatch:
-        """The change of weights that makes the model on ``[prefix, kept]`` do what it does on
-        ``[prefix, context, kept]``.
+        """The change of weights with which the model computes on ``[prefix, kept]`` the same as
+        without it on ``[prefix, context, kept]``.
 
         Args:
             context_ids: (B, C) int64, left-padded.
@@ -163,8 +156,8 @@ class ContextPatcher:
                 are kept tokens, before ``kept_ids``.
             input_ids, attention_mask: transformers' names for ``kept_ids`` and ``kept_mask``:
                 ``compute(context_ids, **tokenizer(question, return_tensors="pt"))``.
-            model_inputs: further inputs of the model for the pass over what stands before the first
-                kept token, which must all be absorbed then.
+            model_inputs: further inputs of the model, for the pass over the tokens before the first
+                kept one; these must then all be absorbed.
 
         Returns:
             The patch of all kept tokens; ``patch.logits`` are the logits with the context.
@@ -177,8 +170,8 @@ class ContextPatcher:
                 patch would be wrong.
             ValueError: a shape, a mask or a span does not fit; there are more tokens than the model
                 has positions for; or there are ``model_inputs`` beside a prefix.
-            TypeError: ids or a mask are no tensor, or one of ``model_inputs`` is none of the
-                model's.
+            TypeError: ids or a mask are no tensor, or the model does not take one of
+                ``model_inputs``.
         """
         self.attached_model.require_attached()
         sequences = assemble(
@@ -203,14 +196,14 @@ class ContextPatcher:
         layers: slice = slice(None),
     ) -> dynamics.Dynamics:
         """The implicit learning dynamics: the patches for the context's first 0, 1, … n tokens,
-        ``W_i`` for every changed parameter.
+        which give a trajectory ``W_i`` for every changed parameter.
 
         The kept tokens follow the tokens absorbed so far, at the positions they then have.
 
         Args:
             context_ids: (B, n) int64, contexts of one length. The others as in :meth:`compute`.
-            layers: which blocks to keep the factors of; all by default. Patches of some cannot be
-                replayed.
+            layers: the blocks to keep factors of; all by default. Patches of some blocks only
+                cannot be replayed.
 
         Returns:
             The trajectory of every parameter, kept as vectors: its steps, gradients, norms, see
@@ -248,7 +241,8 @@ class ContextPatcher:
     ) -> Tensor:
         """Replay: run the kept tokens with the patch's weights and no context anywhere.
 
-        Positions and prefix come from the patch. No second stream, no cache but the prefix's own.
+        Positions and prefix come from the patch. There is no second stream, and the cache holds
+        only the prefix.
 
         Args:
             kept_ids: (B, T), the patch's kept tokens.
@@ -263,8 +257,8 @@ class ContextPatcher:
             FingerprintMismatch: the patch is of another model or tokenizer.
             PatchFormatError: it names tokens, positions or experts that the model does not have, or
                 its factors do not fit.
-            UnsupportedModelError: the model's forward hooks change what they did when the patch was
-                computed.
+            UnsupportedModelError: the effect of the model's forward hooks has changed since the
+                patch was computed.
             ValueError: the tokens are not those the patch is for, or the patch is a part that
                 cannot be replayed.
         """
@@ -312,18 +306,18 @@ class ContextPatcher:
             with patcher.applied(patch) as changed:
                 changed.generate(**tokenizer("...", return_tensors="pt"))
 
-        The change is exact for the token, the history and the position it was computed for; for
-        others it is whatever it is. All threads see it, as they would see changed weights. Other
-        calls of this patcher are refused until the context ends.
+        The change is right for the token, history and position that it was computed for, and for no
+        others. All threads see it, as they would see changed weights. Other calls of this patcher
+        are refused until the context ends.
 
         Args:
-            patch: a patch of this model. row, token: whose change to apply, by default the first
-                row's last kept token's.
+            patch: a patch of this model. row, token: the kept token to take the change of; by
+                default the last of the first row.
 
         Raises:
             FingerprintMismatch: the patch is of another model or tokenizer.
-            UnsupportedModelError: the model has experts: a token's patch changes those that it
-                chose.
+            UnsupportedModelError: the model has experts: a token's patch changes only the experts
+                that this token chose.
             ValueError: a patch is applied already, layers of this one were cut out, or there is no
                 such row or token.
         """
@@ -350,50 +344,49 @@ class ContextPatcher:
         arithmetic: str = "auto",
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
-        """Generation in which every token is produced by freshly patched weights on that token
-        alone.
+        """Generate with weights that are patched anew for every token, which then runs alone.
 
         At each step everything before the current token is absorbed into the weights. The first
-        current token is the context's last. Choice and end are those of ``model.generate``: its
-        generation configuration holds, logits processors and stopping criteria are transformers'
-        own, a row that has ended is padded while others go on, and the iterator ends with the last
-        of them.
+        current token is the context's last. Tokens are chosen, and rows end, as in
+        ``model.generate``: its generation configuration holds, logits processors and stopping
+        criteria are transformers' own, a row that has ended is padded while others go on, and the
+        iterator ends when the last row does.
 
         Args:
             context_ids: (B, C) int64, left-padded. context_mask: (B, C) bool.
             input_ids, attention_mask: transformers' names for these two:
                 ``generate(**tokenizer(prompt, return_tensors="pt"))``.
-            max_new_tokens: the most steps; by default what the generation configuration says, else
-                64 or what the model has room for.
-            streamer: gets the prompt now and every token as it is chosen.
-            logits: which logits are chosen from: ``"reduced"``, the reduced stream's;
-                ``"context"``, the context stream's; ``"replay"``, those of a replay of every step's
+            max_new_tokens: the maximum number of steps; by default that of the generation
+                configuration, else 64, or less if the model has fewer positions left.
+            streamer: gets the prompt now, and each token when it is chosen.
+            logits: the logits from which tokens are chosen: ``"reduced"``, of the reduced stream;
+                ``"context"``, of the context stream; ``"replay"``, of a replay of every step's
                 patch, without context.
             mode: how a step runs the rows with the context and the rows without it:
-                ``"two_pass"``: the unmodified model, then the current token alone. Every update
-                can; a few models need it, and ``exact`` does in the model's own arithmetic.
+                ``"two_pass"``: the unmodified model, then the current token alone. It serves every
+                update; a few models need it, and so does ``exact`` in the model's own arithmetic.
                 ``"two_stream"``: one pass over both, each with its rows in the cache.
                 ``"shared_cache"``: one pass over one cache for both; not for every model.
                 ``"auto"``: the fastest of these that serves the update and the model. Mixtures of
                 experts in bf16 and fp16 take two streams, because replays of a shared cache may
-                choose other experts there. A step says in ``mode`` how it ran.
+                choose other experts there. ``GenerationStep.mode`` says how a step ran.
             compile: ``"inductor"`` (or True): trace the step once and compile it, which takes
                 seconds to minutes at the first two tokens. ``"cuda_graph"``: capture it as a CUDA
-                graph; a step's patch must then be asked for before the next step.
+                graph; a step's patch must then be read before the next step.
                 ``"inductor+cuda_graph"``: both. The step is kept: another generation of as many
                 rows and about as many tokens
                 (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it again. Hooks
                 in the model run while it is traced, not afterwards; if they change, the next step
                 is refused. For modes of one pass.
-            patches: whether the steps keep what their patches are made of.
-            check_every: replay every so many-th step without context and report the difference as
+            patches: whether the steps keep the factors of their patches.
+            check_every: replay every N-th step without context and report the difference as
                 ``step.check``; 0 for never.
-            prefill_chunk: so many tokens of the context a pass; all at once by default.
+            prefill_chunk: the number of context tokens per pass; all at once by default.
             arithmetic: of exact steps. ``"model"``: bit-identical to the unmodified model, in two
-                passes. ``"batch_invariant"``: bit-identical to the same model whose steps run
-                batch-invariant products and activations
+                passes. ``"batch_invariant"``: bit-identical to the same model with batch-invariant
+                products and activations in its steps
                 (:data:`icl_patch.invariance.functions.ROW_FUNCTIONS`), in one pass over a shared
-                cache. ``"auto"``: the second where the model allows it. Both are as near to the
+                cache. ``"auto"``: the second if the model allows it. Both are equally near to the
                 model in fp32.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
@@ -401,8 +394,8 @@ class ContextPatcher:
 
         Returns:
             An iterator of :class:`icl_patch.generation.loop.GenerationStep`, one for every new
-            token. It may be left at any time. Between two steps it holds no lock, and other threads
-            may use the patcher.
+            token. It may be abandoned at any time. Between two steps it holds no lock, and other
+            threads may use the patcher.
 
         Raises:
             UnsupportedModelError: ``mode="shared_cache"``, ``compile`` or
@@ -468,8 +461,9 @@ class ContextPatcher:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
         custom_generate=this)``.
 
-        It returns what ``model.generate`` returns. transformers does not hand its ``streamer`` to a
-        decoding method, so it is given here; the other arguments are as for :meth:`generate`.
+        It has the return value of ``model.generate``. transformers does not pass its ``streamer``
+        to a decoding method, so it is an argument here; the other arguments are as for
+        :meth:`generate`.
         """
         return loop.decoding_method(
             self.decoder,

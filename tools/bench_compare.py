@@ -5,9 +5,10 @@
 
 Each commit is checked out and built once, as a git worktree in ``build/compare``, with the
 interpreter that runs this file. Then this checkout's ``tools/time_decode_steps.py`` runs in turn
-with the package of OLD, NEW, NEW, OLD, OLD, and so on. Two runs side by side are a pair, and what
-drifts slowly drifts for both. For each mode the table shows the median of the pairs' ratios NEW/OLD
-with its interval. The mode ``plain`` runs no code of the package: its ratio shows the noise.
+with the package of OLD, NEW, NEW, OLD, OLD, and so on. Two consecutive runs are a pair, so a slow
+drift of the machine affects both. For each mode the table shows the median of the pairs' ratios
+NEW/OLD with its interval. The mode ``plain`` runs no code of the package: its ratio shows the
+noise.
 
 The interval is that of order statistics. However the ratios are distributed, the number of ``n``
 independent ones below their true median is Binomial(n, 1/2). The k-th smallest and the k-th largest
@@ -77,7 +78,7 @@ def schedule(pairs: int) -> Iterator[tuple[str, str]]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What a command prints on stdout.
+    """The output of a command on stdout.
 
     Raises:
         ValueError: it fails.

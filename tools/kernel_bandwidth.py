@@ -2,10 +2,10 @@
 on an H100 for one row of rank 1 at the headline shapes. Nothing here is measured.
 
 It counts 16-byte copies to shared memory, chains of matrix instructions that do not wait for each
-other, bytes of the weight that are in flight, and programs on 132 SMs. The bandwidth is the least
-of a copy's (3.0 TB/s); what the bytes in flight allow at the memory's latency (2.3 MB for all of
-it); and what the longest chain of each step allows. 0.93 of it, after a launch of 2.5 µs, is the
-time.
+other, bytes of the weight that are in flight, and programs on 132 SMs. The bandwidth is the
+smallest of three: a copy's (3.0 TB/s); the limit by the bytes in flight at the memory's latency
+(2.3 MB reach the full bandwidth); and the limit by the longest chain of each step. The time is that
+of a launch, 2.5 µs, and of reading at 0.93 of this bandwidth.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Print what every kernel takes, as its compiler reported it; exit 1 if one spills registers or
-does not fit.
+"""Print the resources of every kernel, as its compiler reported them; exit 1 if one spills
+registers or does not fit.
 
 CUDA kernels come from the log of the native library's build. Triton kernels are compiled here,
 ahead of time, in every configuration of the data files; no GPU is needed.
@@ -50,7 +50,7 @@ def empty_table(title: str) -> Table:
 
 
 def cuda_kernels(console: Console) -> list[str]:
-    """Their table, and a line for each that is not as it should be."""
+    """Their table, and a line for each kernel with a problem."""
     if not LOG.exists():
         console.print(
             "no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so"

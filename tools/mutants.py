@@ -84,7 +84,9 @@ def _is_idle(part: ast.stmt) -> bool:
 
 
 class _Meaning(ast.NodeTransformer):
-    """Leaves out what no test should depend on: docstrings, type hints, the text of errors."""
+    """Leaves out the parts that no test should depend on: docstrings, type hints, the text of
+    errors.
+    """
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         """Without strings that stand alone, ``pass``, and the type hints of ``node``."""
@@ -105,7 +107,7 @@ class _Meaning(ast.NodeTransformer):
 
 
 def meaning(path: str, text: str) -> str | None:
-    """What a file says but for layout and comments; None if it is no Python."""
+    """A file's code without layout and comments; None if it is no Python."""
     if not path.endswith(".py"):
         return re.sub(r"\s+", " ", re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S))
     try:
@@ -142,7 +144,7 @@ def plausible(old: str, new: str) -> bool:
 
 
 def sampled_faults(language: str, count: int, seed: int) -> Iterator[Fault]:
-    """Random lines, and of each a random change that changes what the file says."""
+    """Random lines, each with a random change of the code's meaning."""
     from universalmutator.mutator import mutants_regexp
 
     pattern, rules = LANGUAGES[language]
@@ -252,7 +254,7 @@ def tests_of(path: str, table: dict[str, list[str]]) -> list[str]:
 
 
 class Run:
-    """Runs what has no result yet, a copy for each processor."""
+    """Runs the faults without a result, in one copy for each processor."""
 
     def __init__(self, settings: dict[str, Any], minutes: float) -> None:
         self.settings, self.end = settings, time.monotonic() + 60 * minutes

@@ -121,7 +121,7 @@ class Record:
 
     @contextmanager
     def refusals(self, name: str) -> Iterator[None]:
-        """Within this context a refusal is recorded, and what follows it is left out."""
+        """Within this context a refusal is recorded, and the rest of the block is left out."""
         try:
             yield
         except (ValueError, TypeError) as error:
@@ -142,7 +142,7 @@ def ragged(rows: int, columns: int, *, side: str) -> Tensor:
 
 
 def cases_of(name: str, dtype: torch.dtype) -> Cases:
-    """What ``ContextPatcher.compute`` gets, for a family of tiny models."""
+    """The arguments of ``ContextPatcher.compute``, for a family of tiny models."""
     text = {"context_ids": tokens(0, 3, 11), "kept_ids": tokens(1, 3, 7)}
     text["kept_mask"] = ragged(3, 7, side="right")
     prefix = {"prefix_ids": tokens(2, 3, 5), "prefix_mask": ragged(3, 5, side="left")}
@@ -239,7 +239,7 @@ def record_embedded(record: Record) -> None:
 
 
 def record_file(record: Record, name: str, patcher: ContextPatcher, patch: ContextPatch) -> None:
-    """What a saved patch holds, and the logits of its replay after it is read again."""
+    """The contents of a saved patch, and the logits of its replay after it is read again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "patch.safetensors"
         patch.save(path)
@@ -317,7 +317,7 @@ def record_all(quick: bool) -> Record:
 
 
 def environment() -> dict[str, str]:
-    """What the bits depend on beside the package and the processor's model."""
+    """The conditions that the bits depend on, beside the package and the processor's model."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

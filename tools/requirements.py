@@ -1,7 +1,7 @@
 """The requirements of the package and its tests, as pyproject.toml lists them.
 
-python tools/requirements.py met     # exit 0 if this interpreter meets them, else say what it lacks
-python tools/requirements.py oldest  # the oldest versions allowed, for pip
+python tools/requirements.py met     # exit 0 if this interpreter meets them, else name the missing
+ones python tools/requirements.py oldest  # the oldest versions allowed, for pip
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Print, as JSON, what scaled-dot-product attention does on a device with the masks of a decode
-step.
+"""Print, as JSON, the behaviour of scaled-dot-product attention on a device with the masks of a
+decode step.
 
 For each head size, dtype and backend setting: the backend that torch chooses; NaNs; the largest
 error against fp64; whether a key that the mask hides shows in the bits; whether a row that hides

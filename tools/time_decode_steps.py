@@ -38,7 +38,7 @@ WARM_UP = 5  # steps; a compiled step is made at the first two
 
 
 def build_model(size: str) -> PreTrainedModel:
-    """A random Qwen3 whose matrices have unit gain, so that a context changes the logits."""
+    """A random Qwen3 with matrices of unit gain, so that a context changes the logits."""
     hidden, inner, layers, heads, width, vocabulary = SIZES[size]
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -106,7 +106,7 @@ def patched_steps(patcher: ContextPatcher, mode: str, ids: Tensor, count: int) -
 def step_seconds(steps: Iterator[object], count: int) -> float:
     """The lower quartile of the seconds of ``count`` steps after the first ones, which warm up.
 
-    What interrupts a step only adds to its time: the median would move with the machine's load.
+    Interruptions only add to a step's time: the median would move with the machine's load.
     """
     for _ in range(WARM_UP):
         next(steps)

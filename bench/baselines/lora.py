@@ -16,7 +16,7 @@ from icl_patch.patch.parameter_changes import parameter_changes
 
 @functools.cache
 def peft_problem() -> str | None:
-    """Why PEFT cannot be compared with; None if it can."""
+    """The reason why a comparison with PEFT is impossible; None if it is possible."""
     if find_spec("peft") is None:
         return "peft is not installed"
     try:

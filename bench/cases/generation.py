@@ -137,7 +137,7 @@ class Models:
 
 @functools.lru_cache(maxsize=1)
 def models_of(shape: RandomModel, dtype: torch.dtype, device: torch.device) -> Models:
-    """The models of a shape, whose cases share them."""
+    """The models of a shape, which its cases share."""
     model = shape.build(device, dtype)
     stable, exact, applied = (
         ContextPatcher(twin(model), update) for update in ("stable", "exact", "stable")

@@ -16,13 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all)"
     )
-    parser.add_argument(
-        "--device",
-        type=common.device,
-        metavar="DEVICE",
-        default="cpu",
-        help="cpu, cuda, … (default: cpu)",
-    )
+    common.add_device(parser, "cpu")
     parser.add_argument(
         "--threads", type=common.positive, metavar="N", help="of the CPU (default: torch's)"
     )

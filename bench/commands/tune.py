@@ -13,13 +13,7 @@ HELP = "choose the kernels' configurations for this GPU, by measuring, and write
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "--device",
-        type=common.device,
-        metavar="DEVICE",
-        default="cpu",
-        help="cuda, cuda:1, … (required)",
-    )
+    common.add_device(parser, "cpu", "cuda, cuda:1, … (required)")
     parser.add_argument(
         "--dtype",
         type=common.dtype,

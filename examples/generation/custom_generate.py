@@ -1,4 +1,4 @@
-"""``model.generate`` as ever, with every token from freshly patched weights: ``custom_generate=``.
+"""``model.generate(custom_generate=...)`` with every token from freshly patched weights.
 
     python examples/generation/custom_generate.py [MODEL]
 
@@ -17,7 +17,7 @@ from icl_patch.evaluation.loading import load_model
 
 
 def main(arguments: Sequence[str]) -> bool:
-    """Returns whether the patched model said what the model says."""
+    """Returns whether the patched model gives the same text as the model."""
     model, tokenizer = load_model(
         arguments[0] if arguments else None, None, torch.float32, None, None
     )

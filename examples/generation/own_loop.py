@@ -53,7 +53,7 @@ def set_patch(placed: dict[str, nn.Module], patch: ContextPatch) -> None:
 
 @torch.no_grad()
 def main() -> bool:
-    """Returns whether the loop said what the model says with the context."""
+    """Returns whether the loop gives the same text as the model with the context."""
     model, tokenizer = embedded.load()
     prompt = embedded.held_out_prompts("recall", 1)[0]
     ids = tokenizer(prompt.context + prompt.question, return_tensors="pt")["input_ids"]

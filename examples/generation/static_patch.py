@@ -2,9 +2,9 @@
 
     python examples/generation/static_patch.py
 
-A patch is computed for one token, and is exact for that token after its history. This applies it to
-all tokens, as one would a LoRA, and shows what the model then says without the context: what of the
-context lies in one token's patch, and what does not.
+A patch is computed for one token, and is exact for that token after its history. This script
+applies it to all tokens, like a LoRA, and prints the model's text without the context. The text
+shows how much of the context one token's patch holds.
 """
 
 import sys

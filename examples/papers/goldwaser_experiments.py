@@ -1,5 +1,5 @@
-"""The measurements behind Figures 3, 4 and 5 of Goldwaser et al., and of what moves their bf16
-numbers, as plain numbers.
+"""The measurements behind Figures 3, 4 and 5 of Goldwaser et al., and of the influences on their
+bf16 numbers, as plain numbers.
 """
 
 import copy
@@ -80,8 +80,8 @@ QUICK = Sizes(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: the models of this repository ("embedded"), or a folder or hub id; on which
-    device, and the prompts' seed.
+    """The setting of a measurement: the models of this repository ("embedded"), or a folder or hub
+    id; on which device, and the prompts' seed.
     """
 
     model: str = "embedded"
@@ -151,7 +151,7 @@ def _errors(steps: list[VerifiedToken]) -> Tensor:
 
 
 def _columns(errors: Tensor) -> dict[str, Any]:
-    """(N, 3) of match, L∞ and TVD as lists; what is not finite is None."""
+    """(N, 3) of match, L∞ and TVD as lists; None for values that are not finite."""
     match, *others = errors.unbind(1)
     linf, tvd = (
         [value if math.isfinite(value) else None for value in other.tolist()] for other in others
@@ -335,7 +335,7 @@ IN_FP32 = (LAZY, MERGED)  # there is nothing else to round
 @dataclass(frozen=True, eq=False)
 class Run:
     """Greedy generations of the untouched model: contexts and their mask (B, T), the model's
-    further inputs, and what came of them.
+    further inputs, and the results.
 
     tokens (B, N); logits (B, N, V), context first and token by token; counted (B, N), up to the
     first end of sequence; at_once (M, 3), the errors of one pass over everything at the tokens that
@@ -435,14 +435,14 @@ def ends(model: Any) -> set[int]:
 
 
 def until_end(steps: list[VerifiedToken], end: set[int]) -> list[VerifiedToken]:
-    """The steps up to the first end of sequence: what a model is made to say after it would flatter
-    the agreement.
+    """The steps up to the first end of sequence: tokens that a model is forced to give after it
+    would flatter the agreement.
     """
     last = next((place for place, step in enumerate(steps) if step.token_id in end), len(steps))
     return steps[: last + 1]
 
 
-# Bins of a decimal logarithm: four a decade; what is exactly 0 is counted apart.
+# Bins of a decimal logarithm: four a decade; exact zeros are counted apart.
 _FIRST, _LAST, _A_DECADE = -10, 1, 4
 
 

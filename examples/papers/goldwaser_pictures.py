@@ -121,7 +121,7 @@ def _curve(axis: Axes, curve: dict[str, Any], measure: str, zero: float) -> None
 
 
 def _legend(figure: Figure, *, merged: bool = True) -> None:
-    """What colours and marks mean, above all panels."""
+    """The legend of colours and marks, above all panels."""
     handles = [
         plt.Line2D([], [], color=color, marker="o", markersize=4, label=update)
         for update, color in COLOURS.items()
@@ -207,8 +207,8 @@ def _answers(axis: Axes, right: dict[str, dict[str, float]]) -> None:
 
 
 def _violins(axis: Axes, groups: list[dict[str, Any]], measure: str, edges: list[float]) -> None:
-    """A histogram of the decimal logarithm for each group, mirrored; zeros and what is not finite
-    in places of their own.
+    """A histogram of the decimal logarithm for each group, mirrored; zeros and values that are not
+    finite in places of their own.
     """
     zero = _logarithmic(axis, int(edges[0]))
     for place, group in enumerate(groups):

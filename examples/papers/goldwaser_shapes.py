@@ -5,8 +5,8 @@ image answers, and its training.
     core
 
 The model is the real class, ``Gemma3ForConditionalGeneration`` with a SigLIP tower, and so is its
-``Gemma3Processor``: what runs on it runs on google/gemma-3-4b-it. A fifth of the scenes is held
-out, by hash, and never drawn in training.
+``Gemma3Processor``: code that runs on it runs on google/gemma-3-4b-it. A fifth of the scenes is
+held out, by hash, and never drawn in training.
 """
 
 import argparse
@@ -92,7 +92,7 @@ QUICK = Training(steps=2, tower_steps=2, batch=4)
 
 @dataclass(frozen=True)
 class Scene:
-    """What stands in each of :data:`CELLS`, a (colour, shape) each."""
+    """The (colour, shape) in each of :data:`CELLS`."""
 
     things: tuple[tuple[str, str], ...]
 
@@ -275,7 +275,7 @@ def _optimizer(parameters: Iterable[Tensor], rate: float, steps: int) -> tuple[A
 def _steps(
     parameters: list[Tensor], rate: float, steps: int, loss_of: Callable[[], Tensor], title: str
 ) -> None:
-    """``steps`` steps on what ``loss_of`` gives."""
+    """``steps`` steps of training on the loss of ``loss_of``."""
     optimizer, scheduler = _optimizer(parameters, rate, steps)
     started = time.process_time()
     for step in range(1, steps + 1):
@@ -395,7 +395,7 @@ def trained(folder: Path, training: Training, seed: int) -> tuple[Any, Any]:
     if not notes.exists() or json.loads(notes.read_text(encoding="utf-8")) != settings:
         shutil.rmtree(folder, ignore_errors=True)
         model, processor = train(training, seed)
-        model.to(torch.bfloat16).save_pretrained(folder)  # what is scored is what is saved
+        model.to(torch.bfloat16).save_pretrained(folder)  # score the model that is saved
         processor.save_pretrained(folder)
         # last: a folder with it is complete
         notes.write_text(json.dumps(settings), encoding="utf-8")

@@ -201,7 +201,7 @@ class StackBlock(nn.Module):
     def rest(
         self, y: Tensor, first: nn.Module | None = None, bias_change: Tensor | None = None
     ) -> Tensor:
-        """What follows ``y``, with ``first`` in the place of W_1 and ``bias_change`` added to
+        """The output after ``y``, with ``first`` in the place of W_1 and ``bias_change`` added to
         b_2.
         """
         branch = self.second(F.relu((first or self.first)(y)))

@@ -37,7 +37,7 @@ _CONTEXT, _PATCHED = "with the context", "by ΔW, without it"
 
 
 def title(figure: int | str) -> str:
-    """What the paper calls it."""
+    """The paper's name for it."""
     return f"Figure {figure}" if isinstance(figure, int) else f"Appendix {figure}"
 
 

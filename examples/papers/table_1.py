@@ -1,5 +1,5 @@
-"""Table 1 of Goldwaser et al., a row a component, measured on every family whose blocks are made of
-it.
+"""Table 1 of Goldwaser et al., a row a component, measured on every family with blocks that are
+made of it.
 
     python examples/papers/table_1.py              # all families, as in docs/papers
     python examples/papers/table_1.py --quick      # one family a row, seconds

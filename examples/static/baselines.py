@@ -1,4 +1,4 @@
-"""What static patches are compared with: steering vectors, Mazzawi's one-shot form, prompt
+"""The baselines of static patches: steering vectors, Mazzawi's one-shot form, prompt
 tuning. Each returns a function from ids (B, T) to logits (B, T, V) without the context.
 """
 
@@ -32,7 +32,7 @@ def mean_kl(batches: Sequence[Batch], wanted: Sequence[Tensor], logits: Logits) 
 
 @contextmanager
 def adding(layers: dict[nn.Module, Tensor]) -> Iterator[None]:
-    """Within this context vectors (d,) are added to what blocks give, at all tokens but the
+    """Within this context vectors (d,) are added to the outputs of blocks, at all tokens but the
     first.
     """
 

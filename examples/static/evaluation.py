@@ -1,4 +1,4 @@
-"""Static patches on the embedded model's tasks, beside what else replaces a context.
+"""Static patches on the embedded model's tasks, beside other methods that replace a context.
 
     python examples/static/evaluation.py             # the reduced grid
     python examples/static/evaluation.py --full      # N from 1 to 256, ranks 1 to full, five seeds
@@ -110,7 +110,7 @@ def preserved() -> list[tuple[int, ...]]:
 
 @cache
 def unrelated() -> list[tuple[str, list[Row]]]:
-    """Held-out prompts of each kind with their own contexts, and what the model answers them."""
+    """Held-out prompts of each kind with their own contexts, and the model's answers."""
     network, tokenizer = model()
     found = []
     for kind in embedded.KINDS:

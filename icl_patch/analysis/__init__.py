@@ -1,3 +1,3 @@
-"""What can be studied with patches: implicit dynamics, controllability, folded norms, OV
+"""Analyses with patches: implicit dynamics, controllability, folded norms, OV
 matrices.
 """

@@ -20,7 +20,7 @@ class BlockControllability:
     """Whether one block is controllable at B x T kept tokens.
 
     Attributes:
-        block: its path and form. kept_mask: (B, T) bool; nothing is said about padding.
+        block: its path and form. kept_mask: (B, T) bool; padding is ignored.
         violations: the conditions that were examined, and the tokens that violate them.
 
     Source: Goldwaser et al. (2025), Definitions 3 and 4.
@@ -38,8 +38,8 @@ class BlockControllability:
 
     @property
     def input_controllable(self) -> Tensor:
-        """(B, T) bool: for every change of the MLP's input some change of its input matrices has
-        the same effect (Definition 3).
+        """(B, T) bool: for every change of the MLP's input a change of its input matrices has the
+        same effect (Definition 3).
 
         Fails where ``z = 0`` (Lemmas 6 and 7). The MLP of a parallel block reads nothing that the
         context changes, and cannot fail (Lemma 12).
@@ -48,7 +48,7 @@ class BlockControllability:
 
     @property
     def output_controllable(self) -> Tensor:
-        """(B, T) bool: for every difference some change of the output's parameters makes it
+        """(B, T) bool: for every difference a change of the output's parameters produces it
         (Definition 4).
 
         Fails where ``h = 0`` for a weight writer (Lemma 9) or a stable scale writer (Appendix B),
@@ -87,7 +87,7 @@ class Controllability(tuple[BlockControllability, ...]):
 
 
 def _cells(block: BlockControllability) -> tuple[str, ...]:
-    """A block's row: the share of kept tokens for which each holds, and what is in the way."""
+    """A block's row: the shares of kept tokens for which each holds, and the failing conditions."""
     mask = block.kept_mask
     shares = (
         f"{int((holds & mask).sum())} of {int(mask.sum())}"
@@ -122,7 +122,7 @@ def controllability(
             which raises ControllabilityError where ``takes_up`` is False here.
 
     Returns:
-        One answer a block; ``print`` shows them as a table.
+        One answer per block; ``print`` shows them as a table.
 
     Raises:
         ValueError: a shape, a mask or a span does not fit.

@@ -27,13 +27,13 @@ from icl_patch.recording.sequences import Sequences, assemble, switches
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """``M = Σ_r u_r v_rᵀ``, of which only the vectors exist, for any leading dimensions. All
-    arithmetic is in fp64.
+    """``M = Σ_r u_r v_rᵀ`` for any leading dimensions, stored as the vectors. All arithmetic is in
+    fp64.
 
     Attributes:
         u, v: (..., R, N) and (..., R, K).
-        index: (..., R) int64 where M stands for several matrices, one an expert: which of them a
-            slot belongs to.
+        index: (..., R) int64, the expert of each slot, if M stands for the matrices of several
+            experts.
     """
 
     u: Tensor
@@ -122,8 +122,8 @@ class Trajectory:
     def steps(self) -> LowRank:
         """``W_{i+1} - W_i``: (n, ...), of rank 1 if every step has the same v, else of rank 2.
 
-        As ``(u' - u) v'ᵀ + u (v' - v)ᵀ``, which near convergence does not lose the digits that ``u'
-        v'ᵀ - u vᵀ`` would.
+        Computed as ``(u' - u) v'ᵀ + u (v' - v)ᵀ``: near convergence ``u' v'ᵀ - u vᵀ`` would lose
+        digits.
         """
         before, after = self.changes[:-1], self.changes[1:]
         u, v = before.u, before.v
@@ -167,8 +167,8 @@ class Dynamics:
     """The patches of a context that grows token by token.
 
     Attributes:
-        patches: patches[i] stands for the first i tokens of the context, i = 0 … n; each can be
-            replayed if all layers were asked for.
+        patches: patches[i] absorbs the first i tokens of the context, i = 0 … n; each can be
+            replayed if it has all layers.
     """
 
     patches: tuple[ContextPatch, ...]
@@ -307,8 +307,8 @@ class Factorisation:
 
     @property
     def directions(self) -> Tensor:
-        """``h_i z_i = z_i/‖z_i‖²``: (n, ..., K); 0 where ``z_i = 0``, through which no update
-        reaches.
+        """``h_i z_i = z_i/‖z_i‖²``: (n, ..., K); 0 where ``z_i = 0``, because no update has an
+        effect there.
         """
         return ops.read_direction(self.inputs[1:])[0]
 

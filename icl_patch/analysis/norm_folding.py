@@ -1,5 +1,4 @@
-"""Norms folded into the linear maps that follow them, and value and output matrices multiplied out:
-the weights as analysis wants them.
+"""Folding norms into the linear maps that follow them, for an analysis of the weights.
 
 Source: "Folding weights in transformers", the reformulation used in "Weight-based Analysis of
 Detokenization in Language Models". Its vectors are rows, ``x W``; a weight of ``nn.Linear`` is the
@@ -9,7 +8,6 @@ transpose of its ``W``.
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,8 +25,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class UncentredLayerNorm(nn.Module):
-    """``y = x / σ(x)``, with ``σ(x) = sqrt(mean((x - mean x)²) + eps)``: the rest of a
-    LayerNorm that has been folded.
+    """``y = x / σ(x)``, with ``σ(x) = sqrt(mean((x - mean x)²) + eps)``: the remaining part of a
+    folded LayerNorm.
 
     Computed in fp32 at least and rounded once to the dtype of x. Source: "Folding weights in
     transformers", the new LN.
@@ -50,8 +48,8 @@ class UncentredLayerNorm(nn.Module):
 
 @dataclass(frozen=True)
 class NormForm:
-    """``y = (offset + weight) ⊙ (x - centred · mean x) / sqrt(mean square + eps) + bias``: how a
-    norm computes.
+    """The formula of a norm: ``y = (offset + weight) ⊙ (x - centred · mean x) / sqrt(mean square +
+    eps) + bias``.
     """
 
     centred: bool
@@ -61,8 +59,8 @@ class NormForm:
 
 @dataclass(frozen=True)
 class FoldedNorm:
-    """A norm that was folded: its path, its form, and the paths of the linear maps that took it
-    up.
+    """A norm that was folded: its path, its formula, and the paths of the linear maps that it was
+    folded into.
     """
 
     path: str
@@ -88,12 +86,7 @@ class Folding:
     def __enter__(self) -> "Folding":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
     def restore(self) -> None:
@@ -188,27 +181,26 @@ def fold(
         RMSNorm     W' = diag(m) W                 (Gemma: m = 1 + weight)
 
     The products are taken in fp64 and rounded once to the weight's dtype, so logits agree to
-    rounding. A LayerNorm's place is taken by
-    :class:`UncentredLayerNorm`, an RMSNorm keeps its module with a neutral weight; a linear map
-    that has no bias gets one where ``β`` asks for it. Everything is put back, the same objects, by
-    :meth:`Folding.restore`::
+    rounding. :class:`UncentredLayerNorm` replaces a LayerNorm; an RMSNorm keeps its module, with a
+    neutral weight. A linear map without a bias gets one if ``β`` needs it. :meth:`Folding.restore`
+    puts all original objects back::
 
         with fold(model) as folding:
             folding.folded, folding.refused
             ov_matrices.value_output(model, 0).head(3)   # W_VO of the folded weights
             with ContextPatcher(model) as patcher: ...   # patches of the folded model
 
-    What reads a norm's output is seen in a pass over a few tokens, and the logits are compared
+    A pass over a few tokens shows the readers of a norm's output, and the logits are compared
     before and after. By name refused, and left as they are, with the reason in
     :attr:`Folding.refused`:
 
-    - a norm whose output is read elsewhere: by a residual sum (Gemma's post-norms, post-LN models),
-      by rotary embeddings (query and key norms), by a router's gather, by a linear map that has
-      other inputs too;
+    - a norm with an output that is read elsewhere: by a residual sum (Gemma's post-norms, post-LN
+      models), by rotary embeddings (query and key norms), by a router's gather, by a linear map
+      that has other inputs too;
     - a norm that does not run, or that is none of the formulas above;
-    - a reader whose weight another module shares, such as a tied output embedding: folding would
-      make the two drift apart;
-    - a reader whose weight is quantised.
+    - a reader that shares its weight with another module, such as a tied output embedding: folding
+      would make the two drift apart;
+    - a reader with a quantised weight.
 
     Args:
         model: a causal language model in eval mode, without a patcher attached.
@@ -315,7 +307,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """For every module whose weight is another module's parameter too: the name of that one."""
+    """For every module that shares its weight with another module: the name of the other."""
     owners: dict[tuple[int, torch.Size], list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault((parameter.data_ptr(), parameter.shape), []).append(name)

@@ -78,8 +78,26 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_revision_and_device(parser: argparse.ArgumentParser) -> None:
     """Add ``--revision`` and ``--device``."""
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    add_device(parser)
+
+
+def add_device(
+    parser: argparse.ArgumentParser,
+    default: str | None = None,
+    meaning: str = "cpu, cuda, cuda:1, … (default: cpu)",
+) -> None:
+    """Add ``--device``."""
+    parser.add_argument("--device", type=device, metavar="DEVICE", default=default, help=meaning)
+
+
+def add_max_new_tokens(parser: argparse.ArgumentParser, default: int, meaning: str) -> None:
+    """Add ``--max-new-tokens``."""
     parser.add_argument(
-        "--device", type=device, metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: cpu)"
+        "--max-new-tokens",
+        type=positive,
+        metavar="N",
+        default=default,
+        help=f"{meaning} (default {default})",
     )
 
 

@@ -22,12 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20,
         help="held-out prompts to verify (default 20)",
     )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=common.positive,
-        default=26,
-        help="tokens to verify per prompt (default 26)",
-    )
+    common.add_max_new_tokens(parser, 26, "tokens to verify per prompt")
     parser.add_argument(
         "--prompts-per-kind",
         type=common.positive,

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE")
     common.add_model(parser)
     parser.add_argument(
-        "--row", type=int, metavar="R", help="of a patch for each token: whose (default 0)"
+        "--row", type=int, metavar="R", help="row of a patch for each token (default 0)"
     )
     parser.add_argument(
         "--token", type=int, metavar="T", help="of a patch for each token: which (default -1)"

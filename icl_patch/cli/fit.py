@@ -70,15 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--learning-rate", type=float, default=1e-2, help="of --method distill (default 0.01)"
     )
     parser.add_argument("--start", type=Path, metavar="FILE", help="a patch to distill from")
+    common.add_max_new_tokens(parser, 64, "of an answer")
     parser.add_argument(
-        "--max-new-tokens",
-        type=common.positive,
-        default=64,
-        metavar="N",
-        help="of an answer (default 64)",
-    )
-    parser.add_argument(
-        "--state", type=Path, metavar="DIR", help="go on from what a stopped fit left there"
+        "--state", type=Path, metavar="DIR", help="continue a stopped fit from its files there"
     )
     common.add_out(parser)
 

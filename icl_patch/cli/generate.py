@@ -30,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="generate after --context with the changed weights of this file instead, the same at"
         " every token",
     )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=common.positive,
-        default=50,
-        metavar="N",
-        help="at most so many tokens (default 50)",
-    )
+    common.add_max_new_tokens(parser, 50, "at most N tokens")
     parser.add_argument(
         "--logits",
         choices=LOGITS,
@@ -119,11 +113,9 @@ def _generate(
     context, model = common.context_text(options), patcher.model
     context = default_context(model) if context is None else context
     ids, mask = encode_contexts(tokenizer, [context], chat=options.chat)
-    sampling: dict[str, Any] = {"do_sample": options.sample}
-    if options.temperature is not None:
-        sampling["temperature"] = options.temperature
+    arguments = _sampling(options)
     if not options.json:
-        sampling["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with common.stage("reading the context"):
         coming = patcher.generate(
             ids.to(model.device),
@@ -134,7 +126,7 @@ def _generate(
             compile=options.compile,
             patches=False,
             check_every=options.check_every,
-            **sampling,
+            **arguments,
         )
     if not options.json:
         return list(coming)
@@ -144,6 +136,12 @@ def _generate(
             steps.append(step)
             progress(len(steps), options.max_new_tokens)
     return steps
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``generate`` that ``--sample`` and ``--temperature`` give."""
+    given = {} if options.temperature is None else {"temperature": options.temperature}
+    return {"do_sample": options.sample, **given}
 
 
 def _with_patch(
@@ -164,9 +162,6 @@ def _with_patch(
     if prompt is None or options.check_every or options.compile:
         raise ValueError("expected --context, and no --check-every or --compile, with --patch")
     ids, mask = encode_contexts(tokenizer, [prompt], chat=options.chat)
-    arguments: dict[str, Any] = {"do_sample": options.sample}
-    if options.temperature is not None:
-        arguments["temperature"] = options.temperature
     with ExitStack() as stack:
         if read_file(options.patch)[0].get("kind") == "static":
             static = StaticPatch.load(options.patch, model, tokenizer)
@@ -180,7 +175,7 @@ def _with_patch(
             ids.to(model.device),
             attention_mask=mask.to(model.device).long(),
             max_new_tokens=options.max_new_tokens,
-            **arguments,
+            **_sampling(options),
         )
     token_ids = out[0, ids.shape[1] :].tolist()
     text = str(tokenizer.decode(token_ids, skip_special_tokens=True))

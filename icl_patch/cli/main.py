@@ -6,8 +6,8 @@ stderr, and only to a terminal. Exit status: 0 fine, 1 the check failed (a patch
 of another model, an effect that no change of weights can have), 2 bad usage, 130 interrupted.
 
 A command is a module with ``HELP``, ``add_arguments`` and ``run``. Other packages add commands by
-the entry points ``icl_patch.commands``, as ``icl_patch.bench`` does. ``run`` imports what it needs:
-``--help`` does not wait for torch.
+the entry points ``icl_patch.commands``, as ``icl_patch.bench`` does. ``run`` imports the modules
+that it needs: ``--help`` does not wait for torch.
 """
 
 import argparse
@@ -38,7 +38,7 @@ COMMANDS = "icl_patch.commands"
 
 
 class Command(Protocol):
-    """What a command's module has."""
+    """The interface of a command's module."""
 
     HELP: str
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except (FingerprintMismatch, PatchFormatError, ControllabilityError) as error:
         return _report(program, error, 1, options.json)
-    # the reader of stdout has seen enough; what is still buffered is dropped
+    # the reader of stdout has closed it; drop the rest of the buffer
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -14,13 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "the paper's Mars prompt; for the embedded model its first held-out prompt"
     )
     common.add_update(parser)
-    parser.add_argument(
-        "--max-new-tokens",
-        type=common.positive,
-        default=50,
-        metavar="N",
-        help="steps (default 50)",
-    )
+    common.add_max_new_tokens(parser, 50, "steps")
     parser.add_argument(
         "--keep-last",
         type=int,

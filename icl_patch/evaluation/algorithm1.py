@@ -23,8 +23,8 @@ under ``""``."""
 
 @torch.no_grad()
 def algorithm_1(model: Any, blocks: Sequence[Block], ids: Tensor, *, stable: bool = False) -> Any:
-    """A copy of the model with weights ``θ + Δθ``: on x alone it computes what the model computes
-    on ``[C, x]``.
+    """A copy of the model with weights ``θ + Δθ``: on x alone it computes the same as the model
+    does on ``[C, x]``.
 
     One run of the model on ``[C, x]`` records the target activations. In a run of the copy on x
     alone, every weight changes just before its module runs.

@@ -131,7 +131,7 @@ def _digits(value: float | None) -> str | None:
 
 
 def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:
-    """A table with a row for each record, whose columns are the records' keys."""
+    """A table with a row for each record and a column for each key."""
     columns = list(records[0]) if records else []
     return table(title, columns, [list(record.values()) for record in records])
 

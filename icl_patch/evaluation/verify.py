@@ -1,6 +1,6 @@
 """The papers' protocol: does the patched model without a context match the model with it?
 
-1. The untouched model generates greedily with its context; its logits at every step are the
+1. The unmodified model generates greedily with its context; its logits at every step are the
    baseline.
 2. At every step the patch is recomputed from the prompt and everything generated, and the current
    token is *replayed* with it: no context, no cache, no second stream.

@@ -1,4 +1,4 @@
-"""From text to text: a context and a question in, the answer and its patch out."""
+"""Text in, text out: a context and a question give an answer and its patch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ class Answer:
     Attributes:
         text: the answer, without special tokens.
         token_ids: (1, N) int64, the answer's tokens, its end of sequence included.
-        patch: of the question's and the answer's tokens, apart from the answer's last:
+        patch: of the question's tokens and the answer's tokens but the last:
             ``patcher.forward(patch.kept_ids, patch)`` gives the answer's logits in its last N
             places.
     """
@@ -67,7 +67,7 @@ def encode_pair(
     """The tokens of ``context + question``, (1, C) and (1, T), cut where the question begins.
 
     A token across the cut belongs to the question. With ``chat`` both stand in one user's turn of
-    the chat template, and what the template puts before them joins the context.
+    the chat template; tokens that the template puts before them join the context.
 
     Raises:
         ValueError: the tokenizer has no chat template or is slow; or one side has no tokens.

@@ -135,17 +135,17 @@ def bucketed_capacity(tokens: int) -> int:
 
 
 def _traced_objects(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Everything that a trace of the model depends on: its code, and where its weights lie."""
+    """Everything that a trace of the model depends on: its code and its weights' addresses."""
     weights = (*model.parameters(), *model.buffers())
     return (*(x.data_ptr() for x in weights), *what_runs(model))
 
 
 def check_compilable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> None:
-    """Check whether a step of the model can be compiled.
+    """Raise unless a step of the model can be compiled.
 
     Raises:
-        UnsupportedModelError: the step depends on numbers that the host looks at, or on weights
-            that no compiler takes.
+        UnsupportedModelError: the step reads numbers on the host, or has weights that no compiler
+            takes.
         ValueError: autocast is on.
     """
     name = type(model).__name__
@@ -155,7 +155,7 @@ def check_compilable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> Non
         )
     if any(isinstance(block.experts, PatchedScaledExperts) for block in blocks):
         raise UnsupportedModelError(
-            f"compile does not cover {name}: the host looks how many experts are chosen"
+            f"compile does not cover {name}: the host reads how many experts are chosen"
         )
     if any(weight.is_inference() for weight in model.parameters()):
         raise UnsupportedModelError(
@@ -191,7 +191,7 @@ def use_compiled_step(
     state.traced_hooks = decoder.attached.hooks.current()
 
     def release() -> None:
-        # An abandoned generation runs this wherever it is collected: it waits for no thread.
+        # If a generation is abandoned, the garbage collector runs this in any thread: do not wait.
         if decoder.attached.is_attached:
             decoder.compiled_steps[key] = step
         for oldest in list(decoder.compiled_steps)[:-_CACHED_STEPS]:

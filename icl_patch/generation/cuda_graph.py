@@ -9,8 +9,9 @@ from icl_patch.generation.decode_state import RunStep, StepInputs, StepOutput
 
 
 class CapturedStep:
-    """A step as a CUDA graph: captured after a few calls, which make everything that is made at
-    first use, and launched from then on. Its tensors are the same at every call.
+    """A step as a CUDA graph. A few ordinary calls first create everything that is created at first
+    use; then the step is captured, and later calls launch the graph. Its tensors are the same at
+    every call.
     """
 
     _WARM_UP = 3

@@ -61,7 +61,7 @@ class StepInputs:
             self.length += 1
 
     def rewind(self) -> None:
-        """Undo :meth:`advance`; the cache is the caller's to rewind."""
+        """Undo :meth:`advance`. The caller rewinds the cache."""
         self.positions -= 1
         if self.slot is not None:
             self.mask.index_fill_(1, self.slot, 0)
@@ -84,8 +84,8 @@ class StepOutput:
         logits: (B, V) of the reduced stream, or (2B, V) of both streams.
         maybe_infeasible: () bool, whether some block may not be able to take up the context.
         factors, diagnostics: of every block.
-        misses: (L, B), the elements that an exact factor of each block misses; None for other
-            updates. activations: of every block, with the context, where there are misses.
+        misses: (L, B), the number of elements that an exact factor of each block misses; None for
+            other updates. activations: of every block, with the context, if there are misses.
         is_overwritten: whether a later step of a CUDA graph has overwritten these tensors.
     """
 
@@ -107,7 +107,7 @@ class DecodeState:
     """A growing context: its tokens, its cache, and how its steps run.
 
     Attributes:
-        decoder: the attached model, and what generation caches for it.
+        decoder: the attached model, with the caches of generation.
         mode: how the steps run. run_step: the function of a step; None in two passes.
         step_inputs: its inputs; None in two passes.
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones

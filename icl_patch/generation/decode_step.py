@@ -60,12 +60,11 @@ class DecodeStep:
 
     Attributes:
         inputs: the tensors that the step reads.
-        streams: how both streams share one cache; None where each has its own rows in the cache.
-        linears: modules with the forward that runs their product through our ops.
-        fused: modules with a forward of several operations in one launch.
+        streams: how both streams share one cache; None if each has its own rows in the cache.
+        linears: modules, each with the forward that runs its product through our ops.
         receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
         patch_index: (2B,) int64, the patch of each row of both streams, -1 for none.
-        arithmetic: what the step's products and activations run in. An exact step needs
+        arithmetic: of the step's products and activations. An exact step needs
             ``"batch_invariant"``.
         for_inductor: whether the step is written for a compiler, see :class:`DecodeRecorder`.
     """
@@ -129,7 +128,7 @@ class DecodeStep:
         self, batch: int, return_context_logits: bool, context_only: bool
     ) -> Iterator[None]:
         """Within this context the model runs both streams of the current token; with
-        ``context_only`` the head sees the context stream alone, whose bits both have.
+        ``context_only`` the head gets the context stream alone, because both have the same bits.
         """
         model = self.decoder.attached.model
         with ExitStack() as stack:
@@ -141,8 +140,8 @@ class DecodeStep:
             stack.enter_context(overriding([*self.linears, *self.fused]))
             head = model.get_output_embeddings()
             if overridable(head):
-                # The head is the widest matrix of all: run it on the rows whose logits are asked
-                # for, (2B, 1, d) -> (B, 1, V).
+                # The head is the widest matrix of all: run it only on the rows that need logits,
+                # (2B, 1, d) -> (B, 1, V).
                 forward = linear_forward(head) if is_plain_linear(head) else head.forward
                 reduced = forward if return_context_logits else lambda x: forward(x[-batch:])
                 stack.enter_context(overriding([(head, reduced)]))
@@ -183,9 +182,9 @@ def prefill(
 
     Args:
         context_ids, context_mask: (B, C) int64 and bool, left-padded.
-        capacity: the largest number of tokens there will be, C included.
+        capacity: the maximum number of tokens, C included.
         mode: how the steps are to run. ``SHARED_CACHE`` needs a ``decoder.shared_cache``.
-        chunk: the number of tokens a call, for long contexts; all at once by default. Not for
+        chunk: the number of tokens per call, for long contexts; all at once by default. Not for
             recurrent models, nor with further inputs.
         reserve: whether the cache gets room for later tokens, so that few steps copy it.
         model_inputs: further inputs of the model for this pass.
@@ -271,7 +270,7 @@ def _new_step(
 def decode_one_token(
     state: DecodeState, token_ids: Tensor, *, return_context_logits: bool = False
 ) -> DecodeResult:
-    """Run one token a row, with everything before it absorbed into its weights.
+    """Run one token per row, with everything before it absorbed into its weights.
 
     Args:
         state: from :func:`prefill`; it has grown by one token afterwards.
@@ -285,7 +284,7 @@ def decode_one_token(
         ControllabilityError: no change of the weights can have the effect, for the block and row
             named.
         UnsupportedModelError: the model has forward hooks with which the patch would be wrong, or
-            others than a compiled step was traced with.
+            its hooks have changed since a compiled step was traced.
     """
     attached = state.decoder.attached
     with attached.attachment.one_pass():
@@ -301,7 +300,7 @@ def decode_one_token(
                 "expected the forward hooks that the step was traced with, they have changed on"
                 f" {paths_of(hooked or state.traced_hooks)}: generate again"
             )
-        if hooked and attached.update == "exact":  # whose hooks no trial has seen
+        if hooked and attached.update == "exact":  # the step was tried without hooks
             assert state.step_inputs is not None
             state.step_inputs.advance(token_ids)
             return _two_passes(state)
@@ -343,8 +342,9 @@ def _two_passes(state: DecodeState) -> DecodeResult:
 
 
 def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
-    """An exact step whose factors miss their target somewhere: a pass of the reduced stream closes
-    every block on the context's output again, and goes on from what it reached.
+    """Repeat an exact step if some of its factors miss their target: a pass of the reduced stream
+    closes every block on the context's output again, each from the output that the block before it
+    reached.
     """
     attached = state.decoder.attached
     patch = attached.empty_patch(state.sequences(), passes=2, arithmetic=BATCH_INVARIANT)

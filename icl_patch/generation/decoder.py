@@ -11,7 +11,7 @@ from icl_patch.recording.attached_model import AttachedModel
 
 @dataclass(eq=False)
 class Decoder:
-    """An attached model, and what its decode steps cache.
+    """An attached model, with the caches of its decode steps.
 
     Attributes:
         attached: the model.

@@ -1,7 +1,7 @@
 """Run the norms and gated MLPs of a decode step through our ops, which take fewer launches.
 
 A module is tried on random rows: if one of our ops gives the same output, it takes the module's
-place. Nothing is assumed of a class.
+place. No table lists classes.
 """
 
 from abc import ABC, abstractmethod
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch import ops
+from icl_patch.activations import ACTIVATIONS
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norm_form
@@ -22,7 +22,6 @@ from icl_patch.models.consumers import LINEAR
 from icl_patch.models.forward_override import Forward, untouched
 from icl_patch.recording.attached_block import AttachedBlock
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 _ROUNDINGS = 16  # the allowed difference between two orders of the same arithmetic
 # Scales of the rows that a module is tried on; the large ones show whether it clamps.
 _SCALES = (1.0, 30.0, 1000.0)
@@ -222,12 +221,12 @@ def _activation(module: nn.Module) -> str | None:
     limit = _ROUNDINGS * torch.finfo(x.dtype).eps * x.abs()  # of x: in GELU the result may cancel
     try:
         output = module(x)
-    except Exception:  # the module's own code takes other inputs: no activation that we know
+    except Exception:  # the module's own code takes other inputs: not a known activation
         return None
     return next(
         (
             name
-            for name, function in _ACTIVATIONS.items()
+            for name, function in ACTIVATIONS.items()
             if bool(((output - function(x)).abs() <= limit).all())
         ),
         None,

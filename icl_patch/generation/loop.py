@@ -67,7 +67,7 @@ class GenerationStep:
         live: (B,) bool, the rows that had not ended before this step; ended: those that have after
             it.
         mode: how the step ran: ``"two_pass"``, ``"two_stream"`` or ``"shared_cache"``.
-        check: the step against its replay, where one was asked for.
+        check: the step compared with its replay, if one was requested.
     """
 
     token_ids: Tensor
@@ -83,8 +83,8 @@ class GenerationStep:
     def patch(self) -> ContextPatch:
         """The patch of every row's current token, which gave the new tokens; made at first use.
 
-        It has logits with the context where the step computed them: in two passes, or where the
-        choice is made from them.
+        It has logits with the context if the step computed them: in two passes, or if tokens are
+        chosen from them.
         """
         if self._make_patch is None:
             raise ValueError(
@@ -339,12 +339,12 @@ def start(decoder: Decoder, prepared: _Prepared, options: Options) -> DecodeStat
 
 
 def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
-    """The mode of the steps: the one asked for, or the fastest that the model allows.
+    """The mode of the steps: the requested one, or the fastest that the model allows.
 
     Raises:
-        ValueError: the update takes two passes on this model, or runs in another arithmetic, and
-            that is not what is asked for.
-        UnsupportedModelError: both streams cannot share a cache, and that is asked for.
+        ValueError: the update takes two passes on this model, or runs in another arithmetic than
+            requested.
+        UnsupportedModelError: a shared cache is requested, but the streams cannot share one.
     """
     if decoder.attached.update == "exact":
         return _choose_exact_mode(decoder, options)

@@ -7,7 +7,7 @@ attend to the current token alone, get this token's value. From the attention's 
 to the block's end there are 2B rows, (2, B, 1, ·). Then only the context rows enter the next block;
 the last block returns both.
 
-:class:`SharedCacheStreams` traces what it needs to know of a class. Whether that is enough is
+:class:`SharedCacheStreams` traces the modules that it has to change. Whether that is enough is
 checked by a replay, see :func:`icl_patch.generation.shared_cache_trial.require_shared_cache`.
 """
 
@@ -111,7 +111,7 @@ class SharedCacheStreams:
 
     @property
     def fresh(self) -> bool:
-        """Whether the model still runs what was traced."""
+        """Whether the model is unchanged since it was traced."""
         return self._traced == what_runs(self._model)
 
     @contextmanager
@@ -163,8 +163,8 @@ class SharedCacheStreams:
         return forward
 
     def _ending(self, block: AttachedBlock) -> Forward:
-        """A block's forward that hands on the context stream (B, 1, d), or both streams (2B, 1, d)
-        if it is the last block.
+        """A block's forward that returns the context stream (B, 1, d), or both streams (2B, 1, d)
+        for the last block.
         """
         original = block.module.forward
 
@@ -199,7 +199,7 @@ def _mixture(block: AttachedBlock) -> nn.Module | None:
 
 
 def _unsupported_reason(block: AttachedBlock) -> str | None:
-    """Why a block's streams cannot be folded, or None."""
+    """The reason why a block's streams cannot share a cache, or None."""
     spec = block.spec
     reasons = {
         "its MLP stands beside the attention": spec.parallel,

@@ -38,14 +38,15 @@ def require_shared_cache(decoder: Decoder) -> None:
         try:
             error = _replay_error(decoder)
         except ControllabilityError:
-            # Weights of zero have no patch for these tokens. They will say so for the user's.
+            # Weights of zero have no patch for these tokens. Steps on the user's tokens raise this
+            # again.
             if attached.update == "exact":
                 decoder.shared_cache = None
                 raise UnsupportedModelError(
                     f"mode='shared_cache' cannot be tried on {name}: no patch serves random tokens"
                 ) from None
             return
-        except Exception as cause:  # of the model's own code, which nobody here has seen
+        except Exception as cause:  # also an error of the model's own code
             decoder.shared_cache = None
             raise UnsupportedModelError(
                 f"mode='shared_cache' does not cover {name}: {cause}"
@@ -104,7 +105,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _replay_error(decoder: Decoder) -> float:
-    """How far replays are off: at worst, or the median where a tie may send a token elsewhere."""
+    """The error of replays: the largest, or the median if a tie may change a token's experts."""
     errors = torch.tensor(list(_replay_errors(decoder)))
     if decoder.attached.has_ties and not errors.isnan().any():
         return float(errors.sort().values[len(errors) // 2])

@@ -1,7 +1,7 @@
 """A decode step as a compiled graph of operators.
 
 Tracing records the operators of one step as it runs; hooks, contexts and the model's Python code
-leave nothing else. A model whose code reads a tensor's numbers on the host cannot be traced.
+leave nothing else. A model cannot be traced if its code reads a tensor's numbers on the host.
 """
 
 from collections.abc import Callable, Iterator
@@ -93,7 +93,7 @@ class TracedStep:
             yield
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as cause:  # of the model's own code, which nobody here has seen
+        except Exception as cause:  # also an error of the model's own code
             name = type(self._step.decoder.attached.model).__name__
             reason = str(cause).partition("\n")[0]
             if "InvalidCxxCompiler" in str(cause):

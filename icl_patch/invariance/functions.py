@@ -1,10 +1,10 @@
-"""Functions of torch whose bits for a row depend on the rest of the batch, each with a replacement
-whose bits do not.
+"""Batch-invariant replacements of functions of torch: a row's bits depend on the batch in torch,
+and not here.
 
 Torch chooses the kernel of a product by the number of rows, computes the last elements of a tensor
 by other instructions than the elements before them, and sums attention in an order that depends on
-padding. Each changes the last bits of a row. The replacements compute a row in one order, wherever
-it stands: products by :func:`icl_patch.ops.patched_linear`, activations from functions that torch
+padding. Each changes the last bits of a row. The replacements compute a row in the same order at
+every place: products by :func:`icl_patch.ops.patched_linear`, activations from functions that torch
 rounds alike everywhere (exp, expm1, log1p, tanh, erf), attention over the keys that a row sees.
 """
 
@@ -254,7 +254,7 @@ def _attend(
 
 
 ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}
-"""By function of torch, what gives a row the same bits wherever it stands."""
+"""For each function of torch, the function that gives a row the same bits at every place."""
 
 ATTENTION: Replacements = {F.scaled_dot_product_attention: attention}
-"""The same for attention, whose rows are sequences."""
+"""The same for attention; a row is a sequence there."""

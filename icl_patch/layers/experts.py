@@ -194,12 +194,12 @@ class PatchedExperts(PatchedModule):
 
 
 class PatchedScaledExperts(PatchedExperts):
-    """Experts whose weight multiplies their input instead of their output: ``Σ_e f(W_e s_e z)``
+    """Experts with weights that multiply their input instead of their output: ``Σ_e f(W_e s_e z)``
     over all experts.
 
     ``s_e = 0`` for those that are not active, and ``f(0) = 0``. With ``(v·z) = 1`` the coefficient
-    of an expert's ``u`` is ``s_e``. They only read: their sum over the experts has no weights by
-    which Lemma 11 could share delta out.
+    of an expert's ``u`` is ``s_e``. These experts are readers only: their sum has no weights by
+    which Lemma 11 could divide delta among them.
 
     Source: Goldwaser et al. (2025), Lemma 7, with ``s_e z`` in place of z.
     """

@@ -53,9 +53,9 @@ class PatchedLinear(PatchedModule):
             u: shared by all rows (1, R, N); else one per row of the input (..., K): (..., N), or
                 flat (M, N) or (M, R, N). Any float.
             v: the same with K for N.
-            shared: whether all rows share it. By default a patch (1, R, N) is; of one sequence (1,
-                T, K) that may as well be a patch for each of its T tokens, so there say which: a
-                warning reminds of it.
+            shared: whether all rows share it. By default a patch (1, R, N) is shared. For an input
+                of one sequence (1, T, K) it could also be one patch for each of the T tokens: pass
+                ``shared`` there, or a warning appears.
             out_dtype: of the output; the base module's by default.
 
         Raises:

@@ -1,10 +1,10 @@
 """Changing the result of one product inside a module of the model's.
 
 A router turns its logits ``F.linear(z, W)`` into a choice of experts; Llama 4's experts multiply by
-``torch.bmm`` and go on with an activation and a second product. A patch belongs between the product
-and the arithmetic that follows it, where the classes of transformers offer no place: their forward
-would have to be copied, one copy a class and version. So the product itself is intercepted by a
-TorchFunctionMode, only while the module runs.
+``torch.bmm`` and continue with an activation and a second product. A patch belongs between the
+product and the arithmetic after it, but the forwards of transformers' classes have no hook there,
+and a copy of the forward would be needed for each class and version. So a TorchFunctionMode
+intercepts the product, only while the module runs.
 """
 
 from collections.abc import Callable

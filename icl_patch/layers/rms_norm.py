@@ -8,7 +8,7 @@ from icl_patch.layers.patched_module import Mode, PatchedModule, matches_rows
 
 
 class PatchedRMSNorm(PatchedModule):
-    """An RMSNorm whose scale differs per token: ``y = m' ⊙ x / sqrt(mean(x²) + eps)``.
+    """An RMSNorm with a scale per token: ``y = m' ⊙ x / sqrt(mean(x²) + eps)``.
 
     Args:
         base_layer: an RMSNorm with a ``weight`` (n,) and its eps as ``eps`` or

@@ -1,1 +1,1 @@
-"""What is read from a Hugging Face model: its blocks, masks, caches and states."""
+"""Reading and driving a Hugging Face model: its blocks, masks, caches and states."""

@@ -1,9 +1,9 @@
-"""What rows may attend to: one condition on top of the model's own mask rule.
+"""Restricting attention: a condition that is added to the model's own mask rule.
 
-All classes of transformers ask one table for their masks, by the name of their attention
-implementation. While a restriction is in force that table's entry adds the condition; the model's
-attention, whichever its class uses, is left alone. Positions that a class takes from its mask
-(alibi) are handed to it in the same way.
+All classes of transformers look up their mask function in one table, by the name of their attention
+implementation. While a restriction is in force, the table's entry adds the condition; the attention
+code of the model's class stays as it is. Classes that derive alibi's positions from the mask get
+their positions in the same way.
 """
 
 import sys
@@ -27,16 +27,16 @@ _IMPLEMENTATIONS = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class Visibility:
-    """What rows may attend to in one pass, on top of the model's own rule and padding.
+    """The restriction of attention in one pass, on top of the model's own rule and padding.
 
     Attributes:
         visible: (rows, S) bool over all key slots of the cache after the pass.
-        slots: (rows, S) int64, the slot each key would have if nothing had been left out: sliding
-            windows and chunks are counted in these. None where nothing was.
-        positions: (rows, S) int64, the keys' positions, for alibi. None where they are what the
-            mask says.
-        windows: what the model asks its masks for during the pass: the sizes of windows or chunks,
-            None for a mask without.
+        slots: (rows, S) int64, the slot that each key has in the whole sequence: sliding windows
+            and chunks count in slots. None if the cache holds the whole sequence.
+        positions: (rows, S) int64, the keys' positions, for alibi. None if they follow from the
+            mask.
+        windows: the sizes of windows or chunks in the masks that the model builds during the pass;
+            None for a mask without one.
     """
 
     visible: Tensor
@@ -58,8 +58,8 @@ class Visibility:
 
 @dataclass(frozen=True)
 class OneToken(Visibility):
-    """Rows ``[:batch]`` see everything, rows ``[batch:]`` nothing but the current token;
-    ``visible`` is not looked at.
+    """Rows ``[:batch]`` see everything, rows ``[batch:]`` only the current token; ``visible`` is
+    ignored.
     """
 
     batch: int = 0
@@ -81,8 +81,8 @@ class Override:
     another.
 
     Args:
-        names: the dictionary it is looked up in. name: under this name. function: what it is now.
-            wrap: makes its replacement.
+        names: the dictionary that holds the function. name: its key there. function: the original.
+            wrap: makes the replacement from it.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _padding(pad: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``pad(block_sequence_ids (B, S), mask, length, offset)`` for all slots that the rule is asked
-    for: those of a replay's tokens, which are text, are in no block (-1).
+    """``pad(block_sequence_ids (B, S), mask, length, offset)``, extended to all slots of the rule.
+    The tokens of a replay are text, so their slots belong to no block (-1).
     """
 
     def padded(ids: Tensor, *args: Any) -> Tensor:
@@ -142,7 +142,7 @@ def _padding(pad: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _repositioning(build_alibi: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``build_alibi(mask (B, S), heads, dtype) -> (B·heads, 1, S)`` with the keys' positions in
-    place of those that the mask says.
+    place of those derived from the mask.
     """
 
     def build(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
@@ -182,8 +182,8 @@ def _alibi_override(model: PreTrainedModel) -> list[Override]:
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError unless the model's attention implementation is one whose mask
-    can be restricted.
+    """Raises UnsupportedModelError if masks cannot be restricted in the model's attention
+    implementation.
     """
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation not in _IMPLEMENTATIONS:
@@ -196,9 +196,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def restricted_attention(model: PreTrainedModel, visibility: Visibility) -> Iterator[None]:
-    """Within this context the model's attention is its own, restricted to what ``visibility``
-    allows.
-    """
+    """Within this context ``visibility`` restricts the model's own attention."""
     check_attention(model)
     token = _visibility.set(visibility)
     try:

@@ -1,4 +1,4 @@
-"""What one block is made of, as data."""
+"""The structure of one block, as data."""
 
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
@@ -8,7 +8,7 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class Writer(Enum):
-    """What a block ends in, and so which parameters take up ``delta``."""
+    """The last step of a block's MLP; its parameters take up ``delta``."""
 
     SCALE = "scale"  # m ⊙ Norm(W_down h): the norm's scale, and W_down for the stable form
     WEIGHT = "weight"  # W_down h
@@ -20,43 +20,43 @@ class Writer(Enum):
 class BlockSpec:
     """The form of a block; paths are relative to it.
 
-    The block's output is ``residual_factor · hidden + residual_multiplier · (writer's output + what
-    else the MLP adds)``, where ``hidden`` is the sum of ``residual``.
+    The block's output is ``residual_factor · hidden + residual_multiplier · MLP``. ``hidden`` is
+    the sum of ``residual``. ``MLP`` is the writer's output plus all other terms that the MLP adds.
 
     Attributes:
-        writer: what takes up ``delta``.
+        writer: the kind of parameters that take up ``delta``.
         residual: the tensors that make up the residual stream before the MLP: ``"input of PATH"``
             or ``"output of PATH"``, ``""`` being the block. One for a sequential block; the block's
             input and its attention's output for a parallel one.
-        readers: the linear maps of the MLP's input, a router among them. None in a parallel block:
-            its MLP reads what the context has not touched.
-        routers: those readers that also choose experts.
+        readers: the linear maps of the MLP's input, routers included. None in a parallel block: the
+            context does not change its MLP's input.
+        routers: the readers that also choose experts.
         down: the output matrix of a scale, weight or bias writer.
         post_norm: the norm between ``down`` and the residual addition, for a scale writer.
         scale_offset, cast_first: how that norm applies its weight, see
             :class:`icl_patch.layers.rms_norm.PatchedRMSNorm`.
-        separately_normed: those readers, and experts, that read the residual stream through a norm
-            of their own, and so have a ``v`` of their own.
-        inner_norm: where ``post_norm`` reads a sum of two norms' outputs: the norm of the experts,
-            which takes part in the stable update.
+        separately_normed: the readers and experts that read the residual stream through a norm of
+            their own, and so have a ``v`` of their own.
+        inner_norm: the norm of the experts' output, if ``post_norm`` reads a sum of two norms'
+            outputs. It takes part in the stable update.
         addend: the module whose output is added to that of ``down``, the experts or ``inner_norm``
             before ``post_norm`` reads the sum.
         experts: the module that holds all experts' matrices, if there is one.
-        experts_scale_input: whether the experts' weights multiply what they read, see
-            :class:`icl_patch.layers.experts.PatchedScaledExperts`.
-        expert_bias: whether the experts' output has a bias, which then is what they write with.
+        experts_scale_input: whether the experts' weights multiply their input instead of their
+            output, see :class:`icl_patch.layers.experts.PatchedScaledExperts`.
+        expert_bias: whether the experts' output has a bias; the update then changes this bias.
         transposed: the modules that store their weights as (in, out).
-        residual_multiplier: what the block multiplies its MLP's output by.
-        residual_factor: what it multiplies the residual stream by.
-        residual_weight: the block's own parameter (d,) that it multiplies the residual stream by,
+        residual_multiplier: the number by which the block multiplies its MLP's output.
+        residual_factor: the number by which it multiplies the residual stream.
+        residual_weight: the block's own parameter (d,) by which it multiplies the residual stream,
             element by element.
-        final_norm: the norm that closes a post-LN block, None elsewhere: its input is the sum, and
-            is what is rounded.
-        continues_after_sum: whether the block goes on from its sum instead of ending with it: what
-            follows reads the sum and the block's input alone, and so is the same when they are.
+        final_norm: the last norm of a post-LN block, None in other blocks. Its input is the sum,
+            which is rounded there.
+        continues_after_sum: whether the block computes further with its sum instead of ending with
+            it. The rest of the block reads only the sum and the block's input, so equal sums give
+            equal outputs.
         dtype: of the sum.
-        mixer: whether ``down`` is the output matrix of the layer that sees the context itself, of a
-            block without an MLP.
+        mixer: whether the block has no MLP, and ``down`` is the output matrix of its context layer.
     """
 
     writer: Writer
@@ -84,7 +84,7 @@ class BlockSpec:
 
     @property
     def patched(self) -> tuple[str, ...]:
-        """The modules of a block whose parameters a patch changes."""
+        """The modules of the block that a patch changes."""
         others = (self.experts, self.down, self.inner_norm, self.post_norm)
         return (*self.readers, *(part for part in others if part is not None))
 
@@ -95,7 +95,7 @@ class BlockSpec:
 
     @property
     def parallel(self) -> bool:
-        """Whether the MLP stands beside the attention and does not read what that gives."""
+        """Whether the MLP stands beside the attention and does not read its output."""
         return len(self.residual) > 1
 
     def experts_write(self, update: str) -> bool:
@@ -104,7 +104,7 @@ class BlockSpec:
         return inside or self.writer is Writer.EXPERTS
 
     def factor_names(self, update: str) -> dict[str, str]:
-        """The names of the block's factors, each with its kind: what its last dimension counts, see
+        """The names of the block's factors, each with the kind of its last dimension, see
         :mod:`icl_patch.patch.context_patch`.
         """
         names = {f"{reader}.u": "out" for reader in self.readers}

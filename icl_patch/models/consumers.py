@@ -1,4 +1,4 @@
-"""Who reads a norm's output: found by watching one pass of the model, not by a table of
+"""The readers of a norm's output, found by watching one pass of the model instead of by a table of
 families.
 """
 
@@ -17,7 +17,7 @@ LINEAR = (nn.Linear, Conv1D)
 
 @dataclass
 class Consumers:
-    """What was seen to read one norm's output.
+    """The observed readers of one norm's output.
 
     Attributes:
         calls: how often the norm ran.
@@ -31,13 +31,13 @@ class Consumers:
 
 
 class _Watch(TorchFunctionMode):
-    """Follows the outputs of norms through views to whatever reads them."""
+    """Follows the outputs of norms through views to the operations that read them."""
 
     def __init__(self, found: dict[str, Consumers]) -> None:
         super().__init__()
         self.found = found
         self.inside: list[str] = []  # paths of the modules that are running
-        # for each: a linear map, whose own arithmetic is no other reader
+        # for each, whether it is a linear map: operations inside one are not readers of their own
         self.reading: list[bool] = []
         self.source: dict[int, str] = {}
         self.alive: list[Tensor] = []  # an id is good only as long as its tensor lives
@@ -98,12 +98,13 @@ def _is_view(view: Tensor, tensor: Tensor) -> bool:
 
 @contextmanager
 def watch_consumers(model: nn.Module, norms: Iterable[str]) -> Iterator[dict[str, Consumers]]:
-    """Passes of ``model`` made in the block are watched for what reads the outputs of ``norms``.
+    """Within this context passes of ``model`` record the operations that read the outputs of
+    ``norms``.
 
-    A view that keeps the rows whole (``view``, a slice of the tokens) is followed. Whatever else
-    takes an output and makes a tensor of it, outside of a linear map, is named in
-    :attr:`Consumers.elsewhere`: a residual sum, a rotation of queries, a gather of experts. So is a
-    linear map that ran on another input as well.
+    A view that keeps the rows whole (``view``, a slice of the tokens) is followed. All other
+    operations on an output, outside of linear maps, are named in :attr:`Consumers.elsewhere`: a
+    residual sum, a rotation of queries, a gather of experts. So is a linear map that ran on another
+    input as well.
 
     Args:
         norms: paths of modules of the model.

@@ -20,10 +20,11 @@ from icl_patch.models.language_model import (
 )
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 
-# What blocks call their MLP; where they call it otherwise, all of the block but its context layers
-# counts.
+# The names of the MLP in known blocks. In a block without such a child, everything but the context
+# layers counts as its MLP.
 _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "moe", "ffn")
-# How the attributes end by which a block, or its MLP, scales what it adds to the residual stream.
+# The endings of attribute names with which a block, or its MLP, scales its addition to the residual
+# stream.
 _FACTORS = ("multiplier", "scale", "factor")
 # Roundings in a block's sum, in units of the dtype's spacing.
 _ROUNDINGS = 8
@@ -42,7 +43,8 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     ids = random_tokens(model, 3, seed=1)
     traces = trace(model, layers, ids)
     blocks = []
-    # a block without a context layer, between others, gets the same input and needs no patch
+    # a block without a context layer, between others that have one, needs no patch: its input is
+    # the same in both runs
     unseen = {path for path, found in traces.items() if not found.mixers}
     for path in layers:
         if path not in traces:
@@ -56,8 +58,8 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module is one linear map: it has a matrix of its own, or says how many features it
-    maps to how many.
+    """Whether a module is one linear map: it has a matrix of its own, or attributes ``in_features``
+    and ``out_features``.
     """
     if isinstance(module, nn.Embedding):
         return False
@@ -83,12 +85,12 @@ def _is_norm(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Ending:
-    """What an MLP ends in: the output matrix or the experts, and the norm of a scale writer."""
+    """The last modules of an MLP: output matrix or experts, and the norm of a scale writer."""
 
     writer: Writer
     down: Call | None = None
     norm: Call | None = None
-    # where the norm reads the sum of two norms' outputs, that of the experts
+    # the experts' norm, if `norm` reads the sum of two norms' outputs
     inner: Call | None = None
     addend: Call | None = None  # the other term of a sum that the norm reads
 
@@ -117,7 +119,7 @@ class _Reading:
             for call in matrices
             if not any(inside(call.path, experts.path) for experts in self.experts)
         ]
-        # the outermost: an adapter around a matrix is one linear map with it
+        # only the outermost: an adapter and the matrix in it are one linear map
         matrices = [
             call
             for call in matrices
@@ -132,7 +134,7 @@ class _Reading:
         return UnsupportedModelError(f"{self.path} ({type(self.module).__name__}): {reason}")
 
     def spec(self) -> BlockSpec:
-        """Raises UnsupportedModelError if it is none that is covered."""
+        """The block's form; raises UnsupportedModelError if no known form fits."""
         if (
             self.block.given.now.dim() < 3
             or self.block.made.now.shape != self.block.given.now.shape
@@ -212,7 +214,7 @@ class _Reading:
         )
 
     def _ending(self, readers: list[Call], downs: list[Call], experts: list[Call]) -> _Ending:
-        """The writer and its modules: what ends the MLP."""
+        """The writer and its modules, which are the last of the MLP."""
         last = max(downs + experts, key=self.calls.index, default=None)
         if last is None:
             raise self._refuse(
@@ -252,15 +254,15 @@ class _Reading:
         return None
 
     def _other_term(self, total: Value, term: Value) -> Call | None:
-        """The module of the MLP whose output makes ``total`` if it is added to ``term``."""
+        """The module of the MLP for which ``term`` plus the module's output is ``total``."""
         calls = self.calls[self.calls.index(self._first()) :]
         terms = [(_misfit(total.now, term.now, call.made.now), call) for call in calls]
         misfit, call = min(terms, key=lambda found: found[0])
         return None if misfit == torch.inf else call
 
     def _readers_of_their_own(self, z: Value) -> list[Call]:
-        """Experts, and the matrices before them, that read the residual stream through another norm
-        than the first reader.
+        """Experts that read the residual stream through another norm than the first reader does,
+        and the matrices before them.
         """
         pre = [call for call in self.norms if call.made.same_as(z)]
         others = [
@@ -280,9 +282,7 @@ class _Reading:
         return [*before, others[0]]
 
     def _residuals(self, z: Value) -> tuple[bool, list[tuple[str, ...]]]:
-        """Whether the block is parallel, and what its residual stream before the MLP may be made
-        of.
-        """
+        """Whether the block is parallel, and candidates for its residual stream before the MLP."""
         # a norm may have modules of its own, such as a gate
         pre = [call for call in self.calls if call.made.same_as(z) and not call.given.same_as(z)]
         if self._is_parallel(z):
@@ -304,7 +304,7 @@ class _Reading:
         return min(self.matrices + self.experts, key=self.calls.index)
 
     def _closing_norm(self, ending: _Ending) -> Call | None:
-        """The norm of a post-LN block, whose output is the block's."""
+        """The last norm of a post-LN block; its output is the block's output."""
         found = [
             call
             for call in self.norms
@@ -313,8 +313,8 @@ class _Reading:
         return found[-1] if found else None
 
     def _branches(self, holders: list[Call]) -> list[float]:
-        """The factors that the writer's output may be multiplied by: what the modules around it
-        say, and 1.
+        """The candidates for the multiplier of the writer's output: attributes of the modules
+        around it, and 1.
         """
         modules = [self.module, *(call.module for call in holders)]
         found = [
@@ -329,8 +329,8 @@ class _Reading:
         self, residuals: list[tuple[str, ...]], ending: _Ending, made: Value
     ) -> dict[str, Any]:
         """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
-        the block's output, or what it goes on from: those that come closest, because a factor near
-        1 is no more than a rounding of bf16.
+        the block's output, or the sum that it computes further with. Of several that fit, the
+        closest ones: in bf16 a factor near 1 changes no more than rounding does.
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
@@ -343,7 +343,7 @@ class _Reading:
         sums += [self._fitted(residual, mlp, made) for residual in residuals for mlp in holders]
         misfit, best = sums[0]
         for off, found in sums[1:]:
-            # a later one must be clearly closer: the writer itself stands before what holds it
+            # a later one must be clearly closer: the writer stands before the modules that hold it
             if misfit > torch.finfo(made.now.dtype).eps / 4 and off < misfit / 2:
                 misfit, best = off, found
         if misfit == torch.inf:
@@ -376,7 +376,7 @@ class _Reading:
                 yield _misfit(output, hidden, added + branch * beside), found
 
     def _beside(self, mlp: Call, holders: list[Call]) -> Iterator[Tensor]:
-        """What a second module of the MLP, beside the one that holds the writer, may add to it."""
+        """Outputs that other modules of the MLP may add, beside the one that holds the writer."""
         given = mlp.made.now
         for call in self.calls if mlp is holders[-1] else []:
             if call.made.now.numel() == given.numel() and call not in holders:
@@ -385,7 +385,7 @@ class _Reading:
     def _fitted(
         self, residual: tuple[str, ...], mlp: Call, made: Value
     ) -> tuple[float, dict[str, Any]]:
-        """The factors by least squares, and the misfit: they may have no name."""
+        """The factors by least squares, for factors without a name, and the misfit."""
         hidden, given = self._hidden(residual), mlp.made.now.double()
         columns = [hidden.flatten(), given.flatten()]
         if not len(columns[0]) == len(columns[1]) == made.now.numel():
@@ -395,7 +395,7 @@ class _Reading:
             return torch.inf, {}
         a, b = torch.linalg.lstsq(terms, total).solution.flatten().tolist()
         if abs(a) * hidden.norm() < 1e-3 * total.norm():
-            return torch.inf, {}  # what holds the writer carries the residual stream itself
+            return torch.inf, {}  # the module around the writer carries the residual stream itself
         misfit = _misfit(made.now, a * hidden, b * given)
         return misfit, {"residual": residual, "residual_factor": a, "residual_multiplier": b}
 
@@ -405,12 +405,16 @@ class _Reading:
         return hidden
 
     def _weights(self, hidden: Tensor) -> list[tuple[str, Tensor]]:
-        """What the block may multiply its residual stream by: its own parameters of that width."""
+        """The candidates for a factor of the residual stream: the block's own parameters of its
+        width.
+        """
         own = self.module.named_parameters(recurse=False)
         return [(name, x.double()) for name, x in own if x.shape == hidden.shape[-1:]]
 
     def _scalars(self) -> list[Tensor]:
-        """The block's own parameters and buffers of one number, by which it may scale its sum."""
+        """The candidates for a factor of the sum: the block's own parameters and buffers of one
+        element.
+        """
         own = [*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]
         return [tensor for tensor in own if tensor.numel() == 1]
 
@@ -444,7 +448,7 @@ class _Reading:
         return block_specs[0] if block_specs else {}
 
     def _norm_form(self, call: Call) -> dict:
-        """How a norm applies its weight: found by trying, bit for bit."""
+        """How a norm applies its weight: each way is tried, and compared bit for bit."""
         try:
             spec = rms_norm_form(call.module, call.given.now, call.made.now)
         except TypeError as error:
@@ -458,8 +462,8 @@ class _Reading:
     # -- blocks without one
 
     def _mixer_form(self) -> BlockSpec:
-        """A block whose context layer is all there is: its output matrix writes, and only its input
-        may change.
+        """A block that consists of its context layer: the layer's output matrix writes, and only
+        this matrix's input may change.
         """
         if len(self.mixers) != 1:
             raise self._refuse("expected one context layer in a block without an MLP")
@@ -486,8 +490,8 @@ class _Reading:
 
 
 def _misfit(made: Tensor, hidden: Tensor, added: Tensor) -> float:
-    """How far a sum is from what was made, relative to it; infinite if by more than the rounding of
-    its parts. NaN counts as equal to NaN.
+    """The distance of ``hidden + added`` from ``made``, relative to ``made``; infinite if it
+    exceeds the rounding of the parts. NaN counts as equal to NaN.
     """
     epsilon = max(torch.finfo(made.dtype).eps, torch.finfo(torch.float32).eps)
     if not made.numel() == hidden.numel() == added.numel():

@@ -1,4 +1,4 @@
-"""One forward of a model, whatever its class calls its inputs."""
+"""One forward of a model of any class, under the class's own names of its inputs."""
 
 import inspect
 import sys
@@ -14,7 +14,7 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.positions import first_position
 from icl_patch.models.recurrent_state import is_recurrent, module_states
 
-# Given by us, or not to be had beside the ids; and what would change what comes back.
+# Inputs that we give ourselves or that exclude ids, and options that change the output.
 _OURS = {
     "input_ids",
     "inputs_embeds",
@@ -46,10 +46,10 @@ def _inputs_of(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Raises TypeError unless the model, or the base model that it hands them on to, has further
+    """Raises TypeError unless the model, or the base model that it passes them to, has further
     inputs of these names.
 
-    Many classes take any name, and leave those that they do not know alone.
+    Many classes accept any name and ignore unknown ones.
     """
     known = (
         (_inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward))
@@ -66,12 +66,12 @@ def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model is told the positions of its tokens."""
+    """Whether the model takes the positions of its tokens."""
     return "position_ids" in _inputs_of(type(model).forward)
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
-    """Whether the model goes on from a cache of the tokens before."""
+    """Whether the model takes a cache of the tokens before."""
     names = _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
     return bool({"past_key_values", "cache_params", "state"} & names)
 
@@ -79,8 +79,8 @@ def takes_cache(model: PreTrainedModel) -> bool:
 def counts_slots(model: PreTrainedModel) -> bool:
     """Whether the model numbers its tokens by their slots in the cache.
 
-    It is told no positions, and does not build alibi from its mask. A replay then leaves the
-    context's slots empty, and every row must begin in the first slot.
+    Such a model takes no positions, and does not build alibi from its mask. A replay then leaves
+    the context's slots empty, and every row must begin in the first slot.
     """
     alibi = hasattr(sys.modules[type(model).__module__], "build_alibi_tensor")
     return not (takes_positions(model) or alibi or is_recurrent(model))
@@ -122,10 +122,10 @@ def call(
     ``positions`` count the tokens of a row from 0; :func:`first_position` is added for the model.
     With None the model numbers its tokens itself.
 
-    ``last_logits``: how many of the last tokens' logits are wanted, 0 for all.
+    ``last_logits``: compute the logits of only this many last tokens, 0 for all.
 
     Raises:
-        UnsupportedModelError: the further inputs have tokens whose positions are no single numbers.
+        UnsupportedModelError: the further inputs have tokens with positions of several numbers.
     """
     _check_positions(model, model_inputs)
     given = inputs(model, ids, mask, positions, cache, last_logits)
@@ -142,7 +142,7 @@ def inputs(
     cache: Cache,
     last_logits: int = 0,
 ) -> dict[str, Any]:
-    """What a model's forward is given for :func:`call`, by its own names."""
+    """The inputs of a model's forward for :func:`call`, by the names of its class."""
     names = _inputs_of(type(model).forward)
     attentionless = "cache_params" in names  # it masks the tokens it is given, not those before
     if attentionless:

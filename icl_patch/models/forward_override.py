@@ -58,8 +58,8 @@ def _in_this_thread(forward: Forward, others: Forward) -> Forward:
 
 
 def what_runs(model: PreTrainedModel) -> list[Any]:
-    """What a pass of the model runs beside its weights: its modules and those beneath patched ones,
-    their hooks (by numbers that are never given twice), forwards and settings.
+    """Everything but weights that a pass of the model depends on: its modules and those beneath
+    patched ones, their hooks (by numbers that are never used twice), forwards and settings.
     """
     found: list[Any] = [
         *_global_forward_pre_hooks,

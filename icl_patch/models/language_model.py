@@ -1,4 +1,4 @@
-"""What is asked of a model as a whole: its language model, blocks, vocabulary and positions."""
+"""Questions about a model as a whole: its language model, blocks, vocabulary and positions."""
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ def depends_on_cache(model: PreTrainedModel) -> bool:
 
     GPT-Neo's windows and the temperature of Llama 4's layers without positions count the tokens in
     the cache. Sparse attention (:func:`chooses_tokens`) breaks ties by where the tokens lie. With a
-    shorter cache such attention computes something else, except for a token that is alone.
+    shorter cache such attention gives other results, except for a token that is alone.
     """
     config = text_config(model)
     windows = family_of(model) == "gpt_neo" and "local" in getattr(config, "attention_layers", ())
@@ -191,7 +191,7 @@ def chooses_tokens(model: PreTrainedModel) -> bool:
     """Whether some layers attend only to the tokens that they score highest.
 
     DeepSeek-V3.2 and GLM-MoE-DSA do, with an indexer. Scores can be equal: a ReLU makes negative
-    ones 0. So does Doge, whose masks keep the ``keep_window_size`` highest.
+    ones 0. So does Doge: its masks keep the ``keep_window_size`` highest.
     """
     if hasattr(text_config(model), "keep_window_size"):
         return True

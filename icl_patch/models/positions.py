@@ -3,7 +3,7 @@
 LongRoPE rotates all tokens of a call by its long factors if the last position of the call is beyond
 a length, and by its short factors otherwise. A context, a prefix and kept tokens run in several
 calls, and queries rotated by one set of factors do not fit keys rotated by the other. So every call
-here takes the factors that one call over the whole sequence would take.
+here takes the factors of one call over the whole sequence.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""What the modules of a block pass to each other in one small forward: the evidence that a block's
-form is read from.
+"""The values that the modules of a block pass to each other in one small forward. A block's form is
+read from them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,8 +39,8 @@ def first_tensor(value: Any) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor that a module got or gave: its numbers at that time, and its storage, which tells
-    whether two modules share it.
+    """A module's input or output: its numbers at that time, and its storage, which shows whether
+    two modules share it.
     """
 
     now: Tensor
@@ -52,7 +52,7 @@ class Value:
         return cls(tensor.detach().clone(), tensor)
 
     def same_as(self, other: "Value") -> bool:
-        """Whether both are the same rows of the same storage, whatever their shapes."""
+        """Whether both are the same rows of the same storage, in any shape."""
         if self.tensor.numel() != other.tensor.numel() or self.tensor.dtype != other.tensor.dtype:
             return False
         if self.tensor.data_ptr() == other.tensor.data_ptr():
@@ -151,7 +151,7 @@ def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iter
 def trace(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor
 ) -> dict[str, BlockTrace]:
-    """One forward of the model on ``ids`` (B, T), and what happened in each of its layers; one that
+    """One forward of the model on ``ids`` (B, T), and the calls in each of its layers; one that
     did not run once is left out.
     """
     traces: dict[str, BlockTrace] = {}

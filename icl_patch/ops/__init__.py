@@ -1,8 +1,8 @@
-"""The ops: everything that a kernel computes better than a line of torch.
+"""The ops: functions that have kernels of our own.
 
-An op is a function of one of the modules here. It checks its arguments, says what was expected and
-what came, and runs in the native library, in Triton's kernels or in plain torch
-(:mod:`icl_patch.ops.reference`, the specification); :mod:`icl_patch.ops.dispatch` says in which.
+Each op is a function of one of the modules here. It checks its arguments, and its errors give the
+expected and the actual value. :mod:`icl_patch.ops.dispatch` chooses whether it runs in the native
+library, in Triton's kernels or in plain torch (:mod:`icl_patch.ops.reference`, the specification).
 """
 
 from icl_patch.ops.direction import Direction, read_direction

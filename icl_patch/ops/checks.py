@@ -1,9 +1,11 @@
-"""Checks of arguments that several ops share: each raises an error that says what was expected and
-what came.
+"""Checks of arguments that several ops share. Each raises an error with the expected and the actual
+value.
 """
 
 import torch
 from torch import Tensor
+
+from icl_patch.ops.dispatch import is_traced, is_transformed
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,6 +59,20 @@ def check_out_dtype(out_dtype: torch.dtype | None) -> None:
     """The result's dtype is floating."""
     if out_dtype is not None and not out_dtype.is_floating_point:
         raise TypeError(f"expected a floating out_dtype, got {out_dtype}")
+
+
+def check_indices(name: str, indices: Tensor, x: Tensor, least: int, count: int) -> None:
+    """Indices on x's device, from ``least`` to ``count - 1``.
+
+    The range is checked only if the host can read the values without waiting for a device.
+    """
+    if indices.device != x.device:
+        raise ValueError(f"expected {name} on {x.device}, got {indices.device}")
+    if not indices.is_cpu or not indices.numel() or is_traced() or is_transformed():
+        return
+    lowest, highest = int(indices.min()), int(indices.max())
+    if lowest < least or highest >= count:
+        raise ValueError(f"expected {name} from {least} to {count - 1}, got {lowest} to {highest}")
 
 
 def is_integer(tensor: Tensor) -> bool:

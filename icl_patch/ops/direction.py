@@ -1,4 +1,4 @@
-"""The direction v of a rank-1 change ``u vᵀ``, which the input z reads with coefficient 1."""
+"""The direction v of a rank-1 change ``u vᵀ``: the vector with ``v·z = 1``."""
 
 from typing import Any, NamedTuple
 

@@ -43,7 +43,7 @@ def _kernels() -> Any:
 
 
 def is_traced() -> bool:
-    """Whether this call is traced into a graph, to run on other numbers later."""
+    """Whether this call is traced into a graph, which later runs on other numbers."""
     return is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -65,7 +65,7 @@ def wants_gradients(args: tuple[Any, ...]) -> bool:
 
 def _is_narrow(args: tuple[Any, ...]) -> bool:
     """Whether fp32 is wide enough to accumulate in, for all floating tensors and output dtypes."""
-    for x in args:  # not any(): this stands before every launch of a decode step
+    for x in args:  # not any(): this runs before every launch of a decode step
         if x is None:
             continue
         dtype = getattr(x, "dtype", x)
@@ -147,9 +147,10 @@ class Op:
         """In eager inference on the CPU, the native op before any look at the arguments; then
         :meth:`dispatch`.
 
-        The native op checks its arguments itself and raises a RuntimeError: then the error is to be
-        worded in Python, or another implementation serves the call. Python that stands before a
-        kernel is slow in a decode step, whose weights have driven it out of the caches.
+        The native op checks its arguments itself and raises a RuntimeError. :meth:`dispatch` then
+        raises the error in Python's words, or another implementation serves the call. In a decode
+        step Python code before a kernel is slow, because the weights have displaced it from the
+        processor's caches.
         """
         if (
             args[0].is_cpu

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from icl_patch.ops import reference
-from icl_patch.ops.checks import check_operands, is_integer
+from icl_patch.ops.checks import check_indices, check_operands, is_integer
 from icl_patch.ops.dispatch import Op, is_traced, is_transformed
 
 
@@ -26,8 +26,8 @@ def expert_linear(
         x: (M, K) float, read by all k slots of a row, or (M, k, K).
         weight: logically (E, N, K), any strides, x's dtype; fast with either of the last two
             dimensions contiguous.
-        expert: (M, k) integers from 0 to E - 1. Not looked at on the host for CUDA tensors, where
-            any other number gives 0.
+        expert: (M, k) integers from 0 to E - 1. CUDA tensors are not checked on the host; there any
+            other number gives 0.
         bias: (E, N), x's dtype.
         out_dtype: of the result; x's dtype by default.
 
@@ -61,14 +61,7 @@ def _check(
             f" {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     check_operands("x", x, weight, bias, out_dtype)
-    if expert.device != x.device:
-        raise ValueError(f"expected expert on {x.device}, got {expert.device}")
-    # to look would wait for the device, or there is nothing to look at
-    if expert.is_cuda or expert.is_meta or is_traced() or is_transformed() or not expert.numel():
-        return
-    least, most = int(expert.min()), int(expert.max())
-    if least < 0 or most >= len(weight):
-        raise ValueError(f"expected expert from 0 to {len(weight) - 1}, got {least} to {most}")
+    check_indices("expert", expert, x, 0, len(weight))
 
 
 def _reference(

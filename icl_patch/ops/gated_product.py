@@ -2,11 +2,10 @@
 
 from torch import Tensor
 
+from icl_patch.activations import activation_named
 from icl_patch.ops import reference
 from icl_patch.ops.checks import check_floats
 from icl_patch.ops.dispatch import Op
-
-_ACTIVATIONS = ("gelu_tanh", "silu")
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -29,10 +28,7 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _check(gate: Tensor, up: Tensor, activation: str) -> None:
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"expected activation {' or '.join(map(repr, _ACTIVATIONS))}, got {activation!r}"
-        )
+    activation_named(activation)
     if gate.dim() != 2 or gate.shape != up.shape:
         raise ValueError(
             f"expected gate and up (M, N), got {tuple(gate.shape)} and {tuple(up.shape)}"

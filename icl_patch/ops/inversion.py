@@ -19,8 +19,8 @@ def invert_rmsnorm(
     fallback: Tensor | None = None,
     method: str = "newton",
 ) -> RMSNormInverse:
-    """The ``x`` with ``RMS(x) = C`` that minimises ``‖m ⊙ Norm(x) - g‖²``, and the scale that makes
-    up for the difference exactly.
+    """The ``x`` with ``RMS(x) = C`` that minimises ``‖m ⊙ Norm(x) - g‖²``, and the scale ``m'``
+    with ``m' ⊙ Norm(x) = g``.
 
     ``y_k = g_k m_k / (m_k² - μ)`` with μ below ``min m²`` such that ``mean(y²) = C²/(C² + eps)``;
     ``x = y sqrt(C² + eps)`` and ``m'_k = (m_k² - μ)/m_k``, so that ``m' ⊙ Norm(x) = g``.
@@ -31,14 +31,15 @@ def invert_rmsnorm(
         rms: C, (B,).
         eps: the norm's.
         fallback: (B, n), the direction for the coordinates at ``min m²`` when the secular equation
-            has no root; usually the vector whose norm is inverted.
+            has no root; usually the norm's present input.
         method: ``"newton"`` (natively the two-point Gauss model of
             ``csrc/common/rmsnorm_inverse.h``, which takes about half as many evaluations; Newton on
             ``1/‖y‖`` in plain torch) or ``"bisection"`` (64 geometric steps).
 
     Returns:
-        RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row of bad input has its
-        status and leaves the others alone; a row's bits depend only on the row. Not differentiable.
+        RMSNormInverse(hidden, shift, new_scale, status, evaluations). A row of bad input gets a
+        status and does not change other rows; a row's bits depend only on the row. Not
+        differentiable.
 
     Raises:
         TypeError: a dtype is not floating.
@@ -70,7 +71,7 @@ def stable_scale(
     ``g = delta + m ⊙ Norm(h)``; ``h_target`` is :func:`invert_rmsnorm` of g at the RMS of h, with h
     for a fallback and with the zeros of m moved to ``0.25 max(rms m, rms g)``, so that no
     coordinate is out of reach (:func:`icl_patch.ops.reference.floor_scale`); ``m' = m - μ ⊘ m``
-    takes the rest. A row whose delta is 0 stays as it is.
+    takes the rest. A row with a delta of 0 stays as it is.
 
     Args:
         delta: (M, d) of any float dtype and strides. All arithmetic is fp64.

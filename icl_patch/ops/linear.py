@@ -1,5 +1,5 @@
 """Linear maps with a low-rank change of their weight: applied, recorded from two streams, or added
-to an output that is there already.
+to an output that another module computed.
 """
 
 import sys
@@ -15,13 +15,14 @@ from torch import Tensor
 from icl_patch.ops import native, reference
 from icl_patch.ops.checks import (
     check_floats,
+    check_indices,
     check_matrix,
     check_operands,
     check_out_dtype,
     is_integer,
 )
 from icl_patch.ops.direction import Direction, read_direction
-from icl_patch.ops.dispatch import Op, backend, is_traced
+from icl_patch.ops.dispatch import Op, backend
 
 GEMV, GEMM = "gemv", "gemm"
 _GEMV_ROWS = 16
@@ -39,7 +40,7 @@ def _cpu_gemv_rows(matrix_units: str, kernels: str) -> int:
         native.cpu_instructions.startswith("avx")
         and not getattr(torch.ops.mkldnn, kernels, lambda: True)()
     ):
-        return sys.maxsize  # torch multiplies number by number
+        return sys.maxsize  # torch has no fast product of this dtype
     return _GEMV_ROWS
 
 
@@ -54,8 +55,8 @@ _only_gemv: ContextVar[bool] = ContextVar("icl_patch_only_gemv", default=False)
 
 @contextmanager
 def gemv_products() -> Iterator[None]:
-    """Within this context every number of rows takes the path ``"gemv"``, so that a row's bits do
-    not depend on how many there are.
+    """Within this context all products take the path ``"gemv"``, so that a row's bits do not depend
+    on the number of rows.
     """
     token = _only_gemv.set(True)
     try:
@@ -104,8 +105,8 @@ def patched_linear(
             ``index``. Any float dtype. Without u and v the op is the plain linear map.
         v: as ``u`` with K for N.
         bias: (N,), z's dtype.
-        index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map. Not looked
-            at on the host for CUDA tensors.
+        index: (M,) integer rows of the pool; -1 gives the row the bits of the plain map. CUDA
+            tensors are not checked on the host.
         out_dtype: of the result; z's dtype by default.
         path: ``"gemv"`` or ``"gemm"`` for any number of rows; by default :func:`product_path` of
             M rows. Within a path of our kernels a row's bits depend only on the row, its factors,
@@ -148,8 +149,8 @@ def record_linear(
 
     Returns:
         y_pair (2M, N) in z's dtype, u (M, N) fp32 (fp64 for fp64 z), and the direction.
-        ``patched_linear(z, weight, u, direction.v, bias)`` gives y again, bit for bit, where our
-        kernels multiply: not in fp64, nor by a weight of which neither dimension is contiguous.
+        ``patched_linear(z, weight, u, direction.v, bias)`` gives y again, bit for bit, if our
+        kernels multiply. They do not in fp64, nor if neither dimension of the weight is contiguous.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -277,23 +278,11 @@ def _check_factors(
             f" {tuple(v.shape)}"
         )
     if index is not None:
-        _check_index(z, index, u.shape[0])
-
-
-def _check_index(z: Tensor, index: Tensor, pool: int) -> None:
-    rows = len(z)
-    if index.shape != (rows,) or not is_integer(index):
-        raise ValueError(
-            f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}"
-        )
-    if index.device != z.device:
-        raise ValueError(f"expected index on {z.device}, got {index.device}")
-    # to look would wait for the device, or there is nothing to look at
-    if index.is_cuda or index.is_meta or is_traced() or not rows:
-        return
-    least, most = int(index.min()), int(index.max())
-    if least < -1 or most >= pool:
-        raise ValueError(f"expected index from -1 to {pool - 1}, got {least} to {most}")
+        if index.shape != (rows,) or not is_integer(index):
+            raise ValueError(
+                f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}"
+            )
+        check_indices("index", index, z, -1, u.shape[0])
 
 
 def _reference_patched_linear(

@@ -119,8 +119,8 @@ def _warn(device_type: str) -> None:
 
 
 def _register_fake(name: str, results: Callable[..., Any]) -> None:
-    """Tell torch what an op returns. Torch also asks where meta tensors are mixed with others:
-    that is an error.
+    """Tell torch the shapes and dtypes of an op's results. Torch also asks if meta tensors are
+    mixed with others: that is an error.
     """
 
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from icl_patch.activations import activation_named
+
 ULP = 2.0**-52
 MAX_EVALUATIONS = 64
 BISECTION_STEPS = 64
@@ -173,8 +175,7 @@ def norm_pair(
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """``act(gate) ⊙ up``, the activation rounded to the dtype of both before the product."""
     wide = gate.to(accumulation_dtype(gate))
-    act = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
-    return act.to(gate.dtype) * up
+    return activation_named(activation)(wide).to(gate.dtype) * up
 
 
 @dataclass(frozen=True)
@@ -360,7 +361,7 @@ def invert_rmsnorm(
 
 def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
     """(B, 1) powers of two that keep the squares and cubes of fp64 data in range; 1 for data in the
-    range of fp32, whose are.
+    range of fp32, which need no scaling.
     """
     exponent = torch.frexp(torch.maximum(m.abs(), g.abs()).amax(1, keepdim=True)).exponent
     return torch.ldexp(

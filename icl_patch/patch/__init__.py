@@ -1,3 +1,1 @@
-"""ContextPatch: the factors of a patch, their file, and the changes of parameters that they stand
-for.
-"""
+"""ContextPatch: the factors of a patch, their file, and the changes of parameters."""

@@ -1,4 +1,4 @@
-"""A patch: the factors of every block for every kept token, and what they are valid for.
+"""A patch: the factors of every block for every kept token, with their model, tokens and positions.
 
 ``patch.layers`` has a dictionary for each block. B rows, T kept tokens, k active experts; the names
 are paths relative to the block:
@@ -88,10 +88,10 @@ def blank_report(valid: Tensor) -> PatchReport:
 
 @dataclass(frozen=True, eq=False)
 class ContextPatch:
-    """The change of weights that stands for a context, for ``B`` rows of ``T`` kept tokens.
+    """The change of weights that replaces a context, for ``B`` rows of ``T`` kept tokens.
 
-    A token's patch is for that token, its history and its position only. All of it is recorded
-    here:
+    A token's patch is valid for that token, its history and its position only. The attributes
+    record all of these:
 
     Attributes:
         info: the model, tokenizer and update that the patch belongs to.
@@ -101,7 +101,7 @@ class ContextPatch:
             The slot is the column in the whole sequence; sliding windows are counted in slots.
         prefix_ids, prefix_mask, prefix_positions, prefix_slots: (B, P), the tokens before the first
             absorbed one; left-padded.
-        logits: (B, T, V) with the context, or None (they are not saved): of the untouched model if
+        logits: (B, T, V) with the context, or None (they are not saved): of the unmodified model if
             the patch took two passes, of the context stream if it took one.
         report: the diagnostics, or None for a loaded patch.
         weights: the model's weights, which are hashed again when the patch is saved; None if it was
@@ -159,12 +159,11 @@ class ContextPatch:
 
         Any part can be measured and saved. It can be replayed if all layers are there and the
         tokens start at the first (each kept token attends to the ones before it). Two kinds of
-        patches must be replayed whole, because
-        other shapes change the result: a direct patch of a scale writer, which divides by
-        activations, and a patch of a model with sparse attention, which breaks ties between tokens
-        by their places. An exact patch in the model's arithmetic is bit-identical when it is
-        replayed whole; a part of one is right up to rounding. Rows of one in the batch-invariant
-        arithmetic are bit-identical too.
+        patches must be replayed whole, because other shapes change the result: a direct patch of a
+        scale writer, which divides by activations, and a patch of a model with sparse attention,
+        which breaks ties between tokens by their places. An exact patch in the model's arithmetic
+        is bit-identical when it is replayed whole; a part of one is right up to rounding. Rows of
+        one in the batch-invariant arithmetic are bit-identical too.
 
         Raises:
             ValueError: nothing would be left, or the layers would change their order.
@@ -245,8 +244,8 @@ class ContextPatch:
         state dict, and ``u vᵀ``, Δb or Δm.
 
         Of a parameter that holds the matrices of many experts, ``name[e]`` is the e-th; the token's
-        active experts change. One at a time: this is the only place where a matrix of a weight's
-            size is built.
+        active experts change. Yields one at a time: no other function builds a matrix of a
+        weight's size.
         """
         for place, change in self._changes():
             path = self.blocks[self.layer_indices[place]].path
@@ -260,7 +259,7 @@ class ContextPatch:
 
         Args:
             folder: is made; its two files are replaced.
-            row, token: whose change, by default the first row's last kept token's.
+            row, token: the kept token to take the change of; by default the last of the first row.
 
         Returns:
             The rank in the files.
@@ -361,9 +360,7 @@ class ContextPatch:
         return patch
 
     def check_tokenizer(self, fingerprint: str) -> None:
-        """Raises FingerprintMismatch if the patch was computed with another tokenizer than that of
-        the hash, as far as it knows.
-        """
+        """Raises FingerprintMismatch if the patch records another tokenizer than this hash."""
         if self.info.tokenizer not in (None, fingerprint):
             raise FingerprintMismatch(
                 "expected a patch of ids of the given tokenizer, got one that was computed with"

@@ -83,7 +83,7 @@ def _dot(rows: Tensor, factors: Tensor) -> Tensor:
 
 @cache
 def _factors() -> Tensor:
-    """Odd int64 numbers (1024,), no two of which agree in their low 32 bits."""
+    """Odd int64 numbers (1024,) that differ in their low 32 bits."""
     content = bytearray(hashlib.shake_256(b"icl-patch").digest(8 * _ROW))
     return torch.frombuffer(content, dtype=torch.int64) | 1
 

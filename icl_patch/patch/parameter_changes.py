@@ -1,4 +1,4 @@
-"""The changes of parameters that a block's factors stand for: their sizes, and materialised."""
+"""The changes of parameters that a block's factors give: their sizes, and as matrices."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class ParameterChange:
         name: the module's path in its block; for experts with the parameter's name.
         parameter: the changed parameter's name in the module, "" for experts.
         u, v: of ``W + u vᵀ``; v is None where ``u`` is itself the change, of a bias or a scale.
-        index: (B, T, k), the experts whose matrices change; u and v then have a slot each, or share
+        index: (B, T, k), the experts with changed matrices; u and v then have a slot each, or share
             one.
         transposed: whether the matrix is stored as (in, out).
     """
@@ -73,7 +73,7 @@ class ParameterChange:
 
 
 def parameter_changes(spec: BlockSpec, layer: Mapping[str, Tensor]) -> Iterator[ParameterChange]:
-    """The changes that a block's factors stand for, in the order of its modules."""
+    """The changes that a block's factors give, in the order of its modules."""
     for reader in spec.readers:
         yield ParameterChange(
             reader,

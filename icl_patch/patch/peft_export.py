@@ -13,7 +13,7 @@ from icl_patch.patch.atomic_file import write_atomically
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# What vLLM's max_lora_rank may be.
+# The values that vLLM allows for max_lora_rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 

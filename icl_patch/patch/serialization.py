@@ -61,7 +61,7 @@ class PatchInfo:
     """The model, tokenizer and run that a patch belongs to.
 
     Attributes:
-        model, revision: the name or path and the commit of the model, as far as it knows them.
+        model, revision: the name or path and the commit of the model, if known.
         fingerprint: SHA-256 of the weights.
         tokenizer: SHA-256 of the tokenizer, None without one.
         family, update: the model's type, and the update's name. dtype: of the model.
@@ -143,7 +143,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
 
 
 def _header(file: BinaryIO, path: Any) -> Header:
-    """The header, of which ``format`` and ``sha256`` are checked; the tensors are not read."""
+    """The header, with ``format`` and ``sha256`` checked; the tensors are not read."""
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(os.fstat(file.fileno()).st_size - 8, _LONGEST_HEADER):
         raise PatchFormatError(f"expected a safetensors file (pickle is refused), got {path}")

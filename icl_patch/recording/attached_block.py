@@ -71,7 +71,7 @@ register_dataclass(BlockActivations)  # so that tree_map reaches its tensors
 
 
 class AttachedBlock:
-    """A block whose readers and writer have been swapped for patched modules."""
+    """A block with patched modules in place of its readers and writer."""
 
     def __init__(self, model: nn.Module, block: Block, attachment: Attachment) -> None:
         spec = block.spec
@@ -143,7 +143,7 @@ class AttachedBlock:
 
     @property
     def writer(self) -> PatchedModule:
-        """The module whose output takes up delta."""
+        """The module that takes up delta."""
         writer = self.post_norm or self.down or self.experts
         assert writer is not None
         return writer
@@ -285,9 +285,7 @@ class AttachedBlock:
                 self.hook(hooks, module.register_forward_hook, after)
 
     def keep_unrounded(self, hooks: ExitStack) -> None:
-        """Let an exact writer's output reach the block's sum in fp64, whatever the block casts it
-        to on the way.
-        """
+        """Keep an exact writer's output in fp64 up to the block's sum, also through casts."""
 
         def on_writer(_module: nn.Module, _args: Any, out: Tensor) -> Tensor | None:
             return out.as_subclass(Unrounded) if out.dtype == torch.float64 else None

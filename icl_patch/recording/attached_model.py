@@ -60,7 +60,7 @@ class HasAttachedModel(Protocol):
 
 
 class AttachedModel:
-    """A Hugging Face model whose blocks' readers and writers are swapped for patched modules.
+    """A Hugging Face model with patched modules in place of its blocks' readers and writers.
 
     Threads take turns: a pass has the model to itself, and another thread's pass, or its call of
     the model, waits until it ends. An attached model that nobody refers to any more detaches.
@@ -81,7 +81,7 @@ class AttachedModel:
 
     Raises:
         UnsupportedModelError: a block has an unknown form, or the model fails the self-check.
-        TypeError: ``tokenizer`` is none.
+        TypeError: ``tokenizer`` is not a tokenizer.
         ValueError: ``update`` is unknown, or the model is attached already, or it is training with
             dropout or gradient checkpointing.
     """
@@ -114,7 +114,7 @@ class AttachedModel:
         except torch.OutOfMemoryError:
             self.detach()
             raise
-        except Exception as error:  # of the model's own code too, which nobody here has seen
+        except Exception as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
             self.detach()
             known, reason = isinstance(error, UnsupportedModelError), str(error)
@@ -187,10 +187,10 @@ class AttachedModel:
     def needs_two_passes(self) -> bool:
         """Whether every patch takes a pass of the unmodified model and then a closing pass.
 
-        The exact update does: its loop closes on rounding, which depends on the shapes. So does
-        the direct update of a scale writer: it divides by activations and so magnifies any
-        difference in rounding between its recording and its replay. So does every update of a
-        recurrent model: no mask hides a token from its state.
+        The exact update does, because rounding depends on the shapes. The direct update of a scale
+        writer does, because it divides by activations and so magnifies any difference in rounding
+        between its recording and its replay. Every update of a recurrent model does, because no
+        mask hides a token from its state.
         """
         return self.update == "exact" or self.recurrent or self._magnifies_rounding
 
@@ -227,8 +227,8 @@ class AttachedModel:
         names = names_of(model_inputs)
         if names and sequences.has_prefix:
             raise ValueError(
-                f"expected no prefix beside {', '.join(names)}, of which a replay of the prefix"
-                " knows nothing"
+                f"expected no prefix beside {', '.join(names)}: a replay runs the prefix without"
+                " them"
             )
         cache = kv_cache.new_cache(self.model)
         if sequences.head_ids.shape[1]:

@@ -57,7 +57,7 @@ class BlockRecorder(ABC):
         self._residuals: list[tuple[Tensor | None, Tensor]] = []
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
-        self._addend: Tensor | None = None  # what else the block's norm reads the sum of
+        self._addend: Tensor | None = None  # the other term of the sum that the block's norm reads
 
     # -- the two streams
 
@@ -116,7 +116,7 @@ class BlockRecorder(ABC):
         self.delta = None
 
     def on_residual(self, x: Tensor) -> None:
-        """Take one of the tensors whose sum is the residual stream before the MLP."""
+        """Take one term of the residual stream before the MLP."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         x_ctx, x = self.split(x)
         self._residuals.append(
@@ -345,7 +345,7 @@ class BlockRecorder(ABC):
 
         With an inner norm these are two nested updates. The block's norm reads ``addend + m₂ ⊙
         Norm(o)``. Its inversion asks for a change u of that sum, and u is the delta of the inner
-        norm, whose inversion asks for a change of o.
+        norm; the inversion of that one asks for a change of o.
         """
         inner = self.block.inner_norm
         if inner is None:

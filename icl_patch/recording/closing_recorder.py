@@ -81,7 +81,7 @@ class ClosingRecorder(BlockRecorder):
         )
         setattr(loop.holder, loop.name, self.fill_padding(closed.factor, loop.padding))
         self.diagnostics.closing(closed.misses, closed.correction)
-        # Padding goes on as it will in the replay: the rows that an expert gets decide how its
-        # products round.
+        # Padding continues as in the replay: the rows that an expert gets decide how its products
+        # round.
         unpatched = updates.round_sum(total_own, written, closed.output.dtype)
         return self.fill_padding(closed.output, unpatched).reshape(total.shape)

@@ -47,7 +47,7 @@ class DecodeRecorder(TwoStreamRecorder):
         return len(self.patch_index) // 2, 1
 
     def on_residual(self, x: Tensor) -> None:
-        """Take one of the tensors whose sum is the residual stream before the MLP."""
+        """Take one term of the residual stream before the MLP."""
         if len(self.spec.residual) > 1:
             super().on_residual(x)
             return

@@ -69,7 +69,7 @@ class BlockDiagnostics:
     def refuse_at_zero(
         self, condition: str, inverse: Tensor, change: Tensor, side: str = "output"
     ) -> None:
-        """Record a violation for the rows whose input is 0 although their output must change.
+        """Record a violation for the rows with an input of 0 although their output must change.
 
         inverse: (B, T), 1 / the input's squared norm, or 0 for an input of 0.
         """

@@ -1,10 +1,11 @@
 """Recording an exact decode step in one pass of both streams.
 
-Two passes are needed where a product rounds a row otherwise among 2B rows than among B. In the
-batch-invariant arithmetic (:mod:`icl_patch.invariance.arithmetic`) it does not. The context stream
-runs through the block with all its roundings. The reduced stream stops at the writer: the factor is
-chosen for which its sum, rounded, is the context stream's. So both streams leave a block with the
-same bits, and one of them goes on.
+In the model's own arithmetic an exact step takes two passes, because a product rounds a row
+differently in a batch of 2B rows than in one of B. In the batch-invariant arithmetic
+(:mod:`icl_patch.invariance.arithmetic`) it rounds alike. The context stream runs through the block
+with all its roundings. The reduced stream stops at the writer; the factor is chosen so that the
+rounded sum of the reduced stream equals the context stream's. So both streams leave a block with
+the same bits, and only one of them continues.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,13 +25,13 @@ from icl_patch.recording.decode_recorder import DecodeRecorder
 
 
 class ExactDecodeRecorder(DecodeRecorder):
-    """A decode step's recorder whose writer's factor :func:`close_loops` chooses after the pass."""
+    """A decode step's recorder; :func:`close_loops` chooses the writer's factor after the pass."""
 
     loop: OpenLoop | None = None
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
 
     def on_residual(self, x: Tensor) -> None:
-        """Take one of the tensors whose sum is the residual stream before the MLP."""
+        """Take one term of the residual stream before the MLP."""
         BlockRecorder.on_residual(self, x)
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
 
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
-    """Blocks whose loops can be closed in one call have the same."""
+    """Equal for blocks that can be closed in one call."""
     loop = recorder.loop
     assert loop is not None and recorder.residual is not None
     shapes = (loop.base.shape, loop.gain.shape, recorder.residual.shape, recorder.residual.dtype)

@@ -31,9 +31,9 @@ def run(
     The cache grows by T tokens.
 
     visibility: restricts the attention, if given.
-    longest: the number of tokens in the longest row of the whole sequences, of which this call may
-        get a part.
-    last_logits: the number of last tokens whose logits are computed; 0 for all.
+    longest: the number of tokens in the longest row of the whole sequences; this call may get a
+        part of them.
+    last_logits: compute the logits of only this many last tokens; 0 for all.
     """
     restricted = nullcontext() if visibility is None else restricted_attention(model, visibility)
     with restricted, rotated_as_one_call(model, longest):
@@ -62,7 +62,7 @@ def run_head(
     chunk: int | None = None,
     **model_inputs: Any,
 ) -> None:
-    """Put the head into an empty cache, as the untouched model does; ``chunk`` tokens a call, or
+    """Run the unmodified model on the head, into an empty cache; ``chunk`` tokens per call, or
     all at once.
     """
     width = sequences.head_ids.shape[1]

@@ -1,4 +1,4 @@
-"""Putting a patch together: tokens and positions, factors of several calls, diagnostics."""
+"""Assembling a patch: tokens and positions, factors of several calls, diagnostics."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -55,7 +55,7 @@ def factors_of(blocks: Sequence[AttachedBlock], columns: Tensor | slice) -> tupl
 
 
 def scales_of(block: AttachedBlock, layer: Factors) -> Factors:
-    """The scales m of the norms whose new scale is among the factors."""
+    """The scales m of the norms that have a new scale among the factors."""
     norms = block.norms.items()
     return {f"{name}.scale": norm.scale for name, norm in norms if f"{name}.new_scale" in layer}
 

@@ -56,7 +56,7 @@ def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:
         if recorder.exact:
             block.keep_unrounded(stack)
     elif isinstance(recorder, ExactDecodeRecorder):
-        if block.spec.final_norm is None:  # the block's forward hands on the context stream alone
+        if block.spec.final_norm is None:  # the block's forward returns the context stream alone
             block.on_sum = recorder.on_end
         else:
             block.on_end(stack, recorder.on_end, first=True)

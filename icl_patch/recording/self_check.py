@@ -1,6 +1,4 @@
-"""The check that attaching makes of itself: do the blocks have the forms that were read from
-them?
-"""
+"""The self-check of attaching: whether the blocks behave as their specs say."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,11 +27,11 @@ class SelfCheck:
     """A small forward on random tokens, made before attaching and compared with after it.
 
     The model must number its tokens as they are numbered here. Swapped modules that are off must
-    not change a bit. The context rows must match the untouched model, the absorbed tokens must not
-    reach the reduced rows, and the kept tokens alone must see what the reduced rows see. An exact
-    patch must need no more correction than rounding does: a missed reader, a misread residual
-    stream or a misread scale needs more. Its replay must give the logits of the untouched model: a
-    block that looks at its context again after its sum does not.
+    not change a bit. The context rows must match the unmodified model, and the absorbed tokens must
+    not change the reduced rows. The kept tokens alone must attend to the same tokens as the reduced
+    rows. The correction of an exact patch must be no larger than rounding explains: a missed
+    reader, a misread residual stream or a misread scale makes it larger. Its replay must give the
+    logits of the unmodified model: a block that reads its context again after its sum fails here.
     """
 
     def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
@@ -41,7 +39,7 @@ class SelfCheck:
         self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
         prefix, context, kept = ids[:, :2], ids[:, 2:7], ids[:, 7:]
         if recurrent:
-            kept = kept[:, :1]  # their classes go on from a state by one token a call
+            kept = kept[:, :1]  # their classes continue from a state with one token per call
         self._sequences = assemble(context, kept, prefix_ids=prefix)
         self._other = assemble(context.flip(1), kept, prefix_ids=prefix)
         with torch.no_grad():
@@ -110,7 +108,7 @@ class SelfCheck:
         if not self._recurrent:
             self._check_attention()
         self._check_calls(blocks, all_activations)
-        # weights of zero have no patch for these tokens, and will say so for the user's
+        # weights of zero have no patch for these tokens; the user's tokens raise this again
         with suppress(ControllabilityError):
             cache = kv_cache.new_cache(self._model)
             forward_passes.run_head(self._model, self._sequences, cache)
@@ -149,8 +147,8 @@ class SelfCheck:
                 f"{self._name} lets the reduced rows see absorbed tokens: its attention does not"
                 " take the mask"
             )
-        # a model that is not told its positions may count its cache instead, and be off by as
-        # little as bf16 is elsewhere
+        # a model that takes no positions may count its cache instead; the error can be as small as
+        # that of bf16
         limit = (
             1.0
             if takes_positions(self._model)

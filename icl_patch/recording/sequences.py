@@ -89,7 +89,7 @@ class Sequences:
 
 
 def either(name: str, value: Any, alias: str, other: Any) -> Any:
-    """The value of an argument that transformers has another name for.
+    """The value of an argument for which transformers has another name.
 
     Raises:
         TypeError: it was given under both names.
@@ -178,7 +178,7 @@ def check_context(context_ids: Tensor, context_mask: Tensor | None) -> tuple[Ten
 
 
 def absorb_all_but_last(ids: Tensor, mask: Tensor) -> Sequences:
-    """A checked context as sequences whose last token is the kept one; a context of one token has
+    """A checked context as sequences with the last token kept; a context of one token has
     nothing to absorb.
     """
     return Sequences(
@@ -192,7 +192,7 @@ def absorb_all_but_last(ids: Tensor, mask: Tensor) -> Sequences:
 
 
 def switches(model: PreTrainedModel, sequences: Sequences) -> bool:
-    """Whether LongRoPE takes other factors for these sequences than without their last token."""
+    """Whether the last token makes LongRoPE take other factors for these sequences."""
     lengths = switch_lengths(model)
     return bool(lengths) and int(sequences.longest) - 1 in lengths
 
@@ -244,7 +244,7 @@ def assemble(
     elif prefix_mask is not None:
         raise ValueError("expected prefix_ids with prefix_mask, got prefix_mask alone")
     head_ids, head_mask, head_absorbed = (torch.cat(parts, 1) for parts in zip(*head, strict=True))
-    # a stable sort of the mask moves the padding to the left and keeps the tokens in order
+    # a stable sort of the mask moves the padding to the left and keeps the order of the tokens
     order = head_mask.long().sort(dim=1, stable=True).indices
     head_ids, head_mask, head_absorbed = (
         part.gather(1, order) for part in (head_ids, head_mask, head_absorbed)

@@ -1,9 +1,9 @@
-"""The updates as pure functions of tensors: what changes in a block's parameters for one token.
+"""The updates as pure functions of tensors: the change of a block's parameters for one token.
 
 Shapes: ``M`` rows (one a token), ``d`` residual width, ``I`` inner width. ``delta = hidden_ctx -
-hidden`` is the change of the residual stream before the MLP that the context makes; a reader is a
-linear map of the MLP's input, the writer is the last module of the MLP. The stable update of a
-scale writer is :func:`icl_patch.ops.stable_scale`.
+hidden`` is the context's change of the residual stream before the MLP; a reader is a linear map of
+the MLP's input, the writer is the last module of the MLP. The stable update of a scale writer is
+:func:`icl_patch.ops.stable_scale`.
 """
 
 from dataclasses import dataclass
@@ -29,19 +29,20 @@ def reader_update(y_ctx: Tensor, y: Tensor) -> Tensor:
 def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
     """``m' = m + delta ⊘ Norm(h_down)``: the direct update of a scale writer.
 
-    delta, normalized (M, d), scale (d,). Returns m' (M, d). Where both delta and Norm(h_down) are 0
-    the scale stays; where only the latter is, the result is infinite (no scale can do it).
+    delta, normalized (M, d), scale (d,). Returns m' (M, d). Where both delta and Norm(h_down) are
+    0, the scale stays; where only Norm(h_down) is 0, the result is infinite (no scale can produce
+    delta).
     Source: Goldwaser et al. (2025), Theorem 1 and Lemma 10.
     """
     return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
 
 
 def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
-    """``u`` moved by 2⁻¹⁶ of the RMS of ``h_down`` where the patched output came out as exactly 0,
-    through which no scale can reach.
+    """``u`` moved by 2⁻¹⁶ of the RMS of ``h_down`` where the patched output is exactly 0, because
+    no scale changes a 0.
 
-    u, patched, hidden_down: (..., d). The inversion wanted a number below the rounding of
-        ``h_down`` there, so any small one will do.
+    u, patched, hidden_down: (..., d). The inversion asked for a number below the rounding of
+        ``h_down`` there, so any small number serves.
     """
     rms = hidden_down.to(u.dtype).square().mean(-1, keepdim=True).sqrt()
     return torch.where(patched == 0, u + 2.0**-16 * rms, u)
@@ -90,7 +91,7 @@ def close(
         branch: the multiplier of the writer's output, see ``BlockSpec.residual_multiplier``.
 
     Misses are counted: elements where the gain is 0, or where the target is so far below the
-        residual that fp64 does not resolve it.
+    residual that fp64 does not resolve it.
     """
     residual64, base64, gain64 = residual.double(), base.double(), gain.double()
     reachable = gain64 * branch != 0

@@ -47,7 +47,7 @@ class BlockParts:
         writer: the MLP's output matrix.
         attention_output: attention's output matrix, None if the block has another form.
         qk: the matrices of queries and keys, if they are modules of their own.
-        final_norm: of a post-LN block, whose input is the block's sum.
+        final_norm: the last norm of a post-LN block; its input is the block's sum.
         returns_tuple: whether the block returns a tuple.
     """
 
@@ -160,7 +160,7 @@ def _read(traced: BlockTrace, spec: BlockSpec) -> BlockParts:
 
 
 def _attention_output(traced: BlockTrace, spec: BlockSpec, hidden: str) -> OutputMatrix | None:
-    """Attention's output matrix, if the block adds what it gives, or an RMSNorm of it, to its
+    """Attention's output matrix, if the block adds its output, or an RMSNorm of this, to its
     input.
     """
     if len(traced.mixers) != 1:

@@ -104,7 +104,7 @@ class Batch:
         teacher, student: the streams with the context and without it.
         valid: (B, T) bool, the student's tokens.
         place: (B, T) int64, the columns of these tokens in the teacher.
-        answer: (B, T) bool, the tokens that predict an answer's; labels (B, T): what they predict.
+        answer: (B, T) bool, the tokens that predict an answer's token; labels (B, T): this token.
         weight: (B, T) fp64 of each token in the fit.
     """
 

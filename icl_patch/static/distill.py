@@ -285,7 +285,7 @@ def _draw(targets: list[Target], count: int, generator: torch.Generator) -> list
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """The file from which a distillation goes on; None: no file is written."""
+    """The file from which a stopped distillation continues; None: no file is written."""
 
     file: Path | None
     header: dict[str, Any]
@@ -321,7 +321,7 @@ class _Checkpoint:
         write_atomically(self.file, file_parts({**self.header, **entries}, content))
 
     def read(self, training: _Training) -> None:
-        """Go on from the file, if there is one.
+        """Continue from the file, if there is one.
 
         Raises:
             ValueError: it is of another model or distillation.

@@ -1,4 +1,4 @@
-"""Examples of what a context does: a context, questions about it, and the answers with it."""
+"""Examples of a context's effect: a context, questions about it, and the answers with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -75,7 +75,7 @@ def fit(
         held_out: examples on which the patch is measured, and ``"distill"`` stops early, instead of
             a part of ``examples``.
         state: a folder; finished blocks (ridge) or checkpoints (distill) are written to it, and a
-            fit that was stopped goes on from them.
+            stopped fit continues from them.
         max_new_tokens: of an answer that the model gives.
         tokenizer: its fingerprint goes into the patch.
         on_plan: called with the :class:`Plan` before the fit starts.
@@ -160,7 +160,7 @@ class _Job:
         check_rows(self.model, [*self.rows, *self.preserve, *self.test_rows])
 
     def plan(self, options: Distillation) -> Plan:
-        """What the fit will take."""
+        """The plan of the fit."""
         rows, rank = [*self.rows, *self.preserve], self.rank
         size = Size(
             model=self.model,
@@ -269,7 +269,7 @@ class _Job:
             progress,
         )
 
-    # -- what no patch can hold
+    # -- examples that no patch can serve
 
     def check_shared(self, report: StaticReport) -> None:
         """Raises ValueError if there are several contexts and their patch does not help on

@@ -1,4 +1,4 @@
-"""The finished blocks of a fit as files, from which a fit that was stopped goes on."""
+"""The finished blocks of a fit as files, from which a stopped fit continues."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ class RidgeOptions:
 
 @dataclass(eq=False)
 class BlockFit:
-    """What the fit of one block gave.
+    """The result of the fit of one block.
 
     Attributes:
         changes: path in the block -> the change fitted on all rows.

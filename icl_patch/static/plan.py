@@ -1,4 +1,4 @@
-"""What a fit takes, before it starts: memory and time."""
+"""The memory and time of a fit, estimated before it starts."""
 
 import time
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ AUTO_RANKS = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fit will take, known before it starts.
+    """The memory and time of a fit, estimated before it starts.
 
     questions, tokens: of the examples and the preserved texts; blocks: of the model; rank: of the
     changes, None for no limit; nbytes: of memory beside the model; seconds: roughly, from the time
@@ -36,8 +36,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Size:
-    """What the cost of a fit depends on: the model, the shapes (N, K) of the matrices by path, its
-    blocks, the rank, the folds, the rows and the tokens of both runs.
+    """The sizes on which the cost of a fit depends: the model, the shapes (N, K) of the matrices by
+    path, its blocks, the rank, the folds, the rows and the tokens of both runs.
     """
 
     model: PreTrainedModel
@@ -65,7 +65,7 @@ class Size:
         return sum(rank * (n + k) for n, k in self.shapes.values())
 
     def plan(self, operations: float, nbytes: int) -> Plan:
-        """The plan for so many operations and bytes."""
+        """The plan for a number of operations and bytes."""
         return Plan(
             self.rows, self.tokens, self.blocks, self.rank, nbytes, operations / _speed(self.model)
         )

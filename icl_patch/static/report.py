@@ -1,4 +1,4 @@
-"""How well a static patch does what the context does, and what it costs."""
+"""The quality of a static patch beside the model with its context, and its cost."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +16,8 @@ class Quality:
 
     Attributes:
         kl: mean KL(with context ‖ patched) in nats a token; tvd: mean total variation distance.
-        whole: the share of answers of which every token is the patched model's first choice: its
-            greedy answer is the given one.
+        whole: the share of answers that the patched model gives greedily: each of their tokens is
+            its first choice.
         tokens: the share of such tokens.
         questions: how many answers were measured.
     """
@@ -31,15 +31,16 @@ class Quality:
 
 @dataclass(frozen=True)
 class StaticReport:
-    """What a fit measured.
+    """The measurements of a fit.
 
     Attributes:
         held_out: on questions that the patch was not fitted on; None if there were none.
         without: the same questions without a patch.
         cross_fitted: ``held_out`` is of all questions, each answered by the patch that was fitted
-            without its fold; False: of questions that were held out, by the patch itself. A fold's
-            patch of a later block is fitted on the streams of other folds, whose patches have seen
-            the fold: a small leak, so that questions held out altogether are the stricter test.
+            without its fold; False: of questions that were held out, by the patch itself. There is
+            a small leak: a fold's patch of a later block is fitted on the streams of other folds,
+            and their patches have seen the fold. Questions that are held out altogether are the
+            stricter test.
         preserve_kl: mean KL(model ‖ patched) on the preserved texts, None without any.
         residual: for each block, ``‖out_ctx − out‖ / ‖out_ctx‖`` at the answers' tokens; only of
             a ridge fit.
@@ -159,8 +160,8 @@ def measure(
 ) -> tuple[Tally, list[Tensor]]:
     """The tally of the model as it is now, patched or not, on its batches.
 
-    teacher: the logits with the context of each batch, as an earlier call gave them; they are
-        computed if they are not given, for which the model must not be patched.
+    teacher: the logits with the context of each batch, from an earlier call. Without them they are
+        computed; the model must then not be patched.
     """
     tally, kept = Tally(), []
     for at, batch in enumerate(batches):

@@ -40,8 +40,8 @@ class LowRank:
         return LowRank(self.u.to(dtype), self.v.to(dtype))
 
     def truncated(self, rank: int) -> "LowRank":
-        """The nearest change of at most a rank: the largest singular values, the roots of which go
-        into both factors.
+        """The nearest change of at most this rank: the largest singular values are kept, and the
+        root of each goes into both factors.
         """
         left, left_r = torch.linalg.qr(self.u.double().T)
         right, right_r = torch.linalg.qr(self.v.double().T)
@@ -74,7 +74,8 @@ class Regression:
     def of(
         cls, inputs: Tensor, targets: Tensor, weights: Tensor, fold: Tensor, folds: int
     ) -> "Regression":
-        """Rows whose target is not finite, or whose weight is 0, are left out.
+        """The regression of these rows; rows with a target that is not finite, or with weight 0,
+        are left out.
 
         Raises:
             ValueError: no row is left, or the inputs are all 0 or not finite.
@@ -89,7 +90,7 @@ class Regression:
         return cls(scaled, root * targets[kept].double(), fold[kept], folds)
 
     def moments(self) -> "list[Moments]":
-        """What a solution needs of all rows but those of one fold, for each fold; at the end of all
+        """For each fold the moments of all rows outside the fold; at the end the moments of all
         rows.
         """
         rows = [self.fold != k for k in range(self.folds)] if self.folds > 1 else []

@@ -16,7 +16,8 @@ from icl_patch.static.ridge import Regression, Solution, choose_ridge
 from icl_patch.static.static_linear import StaticLinear
 
 Progress = Callable[[int, int], None]
-# What the fit of a part reads of the run with the context, and of the run without it.
+# The values that the fit of a part reads from the run with the context, and from the run without
+# it.
 _TARGETS = {"qk": {"qk"}, "o_proj": {"hidden"}, "readers": {"z"}, "writer": {"sum"}}
 _READ = {"qk": {"qk"}, "o_proj": {"x", "o"}, "readers": {"z"}, "writer": {"hidden", "h"}}
 
@@ -30,8 +31,9 @@ def fit_blocks(
 ) -> list[BlockFit]:
     """Fit every block in order, and move the batches' streams through them.
 
-    The students of a fold go on with the changes that were fitted without it, so that what they end
-    in is held out. With ``state`` a finished block is written, and read instead of fitted.
+    The students of a fold continue with the changes that were fitted without this fold, so their
+    final hidden states are held out. With ``state`` every finished block is written; a block that
+    is there already is read instead of fitted.
 
     Raises:
         ValueError: an activation is NaN or infinite; the message names the block.
@@ -136,7 +138,7 @@ class _BlockStep:
     # -- the parts
 
     def fit(self) -> BlockFit:
-        """Fit the parts in order; each sees what those before it have changed."""
+        """Fit the parts in order, each on the block with the changes of the parts before it."""
         parts = self.options.parts
         target = self._pass(True, {name for part in parts for name in _TARGETS[part]})
         for part in parts:
@@ -149,7 +151,7 @@ class _BlockStep:
         return self.fitted
 
     def advance(self, known: BlockFit) -> BlockFit:
-        """Move the streams on by changes that were fitted before."""
+        """Move the streams through the block with changes that were fitted before."""
         self._set(None)
         self.after = [self.runner.run(self.index, batch.teacher) for batch in self.batches]
         self.fitted = known.to(self.weight.device)
@@ -157,7 +159,9 @@ class _BlockStep:
         return self.fitted
 
     def _fit_inputs(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-        """Matrices that read one input z: ``ΔW = W D`` with D the ridge of ``z_ctx − z`` on z."""
+        """Matrices that read one input z: ``ΔW = W D``, D the ridge regression of ``z_ctx − z`` on
+        z.
+        """
         name = "z" if part == "readers" else "qk"
         paths = self.block.matrices(part)
         weights = {path: weight_of(self.modules[path].base_layer) for path in paths}
@@ -168,7 +172,9 @@ class _BlockStep:
         self._keep({path: (solutions, weights[path]) for path in paths})
 
     def _fit_output(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-        """A matrix that writes: Δ the ridge of what its output lacks on its input."""
+        """A matrix that writes: Δ is the ridge regression of the change that its output needs on
+        its input.
+        """
         attention = part == "o_proj"
         output = self.block.attention_output if attention else self.block.writer
         assert output is not None
@@ -230,8 +236,8 @@ class _BlockStep:
     # -- on to the next block
 
     def _finish(self) -> None:
-        """Move both streams to the block's end, the students with the changes; measure what is left
-        of their difference.
+        """Move both streams to the block's end, the students with the changes, and measure the
+        remaining difference.
         """
         error = size = 0.0
         for batch, after in zip(self.batches, self.after, strict=True):

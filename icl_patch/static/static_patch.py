@@ -1,4 +1,4 @@
-"""A static patch: one change of weights for every token, with what was measured of it."""
+"""A static patch: one change of weights for every token, with a report on its quality."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ KIND = "static"
 
 @dataclass(frozen=True)
 class StaticInfo:
-    """What a static patch belongs to.
+    """The model and the fit that a static patch comes from.
 
     model: the name or path the model was loaded from; fingerprint: SHA-256 of its weights, None if
     it is not known (of an imported LoRA); tokenizer: SHA-256 of the tokenizer, None if there was
@@ -45,7 +45,7 @@ class StaticInfo:
     def of(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, method: str
     ) -> "StaticInfo":
-        """Of a model as it is now."""
+        """The info of a model as it is now."""
         return cls(
             model=getattr(model.config, "_name_or_path", "") or type(model).__name__,
             fingerprint=weight_fingerprint(model),
@@ -60,9 +60,9 @@ class StaticPatch:
     """A change ``ΔW = Σ_r u_r v_rᵀ`` of some matrices of a model, the same for every token.
 
     Attributes:
-        info: what it belongs to.
+        info: the model and the fit that it comes from.
         changes: path of the module in the model -> its change, u (R, N) and v (R, K) fp32.
-        report: what the fit measured; None for patches that were combined or imported.
+        report: the measurements of the fit; None for patches that were combined or imported.
     """
 
     info: StaticInfo
@@ -167,7 +167,7 @@ class StaticPatch:
             for path, change in self.changes.items()
         }
 
-    # -- what it fits
+    # -- check against a model
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Raises FingerprintMismatch unless the model has the weights that the patch was fitted on,
@@ -265,7 +265,9 @@ class StaticPatch:
 
 
 class RowMap:
-    """Which patch each row of a batch uses; :meth:`set` changes it without another trace."""
+    """The number of the patch that each row of a batch uses; :meth:`set` changes it without another
+    trace.
+    """
 
     def __init__(self, count: int, rows: Tensor) -> None:
         self._count, self._rows = count, rows
@@ -371,7 +373,7 @@ def _check_change(model: PreTrainedModel, path: str, change: LowRank) -> None:
         )
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
-        return  # a quantised module does not say
+        return  # a quantised module has no readable shape
     shape = tuple(weight.shape[::-1] if isinstance(module, Conv1D) else weight.shape)
     got = (change.u.shape[1], change.v.shape[1])
     if got != shape:

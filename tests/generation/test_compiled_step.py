@@ -358,7 +358,7 @@ def test_what_cannot_be_compiled() -> None:
             steps_of(patcher, ids, compile=True)
         same(patcher, steps_of(patcher, ids), before)
     for dtype in (torch.float32, torch.bfloat16):
-        expected = "does not cover Llama4ForCausalLM: the host looks how many experts are chosen"
+        expected = "does not cover Llama4ForCausalLM: the host reads how many experts are chosen"
         with (
             ContextPatcher(tiny_models.build("llama4", 0, dtype), "stable") as patcher,
             pytest.raises(UnsupportedModelError, match=expected),

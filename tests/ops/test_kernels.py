@@ -23,7 +23,7 @@ from icl_patch import kernels
 from icl_patch.kernels import Config
 from icl_patch.kernels.compilation import aot, specialisations, tuning
 from icl_patch.kernels.ops.direction import plan_direction
-from icl_patch.kernels.ops.gated import plan_gated
+from icl_patch.kernels.ops.gated_product import plan_gated
 from icl_patch.kernels.ops.linear import launch_linear, plan_linear
 from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
 from icl_patch.kernels.runtime import config, launching
@@ -375,7 +375,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "coefficients": ("_coefficient_kernel",),
         "direction": ("_direction_kernel",),
         "experts": ("_expert_kernel",),
-        "gated": ("_gated_kernel",),
+        "gated_product": ("_gated_kernel",),
         "linear": ("_linear_kernel",),
         "low_rank": ("_low_rank_kernel",),
         "norms": ("_norm_pair_kernel", "_rms_norm_kernel"),

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from icl_patch import ops
+from icl_patch.ops import native, reference
 
 NARROW = {name: dtype for name, dtype in FLOATS.items() if name != "fp64"}
 every_narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
@@ -231,3 +232,16 @@ ERRORS = {
 def test_what_does_not_fit_is_refused(mistake: str) -> None:
     call, error, message = ERRORS[mistake]
     check_refused(error, message, call)
+
+
+def test_no_implementation_takes_an_unknown_activation_for_another() -> None:
+    plan_gated = pytest.importorskip("icl_patch.kernels.ops.gated_product").plan_gated
+    for implementation in (reference.gated_product, plan_gated):
+        check_refused(
+            ValueError,
+            "expected activation 'gelu_tanh' or 'silu', got 'relu'",
+            lambda implementation=implementation: implementation(X, X, "relu"),
+        )
+    if native.is_loaded:
+        with pytest.raises(RuntimeError, match="expected activation gelu_tanh or silu, got relu"):
+            torch.ops.icl_patch.gated_product(X, X, "relu")

@@ -1,5 +1,5 @@
-"""One launch of every kernel and every configuration in the data files, on tensors without storage:
-what is compiled ahead of time.
+"""One launch of every kernel and every configuration in the data files, on tensors without storage,
+to compile ahead of time.
 """
 
 from collections.abc import Iterator
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from icl_patch.activations import ACTIVATIONS
 from icl_patch.kernels.ops.coefficients import plan_coefficients
 from icl_patch.kernels.ops.direction import plan_direction
 from icl_patch.kernels.ops.experts import plan_experts
-from icl_patch.kernels.ops.gated import ACTIVATIONS, plan_gated
+from icl_patch.kernels.ops.gated_product import plan_gated
 from icl_patch.kernels.ops.linear import plan_linear
 from icl_patch.kernels.ops.low_rank import plan_low_rank
 from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm

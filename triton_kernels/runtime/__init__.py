@@ -1,1 +1,1 @@
-"""What every op is launched with: configurations, cached launches, registration with torch."""
+"""The base of every op: configurations, cached launches, registration with torch."""

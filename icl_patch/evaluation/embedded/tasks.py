@@ -13,9 +13,9 @@ language ``say french``                       ``3 8 1.`` ``trois huit un`` 1 / n
 ======== ==================================== ========= ================= ==========================
 
 The split is by hash of the atom (key, value, word, digit triple): the held-out fifth of the atoms
-never enters a training document, neither as a question nor anywhere else. Keys are
-consonant-vowel-consonant and occur in no fixed text; values are the only runs of three digits;
-words of the function tasks have no vowels, so that none of them can contain a key.
+enters no training document, not even outside of its questions. Keys are consonant-vowel-consonant
+and occur in no fixed text; values are the only runs of three digits; words of the function tasks
+have no vowels, so that none of them can contain a key.
 """
 
 import hashlib
