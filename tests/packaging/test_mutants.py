@@ -4,11 +4,11 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import mutants
 
+ROOT = mutants.ROOT
 SETTINGS = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text())
 
 
