@@ -23,8 +23,8 @@ families = pytest.mark.parametrize("family", tiny_models.SUPPORTED)
 # the masks: they run with the stress tests.
 CASES = {0: ("single", "span", "prefix", "spans"), 1: ("single", "prefix"), 2: ("span",)}
 SEEDS = [pytest.param(seed, marks=[pytest.mark.stress] if seed else []) for seed in CASES]
-# These run in fp32 too, one of each form; bf16 rounds more coarsely in the same code. The others run
-# in fp32 with the stress tests.
+# These run in fp32 too, one of each form; bf16 rounds more coarsely in the same code. The others
+# run in fp32 with the stress tests.
 IN_FP32 = ("gemma2", "llama", "gpt2", "stablelm-parallel", "opt-post-norm", "falcon")
 IN_FP32 += ("qwen2_moe", "gpt_oss", "deepseek_v3", "gemma4-moe", "gemma3n", "jamba")
 KINDS = [
