@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from icl_patch import ContextPatcher
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomised, with_attention
-from icl_patch.models.language_model import check_language_model
+from icl_patch.models.model_checks import check_language_model
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.tolerances import noise_limit
 

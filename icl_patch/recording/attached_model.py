@@ -20,18 +20,18 @@ from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
+from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block, Writer
-from icl_patch.models.detect import blocks_of
 from icl_patch.models.diagnosis import explain_failure
 from icl_patch.models.forward import check_inputs, counts_slots, media_positions, names_of
 from icl_patch.models.language_model import (
-    check_language_model,
     check_length,
     check_vocabulary,
     chooses_tokens,
     depends_on_cache,
     family_of,
 )
+from icl_patch.models.model_checks import check_language_model
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint

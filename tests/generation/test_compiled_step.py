@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from icl_patch import ContextPatcher, ControllabilityError, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
-from icl_patch.generation import compiled_step, cuda_graph, graph_partition, traced_step
+from icl_patch.generation import compiled_step, cuda_graph_step, graph_partition, traced_step
 from icl_patch.generation.decode_state import StepInputs, StepOutput
 from icl_patch.generation.loop import GenerationStep
 
@@ -338,7 +338,7 @@ def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.cuda, name, nullcontext)
     inputs = StepInputs(*[torch.zeros(1)] * 3, cache=None, slot=None, length=0)
     output = StepOutput(*[None] * len(dataclasses.fields(StepOutput)))
-    step = cuda_graph.CapturedStep(lambda *_: output, inputs, 1)
+    step = cuda_graph_step.CapturedStep(lambda *_: output, inputs, 1)
     for _ in range(5):
         step(torch.zeros(1), False)
     assert set(asked) == {"cpu"} and len(asked) == 3 * 3 + 1

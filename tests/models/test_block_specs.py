@@ -25,8 +25,8 @@ from icl_patch.evaluation import tiny_models
 from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
+from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Writer
-from icl_patch.models.detect import blocks_of
 from icl_patch.models.trace import trace
 from icl_patch.recording.sequences import assemble
 

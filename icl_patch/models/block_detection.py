@@ -13,12 +13,8 @@ from icl_patch.layers.expert_layouts import PatchedParallelExperts, experts_clas
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.rms_norm import rms_norm_form
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
-from icl_patch.models.language_model import (
-    check_language_model,
-    check_not_shared,
-    layers_of,
-    random_tokens,
-)
+from icl_patch.models.language_model import layers_of, random_tokens
+from icl_patch.models.model_checks import check_language_model, check_not_shared
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
