@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ def code_fingerprint() -> str:
     """A hash of the code that computes: the package and its native library, without the benchmarks,
     the command line and the evaluation.
     """
-    root, kernels = (Path(str(files(name))) for name in ("icl_patch", "icl_patch.kernels"))
+    found = [find_spec(name) for name in ("icl_patch", "icl_patch.kernels")]
+    # not imported: the kernels need triton
+    root, kernels = (Path(spec.origin).parent for spec in found if spec and spec.origin)
     excluded = [root / name for name in ("bench", "cli", "evaluation")]
     digests = {
         path: hashlib.sha256(path.name.encode() + path.read_bytes()).hexdigest()

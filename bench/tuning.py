@@ -159,7 +159,9 @@ def _choose(
     shapes: Shapes,
     measuring: "Measuring",
 ) -> TunedConfig:
-    """Blocks first, then, with them, how many coefficients a program sums itself."""
+    """Blocks first; then, with them, splits of K and dependent launches; then how many coefficients
+    a program sums itself.
+    """
 
     def tune(cases: Sequence[tuple[int, int]], tried: Sequence[Config]) -> TunedConfig:
         measuring.compile(tried, cases, shapes)
@@ -167,7 +169,11 @@ def _choose(
         return tuning.tune(dtype, path, upper, shapes, measure, measuring.problem, tried)
 
     entry = tune(options.cases(path), tuning.candidates(dtype, path))
-    return entry if path != GEMV else tune(FUSED_CASES, tuning.with_fused(entry.config))
+    if path != GEMV:
+        return entry
+    launches = tuning.with_launches(entry.config, upper, options.capability)
+    entry = tune(options.cases(path), launches)
+    return tune(FUSED_CASES, tuning.with_fused(entry.config))
 
 
 class Measuring:

@@ -165,11 +165,10 @@ class ContextPatcher:
         Raises:
             ControllabilityError: no change of the weights can have the effect, for the layer and
                 token named.
-            UnsupportedModelError: ``model_inputs`` are images or the like, and their tokens have
-                positions of three numbers (M-RoPE); or the model has forward hooks with which the
-                patch would be wrong.
+            UnsupportedModelError: the model has forward hooks with which the patch would be wrong.
             ValueError: a shape, a mask or a span does not fit; there are more tokens than the model
-                has positions for; or there are ``model_inputs`` beside a prefix.
+                has positions for; there are ``model_inputs`` beside a prefix, or images without the
+                processor's ``mm_token_type_ids`` for a model that numbers their tokens by them.
             TypeError: ids or a mask are no tensor, or the model does not take one of
                 ``model_inputs``.
         """

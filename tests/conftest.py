@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,16 @@ def _threads() -> None:
     thread costs more than it gives.
     """
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _garbage() -> None:
+    """Collected less often: each search of all objects takes longer than a test, with torch's and
+    transformers' modules among them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="module")

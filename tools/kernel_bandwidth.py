@@ -6,6 +6,9 @@ other, bytes of the weight that are in flight, and programs on 132 SMs. The band
 smallest of three: a copy's (3.0 TB/s); the limit by the bytes in flight at the memory's latency
 (2.3 MB reach the full bandwidth); and the limit by the longest chain of each step. The time is that
 of a launch, 2.5 µs, and of reading at 0.93 of this bandwidth.
+
+Weights of few outputs are listed with K split over programs too, and gate and up recorded apart and
+in one launch.
 """
 
 import re
@@ -13,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,14 +24,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-SHAPES = (  # (N, K)
-    (1152, 6912),
-    (6912, 1152),
-    (2560, 10240),
-    (4096, 14336),
-    (14336, 4096),
-    (256, 1152),
-    (262144, 1152),
+SHAPES = (  # (N, K), ranges of K, and how: rank 1, or recording one map or a pair
+    (1152, 6912, 1, ""),
+    (1152, 6912, 2, ""),
+    (1152, 6912, 4, ""),
+    (6912, 1152, 1, ""),
+    (6912, 1152, 1, "recording"),
+    (6912, 1152, 1, "recording a pair"),
+    (2560, 10240, 1, ""),
+    (2560, 10240, 2, ""),
+    (4096, 14336, 1, ""),
+    (14336, 4096, 1, ""),
+    (256, 1152, 1, ""),
+    (256, 1152, 4, ""),
+    (1024, 3072, 1, ""),
+    (1024, 3072, 4, ""),
+    (262144, 1152, 1, ""),
 )
 SMS, SHARED, REGISTERS = 132, 227 * 1024, 65536
 COPY, CLOCK, NEEDED = 3.0e12, 1.755e9, 2.3e6  # bytes a second, cycles a second, bytes in flight
@@ -100,8 +111,10 @@ def disassembled(cubin: bytes, tool: str) -> str:
         return subprocess.run([tool, str(file)], capture_output=True, text=True, check=True).stdout
 
 
-def estimate(n: int, k: int, tool: str) -> Estimate:
-    """Of ``patched_linear`` in bf16 with the untuned configuration."""
+def estimate(n: int, k: int, tool: str, splits: int = 1, how: str = "") -> Estimate:
+    """Of ``patched_linear`` in bf16 with the untuned configuration and K split into ranges, or of
+    recording one map or a pair.
+    """
     from icl_patch.kernels.compilation import aot
     from icl_patch.kernels.ops.linear import plan_linear
     from icl_patch.kernels.runtime.config import GEMV, config_for
@@ -109,15 +122,21 @@ def estimate(n: int, k: int, tool: str) -> Estimate:
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    config = config_for("", torch.bfloat16, n, GEMV)
+    config = replace(config_for("", torch.bfloat16, n, GEMV), splits=splits)
     columns = max(k, 32 * config.block_k)  # a loop of few steps is unrolled: its chains look longer
     u, v = empty(1, 1, n, dtype=torch.float32), empty(1, 1, columns, dtype=torch.float32)
-    operands = empty(1, columns), empty(n, columns), u, v, None, None
-    launch = plan_linear(*operands, torch.bfloat16, config)
+    weight, pair = empty(n, columns), "pair" in how
+    if how:
+        operands = empty(2, columns), weight, None, None, None, None
+    else:
+        operands = empty(1, columns), weight, u, v, None, None
+    other = weight if pair else None
+    launch = plan_linear(*operands, torch.bfloat16, config, record=bool(how), other=other)
     found = aot.resources(launch, 90)
     sass = disassembled(aot.compile_ahead(launch, 90).asm["cubin"], tool)
     copies = re.findall(r"LDGSTS\S*", sass)
     threads = 32 * config.num_warps
+    steps = -(-k // (splits * config.block_k))  # of a program
     return Estimate(
         wide=sum(copy.endswith(".128") for copy in copies),
         copies=len(copies),
@@ -125,8 +144,8 @@ def estimate(n: int, k: int, tool: str) -> Estimate:
         programs=launch.programs,
         resident=min(SHARED // (found.shared + 1024), REGISTERS // (found.registers * threads)),
         step=config.block_n * config.block_k * 2,
-        ahead=config.num_stages - 1,
-        nbytes=2 * n * k,
+        ahead=min(config.num_stages - 1, steps),
+        nbytes=2 * n * k * (1 + pair),
     )
 
 
@@ -147,6 +166,7 @@ def main() -> int:
         return 0
     table = Table(
         "N × K",
+        "ranges of K",
         "16-byte copies",
         "MMA chains a warp",
         "longest",
@@ -156,10 +176,11 @@ def main() -> int:
         "predicted share",
         title="patched_linear, bf16, one row, H100: an estimate from SASS, not measured",
     )
-    for n, k in SHAPES:
-        found = estimate(n, k, tool)
+    for n, k, splits, how in SHAPES:
+        found = estimate(n, k, tool, splits, how)
         table.add_row(
-            f"{n} × {k}",
+            f"{n} × {k}{', ' * bool(how)}{how}",
+            str(splits),
             f"{found.wide} of {found.copies}",
             str(len(found.lengths)),
             str(max(found.lengths, default=0)),

@@ -1,11 +1,14 @@
 """Print the resources of every kernel, as its compiler reported them; exit 1 if one spills
 registers or does not fit.
 
-CUDA kernels come from the log of the native library's build. Triton kernels are compiled here,
+CUDA kernels come from the log of the native library's build, and are compiled here for sm_100,
+which the library holds as PTX. Triton kernels are compiled here,
 ahead of time, in every configuration of the data files; no GPU is needed.
 """
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -22,7 +25,8 @@ KERNEL = re.compile(
     r"Used (?P<registers>\d+) registers(?:.*?(?P<shared>\d+) bytes smem)?",
     re.S,
 )
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 90, 100)
+SOURCE = Path(__file__).parent.parent / "csrc" / "cuda" / "rmsnorm_inverse.cu"
 
 
 def demangled(name: str) -> str:
@@ -49,6 +53,17 @@ def empty_table(title: str) -> Table:
     )
 
 
+def later_report() -> str:
+    """The compiler's report on the CUDA kernels for sm_100; nothing if it does not know sm_100."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True)
+    if "sm_100" not in known.stdout.split():
+        return ""
+    flags = ["-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", f"-I{SOURCE.parents[1]}"]
+    command = [nvcc, *flags, "-cubin", "-arch=sm_100", "-o", os.devnull, str(SOURCE)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
 def cuda_kernels(console: Console) -> list[str]:
     """Their table, and a line for each kernel with a problem."""
     if not LOG.exists():
@@ -56,7 +71,8 @@ def cuda_kernels(console: Console) -> list[str]:
             "no CUDA kernels were compiled here: there is no nvcc, or ICL_PATCH_NATIVE says so"
         )
         return []
-    kernels = [match.groupdict("0") for match in KERNEL.finditer(LOG.read_text(encoding="utf-8"))]
+    report = LOG.read_text(encoding="utf-8") + later_report()
+    kernels = [match.groupdict("0") for match in KERNEL.finditer(report)]
     if not kernels:
         return [f"expected the compiler's report in {LOG}, found no kernel there"]
     table = empty_table("CUDA")

@@ -48,8 +48,8 @@ PLACES = {
 }
 LANGUAGES = {
     "python": ("icl_patch/**/*.py", ["universal.rules", "python.rules"]),
-    "triton": ("triton_kernels/*.py", ["universal.rules", "python.rules"]),
-    "c++": ("csrc/*", ["universal.rules", "c_like.rules", "cpp.rules"]),
+    "triton": ("triton_kernels/**/*.py", ["universal.rules", "python.rules"]),
+    "c++": ("csrc/**/*", ["universal.rules", "c_like.rules", "cpp.rules"]),
 }
 CPU_SECONDS = 400  # of one process of tests: a fault may make a loop endless
 

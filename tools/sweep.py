@@ -35,14 +35,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from icl_patch import ContextPatcher
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
 from icl_patch.evaluation.tiny_models import randomised, with_attention
+from icl_patch.models.model_checks import check_language_model
 from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.tolerances import noise_limit
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
 VOCABULARY = 97
 UPDATES = ("direct", "stable", "exact")
-MARGIN, ROUNDING = 10, 1e-4  # times the noise floor; least limit relative to the largest logit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,7 @@ def measure(model: PreTrainedModel, update: str, scenario: Scenario) -> dict[str
     expected = torch.cat([row[place] for row, place in zip(full, places, strict=True)])
     floor = noise_floor(model, rows, full, head)
     error = error_of(replayed, expected)
-    limit = max(MARGIN * min(floor, 1e-3), ROUNDING)
+    limit = noise_limit(min(floor, 1e-3))
     cell = {"error": error, "floor": floor, "misses": misses}
     if error > limit and not scenario.absorbed:
         # some classes have other logits in a batch with padding, or over their cache, than for the
@@ -270,8 +271,12 @@ def cells_of(model_type: str, changes: dict[str, Any]) -> Iterator[dict[str, Any
             try:
                 if scenario.dtype not in models:
                     models[scenario.dtype] = build(model_type, changes, scenario.dtype)
+                    check_language_model(models[scenario.dtype])
                     with torch.no_grad():
                         models[scenario.dtype](torch.tensor([[3, 4, 5]]))
+            except UnsupportedModelError as error:
+                yield {**cell, "result": "refused", "text": str(error)[:500]}
+                return
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 yield {**cell, "result": "not built", "text": text[:500]}
@@ -326,7 +331,7 @@ def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
     text = next(
         (cell["text"] for cell in cells if cell["result"] != "right" and "text" in cell), ""
     )
-    worst = ("crashed", "wrong", "not finished", "not built", "refused", "uncontrollable")
+    worst = ("crashed", "wrong", "not finished", "refused", "not built", "uncontrollable")
     if results["right"]:
         found = next((name for name in worst[:2] if results[name]), "right")
         if found != "right":
@@ -375,7 +380,7 @@ INTRODUCTION = f"""# Model classes
 Every model type of the causal mapping of transformers {transformers.__version__}, as a small random
 model: `make sweep` measures and writes this page. A type is *right* if the replay without the
 context has the logits of the unmodified model with it, in every scenario ({", ".join(SCENARIOS)}):
-direct, stable and exact in fp32 within {MARGIN} times the noise floor or {ROUNDING:g} of the
+direct, stable and exact in fp32 within 10 times the noise floor or {noise_limit(0):.1e} of the
 largest logit, exact in bf16 bit for bit. Scenarios that a right type refuses are named with the
 reason. The cells are in [model_classes.jsonl](model_classes.jsonl). Where a class has other logits
 in a batch or over its cache than for a row alone, a cell compares with those of the batch and says

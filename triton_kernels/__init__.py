@@ -2,9 +2,9 @@
 own name.
 
 They run on CUDA tensors, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1). Importing
-this needs triton, touches no device and compiles nothing. Every op is deterministic: no atomics, no
-tuning at run time, one order of summation that depends on the shapes of the weight, the dtype and
-the GPU.
+this needs triton, touches no device and compiles nothing. Every op is deterministic: no atomic adds
+of floats, no tuning at run time, one order of summation that depends on the shapes of the weight,
+the dtype and the GPU.
 """
 
 if __name__ == "triton_kernels":
@@ -21,7 +21,7 @@ from icl_patch.kernels.ops.gated_product import gated_product
 from icl_patch.kernels.ops.linear import patched_linear, product_path
 from icl_patch.kernels.ops.low_rank import add_low_rank
 from icl_patch.kernels.ops.norms import NormedPair, norm_pair, rms_norm
-from icl_patch.kernels.ops.recording import Recorded, record_linear
+from icl_patch.kernels.ops.recording import Recorded, record_linear, record_linears
 from icl_patch.kernels.runtime.config import Config, config_for
 from icl_patch.kernels.runtime.launching import INTERPRETED
 
@@ -42,6 +42,7 @@ __all__ = [
     "product_path",
     "read_direction",
     "record_linear",
+    "record_linears",
     "rms_norm",
     "tune",
 ]

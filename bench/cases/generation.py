@@ -72,9 +72,9 @@ from icl_patch.bench.harness import Case, Comparison, dtype_name, format_seconds
 from icl_patch.bench.results import Results, format_number, table_lines
 from icl_patch.bench.timing import ceiling
 from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
+from icl_patch.generation.decode_mode_checks import require_shared_cache
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.shared_cache_trial import require_shared_cache
 from icl_patch.recording.sequences import absorb_all_but_last
 
 OURS = "recompute and apply, shared cache"

@@ -47,7 +47,10 @@ def run(options: argparse.Namespace) -> int:
             " measured on their own GPU"
         )
     if find_spec("triton") is None:
-        raise ValueError("expected triton, the compiler of the tuned kernels: it is not installed")
+        raise ValueError(
+            "expected triton, the compiler of the tuned kernels, and it is not installed: pip"
+            " install 'icl-patch[gpu]'"
+        )
     from icl_patch.bench import tuning
     from icl_patch.evaluation.report import table
 

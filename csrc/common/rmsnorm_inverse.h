@@ -212,11 +212,15 @@ ICL_PATCH_INLINE double gauss_step(const Moments<double>& moments, double target
   const double ratio = std::sqrt(moments.m0 / target);
   double t = (ratio - 1) / mean;
   t = t > floor ? t : floor;
+  // A step has one square root and one reciprocal, and neither waits for the other: on a GPU one
+  // thread takes these steps while the row's others wait.
+  const double w2 = 1 - w1;
   for (int step = 0; step < 30; ++step) {
-    const double b1 = 1 / (1 + x1 * t), b2 = 1 / (1 + x2 * t);
-    const double f1 = w1 * b1 * b1, f2 = (1 - w1) * b2 * b2;
-    const double value = f1 + f2;
-    const double change = (ratio * std::sqrt(value) - 1) * value / (f1 * b1 * x1 + f2 * b2 * x2);
+    const double d1 = 1 + x1 * t, d2 = 1 + x2 * t;
+    const double value = w1 * d2 * d2 + w2 * d1 * d1;  // of the sum, times (d1 d2)²
+    const double inverse = 1 / (w1 * x1 * d2 * d2 * d2 + w2 * x2 * d1 * d1 * d1);
+    const double change = (ratio * std::sqrt(value) - d1 * d2) * (value * inverse);
+    if (!(std::fabs(change) < kInfinity)) break;  // cubes beyond fp64's range
     t += change;
     if (!(change > 0x1p-26 * std::fabs(t))) break;  // the next one would be below rounding
   }

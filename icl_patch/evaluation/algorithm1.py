@@ -31,7 +31,7 @@ def algorithm_1(model: Any, blocks: Sequence[Block], ids: Tensor, *, stable: boo
 
     Args:
         model: a causal language model.
-        blocks: its blocks, from :func:`icl_patch.models.detect.blocks_of`, without experts.
+        blocks: its blocks, of :func:`icl_patch.models.block_detection.blocks_of`, without experts.
         ids: (1, n + 1) int64, the context and the token x, which keeps its position n.
         stable: Appendix B for the blocks that end in a norm, instead of Theorem 1.
 

@@ -16,6 +16,7 @@ from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording import forward_passes
 from icl_patch.recording.sequences import Sequences, assemble
+from icl_patch.tolerances import noise_limit
 
 # Limit of the reader error and the correction, in units of the dtype's epsilon.
 _ROUNDINGS = 16
@@ -63,7 +64,7 @@ class FamilyReport:
         if self.refused is not None:
             return False
         assert self.noise_floor is not None and self.direct is not None and self.stable is not None
-        limit = max(10 * self.noise_floor, 1e-4)
+        limit = noise_limit(self.noise_floor)
         small = max(self.reader_error or 0.0, self.correction or 0.0) <= _ROUNDINGS
         identical = self.exact_fp32 == self.exact_bf16 == 1.0 and self.experts_identical in (
             None,

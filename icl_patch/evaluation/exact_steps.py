@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass, over_columns
+from icl_patch.generation.decode_mode_checks import require_batch_invariant_steps
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
-from icl_patch.generation.shared_cache_trial import require_batch_invariant_steps
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.patch.context_patch import PatchReport
 

@@ -485,7 +485,11 @@ def randomise(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.add_(0.4 * torch.randn_like(parameter))
-        elif id(parameter) in embeddings or parameter.dim() == 2 or "proj" in name:
+        elif (
+            id(parameter) in embeddings
+            or parameter.dim() == 2
+            or any(part in name for part in ("proj", "_linear"))
+        ):
             nn.init.normal_(parameter, 0, _fan_in(parameter) ** -0.5)
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:

@@ -44,6 +44,7 @@ from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.compute import Computation
 from icl_patch.recording.sequences import absorb_all_but_last, switches
+from icl_patch.tolerances import noise_limit
 
 # Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
 _ROUNDINGS = 16
@@ -124,8 +125,8 @@ class VerifyReport:
 
     @property
     def limit(self) -> float:
-        """The error allowed in fp32 and fp64: ``max(10 x noise floor, 1e-4)``."""
-        return max(10 * self.noise_floor["linf_max"], 1e-4)
+        """The error allowed in fp32 and fp64, see :func:`icl_patch.tolerances.noise_limit`."""
+        return noise_limit(self.noise_floor["linf_max"])
 
     @property
     def passed(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.generation.cuda_graph import CapturedStep
+from icl_patch.generation.cuda_graph_step import CapturedStep
 from icl_patch.generation.decode_state import DecodeState, RunStep, StepInputs, StepOutput
 from icl_patch.generation.decode_step import DecodeStep
 from icl_patch.generation.traced_step import TracedStep

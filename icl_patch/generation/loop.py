@@ -26,13 +26,13 @@ from transformers.generation.streamers import BaseStreamer
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.compiled_step import CompileOptions, check_compilable, use_compiled_step
-from icl_patch.generation.decode_state import DecodeMode, DecodeState
-from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
-from icl_patch.generation.decoder import Decoder
-from icl_patch.generation.shared_cache_trial import (
+from icl_patch.generation.decode_mode_checks import (
     require_batch_invariant_steps,
     require_shared_cache,
 )
+from icl_patch.generation.decode_state import DecodeMode, DecodeState
+from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
+from icl_patch.generation.decoder import Decoder
 from icl_patch.invariance.arithmetic import ARITHMETICS, BATCH_INVARIANT, MODEL
 from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch

@@ -8,7 +8,7 @@ to the block's end there are 2B rows, (2, B, 1, ·). Then only the context rows 
 the last block returns both.
 
 :class:`SharedCacheStreams` traces the modules that it has to change. Whether that is enough is
-checked by a replay, see :func:`icl_patch.generation.shared_cache_trial.require_shared_cache`.
+checked by a replay, see :func:`icl_patch.generation.decode_mode_checks.require_shared_cache`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.attention_mask import Override
-from icl_patch.models.detect import is_matrix
+from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
     Forward,
     is_plain_linear,

@@ -14,11 +14,8 @@ from icl_patch.invariance.arithmetic import BATCH_INVARIANT, reason_against, run
 from icl_patch.models.forward import call
 from icl_patch.models.forward_override import overriding
 from icl_patch.models.kv_cache import new_cache
-from icl_patch.models.language_model import (
-    check_language_model,
-    position_limit,
-    random_tokens,
-)
+from icl_patch.models.language_model import position_limit, random_tokens
+from icl_patch.models.model_checks import check_language_model
 
 
 @contextmanager

@@ -96,9 +96,10 @@ class PatchedExperts(PatchedModule):
         """Whether :func:`icl_patch.ops.expert_linear` may multiply by the base module's matrices in
         its place.
         """
-        matrices = (self.base_layer.gate_up_proj, self.base_layer.down_proj)
+        matrices = [*self.weights("gate_up_proj"), *self.weights("down_proj")]
         return self.runs_plainly(z) and all(
-            type(matrix) is nn.Parameter and matrix.dtype == z.dtype for matrix in matrices
+            type(matrix) in (nn.Parameter, Tensor) and matrix.dtype == z.dtype
+            for matrix in matrices
         )
 
     def uses_expert_linear(self, z: Tensor, rows: int, tokens: int) -> bool:
@@ -109,6 +110,16 @@ class PatchedExperts(PatchedModule):
         """
         return (tokens == 1 or rows * tokens <= _FUSED_TOKENS) and self.gathers(z)
 
+    def weights(self, name: str) -> list[Tensor]:
+        """The experts' matrices ``name``, logically (E, N, K), in parts along N."""
+        matrix: Tensor = getattr(self.base_layer, name)
+        return [matrix.mT if self.is_transposed(self.base_layer) else matrix]
+
+    def unpatched(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The base module's output: z (M, d) -> (M, d)."""
+        out: Tensor = self.base_layer(z, index, weights)
+        return out
+
     def _product(self, name: str, x: Tensor, index: Tensor, fused: bool) -> Tensor:
         """``W_e x + b_e`` for every slot: x (M, K), or (M, k, K) where the slots differ -> (M, k,
         N).
@@ -116,13 +127,19 @@ class PatchedExperts(PatchedModule):
         With ``fused`` by :func:`icl_patch.ops.expert_linear`, without a look from the host and
         before its rounding; else expert by expert.
         """
-        matrix: Tensor = getattr(self.base_layer, name)
         bias: Tensor | None = (
             getattr(self.base_layer, f"{name}_bias", None)
             if self.has_output_bias(self.base_layer)
             else None
         )
-        weight = matrix.mT if self.is_transposed(self.base_layer) else matrix
+        parts = [self._multiply(weight, x, index, bias, fused) for weight in self.weights(name)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    @staticmethod
+    def _multiply(
+        weight: Tensor, x: Tensor, index: Tensor, bias: Tensor | None, fused: bool
+    ) -> Tensor:
+        """:meth:`_product` of one part."""
         if fused:
             return ops.expert_linear(
                 x, weight, index, bias, out_dtype=torch.promote_types(x.dtype, torch.float32)

@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache as memoize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -95,15 +95,69 @@ def names_of(given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _check_positions(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for images, videos or sound where their tokens have positions of
-    three numbers (M-RoPE).
+def _media(model: PreTrainedModel, given: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The part of the model that gives images, videos or sound positions of three numbers (M-RoPE),
+    and the names of such inputs; None and no names if there is nothing to number so.
     """
     media = [name for name in names_of(given) if not name.endswith("type_ids")]
-    if media and any(hasattr(part, "get_rope_index") for part in (model, model.base_model)):
+    parts = [part for part in (model, model.base_model) if hasattr(part, "get_rope_index")]
+    return (parts[-1], media) if media and parts else (None, [])
+
+
+class MediaPositions(NamedTuple):
+    """Positions of tokens with images among them, by M-RoPE.
+
+    head: (3, B, T) int64. shift: (B, 1) int64, added to the number of tokens before for the text
+    that follows.
+    """
+
+    head: Tensor
+    shift: Tensor
+
+
+def media_positions(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, given: Mapping[str, Any]
+) -> MediaPositions | None:
+    """The positions that the model itself computes for ids (B, T) with further inputs ``given``;
+    None if all of its positions are single numbers.
+
+    Raises:
+        ValueError: an input is missing that the positions depend on, or has other columns.
+    """
+    part, media = _media(model, given)
+    if part is None:
+        return None
+    accepted = inspect.signature(part.get_rope_index).parameters
+    known = {**given, "input_ids": ids, "attention_mask": mask.long()}
+    for name, parameter in accepted.items():
+        needed = (
+            parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        )
+        if needed and known.get(name) is None:
+            raise ValueError(
+                f"expected {name} beside {', '.join(media)}: the processor returns it, and"
+                f" {type(model).__name__} numbers its tokens by it"
+            )
+        if name.endswith("type_ids") and name in known and known[name].shape != ids.shape:
+            raise ValueError(
+                f"expected {name} {tuple(ids.shape)}, of the tokens up to the end of the first"
+                f" absorbed span, got {tuple(known[name].shape)}"
+            )
+    head, shift = part.get_rope_index(**{k: v for k, v in known.items() if k in accepted})
+    return MediaPositions(head, shift)
+
+
+def _check_positions(
+    model: PreTrainedModel, positions: Tensor | None, given: Mapping[str, Any]
+) -> None:
+    """Raises UnsupportedModelError for images, videos or sound whose tokens need positions of three
+    numbers (M-RoPE) and have other ones.
+    """
+    part, media = _media(model, given)
+    if part is not None and (positions is None or positions.dim() != 3):
         raise UnsupportedModelError(
             f"{type(model).__name__} has positions of three numbers for what is not text: expected"
-            f" text alone, got {', '.join(media)}"
+            f" text alone, got {', '.join(media)}. ContextPatcher.compute takes them in its context"
         )
 
 
@@ -120,14 +174,15 @@ def call(
     (B, T, V); the cache grows by T.
 
     ``positions`` count the tokens of a row from 0; :func:`first_position` is added for the model.
-    With None the model numbers its tokens itself.
+    With None the model numbers its tokens itself. With images they may be (3, B, T), see
+    :func:`media_positions`.
 
     ``last_logits``: compute the logits of only this many last tokens, 0 for all.
 
     Raises:
         UnsupportedModelError: the further inputs have tokens with positions of several numbers.
     """
-    _check_positions(model, model_inputs)
+    _check_positions(model, positions, model_inputs)
     given = inputs(model, ids, mask, positions, cache, last_logits)
     with module_states(model, cache):
         logits: Tensor = model(**given, **model_inputs).logits

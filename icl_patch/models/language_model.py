@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.models.forward import takes_cache
 from icl_patch.models.positions import first_position, steady_length
 
 
@@ -38,7 +37,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     ]
     if len(top) != 1:
         raise UnsupportedModelError(
-            f"expected one list of {count} blocks in {type(model).__name__}, found"
+            f"expected one list of {count or 'all'} blocks in {type(model).__name__}, found"
             f" {[path for path, _ in top]}: blocks that run several times, or hold several"
             " attentions and MLPs, cannot be patched one by one"
         )
@@ -55,69 +54,6 @@ def _other_modalities(model: PreTrainedModel) -> set[int]:
         if isinstance(part, PreTrainedModel) and part.config not in (model.config, text)
     ]
     return {id(module) for tower in towers for module in tower.modules()}
-
-
-def check_language_model(model: object) -> None:
-    """Raises UnsupportedModelError unless the model is one of transformers that ends in logits over
-    its vocabulary, all on one device.
-    """
-    _check_unwrapped(model)
-    if not isinstance(model, PreTrainedModel) or not _has_head(model):
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        raise UnsupportedModelError(
-            f"expected a causal language model with a head; got {type(model).__name__} of type"
-            f" {kind!r}"
-        )
-    _check_in_memory(model)
-    if not takes_cache(model):
-        raise UnsupportedModelError(
-            f"expected a model with a cache, {type(model).__name__} has none: a replay starts from"
-            " a cache of the tokens that stay"
-        )
-    if "minimax_m3_sparse" in (getattr(text_config(model), "layer_types", None) or ()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} finds blocks of its cache by positions, which a shorter cache"
-            " does not have"
-        )
-    devices = sorted({str(weight.device) for weight in model.parameters()})
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"expected the weights of {type(model).__name__} on one device, got"
-            f" {', '.join(devices)}: load it onto one, as with device_map={{'': 'cuda:0'}}"
-        )
-
-
-def _check_unwrapped(model: object) -> None:
-    """Raises UnsupportedModelError for a wrapper around a model, or one that is compiled."""
-    name, cure = type(model).__name__, ""
-    if hasattr(model, "_orig_mod"):
-        cure = "the model that torch.compile was given, model._orig_mod"
-    elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        cure = (
-            "model.get_base_model(), in which LoRA adapters stay in effect, or"
-            " model.merge_and_unload()"
-        )
-    elif getattr(model, "_compiled_call_impl", None) is not None:
-        name, cure = f"{name} after model.compile()", "a model that is not compiled, loaded again"
-    if cure:
-        raise UnsupportedModelError(
-            f"expected {cure}; got {name}. Decode steps are compiled by generate(compile=True)"
-        )
-
-
-def _check_in_memory(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError if weights, or new tensors, are on the device meta."""
-    away = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if away:
-        raise UnsupportedModelError(
-            f"expected all weights of {type(model).__name__} in memory, {len(away)} have none, such"
-            f" as {away[0]}: they are offloaded or were never loaded. Load the model without"
-            " offloading (no device_map='auto', no device 'meta')"
-        )
-    if torch.get_default_device().type == "meta":
-        raise UnsupportedModelError(
-            "expected a default device with memory, got meta: call torch.set_default_device('cpu')"
-        )
 
 
 def family_of(model: PreTrainedModel) -> str:
@@ -197,23 +133,3 @@ def chooses_tokens(model: PreTrainedModel) -> bool:
         return True
     layers = DynamicCache(config=model.config).layers
     return any(hasattr(layer, "update_indexer") for layer in layers)
-
-
-def _has_head(model: PreTrainedModel) -> bool:
-    """Whether the model ends in logits over its vocabulary."""
-    head = model.get_output_embeddings()
-    return head is not None and getattr(head, "out_features", None) == vocabulary(model)
-
-
-def check_not_shared(layers: dict[str, nn.Module]) -> None:
-    """Raises UnsupportedModelError if two blocks have a module with parameters in common."""
-    seen: dict[int, str] = {}
-    for path, layer in layers.items():
-        for name, module in layer.named_modules():
-            own = [*module.parameters(recurse=False)]
-            place = f"{path}.{name}" if name else path
-            other = seen.setdefault(id(module), place) if own else place
-            if other != place:
-                raise UnsupportedModelError(
-                    f"{place} is the same module as {other}: a patch of one would change the other"
-                )

@@ -6,7 +6,7 @@ library, in Triton's kernels or in plain torch (:mod:`icl_patch.ops.reference`, 
 """
 
 from icl_patch.ops.direction import Direction, read_direction
-from icl_patch.ops.dispatch import has_kernels
+from icl_patch.ops.dispatch import has_kernels, has_triton
 from icl_patch.ops.experts import expert_linear
 from icl_patch.ops.gated_product import gated_product
 from icl_patch.ops.inversion import invert_rmsnorm, stable_scale
@@ -16,6 +16,7 @@ from icl_patch.ops.linear import (
     patched_linear,
     product_path,
     record_linear,
+    record_linears,
 )
 from icl_patch.ops.norms import NormPair, norm_pair, rms_norm, rms_normalize
 from icl_patch.ops.reference import InversionStatus, RMSNormInverse, StableScale
@@ -31,12 +32,14 @@ __all__ = [
     "gated_product",
     "gemv_products",
     "has_kernels",
+    "has_triton",
     "invert_rmsnorm",
     "norm_pair",
     "patched_linear",
     "product_path",
     "read_direction",
     "record_linear",
+    "record_linears",
     "rms_norm",
     "rms_normalize",
     "stable_scale",

@@ -106,9 +106,13 @@ def native_serves(device_type: str) -> bool:
 
 def has_kernels(device_type: str) -> bool:
     """Whether products on a type of device run in kernels of ours, not in torch's."""
-    if backend == "triton" or (device_type == "cuda" and backend == "auto"):
-        return _kernels() is not None
-    return device_type == "cpu" and native_serves("cpu")
+    return has_triton(device_type) or (device_type == "cpu" and native_serves("cpu"))
+
+
+def has_triton(device_type: str) -> bool:
+    """Whether products on a type of device run in Triton's kernels."""
+    chosen = backend == "triton" or (device_type == "cuda" and backend == "auto")
+    return chosen and _kernels() is not None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ to an output that another module computed.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -165,6 +165,21 @@ def record_linear(
     run = _record_linear.native_first if path == GEMV else _record_linear.dispatch
     y_pair, u = run(z_pair, weight, direction.v, bias, direction=direction, path=path)
     return y_pair, u, direction
+
+
+def record_linears(
+    z_pair: Tensor,
+    maps: Sequence[tuple[Tensor, Tensor | None]],
+    *,
+    direction: Direction,
+) -> list[tuple[Tensor, Tensor]]:
+    """y_pair and u of :func:`record_linear` for each weight and bias of ``maps``, bit for bit; on
+    CUDA in one launch where the maps are alike.
+    """
+    flat = [x for of in maps for x in of]
+    outputs: list[tuple[Tensor, Tensor]]
+    outputs = _record_linears.dispatch(z_pair, *flat, direction=direction)
+    return outputs
 
 
 def add_low_rank(
@@ -344,6 +359,26 @@ _record_linear = Op(
     triton=lambda kernels, z_pair, weight, v, bias, direction, path: kernels.record_linear(
         z_pair, weight, bias, direction=direction, path=path
     )[:2],
+)
+_record_linears = Op(
+    "record_linears",
+    lambda *_, **__: None,  # record_linear checks
+    lambda z_pair, *maps, direction: [
+        record_linear(z_pair, *of, direction=direction)[:2]
+        for of in zip(maps[::2], maps[1::2], strict=True)
+    ],
+    native_if=lambda *_, **__: False,
+    triton_if=lambda *_, direction: direction.coeff is not None,
+    triton=lambda kernels, z_pair, *maps, direction: [
+        recorded[:2]
+        for recorded in kernels.record_linears(
+            z_pair,
+            maps[::2],
+            maps[1::2],
+            direction=direction,
+            path=product_path(z_pair, len(z_pair) // 2),
+        )
+    ],
 )
 _add_low_rank = Op(
     "add_low_rank",

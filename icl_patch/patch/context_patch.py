@@ -12,7 +12,9 @@ are paths relative to the block:
 - ``{experts}.index`` (B, T, k) int64: the token's active experts; slot j has the factors of expert
   ``index[j]``. ``{experts}.gate_up_proj.u`` (B, T, k, N): ``W_j + u_j vᵀ`` with the readers' v.
 - ``{experts}.down_proj.u`` (B, T, d) and ``.v`` (B, T, k, width): ``W_j + u v_jᵀ``; or
-  ``{experts}.down_proj.bias_change`` (B, T, d): ``b_j + Δb``.
+  ``{experts}.down_proj.bias_change`` (B, T, d): ``b_j + Δb``. The names are those of transformers'
+  own layout also for JetMoE (``input_linear``, ``output_linear``) and DBRX (the rows of ``w1``,
+  then of ``v1``; ``w2ᵀ``), see :mod:`icl_patch.layers.expert_layouts`.
 
 A patch file is a safetensors file with these tensors under ``layers.{i}.{name}``, see
 :mod:`icl_patch.patch.serialization`. Its metadata entry ``icl_patch`` is a JSON object: the format,
@@ -244,7 +246,8 @@ class ContextPatch:
         state dict, and ``u vᵀ``, Δb or Δm.
 
         Of a parameter that holds the matrices of many experts, ``name[e]`` is the e-th; the token's
-        active experts change. Yields one at a time: no other function builds a matrix of a
+        active experts change. JetMoE's and DBRX's have the names of transformers' own layout.
+        Yields one at a time: no other function builds a matrix of a
         weight's size.
         """
         for place, change in self._changes():

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import Attachment, WaitingForward
-from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
+from icl_patch.layers.expert_layouts import patched_experts
+from icl_patch.layers.experts import PatchedExperts
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.patched_module import Mode, PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm
@@ -89,8 +90,7 @@ class AttachedBlock:
                 name: self._swap(name, PatchedRouter if name in spec.routers else PatchedLinear)
                 for name in spec.readers
             }
-            experts = PatchedScaledExperts if spec.experts_scale_input else PatchedExperts
-            self.experts: PatchedExperts | None = self._swap(spec.experts, experts)
+            self.experts: PatchedExperts | None = self._swap(spec.experts, patched_experts)
             self.down: PatchedLinear | None = self._swap(spec.down, PatchedLinear)
             self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, self._wrap_norm)
             self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, self._wrap_norm)

@@ -20,17 +20,18 @@ from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
+from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block, Writer
-from icl_patch.models.detect import blocks_of
-from icl_patch.models.forward import check_inputs, counts_slots, names_of
+from icl_patch.models.diagnosis import explain_failure
+from icl_patch.models.forward import check_inputs, counts_slots, media_positions, names_of
 from icl_patch.models.language_model import (
-    check_language_model,
     check_length,
     check_vocabulary,
     chooses_tokens,
     depends_on_cache,
     family_of,
 )
+from icl_patch.models.model_checks import check_language_model
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
@@ -117,17 +118,11 @@ class AttachedModel:
         except Exception as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
             self.detach()
-            known, reason = isinstance(error, UnsupportedModelError), str(error)
-            if not known:
-                name = type(model).__name__
-                reason = (
-                    f"{name} fails on the tokens that attaching tries, two rows in several calls"
-                    f" over a {type(kv_cache.new_cache(model)).__name__}: {error}"
-                )
+            reason = explain_failure(model, error)
             if hooked:
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
-            elif known:
-                raise
+            else:
+                reason += " (docs/model_classes.md lists the classes that work)"
             raise UnsupportedModelError(reason) from error
         except BaseException:
             self.detach()
@@ -263,6 +258,9 @@ class AttachedModel:
         self.require_attached()
         check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
+        check_inputs(self.model, model_inputs)
+        media = media_positions(self.model, sequences.head_ids, sequences.head_mask, model_inputs)
+        sequences = replace(sequences, media=media)
         return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
 
     @one_pass

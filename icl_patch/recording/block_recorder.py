@@ -195,7 +195,7 @@ class BlockRecorder(ABC):
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction v (B, T, K) of the reduced rows of z, computed once a block."""
-        if self.direction is None or not _same_place(self.direction[0], z):
+        if self.direction is None or not same_place(self.direction[0], z):
             self.set_direction(z, self.read_direction(z))
         assert self.direction is not None
         return self.direction[1]
@@ -379,7 +379,7 @@ class BlockRecorder(ABC):
         raise AssertionError("only a closing recorder chooses an exact writer's factor")
 
 
-def _same_place(x: Tensor, y: Tensor) -> bool:
+def same_place(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors of one layout are the same memory; also for fake tensors."""
     if x.storage_offset() != y.storage_offset():
         return False

@@ -24,7 +24,7 @@ def record_experts(
     (z_ctx, z_own), (index_ctx, index_own) = recorder.split(z), recorder.split(index)
     output_ctx = None
     if z_ctx is not None and index_ctx is not None:
-        output_ctx, _ = recorder.split(layer.base_layer(z, index, weights))
+        output_ctx, _ = recorder.split(layer.unpatched(z, index, weights))
         recorder.context.experts = (z_ctx, index_ctx)
     assert recorder.context.experts is not None
     z_ctx, index_ctx = recorder.context.experts

@@ -66,14 +66,14 @@ def run_head(
     all at once.
     """
     width = sequences.head_ids.shape[1]
-    positions = sequences.positions
+    positions = sequences.positions if sequences.media is None else sequences.media.head
     for start in range(0, width, chunk or width):
         part = slice(start, min(start + (chunk or width), width))
         run(
             model,
             sequences.head_ids[:, part],
             sequences.head_mask[:, : part.stop],
-            positions[:, part],
+            positions[..., part],
             cache,
             longest=sequences.longest,
             last_logits=1,

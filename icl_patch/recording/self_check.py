@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.layers.expert_layouts import experts_class
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import call, counts_slots, takes_positions
@@ -168,7 +169,9 @@ class SelfCheck:
 
     @property
     def _has_experts(self) -> bool:
-        return any(parameter.dim() == 3 for parameter in self._model.parameters())
+        return any(parameter.dim() == 3 for parameter in self._model.parameters()) or any(
+            experts_class(module) for module in self._model.modules()
+        )
 
     @property
     def _epsilon(self) -> float:

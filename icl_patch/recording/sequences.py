@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from icl_patch.models.forward import MediaPositions
 from icl_patch.models.positions import switch_lengths
 
 
@@ -23,6 +24,7 @@ class Sequences:
         head_ids, head_mask, head_absorbed: (B, H).
         tail_ids, tail_mask: (B, S).
         tail_absorbed: (S,) absorbed spans after the first, between kept tokens.
+        media: positions of a head with images, where they are no single numbers (M-RoPE).
     """
 
     head_ids: Tensor
@@ -31,6 +33,7 @@ class Sequences:
     tail_ids: Tensor
     tail_mask: Tensor
     tail_absorbed: Tensor
+    media: MediaPositions | None = None
 
     @property
     def ids(self) -> Tensor:
@@ -49,8 +52,13 @@ class Sequences:
 
     @property
     def positions(self) -> Tensor:
-        """(B, H + S) int64; padding has the position of the token before it, or 0."""
-        return (self.mask.long().cumsum(1) - 1).clamp(min=0)
+        """(B, H + S) int64; padding has the position of the token before it, or 0. The head's are
+        others where there are ``media``.
+        """
+        counted = (self.mask.long().cumsum(1) - 1).clamp(min=0)
+        if self.media is not None:
+            counted[:, self.head_ids.shape[1] :] += self.media.shift
+        return counted
 
     @property
     def has_prefix(self) -> bool:

@@ -6,7 +6,7 @@ from torch import Tensor
 from icl_patch import ops
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
-from icl_patch.recording.block_recorder import BlockRecorder
+from icl_patch.recording.block_recorder import BlockRecorder, same_place
 
 
 class TwoStreamRecorder(BlockRecorder):
@@ -14,6 +14,8 @@ class TwoStreamRecorder(BlockRecorder):
 
     def __init__(self, block: AttachedBlock, update: str, valid: Tensor | None) -> None:
         super().__init__(block, update, valid, BlockActivations())
+        # of readers that were recorded with one before them: the input, y and u
+        self._recorded: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both streams, (B, T, ·) each."""
@@ -39,10 +41,34 @@ class TwoStreamRecorder(BlockRecorder):
             return super().reader(name, layer, z)
         rows = z.reshape(-1, z.shape[-1])
         self.direction_of(rows)
-        output, u, _ = ops.record_linear(rows, *linear, direction=self._flat_direction)
+        known = self._recorded.pop(name, None)
+        if known is None or not same_place(known[0], z):
+            known = self._record_from(name, linear, z)
+        _, output, u = known
         y_ctx, patched = self.split(output)
         self.keep_reader(name, layer, y_ctx, patched, self.unflat(u))
         return output.reshape(*z.shape[:-1], output.shape[-1])
+
+    def _record_from(
+        self, name: str, linear: tuple[Tensor, Tensor | None], z: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """z, and y and u of reader ``name``. In Triton's kernels other readers of z that come after
+        it are recorded with it, and kept until they are called.
+        """
+        rows, direction, apart = z.flatten(0, -2), self._flat_direction, self.spec.separately_normed
+        assert direction is not None
+        if not ops.has_triton(z.device.type):
+            return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])
+        maps = {name: linear}
+        names = list(self.block.readers)
+        for other in names[names.index(name) + 1 :]:
+            layer = self.block.readers[other]
+            further = layer.linear_map(z)
+            if type(layer) is PatchedLinear and further and not {name, other} & {*apart}:
+                maps[other] = further
+        recorded = ops.record_linears(rows, list(maps.values()), direction=direction)
+        self._recorded = {of: (z, *got) for of, got in zip(maps, recorded, strict=True)}
+        return self._recorded.pop(name)
 
     def keep_reader(
         self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor

@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.models.block_detection import blocks_of, is_matrix
 from icl_patch.models.block_spec import BlockSpec, Writer
-from icl_patch.models.detect import blocks_of, is_matrix
 from icl_patch.models.language_model import layers_of, random_tokens
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.models.trace import BlockTrace, Call, inside, trace

@@ -15,7 +15,7 @@ from icl_patch import ContextPatcher, metrics
 from icl_patch.analysis.dynamics import Factorisation, LowRank, Trajectory, factorise
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.algorithm1 import algorithm_1
-from icl_patch.models.detect import blocks_of
+from icl_patch.models.block_detection import blocks_of
 
 STEPS, N, K, EXPERTS = 5, 7, 3, 6
 

@@ -72,7 +72,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(generation, "ceiling", lambda device: 1e10)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     if not torch.cuda.is_available():  # the whole compiler has a test of its own
-        monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+        monkeypatch.setattr(graph_partition, "BACKEND", "eager")
     yield
     generation.models_of.cache_clear()
 

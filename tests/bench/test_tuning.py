@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 
 class Fake:
     """Measures without a GPU: a candidate's time is as good as its place in ``liked``, and some are
-    wrong or spill.
+    wrong or spill. Four splits are the fastest, and an early launch is.
     """
 
     def __init__(
@@ -64,12 +64,14 @@ class Fake:
             return abs(config.fused - (4 if n <= 4096 else 64)) + 1.0
         if config in self.wrong:
             return None
-        return 1.0 + self.liked.index(config) if config in self.liked else 100.0
+        blocks = replace(config, splits=1, pdl=False)
+        place = self.liked.index(blocks) if blocks in self.liked else 99
+        return 1.0 + place - 0.2 * (config.splits == 4) - 0.1 * config.pdl
 
     def problem(self, entry: TunedConfig) -> str | None:
         return (
             "spills"
-            if any(vars(entry.config) | {"fused": 32} == vars(one) for one in self.spilling)
+            if replace(entry.config, fused=32, splits=1, pdl=False) in self.spilling
             else None
         )
 
@@ -78,8 +80,24 @@ def plan(quick: bool = False, *dtypes: torch.dtype) -> bench_tuning.TuningOption
     return bench_tuning.TuningOptions(torch.device("cpu"), dtypes or (BF16,), quick)
 
 
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of the device."""
+    for name, value in {
+        "get_device_capability": lambda _: (9, 0),
+        "device": lambda _: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(bench_tuning, "gpu_name", lambda device: "NVIDIA Test 9")
+    monkeypatch.setattr(
+        bench_tuning,
+        "environment",
+        lambda device: dict.fromkeys(("icl_patch", "torch", "triton", "cuda"), "1.2"),
+    )
+
+
 @pytest.mark.parametrize("quick", [False, True])
-def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> None:
+def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool, h100: None) -> None:
     tried = {path: tuning.candidates(BF16, path) for path in PATHS}
     fakes = {
         path: Fake(found[2:6], wrong=found[2:3], spilling=found[3:4])
@@ -106,12 +124,14 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
             (best.block_m, best.block_n, best.block_k, best.num_warps, best.num_stages)
         }
     # one entry a class of N and none by rows: one order of summation in each path
-    assert [(e.max_n, e.config.fused) for e in mine if e.path == GEMV] == [
-        (1728, 4),
-        (4096, 4),
-        (16384, 64),
-        (None, 64),
+    of_gemv = [e for e in mine if e.path == GEMV]
+    assert [(e.max_n, e.config.fused, e.config.splits) for e in of_gemv] == [
+        (1728, 4, 4),
+        (4096, 4, 4),
+        (16384, 64, 1),
+        (None, 64, 1),
     ]
+    assert all(e.config.pdl == (e.path == GEMV) for e in mine)
     assert [e for e in entries if e.dtype != "bfloat16"] == [
         e for e in known if e.dtype != "bfloat16"
     ]
@@ -121,7 +141,7 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool) -> 
     assert fakes[GEMV].compiled[0] == (len(tried[GEMV]), (1 * 2 if quick else 2 * 5))
 
 
-def test_nothing_that_can_be_kept_is_an_error() -> None:
+def test_nothing_that_can_be_kept_is_an_error(h100: None) -> None:
     everything = tuning.candidates(BF16, GEMV)
     with pytest.raises(ValueError, match="found none"):
         list(bench_tuning.choose(plan(), (), Fake([], wrong=everything), print))
@@ -137,22 +157,6 @@ def test_quick_shapes_have_one_in_each_class() -> None:
     assert all(mine for _, mine in tuning.classes(plan().shapes))
 
 
-@pytest.fixture
-def h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of the device."""
-    for name, value in {
-        "get_device_capability": lambda _: (9, 0),
-        "device": lambda _: nullcontext(),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(bench_tuning, "gpu_name", lambda device: "NVIDIA Test 9")
-    monkeypatch.setattr(
-        bench_tuning,
-        "environment",
-        lambda device: dict.fromkeys(("icl_patch", "torch", "triton", "cuda"), "1.2"),
-    )
-
-
 def test_a_stopped_run_goes_on_where_it_was(
     h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +168,7 @@ def test_a_stopped_run_goes_on_where_it_was(
     class Stopped(Fake):
         def compile(self, *arguments: Any) -> None:
             begun.append("")
-            if len(begun) == 6:  # the third class, once for its blocks, once for its coefficients
+            if len(begun) == 8:  # the third class: blocks, then launches, then coefficients
                 raise KeyboardInterrupt
             super().compile(*arguments)
 
@@ -186,12 +190,12 @@ def test_a_stopped_run_goes_on_where_it_was(
     monkeypatch.setattr(bench_tuning, "Measuring", fake)
     _, entries = bench_tuning.write(options, tmp_path, print)
     assert entries[:2] == partial[:2]
-    assert len(fake.compiled) == 2 * 2 + 4  # two classes of the one path, four of the other
+    assert len(fake.compiled) == 2 * 3 + 4  # two classes of the one path, four of the other
     assert "measured" not in json.loads(target.read_text())
     again = Fake(liked)
     monkeypatch.setattr(bench_tuning, "Measuring", again)
     assert bench_tuning.write(options, tmp_path, print)[1] == entries
-    assert len(again.compiled) == 4 * 2 + 4  # a finished file is measured anew
+    assert len(again.compiled) == 4 * 3 + 4  # a finished file is measured anew
 
 
 def test_the_file_is_whole_and_says_where_it_comes_from(

@@ -1,5 +1,6 @@
 """The command line as a user meets it: what is printed where, files, exit status."""
 
+import argparse
 import io
 import json
 import math
@@ -19,6 +20,8 @@ from support.numeric import noise_limit
 from transformers import BertConfig, PreTrainedConfig, T5Config, ViTConfig
 
 from icl_patch import ContextPatch, ContextPatcher, embedded
+from icl_patch.bench.commands import tune
+from icl_patch.bench.results import code_fingerprint
 from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import report
@@ -585,6 +588,20 @@ sys.exit(run())
 """
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_tuning_without_triton_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'icl-patch[gpu]'")):
+        tune.run(argparse.Namespace(device=torch.device("cuda")))
+
+
+def test_benchmarks_of_the_cpu_need_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = code_fingerprint()
+    for name in [name for name in sys.modules if name.startswith(("triton", "icl_patch.kernels"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]
+    assert code_fingerprint.__wrapped__() == expected
 
 
 def test_the_version_names_the_native_library() -> None:

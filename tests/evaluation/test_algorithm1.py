@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from icl_patch import ContextPatcher, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.algorithm1 import algorithm_1
-from icl_patch.models.detect import blocks_of
+from icl_patch.models.block_detection import blocks_of
 
 FORMS = [
     ("gemma3", "direct"),

@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import sweep
 
+from icl_patch import ContextPatcher, UnsupportedModelError
+
 # What only the sweep has, beside the forms of `icl_patch.evaluation.tiny_models`.
 FORMS = {
     "afmoe": "a norm behind the sum of experts and a shared expert",
@@ -20,8 +22,18 @@ FORMS = {
     "minimax": "a cache of its own class",
     "nemotron_h": "blocks without a context layer",
     "axk2": "a norm with a gate",
+    "jetmoe": "experts with the router inside, rows sorted by expert",
+    "dbrx": "experts' matrices in stacks; the residual sum inside the attention's module",
     "mpt": "positions are slots of the cache",
     "modernbert-decoder": "a head with the name of a decoder",
+}
+
+
+# Types that are refused for a property of their class, which their own errors do not name.
+REFUSED = {
+    "qwen4_exp_text": r"model\.layers\.0 .*: it carries 2 residual streams",
+    "xlstm": "a class of its own, xLSTMCache",
+    "cpmant": "a token's logits depend on the tokens after it",
 }
 
 
@@ -33,6 +45,13 @@ def test_one_type_of_each_form(model_type: str) -> None:
         assert sweep.measure(model, update, prefix)["result"] == "right"
     model = sweep.build(model_type, {}, torch.bfloat16)
     assert sweep.measure(model, "exact", half)["result"] == "right"
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_refusal_names_the_property_of_the_class(model_type: str) -> None:
+    model = sweep.build(model_type, {}, torch.float32)
+    with pytest.raises(UnsupportedModelError, match=REFUSED[model_type]):
+        ContextPatcher(model)
 
 
 def test_the_table_has_no_wrong_cell_and_is_what_the_page_says() -> None:

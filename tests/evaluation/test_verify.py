@@ -28,6 +28,7 @@ from icl_patch.generation.decode_state import DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording import exact_decode_recorder
+from icl_patch.tolerances import noise_limit as noise_limit_of
 from icl_patch.tolerances import rounding_limit
 
 PROMPTS, NEW_TOKENS = 20, 25
@@ -211,6 +212,16 @@ def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) ->
     assert not report.passed
     assert report.to_dict()["linf_max"] > 100 * report.limit
     assert report.reader_error_max > 0.01
+
+
+def test_an_error_far_above_the_noise_does_not_pass() -> None:
+    report = verify(max_new_tokens=2, update="stable")
+    step = dataclasses.replace(report.steps[0], match=True, linf=9e-5)
+    for floor, passes in ((1e-6, False), (0.0, False), (1e-5, True)):
+        noise = {"linf_max": floor, "tvd_max": floor}
+        changed = dataclasses.replace(report, steps=[step], noise_floor=noise)
+        assert changed.passed is passes
+    assert noise_limit_of(2e-5) == 2e-4
 
 
 def test_the_default_is_the_first_held_out_prompt() -> None:

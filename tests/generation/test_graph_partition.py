@@ -19,7 +19,8 @@ from icl_patch.generation.graph_partition import Regions
 
 @pytest.fixture(autouse=True)
 def backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    """Without a compiler, but for the tests that set another one."""
+    monkeypatch.setattr(graph_partition, "BACKEND", "eager")
 
 
 class Stack(nn.Module):
@@ -57,8 +58,9 @@ class Stack(nn.Module):
         return [self.x, self.mask, self.slot, *self.counters, *self.caches]
 
 
-def test_regions_are_the_whole_graph() -> None:
-    """Run after run: outputs, and what is written in place."""
+def test_regions_are_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run after run: outputs, and the tensors that are written in place."""
+    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
     torch.manual_seed(0)
     model = Stack([4, 4, 6, 4, 4])
     before = [x.clone() for x in model.state()]
@@ -79,10 +81,11 @@ def test_regions_are_the_whole_graph() -> None:
     assert traced.kinds == 4
 
 
-def test_regions_that_share_what_they_write() -> None:
+def test_regions_that_share_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler takes it for granted which of its inputs are one: of regions alike but for that,
     each has its own graph.
     """
+    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(6))
     start, written = torch.randn(2, 4), [torch.zeros(3, 4) for _ in blocks]
@@ -104,11 +107,9 @@ def test_regions_that_share_what_they_write() -> None:
         return [function()[0].clone() for _ in range(3)]
 
     with torch.no_grad():
-        graph_partition = Regions(graph_of(run), blocks)
-        assert all(
-            torch.equal(x, y) for x, y in zip(three(graph_partition), three(run), strict=True)
-        )
-    assert graph_partition.kinds == 3  # one for four alike, and two for themselves
+        regions = Regions(graph_of(run), blocks)
+        assert all(torch.equal(x, y) for x, y in zip(three(regions), three(run), strict=True))
+    assert regions.kinds == 3  # one for four alike, and two for themselves
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])

@@ -14,10 +14,10 @@ from support.small import IDS, Snapshot, small, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
+from icl_patch.generation.decode_mode_checks import require_shared_cache
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.shared_cache import SharedCacheStreams
-from icl_patch.generation.shared_cache_trial import require_shared_cache
 
 COVERED = (
     "gemma3",

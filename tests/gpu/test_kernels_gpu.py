@@ -17,6 +17,7 @@ from torch import Tensor
 
 from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED
+from icl_patch.kernels.ops.linear import launch_linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,6 +116,27 @@ def test_a_captured_graph_follows_its_factors(layout: str, rows: int) -> None:
         expected = kernels.patched_linear(**case.arguments)
         assert same_bits(out[-1], expected)
         check_linear(replace(other, weight=case.weight), expected, torch.bfloat16)
+
+
+def test_captured_programs_that_share_outputs() -> None:
+    """Two graphs at a time, and launches beside them: the counters of none are another's."""
+    config = replace(kernels.config_for("", torch.bfloat16, 640, "gemv"), splits=4, pdl=True)
+    case = linear_case("row", (2, 640, 5000), 1, torch.bfloat16)
+    expected = launch_linear(**case.arguments, config=config)
+    out: list[Tensor] = []
+    graphs = [
+        captured(lambda: out.append(launch_linear(**case.arguments, config=config)))
+        for _ in range(2)
+    ]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        assert same_bits(launch_linear(**case.arguments, config=config), expected)
+    torch.cuda.synchronize()
+    assert all(same_bits(y, expected) for y in out)
 
 
 def test_a_captured_step_records() -> None:

@@ -2,6 +2,7 @@
 weights, generation.
 """
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from icl_patch.evaluation import tiny_models
 from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
+from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Writer
-from icl_patch.models.detect import blocks_of
 from icl_patch.models.trace import trace
 from icl_patch.recording.sequences import assemble
 
@@ -182,7 +183,86 @@ def test_a_model_that_fails_is_refused_with_its_own_words() -> None:
     model.__class__ = Broken
     with pytest.raises(
         UnsupportedModelError,
-        match=r"Broken fails on the tokens that attaching tries, .* over a DynamicCache: not today",
+        match=r"Broken fails on the tokens that attaching tries, .* over a DynamicCache: not today"
+        r" \(it fails on token ids alone",
+    ):
+        ContextPatcher(model)
+
+
+class OneAtATime(LlamaForCausalLM):
+    """Goes on from its cache by one token only."""
+
+    def forward(self, input_ids: Any = None, *, past_key_values: Any = None, **kwargs: Any) -> Any:
+        held = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if held and input_ids.shape[1] > 1:
+            raise ValueError("one token, please")
+        return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+
+
+class OwnCache(LlamaForCausalLM):
+    """Returns a state that is no cache of transformers."""
+
+    def forward(self, input_ids: Any = None, *, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None:
+            raise TypeError("my own, please")
+        output = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+        output.past_key_values = {"mine": output.past_key_values}
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OneAtATime, r"several tokens in one call, but OneAtATime does not \(one token, please\)"),
+        (OwnCache, "OwnCache keeps its state in a class of its own, dict, "),
+    ],
+)
+def test_a_class_that_cannot_go_on_from_its_cache(kind: type, reason: str) -> None:
+    model = build("llama", 0, num_hidden_layers=1)
+    model.__class__ = kind
+    with pytest.raises(UnsupportedModelError, match=reason):
+        ContextPatcher(model)
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertLMHeadModel"])
+def test_a_model_that_reads_in_both_directions(kind: str) -> None:
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=rf"in {kind} a token's logits depend on .*is_decoder=True"
+    ):
+        ContextPatcher(getattr(transformers, kind)(config).eval())
+
+
+class PackedExperts(nn.Module):
+    """A mixture's experts with their matrices packed, as quantisation to four bits leaves them."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.plain = [experts]  # out of sight
+        self.register_buffer("gate_up_proj_blocks", torch.zeros(2, 3, 4, dtype=torch.uint8))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.plain[0](*inputs)
+
+
+@pytest.mark.parametrize("kind", ["packed", "float8"])
+def test_quantised_experts_are_refused_with_a_cure(kind: str) -> None:
+    model = tiny_models.build("mixtral")
+    mlp = model.model.layers[0].mlp
+    if kind == "packed":
+        mlp.experts = PackedExperts(mlp.experts)
+    else:
+        experts = mlp.experts
+        wide = experts.gate_up_proj.data
+        experts.gate_up_proj = nn.Parameter(wide.to(torch.float8_e4m3fn), requires_grad=False)
+        plain = copy.copy(experts)
+        plain._parameters = {**experts._parameters, "gate_up_proj": nn.Parameter(wide)}
+        experts.forward = plain.forward
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"mlp\.experts\.gate_up_proj.* is quantised .*load the model without quantisation",
     ):
         ContextPatcher(model)
 
@@ -274,7 +354,7 @@ def test_an_image_in_the_prefix_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
-def test_images_whose_tokens_have_three_positions_are_refused(kind: str) -> None:
+def test_images_whose_tokens_have_three_positions(kind: str) -> None:
     vision = {
         "hidden_size": 32,
         "num_heads": 2,
@@ -319,13 +399,20 @@ def test_images_whose_tokens_have_three_positions_are_refused(kind: str) -> None
         limit = noise_limit(model, text)
         for step, logits in zip(patcher.generate(text, **settings), expected, strict=True):
             assert metrics.linf(step.logits, logits).max() <= limit
-        with pytest.raises(
-            UnsupportedModelError,
-            match=r"positions of three numbers.* got pixel_values, image_grid_thw",
-        ):
+        whole = {**inputs, "mm_token_type_ids": F.pad(inputs["mm_token_type_ids"], (0, 2))}
+        expected = model(torch.cat([image, kept[:1]], 1), **whole).logits[:, 8:]
+        patch = patcher.compute(image, kept[:1], **inputs)
+        assert (patch.position_ids < torch.tensor([8, 9])).all()  # four image tokens take two
+        limit = replay_limit(patcher, patch)
+        for logits in (patch.logits, patcher.forward(kept[:1], patch)):
+            assert metrics.linf(logits, expected).max() <= limit
+        types = inputs.pop("mm_token_type_ids")
+        with pytest.raises(ValueError, match="expected mm_token_type_ids beside pixel_values"):
             patcher.compute(image, kept[:1], **inputs)
+        with pytest.raises(ValueError, match=r"mm_token_type_ids \(1, 8\), .* got \(1, 10\)"):
+            patcher.compute(image, kept[:1], mm_token_type_ids=F.pad(types, (0, 2)), **inputs)
         with pytest.raises(ValueError, match="position"):
-            patcher.generate(image, **settings, **inputs)
+            patcher.generate(image, **settings, mm_token_type_ids=types, **inputs)
 
 
 # -- quantised weights

@@ -143,7 +143,7 @@ def test_longrope_switches_while_tokens_are_generated(
     """All keys in the cache are rotated again, as transformers does it for these classes; windows
     and ragged rows.
     """
-    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+    monkeypatch.setattr(graph_partition, "BACKEND", "eager")
     model, options = phi3(sliding_window=6, num_hidden_layers=2), dict(WAYS[way])
     expected = model.generate(IDS, attention_mask=MASK.long(), **GENERATE)[:, IDS.shape[1] :]
     with ContextPatcher(model, options.pop("update")) as patcher:

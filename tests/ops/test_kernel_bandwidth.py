@@ -46,3 +46,8 @@ def test_running_sums_are_seen() -> None:
     assert found.wide > 0.9 * found.copies
     few_steps = kernel_bandwidth.estimate(6912, 1152, tool)
     assert max(few_steps.lengths) == 8
+    split = kernel_bandwidth.estimate(256, 1152, tool, splits=4)
+    # a range of two steps of 16 × 256 elements, and programs for each range
+    assert (split.programs, split.in_flight) == (16 * 4, 16 * 4 * 2 * 8192)
+    pair = kernel_bandwidth.estimate(6912, 1152, tool, how="recording a pair")
+    assert (pair.programs, pair.nbytes) == (2 * 216, 2 * few_steps.nbytes)

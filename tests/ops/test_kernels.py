@@ -78,6 +78,8 @@ COMPILED = [
     "untuned: gemv bfloat16 N ≤ 16384, rank 1",
     "untuned: gemv bfloat16 N ≤ 4096, Conv1D",
     "untuned: gemv bfloat16 N ≤ 1728, recording",
+    "untuned: gemv bfloat16 N ≤ 1728, rank 1, 4 splits",
+    "untuned: gemv bfloat16 N ≤ 16384, recording a pair",
     "untuned: gemm bfloat16, recording",
     "untuned: gemv float32, rank 4, 4 rows",
     "coefficients K = 5376",
@@ -200,10 +202,32 @@ def test_each_running_sum_is_a_chain_of_its_own(variant: str, capability: int) -
     assert (len(sums), len(set(sums))) == (16 * streams, 4 * streams)
 
 
-def test_no_atomics() -> None:
+def test_atomics_only_count() -> None:
     for name in COMPILED:
         ptx = aot.compile_ahead(EVERYTHING[name], 90).asm["ptx"]
-        assert re.search(r"\b(atom|red)\.", ptx) is None
+        expected = ["atom.global.gpu.acq_rel.add.u32"] * ("splits" in name)
+        assert re.findall(r"\b(?:atom|red)\.\S+", ptx) == expected
+
+
+@pytest.mark.parametrize("variant", ["rank 1, 4 splits", "recording, 4 splits"])
+def test_an_early_launch_waits_before_it_reads(variant: str) -> None:
+    """It only prefetches the weight before; below compute capability 9.0 there is none."""
+    name = f"untuned: gemv bfloat16 N ≤ 1728, {variant}"
+    for capability in (80, 90):
+        launch = dict(specialisations.linear_launches(capability))[name]
+        compiled = aot.compile_ahead(launch, capability)
+        assert (compiled.metadata.launch_pdl, launch.pdl) == (capability >= 90,) * 2
+        order = re.findall(
+            r"griddepcontrol\.\w+|prefetch\.global|cp\.async\.c\w|ld\.global", compiled.asm["ptx"]
+        )
+        before = ["prefetch.global"] * 5 + [
+            "griddepcontrol.wait",
+            "griddepcontrol.launch_dependents",
+        ]
+        if capability < 90:
+            assert not {*before} & {*order}
+        else:
+            assert order[: len(before)] == before and not {*before} & {*order[len(before) :]}
 
 
 # Configurations
@@ -265,6 +289,7 @@ def test_the_first_entry_that_serves() -> None:
         ({"block_k": 32}, "expected block_k to be a multiple of 64, got 32"),
         ({"num_stages": 9}, "expected num_stages from 1 to 8, got 9"),
         ({"num_warps": 0}, "expected num_warps to be a power of two, got 0"),
+        ({"splits": 3}, "expected splits to be a power of two, got 3"),
         ({"sums": 3}, "expected sums to be a power of two, got 3"),
         ({"sums": 8}, "at most one for each 16 of block_k, got 8"),
         ({"dot": False, "sums": 2}, "expected one running sum without matrix units, .* got 2"),
@@ -289,6 +314,20 @@ def test_candidates(path: str) -> None:
     for dtype in DTYPES:
         found = tuning.candidates(dtype, path)
         assert len(found) == len(set(found)) > 4
+
+
+def test_splits_are_tried_for_few_outputs_and_early_launches_where_there_are_any() -> None:
+    config = Config(True, 16, 16, 64, 4, 2)
+    for upper, capability, splits, pdl in (
+        (4096, 90, {1, 2, 4, 8}, {False, True}),
+        (4096, 80, {1, 2, 4, 8}, {False}),
+        (16384, 90, {1}, {False, True}),
+        (None, 80, {1}, {False}),
+    ):
+        found = tuning.with_launches(config, upper, capability)
+        assert {(c.splits, c.pdl) for c in found} == {(s, p) for s in splits for p in pdl}
+        assert {replace(c, splits=1, pdl=False) for c in found} == {config}
+        assert len(found) == len(splits) * len(pdl)
 
 
 def test_tune_takes_the_best_of_each_class() -> None:
@@ -418,7 +457,10 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         launch_linear,
         LINEAR,
         {},
-        [{"config": Config(True, 16, 32, 64, 4, 2)}, {"config": Config(True, 16, 32, 64, 4, 3)}],
+        [
+            {"config": Config(True, 16, 32, 64, 4, 2)},
+            {"config": Config(True, 16, 32, 64, 4, 3, splits=2)},
+        ],
         1,
     ),
     "coefficients": (kernels.coefficients, {"z": (M, K), "v": (M, 2, K)}, {}, [], 1),
@@ -430,6 +472,19 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         {},
         [{"path": "gemm"}],
         1,
+    ),
+    "record_linears": (
+        lambda z_pair, weight, bias, coeff, **options: kernels.record_linears(
+            z_pair,
+            [weight] * 3,
+            [bias] * 3,
+            direction=kernels.ReadDirection(coeff, coeff, coeff),
+            **options,
+        ),
+        {"z_pair": (2 * M, K), "weight": (N, K), "bias": (N,), "coeff": (M, 1)},
+        {},
+        [{"path": "gemm"}],
+        2,
     ),
     "record_linear, its direction": (
         kernels.record_linear,

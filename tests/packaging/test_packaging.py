@@ -80,7 +80,7 @@ def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
     needed = {
         "icl_patch/py.typed",
         "icl_patch/cli/main.py",
-        "icl_patch/models/detect.py",
+        "icl_patch/models/block_detection.py",
         "icl_patch/kernels/__init__.py",
     }
     needed |= {

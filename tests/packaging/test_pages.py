@@ -67,24 +67,25 @@ def test_every_fenced_block_is_known() -> None:
     assert languages == {"python", "sh"}
 
 
+@pytest.mark.filterwarnings("error::UserWarning:icl_patch.*")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
-    """In one process, in order; prints give their comments, and no block leaves the model
+def test_the_code_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """In order, in one namespace; prints give their comments, and no block leaves the model
     patched.
     """
-    code = blocks(page, "python")
-    script = ""
+    monkeypatch.chdir(tmp_path)
+    code, namespace = blocks(page, "python"), {"__name__": "__main__"}
     for block in code:
         for name in MODELS:
             block = block.replace(f'"{name}"', repr(str(embedded.MODEL_DIR)))
-        script += block + AFTER
-    done = run(["-c", script], tmp_path)
-    assert done.returncode == 0, done.stderr
+        exec(compile(block + AFTER, page, "exec"), namespace)
     prints = re.findall(r"^ *print\(.*\)(?:  # (.*))?$", "".join(code), re.M)
-    shown = done.stdout.splitlines()
+    shown = capsys.readouterr().out.splitlines()
     assert (prints or "assert" in code[0]) and len(shown) >= len(prints)
     expected = [line for line in prints if line]
-    assert [line for line in shown if line in expected] == expected, done.stdout
+    assert [line for line in shown if line in expected] == expected, shown
 
 
 def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
 from icl_patch.models import kv_cache
-from icl_patch.models.detect import blocks_of
+from icl_patch.models.block_detection import blocks_of
 from icl_patch.recording.sequences import assemble
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

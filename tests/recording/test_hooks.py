@@ -25,10 +25,11 @@ from icl_patch import (
 )
 from icl_patch.evaluation import tiny_models
 from icl_patch.generation import graph_partition
+from icl_patch.tolerances import noise_limit
 
 CONTEXT, KEPT = tokens(0, 2, 6), tokens(1, 2, 2)
 IDS = torch.cat([CONTEXT, KEPT], 1)
-NEAR = 1e-4  # of direct and stable replays in fp32, as `verify` promises
+NEAR = noise_limit(0.0)  # of direct and stable replays in fp32, as `verify` promises
 
 Register = Callable[[nn.Module], Any]
 
@@ -82,6 +83,7 @@ KINDS: dict[str, Register] = {
     "scales long inputs": after(lambda x: 1.5 * x if x.shape[-2] < 5 else x),
     "another forward": lambda module: ForwardHandle(module, lambda x: 1.5 * x),
 }
+FEW = ("watches", "adds a vector", "scales", "tells the last row apart")
 
 
 def paths_in(model: nn.Module) -> list[str]:
@@ -163,8 +165,8 @@ RIGHT = {
     ],
 )
 def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
-    """Every kind on every module: right, or refused by name; without it the patcher gives the bits
-    that it gave.
+    """Every kind on every module, or a few off the MLP in families other than Llama: right,
+    or refused by name; without it the patcher gives the bits that it gave.
     """
     model = tiny_models.build(family, **THREE_BLOCKS.get(family, {"num_hidden_layers": 3}))
     stock, ids = copy.deepcopy(model), IDS % tiny_models.VOCABULARY
@@ -172,6 +174,8 @@ def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
         plain = patcher.compute(ids[:, :6], ids[:, 6:]).logits
         for path in paths_in(stock):
             for kind, register in KINDS.items():
+                if family != "llama" and not path.endswith(".mlp") and kind not in FEW:
+                    continue
                 try:
                     expected = with_context(stock, register, path)
                 except (RuntimeError, TypeError, KeyError):  # no hook for such a module
@@ -197,7 +201,7 @@ def test_hooks_that_are_set_before_attaching(family: str, update: str) -> None:
         for path in paths_in(stock)
         if path.endswith((".mlp", "gate_proj", "down_proj", "post_feedforward_layernorm"))
     ):
-        for kind in ("watches", "adds a vector", "scales", "tells the last row apart"):
+        for kind in FEW:
             model = copy.deepcopy(stock)
             KINDS[kind](model.get_submodule(path))
             try:
@@ -282,9 +286,9 @@ def test_a_patch_is_replayed_beside_the_hooks_that_it_was_computed_beside(
 
 
 @pytest.fixture
-def front_half(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The compiler without its back half, which takes ten seconds a graph."""
-    monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The traced graphs run as they are: compiling takes up to ten seconds a graph."""
+    monkeypatch.setattr(graph_partition, "BACKEND", "eager")
     yield
     torch.compiler.reset()
 
@@ -294,10 +298,6 @@ MODES: dict[str, tuple[str, dict]] = {
     "two streams": ("stable", {"mode": "two_stream"}),
     "shared cache": ("stable", {"mode": "shared_cache"}),
     "compiled": ("stable", {"compile": True}),
-}
-# each is traced
-COMPILED = {
-    kind: KINDS[kind] for kind in ("watches", "adds a vector", "scales", "tells the last row apart")
 }
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 3, "eos_token_id": None}
 
@@ -318,7 +318,7 @@ def said(model: Any, register: Register, path: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.usefixtures("front_half")
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("mode", MODES)
 def test_hooks_and_generation(mode: str) -> None:
     """Every kind, in the middle and in the last block, which no other one makes up for; set before
@@ -329,7 +329,9 @@ def test_hooks_and_generation(mode: str) -> None:
     stock, right = copy.deepcopy(model), set()
     with ContextPatcher(model, update) as patcher:
         for path in ("model.layers.1.mlp", "model.layers.2.mlp.down_proj"):
-            for kind, register in KINDS.items() if mode != "compiled" else COMPILED.items():
+            for kind, register in KINDS.items():
+                if mode == "compiled" and kind not in FEW:  # each is traced
+                    continue
                 expected = said(stock, register, path)
                 handle = register(model.get_submodule(path))
                 try:
@@ -366,7 +368,7 @@ def test_a_patch_of_a_step_is_of_its_hooks() -> None:
             patcher.forward(step.patch.kept_ids, step.patch)
 
 
-@pytest.mark.usefixtures("front_half")
+@pytest.mark.usefixtures("no_compiler")
 def test_a_compiled_step_runs_the_hooks_that_it_was_traced_with() -> None:
     model: Any = small("llama")
     with ContextPatcher(model, "stable") as patcher:

@@ -5,6 +5,7 @@ starts this in a process of its own.
 import inspect
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from support import derivatives, expert_products, row_ops, traced
@@ -42,7 +43,7 @@ MODELS = {
 
 EVERY_OP = traced.CALLS | {"rms_normalize": lambda z, *_: ops.rms_normalize(z, 1e-5)}
 # functions of icl_patch.ops that compute nothing
-NO_OPS = {"product_path", "gemv_products", "has_kernels"}
+NO_OPS = {"product_path", "gemv_products", "has_kernels", "has_triton"}
 
 
 class Kernels(TorchDispatchMode):
@@ -79,6 +80,23 @@ def check_plain_torch() -> None:
     assert "icl_patch.kernels" not in sys.modules
 
 
+def check_readers_share_a_launch() -> None:
+    """Gate and up are recorded together, and the patch has the bits that it has without."""
+    from icl_patch import kernels
+
+    torch.manual_seed(1)
+    model, ids = MODELS["llama"](), torch.randint(1, 97, (1, 4))
+    with ContextPatcher(model, "stable") as patcher:
+        with patch.object(kernels, "record_linears", wraps=kernels.record_linears) as grouped:
+            together = patcher.compute(ids[:, :3], ids[:, 3:])
+        with patch.object(ops, "has_triton", lambda _: False):
+            apart = patcher.compute(ids[:, :3], ids[:, 3:])
+    assert [len(call.args[1]) for call in grouped.call_args_list] == [2]
+    assert together.layers[0].keys() == apart.layers[0].keys()
+    for name, factor in together.layers[0].items():
+        assert torch.equal(factor, apart.layers[0][name]), name
+
+
 def main(backend: str) -> None:
     assert dispatch.backend == backend
     if backend == "torch":
@@ -95,6 +113,7 @@ def main(backend: str) -> None:
     if backend == "triton":
         for op in traced.CALLS:
             traced.check_traced(op)
+        check_readers_share_a_launch()
     kept = torch.randint(1, 97, (2, 2))
     for name, make in MODELS.items():
         torch.manual_seed(1)
@@ -102,12 +121,12 @@ def main(backend: str) -> None:
         limit = noise_limit(model)
         for update in ("stable", "exact"):
             with ContextPatcher(model, update) as patcher:
-                patch = patcher.compute(torch.randint(1, 97, (2, 5)), kept)
-                logits = patcher.forward(kept, patch)
-            error = float(metrics.linf(logits, patch.logits).max())
+                computed = patcher.compute(torch.randint(1, 97, (2, 5)), kept)
+                logits = patcher.forward(kept, computed)
+            error = float(metrics.linf(logits, computed.logits).max())
             print(name, update, error)
             assert error <= limit
-            assert update != "exact" or torch.equal(logits, patch.logits)
+            assert update != "exact" or torch.equal(logits, computed.logits)
 
 
 if __name__ == "__main__":

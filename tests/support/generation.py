@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from icl_patch import ContextPatcher
+from icl_patch.generation.decode_mode_checks import require_shared_cache
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import prefill
-from icl_patch.generation.shared_cache_trial import require_shared_cache
 
 
 def prefilled(

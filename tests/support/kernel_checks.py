@@ -29,6 +29,7 @@ from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED, Config, config_for
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
+from icl_patch.kernels.runtime import launching
 from icl_patch.ops import reference
 
 # bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:
@@ -230,17 +231,17 @@ def rows_keep_their_bits(
 
 @every_float
 def test_a_row_does_not_see_its_batch(dtype: torch.dtype) -> None:
-    case = linear_case("row", (16, 24, 200), 1, dtype)
+    case = linear_case("row", (16, 9, 130), 1, dtype)
     assert rows_keep_their_bits(case, None, list(range(1, 16)) if not INTERPRETED else [1, 3, 11])
     # so that the coefficients are summed here in one launch, there in two
-    ranked = linear_case("row-rank", (16, 24, 200), 4, dtype)
+    ranked = linear_case("row-rank", (16, 9, 130), 4, dtype)
     assert rows_keep_their_bits(ranked, None, [1, 8])
 
 
 @pytest.mark.parametrize("path", ["gemv", "gemm"])
 @every_float
 def test_a_path_serves_any_number_of_rows(dtype: torch.dtype, path: str) -> None:
-    case = linear_case("row", (40, 24, 100), 1, dtype)
+    case = linear_case("row", (40, 9, 100), 1, dtype)
     assert rows_keep_their_bits(case, path, [1, 17])
     check_linear(case, kernels.patched_linear(**case.arguments, path=path), dtype)
 
@@ -281,7 +282,7 @@ def test_coefficients_have_the_same_bits_wherever_they_are_summed(
     dtype: torch.dtype, rows: int, rank: int
 ) -> None:
     k = 2200 if INTERPRETED else 4300  # segments are of 2048
-    case = linear_case("row-rank", (rows, 20, k), rank, dtype)
+    case = linear_case("row-rank", (rows, 7, k), rank, dtype)
     coeff = kernels.coefficients(case.z, case.v)
     for n in (20, 5000):  # steps of 256 and of 128 elements
         config = config_for("", dtype, n, "gemv")
@@ -349,10 +350,49 @@ def test_running_sums_take_parts_of_each_step_and_are_added_in_pairs(sums: int) 
     z = normal(seeded(sums), 6, 600, dtype=torch.bfloat16).to(DEVICE)
     weight = normal(seeded(1), 20, 600, dtype=torch.bfloat16).to(DEVICE)
     direction = kernels.read_direction(z[3:])
-    y_pair, u = launch_record(z, weight, None, direction.coeff, config=config)
+    y_pair, u = launch_record(z, [weight], [None], direction.coeff, config=config)
     assert same_bits(launch_linear(z[3:], weight, u, direction.v, config=config), y_pair[3:])
     assert same_bits(launch_linear(z[:3], weight, config=config), y_pair[:3])
     assert same_bits(launch_linear(z[1:2], weight, config=config), y_pair[1:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_ranges_of_k_are_added_in_their_order(dtype: torch.dtype) -> None:
+    """Whichever program is the last, however many rows there are, recording or not; and the last
+    leaves the counters at 0. Early launches change no bit.
+    """
+    dot, rows = (True, 17) if dtype != torch.float32 else (False, 5)
+    config = Config(dot, rows - 1, 16, 64, 2, 3, splits=4, pdl=True)
+    whole = replace(config, splits=1, pdl=False)
+    case = linear_case("row-rank", (rows, 5, 400), 2, dtype)  # the last range is short
+
+    def run(z: Tensor, weight: Tensor, config: Config) -> Tensor:
+        return launch_linear(z, weight, out_dtype=torch.float32, config=config)
+
+    parts = zip(case.z.split(128, 1), case.weight.split(128, 1), strict=True)
+    in_order = torch.zeros((), device=DEVICE)
+    for z, weight in parts:
+        in_order = in_order + run(z, weight, whole)
+    for _ in range(2):
+        assert same_bits(run(case.z, case.weight, config), in_order)
+        assert not any(count.any() for count in launching._counters.values())
+    assert not same_bits(in_order, run(case.z, case.weight, whole))
+
+    out = launch_linear(**case.arguments, config=config)
+    check_linear(case, out, dtype)
+    row = {name: getattr(case, name)[-1:] for name in ("z", "u", "v")}
+    for fused in (0, 4):  # z·v summed by a launch before, and by the last program
+        alone = launch_linear(**case.arguments | row, config=replace(config, fused=fused))
+        assert same_bits(alone, out[-1:])
+
+    z_ctx, z = case.z[1:].chunk(2)
+    direction = kernels.read_direction(z)
+    y_pair, u = launch_record(
+        case.z[1:], [case.weight], [case.bias], direction.coeff, config=config
+    )
+    replayed = launch_linear(z, case.weight, u, direction.v, case.bias, config=config)
+    with_context = launch_linear(z_ctx, case.weight, bias=case.bias, config=config)
+    assert same_bits(torch.cat([with_context, replayed]), y_pair)
 
 
 @pytest.mark.parametrize("layout", ["row", "shared", "pool"])
@@ -417,6 +457,24 @@ def test_record_linear(dtype: torch.dtype, rows: int) -> None:
         again = kernels.record_linear(pair, weight_, bias_, direction=recorded.direction)
         assert same_bits(again.y_pair, recorded.y_pair)
         assert same_bits(again.u, u)
+
+
+@every_float
+def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
+    """And have the bits of their own launches: of other widths, with a bias or without, an odd one
+    behind them, or one of another layout.
+    """
+    dot = dtype != torch.float32
+    config = Config(dot, 16, 16, 64, 2, 3, splits=1 + dot)
+    cases = [linear_case("row", (4, n, 130), 1, dtype, seed=n) for n in (17, 33, 5, 7)]
+    z, weights = cases[0].z, [case.weight for case in cases]
+    weights[3] = by_columns(weights[3])
+    coeff = kernels.read_direction(z[2:]).coeff
+    for biases in ([case.bias for case in cases], [None] * 4):
+        maps = zip(weights, biases, strict=True)
+        own = [x for w, b in maps for x in launch_record(z, [w], [b], coeff, config=config)]
+        found = launch_record(z, weights, biases, coeff, config=config)
+        assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
 
 
 def test_record_nothing() -> None:
@@ -663,7 +721,7 @@ def operator_calls() -> dict[str, tuple]:
     return {
         "triton_patched_linear": (*case.arguments.values(), torch.float16, None),
         "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "gemm"),
-        "triton_record_linear": (pair, case.weight, case.bias, wide, None),
+        "triton_record_linears": (pair, [case.weight] * 3, [case.bias] * 3, wide, None),
         "triton_add_low_rank": (
             torch.ones(3, 5, device=DEVICE),
             case.z,
@@ -686,7 +744,7 @@ def operator_calls() -> dict[str, tuple]:
 OPERATORS = (
     "triton_patched_linear",
     "triton_patched_linear plain",
-    "triton_record_linear",
+    "triton_record_linears",
     "triton_add_low_rank",
     "triton_read_direction",
     "triton_norm_pair",

@@ -36,6 +36,12 @@ def _norm_pair(z: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return pair.z_pair, pair.delta, *pair.direction[:2]
 
 
+def _record_linears(z: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    direction = ops.read_direction(z[2:])
+    recorded = ops.record_linears(z, [(w, b), (-w, b)], direction=direction)
+    return tuple(x for of in recorded for x in of)
+
+
 Call = Callable[..., Tensor | tuple[Tensor, ...]]
 CALLS: dict[str, Call] = {
     "patched_linear": lambda z, w, u, v, b, pu, pv, i: ops.patched_linear(z, w, u, v, b),
@@ -46,6 +52,7 @@ CALLS: dict[str, Call] = {
         z, w, pu, pv, b, index=i, path="gemm"
     ),
     "record_linear": lambda z, w, u, v, b, pu, pv, i: ops.record_linear(z, w, b)[:2],
+    "record_linears": lambda z, w, u, v, b, pu, pv, i: _record_linears(z, w, b),
     "add_low_rank": lambda z, w, u, v, b, pu, pv, i: ops.add_low_rank(u, z, u, v),
     "expert_linear": lambda z, w, u, v, b, pu, pv, i: ops.expert_linear(
         z, torch.stack([w, -w, 2 * w, w]), i.unsqueeze(1) + 1
@@ -70,6 +77,8 @@ def check_traced(name: str) -> None:
     triton = dispatch.backend == "triton" and op not in INVERSIONS
     if triton and "tiles" in name:
         op = "patched_linear"  # Triton's own tiles
+    if op.startswith("record_linear"):
+        op = "record_linears" if triton else "record_linear"
     expected = f"icl_patch.{'triton_' if triton else ''}{op}.default"
     assert expected in [str(node.target) for node in graph.graph.nodes], graph.code
     other = arguments(1)

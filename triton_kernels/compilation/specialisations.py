@@ -3,6 +3,7 @@ to compile ahead of time.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,8 +27,12 @@ VARIANTS = (
     ("rank 4, 4 rows", 4, 4, None),
     ("rank 16, pool", 16, 4, 64),
     ("recording", None, 16, 64),
+    ("recording a pair", None, 16, 64),
     ("Conv1D", 1, 4, 64),
 )
+
+NARROW = 4096
+"""Up to so many outputs K is worth splitting over programs."""
 
 
 def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,6 +55,7 @@ def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int)
             dtype,
             config,
             record=True,
+            other=weight if "pair" in variant else None,
         )
     z = _empty(rows, k, dtype=dtype)
     if not rank:
@@ -79,13 +85,17 @@ def linear_launches(capability: int | None = None) -> Iterator[tuple[str, Launch
                 continue
             seen.add(key)
             size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
+            name = f"{file}: {entry.path} {entry.dtype}{size}"
+            served = replace(entry, config=entry.config.for_capability(capability or 80))
             for variant, rank, gemv_rows, gemm_rows in VARIANTS:
                 rows = gemv_rows if entry.path == GEMV else gemm_rows
                 if rows is not None:
-                    yield (
-                        f"{file}: {entry.path} {entry.dtype}{size}, {variant}",
-                        linear_launch(entry, variant, rank, rows),
-                    )
+                    yield f"{name}, {variant}", linear_launch(served, variant, rank, rows)
+            if entry.path == GEMV and (entry.max_n or NARROW + 1) <= NARROW:
+                config = replace(entry.config, splits=4, pdl=True)
+                split = replace(entry, config=config.for_capability(capability or 80))
+                yield f"{name}, rank 1, 4 splits", linear_launch(split, "rank 1", 1, 1)
+                yield f"{name}, recording, 4 splits", linear_launch(split, "recording", None, 16)
 
 
 def expert_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:

@@ -24,6 +24,9 @@ FUSED = (1, 4, 8, 16, 32, 64)
 the same.
 """
 
+SPLITS = (1, 2, 4, 8)
+"""Over how many programs an output's K may be split, to try for weights of few outputs."""
+
 LIMITS = (1728, 4096, 16384)
 """The largest N of the classes that have a configuration of their own; one more has no limit."""
 
@@ -224,6 +227,19 @@ def _kernel_problem(
         specialisations.linear_launch(entry, variant, rank, rows), capability
     ).problem(capability)
     return problem and f"{variant} on sm_{capability} {problem}"
+
+
+def with_launches(config: Config, upper: int | None, capability: int) -> tuple[Config, ...]:
+    """The configuration with every number of splits to try for weights of up to ``upper`` outputs,
+    each with and without programmatic dependent launch.
+    """
+    narrow = upper is not None and upper <= specialisations.NARROW
+    tried = (
+        replace(config, splits=splits, pdl=pdl).for_capability(capability)
+        for splits in (SPLITS if narrow else (1,))
+        for pdl in (False, True)
+    )
+    return tuple(dict.fromkeys(tried))
 
 
 def with_fused(config: Config) -> tuple[Config, ...]:

@@ -15,11 +15,13 @@ from icl_patch.kernels.runtime.launching import (
     FLOATS,
     INTERPRETED,
     Launch,
+    Memory,
     cached_launch,
     ceil_div,
     check,
     check_floats,
     dtype_of,
+    has_pdl,
     needs_op,
     power_of_two,
 )
@@ -80,12 +82,15 @@ def plan_linear(
     config: Config,
     *,
     record: bool = False,
+    other: Tensor | None = None,
 ) -> Launch:
-    """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index and the coefficients of
-    :func:`plan_before`.
+    """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index, the coefficients of
+    :func:`plan_before`, and the weight and bias of another map or None.
 
     u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
-    are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
+    are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output;
+    ``other`` is then the weight (N', K), with the same strides and with a bias if there is one, of
+    another map of z, whose y and u follow.
     """
     n, k = weight.shape
     rows = len(z) // 2 if record else len(z)
@@ -99,7 +104,6 @@ def plan_linear(
             u_strides, v_strides = (0, *u_strides[1:]), (0, *v_strides[1:])
         fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
-    coeff = torch.float32 if record or (rank and not fused) else None
     inputs = (
         z.dtype,
         weight.dtype,
@@ -107,12 +111,20 @@ def plan_linear(
         dtype_of(u),
         dtype_of(v),
         dtype_of(index),
-        coeff,
+        torch.float32 if record or (rank and not fused) else None,
+        dtype_of(other),
+        None if other is None else dtype_of(bias),
     )
-    outputs: tuple = (((len(z), n), dtype),)
+    outputs: list[Memory | None] = []
+    widths = [n] if other is None else [n, len(other)]
+    for width in widths:
+        outputs += [((len(z), width), dtype), ((rows, width), torch.float32) if record else None]
+    tiles = ceil_div(rows, block_m) * sum(ceil_div(width, block_n) for width in widths)
+    partial: Memory = ((config.splits * len(z) * sum(widths),), torch.float32)
     rest: tuple = (
         rows,
         n,
+        None if other is None else len(other),
         *z.stride(),
         *weight.stride(),
         0 if bias is None else bias.stride(0),
@@ -130,16 +142,22 @@ def plan_linear(
         config.block_k,
         *coefficient_block(config, block_m, rows, fused, z.dtype),
         config.sums,
+        config.splits,
+        other is not None,
+        pdl := config.pdl and has_pdl(z.device),
         config.num_stages,
         INTERPRETED,
     )
-    if record:
-        outputs += (((rows, n), torch.float32),)
-    else:
-        rest = (None, *rest)
-    programs = ceil_div(rows, block_m) * ceil_div(n, block_n)
     return Launch(
-        _linear_kernel, programs, inputs, outputs, rest, config.num_warps, config.num_stages
+        _linear_kernel,
+        tiles * config.splits,
+        inputs,
+        (*outputs, *[None] * (4 - len(outputs))),
+        rest,
+        config.num_warps,
+        config.num_stages,
+        (partial, ((tiles,), torch.int32)) if config.splits > 1 else (None, None),
+        pdl,
     )
 
 
@@ -200,7 +218,8 @@ def _plan(
         bias: Tensor | None,
         index: Tensor | None,
     ) -> Tensor:
-        return launch(z, weight, bias, u, v, index, None if before is None else before(z, v, index))
+        coeff = None if before is None else before(z, v, index)
+        return launch(z, weight, bias, u, v, index, coeff, None, None)
 
     return call
 

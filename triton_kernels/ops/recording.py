@@ -1,7 +1,7 @@
 """One pass over W for both streams: their outputs, and the patch that makes them equal."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,45 +35,77 @@ class Recorded(NamedTuple):
 
 def launch_record(
     z_pair: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
     coeff: Tensor,
     path: str | None = None,
     config: Config | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`record_linear` for given coefficients, straight to the kernel: y_pair and u."""
-    return cached_launch(_plan, (z_pair, weight, bias, coeff), path, config)
+) -> list[Tensor]:
+    """:func:`record_linears` for given coefficients, straight to the kernel: y_pair and u of each
+    weight.
+    """
+    outputs: list[Tensor] = []
+    maps = [x for of in zip(weights, biases, strict=True) for x in of]
+    for i in range(0, len(maps), 4):
+        weight, bias, other, other_bias = (*maps[i : i + 4], None, None)[:4]
+        tensors = (z_pair, coeff, weight, bias, other, other_bias)
+        outputs += cached_launch(_plan, tensors, path, config)
+    return outputs
 
 
 def _plan(
     z_pair: Tensor,
+    coeff: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    coeff: Tensor,
+    other: Tensor | None,
+    other_bias: Tensor | None,
     path: str | None,
     config: Config | None,
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]:
-    _check(z_pair, weight, bias, coeff)
-    config = config or config_for(
-        gpu_name(z_pair.device), weight.dtype, len(weight), path or product_path(len(z_pair) // 2)
+) -> Callable[..., Sequence[Tensor]]:
+    def planned(weight: Tensor, bias: Tensor | None) -> tuple[Config, Any, Any]:
+        _check(z_pair, weight, bias, coeff)
+        rows, gpu = len(z_pair) // 2, gpu_name(z_pair.device)
+        chosen = config or config_for(gpu, weight.dtype, len(weight), path or product_path(rows))
+        return chosen, weight.stride(), bias is None or bias.stride()
+
+    layout = planned(weight, bias)
+    if other is not None and planned(other, other_bias) != layout:
+        first = _plan(z_pair, coeff, weight, bias, None, None, path, config)
+        second = _plan(z_pair, coeff, other, other_bias, None, None, path, config)
+        return lambda z, coeff, weight, bias, *others: (
+            *first(z, coeff, weight, bias, None, None),
+            *second(z, coeff, *others, None, None),
+        )
+    launch = plan_linear(
+        z_pair, weight, None, None, bias, None, z_pair.dtype, layout[0], record=True, other=other
     )
-    launch = plan_linear(z_pair, weight, None, None, bias, None, z_pair.dtype, config, record=True)
-    return lambda z_pair, weight, bias, coeff: launch(z_pair, weight, bias, None, None, None, coeff)
+    return lambda z_pair, coeff, weight, bias, other, other_bias: launch(
+        z_pair, weight, bias, None, None, None, coeff, other, other_bias
+    )
 
 
 library.define(
-    "triton_record_linear(Tensor z_pair, Tensor weight, Tensor? bias, Tensor coeff, str? path) ->"
-    " (Tensor, Tensor)",
+    "triton_record_linears(Tensor z_pair, Tensor[] weights, Tensor?[] biases, Tensor coeff, str?"
+    " path) -> Tensor[]",
     launch_record,
 )
 
 
-@library.fake("triton_record_linear")
+@library.fake("triton_record_linears")
 def _(
-    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor, path: str | None
-) -> tuple[Tensor, Tensor]:
-    y_pair = z_pair.new_empty((z_pair.shape[0], weight.shape[0]))
-    return y_pair, z_pair.new_empty((z_pair.shape[0] // 2, weight.shape[0]), dtype=torch.float32)
+    z_pair: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    coeff: Tensor,
+    path: str | None,
+) -> list[Tensor]:
+    rows = z_pair.shape[0]
+    outputs = []
+    for weight in weights:
+        outputs.append(z_pair.new_empty((rows, weight.shape[0])))
+        outputs.append(z_pair.new_empty((rows // 2, weight.shape[0]), dtype=torch.float32))
+    return outputs
 
 
 def record_linear(
@@ -112,14 +144,28 @@ def record_linear(
     if direction is None:
         _check(z_pair, weight, bias)
         direction = read_direction(z_pair[z_pair.shape[0] // 2 :])
-    if needs_op(z_pair, weight, bias):
-        _check(z_pair, weight, bias, direction.coeff)
-        y_pair, u = torch.ops.icl_patch.triton_record_linear(
-            z_pair, weight, bias, direction.coeff, path
-        )
+    return record_linears(z_pair, [weight], [bias], direction=direction, path=path)[0]
+
+
+def record_linears(
+    z_pair: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    direction: ReadDirection,
+    path: str | None = None,
+) -> list[Recorded]:
+    """:func:`record_linear` of each weight and bias, bit for bit; two share a launch if they have
+    the same configuration and layout.
+    """
+    arguments = (z_pair, weights, biases, direction.coeff, path)
+    if needs_op(z_pair, *weights, *biases):
+        for of in zip(weights, biases, strict=True):
+            _check(z_pair, *of, direction.coeff)
+        flat = torch.ops.icl_patch.triton_record_linears(*arguments)
     else:
-        y_pair, u = launch_record(z_pair, weight, bias, direction.coeff, path)
-    return Recorded(y_pair, u, direction)
+        flat = launch_record(*arguments)
+    return [Recorded(y, u, direction) for y, u in zip(flat[::2], flat[1::2], strict=True)]
 
 
 def _check(

@@ -6,7 +6,7 @@ path, never from M within a path, so a row has the same bits however many rows t
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 
@@ -31,7 +31,11 @@ class Config:
     block_k: elements of K per step, a multiple of 64; num_warps, num_stages: Triton's; fused: a
         program computes up to so many coefficients z·v itself; more are computed by a launch before
         it, with the same bits; sums: running sums of an output on matrix units, each of one part of
-        block_k: as many chains of instructions that do not wait for each other.
+        block_k: as many chains of instructions that do not wait for each other; splits: programs
+        that share an output, each with one range of K: for weights of so few outputs that their
+        programs leave multiprocessors idle; pdl: programmatic dependent launch, from compute
+        capability 9.0 on: the kernel is set up, and its first weights are brought into L2, while
+        the kernel before it ends.
     """
 
     dot: bool
@@ -42,9 +46,11 @@ class Config:
     num_stages: int
     fused: int = 32
     sums: int = 1
+    splits: int = 1
+    pdl: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k", "num_warps", "sums"):
+        for name in ("block_m", "block_n", "block_k", "num_warps", "sums", "splits"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"expected {name} to be a power of two, got {value}")
@@ -62,6 +68,10 @@ class Config:
             )
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"expected num_stages from 1 to 8, got {self.num_stages}")
+
+    def for_capability(self, capability: int) -> "Config":
+        """The configuration without features that a compute capability (80, 90, …) lacks."""
+        return replace(self, pdl=self.pdl and capability >= 90)
 
 
 @dataclass(frozen=True)

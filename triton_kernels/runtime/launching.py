@@ -18,23 +18,31 @@ imported.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+Memory = tuple[tuple[int, ...], torch.dtype]  # the size and dtype of a tensor
+
+
 @dataclass(slots=True)
 class Launch:
     """One kernel launch without its tensors, for all tensors of the dtypes, sizes and strides that
     it was planned for.
 
-    kernel: takes the input tensors, the output tensors, then ``rest``, constexprs included;
+    kernel: takes the input tensors, the output tensors, the scratch, then ``rest``, constexprs
+        included;
     programs: the size of the grid; inputs: dtypes, None for an absent tensor; outputs: sizes and
-        dtypes; num_warps, num_stages: options of the compiler.
+        dtypes, None for an absent one; num_warps, num_stages: options of the compiler; scratch: the
+        same for memory that only the kernel uses; int32 is :func:`counters`; pdl: programmatic
+        dependent launch.
     """
 
     kernel: Any
     programs: int
     inputs: tuple[torch.dtype | None, ...]
-    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[Memory | None, ...]
     rest: tuple
     num_warps: int
     num_stages: int = 1
+    scratch: tuple[Memory | None, ...] = ()
+    pdl: bool = False
     _compiled: dict[int, Callable[..., None]] = field(init=False, default_factory=dict)
 
     def __call__(self, *inputs: Tensor | None) -> Any:
@@ -45,19 +53,21 @@ class Launch:
         """
         assert inputs[0] is not None
         device = inputs[0].device
-        outputs = [torch.empty(size, dtype=dtype, device=device) for size, dtype in self.outputs]
+        outputs = [_allocated(memory, device) for memory in self.outputs]
         if self.programs:
             if INTERPRETED or device.index == torch.cuda.current_device():
-                self._run((*inputs, *outputs))
+                self._run((*inputs, *outputs), device)
             else:
                 with torch.cuda.device(device):
-                    self._run((*inputs, *outputs))
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+                    self._run((*inputs, *outputs), device)
+        given = [output for output in outputs if output is not None]
+        return given[0] if len(given) == 1 else tuple(given)
 
-    def _run(self, tensors: tuple[Tensor | None, ...]) -> None:
+    def _run(self, tensors: tuple[Tensor | None, ...], device: torch.device) -> None:
         """Call the compiled kernel directly from the second time on. The compiler specialises on
         the alignment of addresses; all else it looks at is the same for every call.
         """
+        tensors = (*tensors, *[_allocated(memory, device) for memory in self.scratch])
         aligned = 0
         for tensor in tensors:
             aligned = 2 * aligned + (tensor is not None and not tensor.data_ptr() & 15)
@@ -72,7 +82,8 @@ class Launch:
     @property
     def arguments(self) -> tuple:
         """All arguments of the kernel, with dtypes in place of tensors."""
-        return (*self.inputs, *(dtype for _, dtype in self.outputs), *self.rest)
+        memory = (*self.outputs, *self.scratch)
+        return (*self.inputs, *(known and known[1] for known in memory), *self.rest)
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -83,7 +94,55 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": False,
-        }
+        } | ({"launch_pdl": True} if self.pdl else {})
+
+
+def _allocated(memory: Memory | None, device: torch.device) -> Tensor | None:
+    if memory is None:
+        return None
+    size, dtype = memory
+    if dtype == torch.int32:
+        return counters(size[0], device)
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+_COUNTERS = 1 << 16
+_free_counters: dict[torch.device, Tensor] = {}
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counters(count: int, device: torch.device) -> Tensor:
+    """``count`` int32 zeros, which the kernel leaves as zeros: no launch has to write them.
+
+    The launches of a stream share them, as they run one after the other. A launch that is captured
+    into a CUDA graph has its own, because the graph may run beside that stream.
+    """
+    count = 4 * ceil_div(count, 4)  # Triton compiles again for addresses that are not aligned
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    known = _counters.get((device, stream))
+    if not captured and known is not None and len(known) >= count:
+        return known
+    free = _free_counters.get(device)
+    if free is None or len(free) < (count if captured else count + _COUNTERS // 2):
+        fresh = torch.zeros(count + _COUNTERS, dtype=torch.int32, device=device)
+        if captured:  # zeros that the graph writes at every replay
+            return fresh[:count]
+        free = fresh
+    taken, _free_counters[device] = free[:count], free[count:]
+    if not captured:
+        _counters[device, stream] = taken
+    return taken
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels for a device can be launched before the one before them has ended; on the
+    meta device, ahead of time, the caller says.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "meta"
 
 
 _launches: dict[tuple, Callable[..., Any]] = {}

@@ -1,4 +1,4 @@
-"""Trying whether a model can run both streams over one cache, before it is used."""
+"""Checks, before the first step, whether a model can be run in a decode mode."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def require_shared_cache(decoder: Decoder) -> None:
         return
     attached = decoder.attached
     model, name = attached.model, type(attached.model).__name__
-    # autocast's rounding would hide the errors that the trial looks for
+    # autocast's rounding would hide the errors that this check looks for
     with attached.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
         decoder.shared_cache = SharedCacheStreams(model, attached.blocks)
         try:

@@ -9,15 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.expert_layouts import PatchedParallelExperts, experts_class
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.rms_norm import rms_norm_form
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
-from icl_patch.models.language_model import (
-    check_language_model,
-    check_not_shared,
-    layers_of,
-    random_tokens,
-)
+from icl_patch.models.language_model import layers_of, random_tokens
+from icl_patch.models.model_checks import check_language_model, check_not_shared
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
@@ -26,6 +23,8 @@ _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "
 # The endings of attribute names with which a block, or its MLP, scales its addition to the residual
 # stream.
 _FACTORS = ("multiplier", "scale", "factor")
+# Of experts' matrices that are not quantised.
+_EXPERT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Roundings in a block's sum, in units of the dtype's spacing.
 _ROUNDINGS = 8
 
@@ -108,16 +107,16 @@ class _Reading:
         ]
         self.calls = calls
         self.norms = [call for call in calls if _is_norm(call.module)]
-        self.experts = [
-            call
-            for call in calls
-            if PatchedExperts.fits(call.module) or PatchedScaledExperts.fits(call.module)
-        ]
+        self.experts = [call for call in calls if experts_class(call.module) is not None]
         matrices = [call for call in calls if is_matrix(call.module) and not _is_norm(call.module)]
         matrices = [
             call
             for call in matrices
-            if not any(inside(call.path, experts.path) for experts in self.experts)
+            if not any(
+                inside(call.path, experts.path)
+                for experts in self.experts
+                if not PatchedParallelExperts.fits(experts.module)  # whose router is inside
+            )
         ]
         # only the outermost: an adapter and the matrix in it are one linear map
         matrices = [
@@ -143,11 +142,8 @@ class _Reading:
             raise self._refuse(
                 f"expected a residual stream (B, T, d) in and out, got {shapes[0]} and {shapes[1]}"
             )
-        if (
-            self.block.given.now.dim() == 4
-            and self.block.given.now.shape[:2] == self.mixers_shape()
-        ):
-            streams = self.block.given.now.shape[2]
+        streams = self._streams()
+        if streams > 1:
             raise self._refuse(
                 f"it carries {streams} residual streams, into which attention and the MLP write in"
                 " different proportions: what attention changes is not in the direction that the"
@@ -155,6 +151,7 @@ class _Reading:
             )
         if not self.mixers:
             raise self._refuse("no module in it takes an attention mask or a cache")
+        self._check_plain_experts()
         if not self.matrices and not self.experts:
             return self._mixer_form()
         first = self.trace.calls.index(self._first())
@@ -166,9 +163,38 @@ class _Reading:
             )
         return self._mlp_form()
 
-    def mixers_shape(self) -> tuple[int, ...]:
-        """(B, T), as the context layers have it."""
-        return tuple(self.mixers[0].given.now.shape[:2]) if self.mixers else ()
+    def _check_plain_experts(self) -> None:
+        """Raises UnsupportedModelError for experts whose matrices are quantised."""
+        plain = (nn.Parameter, Tensor)
+        for call in self.trace.calls[:-1]:
+            named = call in self.experts or "experts" in type(call.module).__name__.lower()
+            own: dict[str, Tensor] = {}
+            if named:
+                own |= call.module.named_parameters(recurse=False)
+                own |= call.module.named_buffers(recurse=False)
+            for name, tensor in own.items():
+                if tensor.dim() >= 3 and not (
+                    type(tensor) in plain and tensor.dtype in _EXPERT_DTYPES
+                ):
+                    raise self._refuse(
+                        f"{call.path}.{name} is quantised ({type(tensor).__name__},"
+                        f" {tensor.dtype}), and experts are patched in floating point only: load"
+                        " the model without quantisation, as with Mxfp4Config(dequantize=True), or"
+                        " keep its experts out of it (modules_to_not_convert)"
+                    )
+
+    def _streams(self) -> int:
+        """How many residual streams the block carries, as (B, T, n, d) or side by side in (B, T,
+        n·d): a context layer reads one of width d.
+        """
+        given = self.block.given.now
+        if not self.mixers:
+            return 1
+        read = self.mixers[0].given.now.shape
+        if given.dim() == 4:
+            return given.shape[2] if given.shape[:2] == read[:2] else 1
+        several, rest = divmod(given.shape[-1], read[-1])
+        return 1 if rest else several
 
     # -- blocks with an MLP
 
@@ -220,7 +246,7 @@ class _Reading:
             raise self._refuse(
                 f"nothing that is known reads what {', '.join(call.path for call in readers)} give:"
                 " its MLP is not made of linear maps, or of experts in the layout of transformers"
-                " (gate_up_proj and down_proj of three dimensions)"
+                " (gate_up_proj and down_proj of three dimensions), JetMoE's or DBRX's"
             )
         after = [call for call in self.norms if self.calls.index(call) > self.calls.index(last)]
         down = None if last in experts else last
@@ -290,6 +316,7 @@ class _Reading:
         return False, [
             *((f"input of {call.path}",) for call in pre),
             (f"input of {self._first().path}",),
+            *((f"output of {mixer.path}",) for mixer in self.mixers),  # with the sum inside (DBRX)
         ]
 
     def _is_parallel(self, z: Value) -> bool:
