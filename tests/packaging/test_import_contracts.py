@@ -42,7 +42,7 @@ def test_the_contracts_are_kept(checkout: Path) -> None:
         ),
         (
             "triton_kernels/runtime/config.py",
-            "from icl_patch.models import detect",
+            "from icl_patch.models import block_detection",
             "icl_patch.kernels.runtime.config -> icl_patch.models.block_detection",
         ),
         (
