@@ -7,8 +7,8 @@ smallest of three: a copy's (3.0 TB/s); the limit by the bytes in flight at the 
 (2.3 MB reach the full bandwidth); and the limit by the longest chain of each step. The time is that
 of a launch, 2.5 µs, and of reading at 0.93 of this bandwidth.
 
-Weights of few outputs are listed with K split over programs too, and gate and up recorded apart and
-in one launch.
+Weights of few outputs are listed with K split over programs too, gate and up recorded apart and in
+one launch, and q, k and v apart and in one launch.
 """
 
 import re
@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-SHAPES = (  # (N, K), ranges of K, and how: rank 1, or recording one map or a pair
+SHAPES = (  # (N, K), ranges of K, and how: rank 1, recording one map or a pair, or plain q, k and v
     (1152, 6912, 1, ""),
     (1152, 6912, 2, ""),
     (1152, 6912, 4, ""),
@@ -37,6 +37,8 @@ SHAPES = (  # (N, K), ranges of K, and how: rank 1, or recording one map or a pa
     (14336, 4096, 1, ""),
     (256, 1152, 1, ""),
     (256, 1152, 4, ""),
+    (2048, 1152, 1, ""),
+    (2048, 1152, 1, "with k and v of 256"),
     (1024, 3072, 1, ""),
     (1024, 3072, 4, ""),
     (262144, 1152, 1, ""),
@@ -113,7 +115,7 @@ def disassembled(cubin: bytes, tool: str) -> str:
 
 def estimate(n: int, k: int, tool: str, splits: int = 1, how: str = "") -> Estimate:
     """Of ``patched_linear`` in bf16 with the untuned configuration and K split into ranges, or of
-    recording one map or a pair.
+    recording one map or a pair; or of the plain maps q, k and v in one launch.
     """
     from icl_patch.kernels.compilation import aot
     from icl_patch.kernels.ops.linear import plan_linear
@@ -125,13 +127,15 @@ def estimate(n: int, k: int, tool: str, splits: int = 1, how: str = "") -> Estim
     config = replace(config_for("", torch.bfloat16, n, GEMV), splits=splits)
     columns = max(k, 32 * config.block_k)  # a loop of few steps is unrolled: its chains look longer
     u, v = empty(1, 1, n, dtype=torch.float32), empty(1, 1, columns, dtype=torch.float32)
-    weight, pair = empty(n, columns), "pair" in how
-    if how:
+    weight, record = empty(n, columns), "recording" in how
+    others = [empty(n, columns)] * ("pair" in how) + [empty(256, columns)] * 2 * ("k and v" in how)
+    if record:
         operands = empty(2, columns), weight, None, None, None, None
+    elif others:
+        operands = empty(1, columns), weight, None, None, None, None
     else:
         operands = empty(1, columns), weight, u, v, None, None
-    other = weight if pair else None
-    launch = plan_linear(*operands, torch.bfloat16, config, record=bool(how), other=other)
+    launch = plan_linear(*operands, torch.bfloat16, config, record=record, others=others)
     found = aot.resources(launch, 90)
     sass = disassembled(aot.compile_ahead(launch, 90).asm["cubin"], tool)
     copies = re.findall(r"LDGSTS\S*", sass)
@@ -145,7 +149,7 @@ def estimate(n: int, k: int, tool: str, splits: int = 1, how: str = "") -> Estim
         resident=min(SHARED // (found.shared + 1024), REGISTERS // (found.registers * threads)),
         step=config.block_n * config.block_k * 2,
         ahead=min(config.num_stages - 1, steps),
-        nbytes=2 * n * k * (1 + pair),
+        nbytes=2 * k * sum(map(len, (weight, *others))),
     )
 
 

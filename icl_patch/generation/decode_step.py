@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_state import (
     DecodeMode,
@@ -42,6 +43,7 @@ from icl_patch.models.forward_override import (
 )
 from icl_patch.models.language_model import check_vocabulary
 from icl_patch.models.positions import switch_lengths
+from icl_patch.models.shared_inputs import SharedInputs
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
@@ -62,6 +64,7 @@ class DecodeStep:
         inputs: the tensors that the step reads.
         streams: how both streams share one cache; None if each has its own rows in the cache.
         linears: modules, each with the forward that runs its product through our ops.
+        shared_inputs: the linears that are computed together; None without a GPU.
         receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
         patch_index: (2B,) int64, the patch of each row of both streams, -1 for none.
         arithmetic: of the step's products and activations. An exact step needs
@@ -73,6 +76,7 @@ class DecodeStep:
     inputs: StepInputs
     streams: SharedCacheStreams | None
     linears: list[tuple[nn.Module, Forward]]
+    shared_inputs: SharedInputs | None
     fused: list[tuple[nn.Module, Forward]]
     receives_norm_input: frozenset[AttachedBlock]
     patch_index: Tensor
@@ -138,6 +142,8 @@ class DecodeStep:
                 one_token = OneToken(self.inputs.mask, batch=batch)
                 stack.enter_context(restricted_attention(model, one_token))
             stack.enter_context(overriding([*self.linears, *self.fused]))
+            if self.shared_inputs is not None:
+                stack.enter_context(self.shared_inputs.one_pass())
             head = model.get_output_embeddings()
             if overridable(head):
                 # The head is the widest matrix of all: run it only on the rows that need logits,
@@ -246,17 +252,22 @@ def _new_step(
         assert streams is not None
     # Attention output projections already run on both streams of a shared cache.
     doubled = set() if streams is None else set(streams.projections)
-    linears: list[tuple[nn.Module, Forward]] = [
-        (module, linear_forward(module))
+    linears = [
+        module
         for module in plain_linears(attached.model, attached.block_specs)
         if module not in doubled
     ]
     device = step_inputs.current.device
+    shared_inputs = None
+    if ops.has_triton(device.type):
+        shared_inputs = SharedInputs(linears, decoder.shared_inputs)
+    forward_of = linear_forward if shared_inputs is None else shared_inputs.forward_of
     return DecodeStep(
         decoder,
         step_inputs,
         streams,
-        linears,
+        [(module, forward_of(module)) for module in linears],
+        shared_inputs,
         # the replay of an exact step has to run the same modules
         [] if exact else decoder.fused_modules.forwards(),
         frozenset() if exact else frozenset(decoder.fused_modules.blocks_with_norm_input()),

@@ -6,6 +6,7 @@ from typing import Any
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.layers.attachment import Attachment
+from icl_patch.models.shared_inputs import Others
 from icl_patch.recording.attached_model import AttachedModel
 
 
@@ -17,12 +18,14 @@ class Decoder:
         attached: the model.
         shared_cache: how its blocks run both streams over one cache; None before it is first used.
         fused_modules: its norms and gated MLPs as single operations; None before the first step.
+        shared_inputs: its linear maps that read the input of another one, found by the first step.
         compiled_steps: the last compiled steps, by everything that they depend on.
     """
 
     attached: AttachedModel
     shared_cache: SharedCacheStreams | None = None
     fused_modules: FusedModules | None = None
+    shared_inputs: Others = field(default_factory=dict)
     compiled_steps: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -33,4 +36,5 @@ class Decoder:
     def clear(self) -> None:
         """Forget everything about the model."""
         self.shared_cache = self.fused_modules = None
+        self.shared_inputs.clear()
         self.compiled_steps.clear()

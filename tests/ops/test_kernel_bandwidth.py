@@ -51,3 +51,6 @@ def test_running_sums_are_seen() -> None:
     assert (split.programs, split.in_flight) == (16 * 4, 16 * 4 * 2 * 8192)
     pair = kernel_bandwidth.estimate(6912, 1152, tool, how="recording a pair")
     assert (pair.programs, pair.nbytes) == (2 * 216, 2 * few_steps.nbytes)
+    maps = kernel_bandwidth.estimate(2048, 1152, tool, how="with k and v of 256")
+    assert (maps.programs, maps.nbytes) == (128 + 16 + 16, 2 * 1152 * (2048 + 256 + 256))
+    assert maps.wide > 0.9 * maps.copies and sorted(maps.lengths) == [4, 4, 4, 4]

@@ -80,6 +80,7 @@ COMPILED = [
     "untuned: gemv bfloat16 N ≤ 1728, recording",
     "untuned: gemv bfloat16 N ≤ 1728, rank 1, 4 splits",
     "untuned: gemv bfloat16 N ≤ 16384, recording a pair",
+    "untuned: gemv bfloat16 N ≤ 4096, three maps",
     "untuned: gemm bfloat16, recording",
     "untuned: gemv float32, rank 4, 4 rows",
     "coefficients K = 5376",
@@ -472,6 +473,15 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         {},
         [{"path": "gemm"}],
         1,
+    ),
+    "patched_linears": (
+        lambda z, weight, u, v, bias, **options: tuple(
+            kernels.patched_linears(z, [weight] * 2, [u] * 2, v, [bias, None], **options)
+        ),
+        LINEAR,
+        {},
+        [{"path": "gemm"}],
+        2,
     ),
     "record_linears": (
         lambda z_pair, weight, bias, coeff, **options: kernels.record_linears(

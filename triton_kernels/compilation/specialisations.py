@@ -26,6 +26,7 @@ VARIANTS = (
     ("rank 1, 16 rows", 1, 16, None),
     ("rank 4, 4 rows", 4, 4, None),
     ("rank 16, pool", 16, 4, 64),
+    ("three maps", 1, 4, 64),
     ("recording", None, 16, 64),
     ("recording a pair", None, 16, 64),
     ("Conv1D", 1, 4, 64),
@@ -55,7 +56,7 @@ def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int)
             dtype,
             config,
             record=True,
-            other=weight if "pair" in variant else None,
+            others=(weight,) if "pair" in variant else (),
         )
     z = _empty(rows, k, dtype=dtype)
     if not rank:
@@ -70,6 +71,7 @@ def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int)
         index,
         dtype,
         config,
+        others=(weight, weight) if "maps" in variant else (),
     )
 
 

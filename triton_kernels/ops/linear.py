@@ -1,7 +1,9 @@
 """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r`` in one pass over W."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from icl_patch.kernels.runtime.launching import (
 )
 
 MAX_RANK = 64
+MAPS = 3  # that share a launch
 
 
 def product_path(rows: int) -> str:
@@ -82,15 +85,15 @@ def plan_linear(
     config: Config,
     *,
     record: bool = False,
-    other: Tensor | None = None,
+    others: Sequence[Tensor] = (),
 ) -> Launch:
     """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index, the coefficients of
-    :func:`plan_before`, and the weight and bias of another map or None.
+    :func:`plan_before`, and the weight, bias and u of two other maps of z, or None for each.
 
     u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
-    are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output;
-    ``other`` is then the weight (N', K), with the same strides and with a bias if there is one, of
-    another map of z, whose y and u follow.
+    are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
+    ``others`` are the weights (N', K) of up to two other maps: with the same strides, with a bias
+    if there is one, with a u if there is one, and all of these u contiguous. Their outputs follow.
     """
     n, k = weight.shape
     rows = len(z) // 2 if record else len(z)
@@ -102,6 +105,8 @@ def plan_linear(
         u_strides, v_strides = u.stride(), v.stride()
         if index is None and u.shape[0] == 1:
             u_strides, v_strides = (0, *u_strides[1:]), (0, *v_strides[1:])
+        if others:  # the kernel scales them to the other widths
+            u_strides = (rank * n if u_strides[0] else 0, n, 1)
         fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
     inputs = (
@@ -112,19 +117,19 @@ def plan_linear(
         dtype_of(v),
         dtype_of(index),
         torch.float32 if record or (rank and not fused) else None,
-        dtype_of(other),
-        None if other is None else dtype_of(bias),
+        *(dtype_of(x) for other in others for x in (other, bias, u)),
+        *[None] * (3 * (MAPS - 1 - len(others))),
     )
     outputs: list[Memory | None] = []
-    widths = [n] if other is None else [n, len(other)]
+    widths = [n, *map(len, others)]
     for width in widths:
         outputs += [((len(z), width), dtype), ((rows, width), torch.float32) if record else None]
     tiles = ceil_div(rows, block_m) * sum(ceil_div(width, block_n) for width in widths)
     partial: Memory = ((config.splits * len(z) * sum(widths),), torch.float32)
     rest: tuple = (
         rows,
-        n,
-        None if other is None else len(other),
+        *widths,
+        *[None] * (MAPS - len(widths)),
         *z.stride(),
         *weight.stride(),
         0 if bias is None else bias.stride(0),
@@ -143,7 +148,7 @@ def plan_linear(
         *coefficient_block(config, block_m, rows, fused, z.dtype),
         config.sums,
         config.splits,
-        other is not None,
+        len(widths),
         pdl := config.pdl and has_pdl(z.device),
         config.num_stages,
         INTERPRETED,
@@ -152,7 +157,7 @@ def plan_linear(
         _linear_kernel,
         tiles * config.splits,
         inputs,
-        (*outputs, *[None] * (4 - len(outputs))),
+        (*outputs, *[None] * (2 * MAPS - len(outputs))),
         rest,
         config.num_warps,
         config.num_stages,
@@ -219,9 +224,146 @@ def _plan(
         index: Tensor | None,
     ) -> Tensor:
         coeff = None if before is None else before(z, v, index)
-        return launch(z, weight, bias, u, v, index, coeff, None, None)
+        return launch(z, weight, bias, u, v, index, coeff, *_padded([]))
 
     return call
+
+
+Map = tuple[Tensor, Tensor | None, Tensor | None]  # its weight, u and bias
+
+
+def _padded(others: Sequence[Map]) -> list[Tensor | None]:
+    """Weight, bias and u of the other maps of a launch, as the kernel takes them."""
+    flat = [x for weight, u, bias in others for x in (weight, bias, u)]
+    return flat + [None] * (3 * (MAPS - 1) - len(flat))
+
+
+def launch_linears(
+    z: Tensor,
+    weights: Sequence[Tensor],
+    us: Sequence[Tensor | None],
+    v: Tensor | None,
+    biases: Sequence[Tensor | None],
+    path: str | None = None,
+    config: Config | None = None,
+) -> list[Tensor]:
+    """:func:`patched_linears`, straight to the kernel."""
+    maps = (x for of in zip(weights, us, biases, strict=True) for x in of)
+    return cached_launch(_plan_maps, (z, v, *maps), path, config)
+
+
+def _plan_maps(z: Tensor, v: Tensor | None, *rest: Any) -> Callable[..., list[Tensor]]:
+    *flat, path, config = rest
+    maps = _maps(flat)
+    configs = []
+    for weight, u, bias in maps:
+        _check(z, weight, u, v, bias, None, None)
+        gpu = gpu_name(z.device)
+        configs.append(
+            config or config_for(gpu, weight.dtype, len(weight), path or product_path(len(z)))
+        )
+
+    def form(i: int) -> tuple:
+        weight, u, bias = maps[i]
+        if not configs[i].grouped or not (u is None or u.is_contiguous()):
+            return (i,)
+        strides = weight.stride(), bias is None or bias.stride()
+        return configs[i].arithmetic, strides, u is None or (u.dtype, u.shape[:-1])
+
+    runs = []
+    for _, alike in groupby(range(len(maps)), form):
+        found = list(alike)
+        for i in range(0, len(found), MAPS):
+            run = slice(found[i], found[i : i + MAPS][-1] + 1)
+            runs.append((run, _plan_run(z, v, maps[run], configs[found[i]])))
+
+    def call(z: Tensor, v: Tensor | None, *flat: Any) -> list[Tensor]:
+        maps = _maps(flat)
+        return [y for run, launch in runs for y in launch(z, v, maps[run])]
+
+    return call
+
+
+def _maps(flat: Sequence[Any]) -> list[Map]:
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+
+
+def _plan_run(
+    z: Tensor, v: Tensor | None, maps: Sequence[Map], config: Config
+) -> Callable[..., Sequence[Tensor]]:
+    """The launch of maps that are alike."""
+    weight, u, bias = maps[0]
+    if u is not None and v is not None and u.dim() == 2:
+        u, v = u.unsqueeze(1), v.unsqueeze(1)
+    before = plan_before(z, v, None, config)
+    others = [of[0] for of in maps[1:]]
+    launch = plan_linear(z, weight, u, v, bias, None, z.dtype, config, others=others)
+
+    def call(z: Tensor, v: Tensor | None, maps: Sequence[Map]) -> Sequence[Tensor]:
+        coeff = None if before is None else before(z, v, None)
+        (weight, u, bias), *others = maps
+        outputs = launch(z, weight, bias, u, v, None, coeff, *_padded(others))
+        return outputs if others else [outputs]
+
+    return call
+
+
+library.define(
+    "triton_patched_linears(Tensor z, Tensor[] weights, Tensor?[] us, Tensor? v, Tensor?[] biases,"
+    " str? path) -> Tensor[]",
+    launch_linears,
+)
+
+
+@library.fake("triton_patched_linears")
+def _(
+    z: Tensor,
+    weights: Sequence[Tensor],
+    us: Sequence[Tensor | None],
+    v: Tensor | None,
+    biases: Sequence[Tensor | None],
+    path: str | None,
+) -> list[Tensor]:
+    return [z.new_empty((z.shape[0], weight.shape[0])) for weight in weights]
+
+
+def patched_linears(
+    z: Tensor,
+    weights: Sequence[Tensor],
+    us: Sequence[Tensor | None] | None = None,
+    v: Tensor | None = None,
+    biases: Sequence[Tensor | None] | None = None,
+    path: str | None = None,
+) -> list[Tensor]:
+    """:func:`patched_linear` of each weight with its u and bias, bit for bit, in z's dtype.
+
+    Up to three neighbours share a launch if their configurations say so (``Config.grouped``) and
+    have the same arithmetic, and their layouts are the same.
+
+    Args:
+        z: (M, K), read by all maps.
+        weights: logically (N_j, K); N_j may differ.
+        us: (M, N_j), (M, R, N_j) or (1, R, N_j) for each weight; None: no map has a patch.
+        v: of all patches, as ``us`` with K for N_j.
+        biases: (N_j,) or None for each weight; None: no map has a bias.
+        path: as for :func:`patched_linear`.
+
+    Returns:
+        (M, N_j) for each weight. Not differentiable.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or a number of tensors does not fit.
+    """
+    nothing = [None] * len(weights)
+    us, biases = us or nothing, biases or nothing
+    for name, given in (("us", us), ("biases", biases)):
+        check(len(given) == len(weights), f"{len(weights)} {name}, as many as weights", len(given))
+    if needs_op(z, v, *weights, *us, *biases):
+        for weight, u, bias in zip(weights, us, biases, strict=True):
+            _check(z, weight, u, v, bias, None, None)
+        return torch.ops.icl_patch.triton_patched_linears(z, weights, us, v, biases, path)
+    return launch_linears(z, weights, us, v, biases, path)
 
 
 library.define(

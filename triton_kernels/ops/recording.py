@@ -78,10 +78,19 @@ def _plan(
             *second(z, coeff, *others, None, None),
         )
     launch = plan_linear(
-        z_pair, weight, None, None, bias, None, z_pair.dtype, layout[0], record=True, other=other
+        z_pair,
+        weight,
+        None,
+        None,
+        bias,
+        None,
+        z_pair.dtype,
+        layout[0],
+        record=True,
+        others=() if other is None else (other,),
     )
     return lambda z_pair, coeff, weight, bias, other, other_bias: launch(
-        z_pair, weight, bias, None, None, None, coeff, other, other_bias
+        z_pair, weight, bias, None, None, None, coeff, other, other_bias, *[None] * 4
     )
 
 
