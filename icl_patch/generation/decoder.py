@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.layers.attachment import Attachment
-from icl_patch.models.shared_inputs import Others
 from icl_patch.recording.attached_model import AttachedModel
 
 
@@ -18,14 +19,15 @@ class Decoder:
         attached: the model.
         shared_cache: how its blocks run both streams over one cache; None before it is first used.
         fused_modules: its norms and gated MLPs as single operations; None before the first step.
-        shared_inputs: its linear maps that read the input of another one, found by the first step.
+        shared_inputs: linear maps that read the input of another one, by it; the first step finds
+            them.
         compiled_steps: the last compiled steps, by everything that they depend on.
     """
 
     attached: AttachedModel
     shared_cache: SharedCacheStreams | None = None
     fused_modules: FusedModules | None = None
-    shared_inputs: Others = field(default_factory=dict)
+    shared_inputs: dict[Any, list[nn.Linear]] = field(default_factory=dict)
     compiled_steps: dict[Any, Any] = field(default_factory=dict)
 
     @property

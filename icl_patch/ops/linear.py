@@ -154,13 +154,12 @@ def patched_linears(
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or a number of tensors does not fit.
     """
-    nothing = [None] * len(weights)
-    if not len(weights) == len(us or nothing) == len(biases or nothing):
-        raise ValueError(
-            f"expected a u and a bias for each weight, got {len(weights)} weights,"
-            f" {len(us or nothing)} us and {len(biases or nothing)} biases"
-        )
-    maps = zip(weights, us or nothing, biases or nothing, strict=True)
+    nothing: list[Any] = [None] * len(weights)
+    us, biases = us or nothing, biases or nothing
+    if not len(weights) == len(us) == len(biases):
+        counts = f"{len(weights)}, {len(us)} and {len(biases)}"
+        raise ValueError(f"expected as many weights, us and biases, got {counts}")
+    maps = zip(weights, us, biases, strict=True)
     outputs: list[Tensor] = _patched_linears.dispatch(z, v, *(x for of in maps for x in of))
     return outputs
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from icl_patch import ops
 from icl_patch.models.forward_override import overriding
-from icl_patch.models.shared_inputs import Others, SharedInputs
+from icl_patch.models.shared_inputs import SharedInputs
 
 
 class Attention(nn.Module):
@@ -54,7 +54,8 @@ def step(shared: SharedInputs, model: nn.Module, x: Tensor) -> Tensor:
 
 def test_later_passes_compute_maps_of_one_input_together(grouped: list[int]) -> None:
     torch.manual_seed(0)
-    model, others = Attention(), Others()
+    model = Attention()
+    others: dict[nn.Module, list[nn.Linear]] = {}
     shared = SharedInputs(linears(model), others)
     for calls in ([], [3], [3]):
         x = torch.randn(2, 1, 6)
@@ -71,7 +72,7 @@ def test_later_passes_compute_maps_of_one_input_together(grouped: list[int]) -> 
 def test_what_is_not_the_same_input_is_computed_alone(change: str, grouped: list[int]) -> None:
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(2, 1, 6)
-    shared = SharedInputs(linears(model), Others())
+    shared = SharedInputs(linears(model), {})
     step(shared, model, x)
     if change == "another tensor":
         model.between = lambda x: 2 * x
@@ -90,7 +91,7 @@ def test_what_is_not_the_same_input_is_computed_alone(change: str, grouped: list
 def test_nothing_is_kept_after_a_pass(grouped: list[int]) -> None:
     torch.manual_seed(0)
     model = Attention()
-    shared = SharedInputs(linears(model), Others())
+    shared = SharedInputs(linears(model), {})
     kept: list[weakref.ref] = []
 
     def fail(x: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def test_nothing_is_kept_after_a_pass(grouped: list[int]) -> None:
 def test_one_that_is_called_before_the_first(grouped: list[int]) -> None:
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(2, 1, 6)
-    shared = SharedInputs(linears(model), Others())
+    shared = SharedInputs(linears(model), {})
     step(shared, model, x)
     model.forward = lambda x: model.v(x) + model.q(x) + model.k(x) + model.k(x)
     assert torch.allclose(step(shared, model, x), model(x), atol=1e-6)

@@ -476,7 +476,7 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
     ),
     "patched_linears": (
         lambda z, weight, u, v, bias, **options: tuple(
-            kernels.patched_linears(z, [weight] * 2, [u] * 2, v, [bias, None], **options)
+            kernels.patched_linears(z, [weight] * 2, [u] * 2, v, [bias] * 2, **options)
         ),
         LINEAR,
         {},
@@ -494,7 +494,7 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         {"z_pair": (2 * M, K), "weight": (N, K), "bias": (N,), "coeff": (M, 1)},
         {},
         [{"path": "gemm"}],
-        2,
+        1,
     ),
     "record_linear, its direction": (
         kernels.record_linear,

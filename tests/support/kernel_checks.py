@@ -529,7 +529,7 @@ def test_launches_of_maps_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear, "config_for", lambda *of, chosen=chosen: chosen[of[2]])
         monkeypatch.setattr(launching, "_launches", {})
         launches.clear()
-        found = kernels.patched_linears(z, weights)
+        found = kernels.patched_linears(z, weights, [None] * 4, None, [None] * 4)
         assert launches == expected
         own = [kernels.patched_linear(z, weight) for weight in weights]
         assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))

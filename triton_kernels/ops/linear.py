@@ -224,18 +224,9 @@ def _plan(
         index: Tensor | None,
     ) -> Tensor:
         coeff = None if before is None else before(z, v, index)
-        return launch(z, weight, bias, u, v, index, coeff, *_padded([]))
+        return launch(z, weight, bias, u, v, index, coeff, *[None] * 6)
 
     return call
-
-
-Map = tuple[Tensor, Tensor | None, Tensor | None]  # its weight, u and bias
-
-
-def _padded(others: Sequence[Map]) -> list[Tensor | None]:
-    """Weight, bias and u of the other maps of a launch, as the kernel takes them."""
-    flat = [x for weight, u, bias in others for x in (weight, bias, u)]
-    return flat + [None] * (3 * (MAPS - 1) - len(flat))
 
 
 def launch_linears(
@@ -246,64 +237,60 @@ def launch_linears(
     biases: Sequence[Tensor | None],
     path: str | None = None,
     config: Config | None = None,
+    record: bool = False,
 ) -> list[Tensor]:
-    """:func:`patched_linears`, straight to the kernel."""
-    maps = (x for of in zip(weights, us, biases, strict=True) for x in of)
-    return cached_launch(_plan_maps, (z, v, *maps), path, config)
+    """:func:`patched_linears`, straight to the kernel. With ``record``, for both streams z and the
+    coefficients v: y and u of each weight.
+    """
+    maps = (x for of in zip(weights, biases, us, strict=True) for x in of)
+    return cached_launch(_plan_maps, (z, v, *maps), path, config, record)
 
 
 def _plan_maps(z: Tensor, v: Tensor | None, *rest: Any) -> Callable[..., list[Tensor]]:
-    *flat, path, config = rest
-    maps = _maps(flat)
-    configs = []
-    for weight, u, bias in maps:
-        _check(z, weight, u, v, bias, None, None)
-        gpu = gpu_name(z.device)
-        configs.append(
-            config or config_for(gpu, weight.dtype, len(weight), path or product_path(len(z)))
-        )
+    """The launches of maps of z, each with its weight, bias and u; neighbours share one."""
+    *flat, path, config, record = rest
+    path, configs = path or product_path(len(z) // (1 + record)), []
+    for weight, bias, u in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+        if record:
+            check_record(z, weight, bias, v)
+        else:
+            _check(z, weight, u, v, bias, None, None)
+        configs.append(config or config_for(gpu_name(z.device), weight.dtype, len(weight), path))
 
-    def form(i: int) -> tuple:
-        weight, u, bias = maps[i]
-        if not configs[i].grouped or not (u is None or u.is_contiguous()):
-            return (i,)
+    def form(i: int) -> Any:
+        weight, bias, u = flat[3 * i : 3 * i + 3]
+        if not (record or configs[i].grouped) or not (u is None or u.is_contiguous()):
+            return i
         strides = weight.stride(), bias is None or bias.stride()
         return configs[i].arithmetic, strides, u is None or (u.dtype, u.shape[:-1])
 
     runs = []
-    for _, alike in groupby(range(len(maps)), form):
+    for _, alike in groupby(range(len(configs)), form):
         found = list(alike)
-        for i in range(0, len(found), MAPS):
-            run = slice(found[i], found[i : i + MAPS][-1] + 1)
-            runs.append((run, _plan_run(z, v, maps[run], configs[found[i]])))
-
-    def call(z: Tensor, v: Tensor | None, *flat: Any) -> list[Tensor]:
-        maps = _maps(flat)
-        return [y for run, launch in runs for y in launch(z, v, maps[run])]
-
-    return call
-
-
-def _maps(flat: Sequence[Any]) -> list[Map]:
-    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+        for i in found[::MAPS]:
+            run = slice(3 * i, 3 * min(i + MAPS, found[-1] + 1))
+            runs.append((run, _plan_run(z, v, flat[run], configs[i], record)))
+    return lambda z, v, *flat: [y for run, call in runs for y in call(z, v, flat[run])]
 
 
 def _plan_run(
-    z: Tensor, v: Tensor | None, maps: Sequence[Map], config: Config
+    z: Tensor, v: Tensor | None, flat: Sequence[Any], config: Config, record: bool
 ) -> Callable[..., Sequence[Tensor]]:
     """The launch of maps that are alike."""
-    weight, u, bias = maps[0]
+    weight, bias, u = flat[:3]
+    v = None if record else v
     if u is not None and v is not None and u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
-    before = plan_before(z, v, None, config)
-    others = [of[0] for of in maps[1:]]
-    launch = plan_linear(z, weight, u, v, bias, None, z.dtype, config, others=others)
+    before: Any = plan_before(z, v, None, config)
+    launch = plan_linear(
+        z, weight, u, v, bias, None, z.dtype, config, record=record, others=flat[3::3]
+    )
+    padding = [None] * (3 * MAPS - len(flat))
 
-    def call(z: Tensor, v: Tensor | None, maps: Sequence[Map]) -> Sequence[Tensor]:
-        coeff = None if before is None else before(z, v, None)
-        (weight, u, bias), *others = maps
-        outputs = launch(z, weight, bias, u, v, None, coeff, *_padded(others))
-        return outputs if others else [outputs]
+    def call(z: Tensor, v: Tensor | None, flat: Sequence[Any]) -> Sequence[Tensor]:
+        coeff = v if record else before and before(z, v, None)
+        outputs = launch(z, *flat[:3], None if record else v, None, coeff, *flat[3:], *padding)
+        return [outputs] if isinstance(outputs, Tensor) else outputs
 
     return call
 
@@ -313,26 +300,17 @@ library.define(
     " str? path) -> Tensor[]",
     launch_linears,
 )
-
-
-@library.fake("triton_patched_linears")
-def _(
-    z: Tensor,
-    weights: Sequence[Tensor],
-    us: Sequence[Tensor | None],
-    v: Tensor | None,
-    biases: Sequence[Tensor | None],
-    path: str | None,
-) -> list[Tensor]:
-    return [z.new_empty((z.shape[0], weight.shape[0])) for weight in weights]
+library.fake("triton_patched_linears")(
+    lambda z, weights, *_: [z.new_empty((z.shape[0], weight.shape[0])) for weight in weights]
+)
 
 
 def patched_linears(
     z: Tensor,
     weights: Sequence[Tensor],
-    us: Sequence[Tensor | None] | None = None,
-    v: Tensor | None = None,
-    biases: Sequence[Tensor | None] | None = None,
+    us: Sequence[Tensor | None],
+    v: Tensor | None,
+    biases: Sequence[Tensor | None],
     path: str | None = None,
 ) -> list[Tensor]:
     """:func:`patched_linear` of each weight with its u and bias, bit for bit, in z's dtype.
@@ -343,9 +321,9 @@ def patched_linears(
     Args:
         z: (M, K), read by all maps.
         weights: logically (N_j, K); N_j may differ.
-        us: (M, N_j), (M, R, N_j) or (1, R, N_j) for each weight; None: no map has a patch.
+        us: (M, N_j), (M, R, N_j) or (1, R, N_j) for each weight; None for each without patches.
         v: of all patches, as ``us`` with K for N_j.
-        biases: (N_j,) or None for each weight; None: no map has a bias.
+        biases: (N_j,) or None for each weight.
         path: as for :func:`patched_linear`.
 
     Returns:
@@ -355,10 +333,6 @@ def patched_linears(
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or a number of tensors does not fit.
     """
-    nothing = [None] * len(weights)
-    us, biases = us or nothing, biases or nothing
-    for name, given in (("us", us), ("biases", biases)):
-        check(len(given) == len(weights), f"{len(weights)} {name}, as many as weights", len(given))
     if needs_op(z, v, *weights, *us, *biases):
         for weight, u, bias in zip(weights, us, biases, strict=True):
             _check(z, weight, u, v, bias, None, None)
@@ -456,6 +430,23 @@ def check_linear(
             f"expected z (M, K) and weight (N, K), got {tuple(z.shape)} and {tuple(weight.shape)}"
         )
     check_operands("z", z, weight, bias, out_dtype)
+
+
+def check_record(
+    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor | None = None
+) -> None:
+    """Raise unless the arguments fit a recorded linear map of both streams."""
+    check_linear(z_pair, weight, bias, None)
+    rows, odd = divmod(z_pair.shape[0], 2)
+    check(not odd, "z_pair (2M, K)", z_pair.shape)
+    if coeff is not None:
+        good = (
+            coeff.shape == (rows, 1)
+            and coeff.dtype == torch.float32
+            and coeff.is_contiguous()
+            and coeff.device == z_pair.device
+        )
+        check(good, f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}", coeff.shape)
 
 
 def check_operands(

@@ -1,16 +1,16 @@
 """One pass over W for both streams: their outputs, and the patch that makes them equal."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from icl_patch.kernels.ops.direction import ReadDirection, read_direction
-from icl_patch.kernels.ops.linear import check_linear, plan_linear, product_path
+from icl_patch.kernels.ops.linear import check_record, launch_linears
 from icl_patch.kernels.runtime import library
-from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
-from icl_patch.kernels.runtime.launching import cached_launch, check, needs_op
+from icl_patch.kernels.runtime.config import Config
+from icl_patch.kernels.runtime.launching import needs_op
 
 
 class Recorded(NamedTuple):
@@ -44,54 +44,8 @@ def launch_record(
     """:func:`record_linears` for given coefficients, straight to the kernel: y_pair and u of each
     weight.
     """
-    outputs: list[Tensor] = []
-    maps = [x for of in zip(weights, biases, strict=True) for x in of]
-    for i in range(0, len(maps), 4):
-        weight, bias, other, other_bias = (*maps[i : i + 4], None, None)[:4]
-        tensors = (z_pair, coeff, weight, bias, other, other_bias)
-        outputs += cached_launch(_plan, tensors, path, config)
-    return outputs
-
-
-def _plan(
-    z_pair: Tensor,
-    coeff: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    other: Tensor | None,
-    other_bias: Tensor | None,
-    path: str | None,
-    config: Config | None,
-) -> Callable[..., Sequence[Tensor]]:
-    def planned(weight: Tensor, bias: Tensor | None) -> tuple[Config, Any, Any]:
-        _check(z_pair, weight, bias, coeff)
-        rows, gpu = len(z_pair) // 2, gpu_name(z_pair.device)
-        chosen = config or config_for(gpu, weight.dtype, len(weight), path or product_path(rows))
-        return chosen, weight.stride(), bias is None or bias.stride()
-
-    layout = planned(weight, bias)
-    if other is not None and planned(other, other_bias) != layout:
-        first = _plan(z_pair, coeff, weight, bias, None, None, path, config)
-        second = _plan(z_pair, coeff, other, other_bias, None, None, path, config)
-        return lambda z, coeff, weight, bias, *others: (
-            *first(z, coeff, weight, bias, None, None),
-            *second(z, coeff, *others, None, None),
-        )
-    launch = plan_linear(
-        z_pair,
-        weight,
-        None,
-        None,
-        bias,
-        None,
-        z_pair.dtype,
-        layout[0],
-        record=True,
-        others=() if other is None else (other,),
-    )
-    return lambda z_pair, coeff, weight, bias, other, other_bias: launch(
-        z_pair, weight, bias, None, None, None, coeff, other, other_bias, *[None] * 4
-    )
+    nothing = [None] * len(weights)
+    return launch_linears(z_pair, weights, nothing, coeff, biases, path, config, record=True)
 
 
 library.define(
@@ -99,22 +53,13 @@ library.define(
     " path) -> Tensor[]",
     launch_record,
 )
-
-
-@library.fake("triton_record_linears")
-def _(
-    z_pair: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    coeff: Tensor,
-    path: str | None,
-) -> list[Tensor]:
-    rows = z_pair.shape[0]
-    outputs = []
-    for weight in weights:
-        outputs.append(z_pair.new_empty((rows, weight.shape[0])))
-        outputs.append(z_pair.new_empty((rows // 2, weight.shape[0]), dtype=torch.float32))
-    return outputs
+library.fake("triton_record_linears")(
+    lambda z_pair, weights, *_: [
+        z_pair.new_empty((z_pair.shape[0] // parts, weight.shape[0]), dtype=dtype)
+        for weight in weights
+        for parts, dtype in ((1, z_pair.dtype), (2, torch.float32))
+    ]
+)
 
 
 def record_linear(
@@ -151,7 +96,7 @@ def record_linear(
     Source: Goldwaser et al. (2025), Lemma 6.
     """
     if direction is None:
-        _check(z_pair, weight, bias)
+        check_record(z_pair, weight, bias)
         direction = read_direction(z_pair[z_pair.shape[0] // 2 :])
     return record_linears(z_pair, [weight], [bias], direction=direction, path=path)[0]
 
@@ -164,30 +109,14 @@ def record_linears(
     direction: ReadDirection,
     path: str | None = None,
 ) -> list[Recorded]:
-    """:func:`record_linear` of each weight and bias, bit for bit; two share a launch if they have
-    the same configuration and layout.
+    """:func:`record_linear` of each weight and bias, bit for bit; up to three neighbours share a
+    launch if they have the same arithmetic and layout.
     """
     arguments = (z_pair, weights, biases, direction.coeff, path)
     if needs_op(z_pair, *weights, *biases):
         for of in zip(weights, biases, strict=True):
-            _check(z_pair, *of, direction.coeff)
+            check_record(z_pair, *of, direction.coeff)
         flat = torch.ops.icl_patch.triton_record_linears(*arguments)
     else:
         flat = launch_record(*arguments)
     return [Recorded(y, u, direction) for y, u in zip(flat[::2], flat[1::2], strict=True)]
-
-
-def _check(
-    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor | None = None
-) -> None:
-    check_linear(z_pair, weight, bias, None)
-    rows, odd = divmod(z_pair.shape[0], 2)
-    check(not odd, "z_pair (2M, K)", z_pair.shape)
-    if coeff is not None:
-        good = (
-            coeff.shape == (rows, 1)
-            and coeff.dtype == torch.float32
-            and coeff.is_contiguous()
-            and coeff.device == z_pair.device
-        )
-        check(good, f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}", coeff.shape)

@@ -75,7 +75,7 @@ class Config:
         """The configuration without the entries that change no bits and that the maps of one launch
         can share.
         """
-        return replace(self, num_stages=1, fused=1, pdl=False)
+        return replace(self, num_stages=1, fused=1, pdl=False, grouped=False)
 
     def for_capability(self, capability: int) -> "Config":
         """The configuration without features that a compute capability (80, 90, …) lacks."""
