@@ -217,6 +217,17 @@ def test_hooks_that_are_set_before_attaching(family: str, update: str) -> None:
     assert not found["model.layers.1.mlp scales"]
 
 
+@pytest.mark.parametrize("update", ["exact", "stable"])
+def test_a_hook_before_the_norm_behind_the_sum(update: str) -> None:
+    """The block's sum is read before the hook changes it, and the patch holds the hook's effect."""
+    model = tiny_models.build("opt-post-norm")
+    path = next(name for name, _ in model.named_modules() if name.endswith("1.final_layer_norm"))
+    expected = with_context(model, KINDS["scales the input"], path)
+    with ContextPatcher(model, update) as patcher:
+        KINDS["scales the input"](model.get_submodule(path))
+        assert right_or_refused(patcher, expected, path)
+
+
 def test_the_message_of_a_hook_on_the_mlp() -> None:
     """The exact patch was off by 0.53 without misses."""
     model: Any = small("llama")
