@@ -261,6 +261,8 @@ def _plan_maps(z: Tensor, v: Tensor | None, *rest: Any) -> Callable[..., list[Te
         weight, bias, u = flat[3 * i : 3 * i + 3]
         if not (record or configs[i].grouped) or not (u is None or u.is_contiguous()):
             return i
+        if not len(weight):  # has no program that could compute it
+            return i
         strides = weight.stride(), bias is None or bias.stride()
         return configs[i].arithmetic, strides, u is None or (u.dtype, u.shape[:-1])
 
