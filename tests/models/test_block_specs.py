@@ -15,6 +15,7 @@ from support.generation import prefilled
 from support.growing_context import GrowingContext
 from support.models import EXPERTS, Stock, build, case, ragged, tokens
 from support.numeric import noise_limit, replay_limit, within_roundings
+from support.quantised import Int8Linear
 from support.small import works
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
@@ -416,21 +417,6 @@ def test_images_whose_tokens_have_three_positions(kind: str) -> None:
 
 
 # -- quantised weights
-
-
-class Int8Linear(nn.Module):
-    """Weights of one byte with a scale per row, in buffers alone: nothing of it is an
-    ``nn.Linear``, and it has no weight.
-    """
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        scale = base.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("packed", (base.weight.detach() / scale).round().to(torch.int8))
-        self.register_buffer("row_scale", scale)
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z @ (self.packed * self.row_scale).to(z.dtype).T
 
 
 def quantise(model: nn.Module, kind: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import tokens
+from support.quantised import Int8Linear
 from support.small import small
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -75,6 +76,23 @@ def test_applied_and_merged_are_the_changed_weights(name: str) -> None:
     assert close(logits(model), expected)
     with pytest.raises(FingerprintMismatch):
         patch.merge(model)
+
+
+def test_a_quantised_matrix_is_changed_on_top() -> None:
+    """Its shape cannot be read; a change lies beside it and leaves it as it is."""
+    model = tiny_models.build("llama")
+    changes = random_patch(model, 0).changes
+    quantised = copy.deepcopy(model)
+    for path in changes:
+        parent, _, name = path.rpartition(".")
+        base = Int8Linear(model.get_submodule(path))
+        setattr(quantised.get_submodule(parent), name, base)
+        model.get_submodule(path).weight.data = base.packed * base.row_scale
+    patch = StaticPatch(StaticInfo.of(quantised, None, "random"), changes)
+    before = logits(quantised)
+    with patch.applied(quantised):
+        assert close(logits(quantised), changed_by_hand(model, {1.0: patch}))
+    assert torch.equal(logits(quantised), before)
 
 
 def test_sums_scales_and_means_are_those_of_the_weights() -> None:
