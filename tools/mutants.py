@@ -200,6 +200,8 @@ class Copy:
             check=True,
         ).stdout.strip()
         self.built = Path(built).with_name("_native.so")
+        for metadata in self.built.parents[2].glob("icl_patch-*"):  # entry points of commands
+            shutil.copytree(metadata, self.site / metadata.name)
         self._restore_library()
 
     def _restore_library(self) -> None:
