@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.integrations import sdpa_attention
 
 from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
@@ -151,6 +152,11 @@ _ACTIVATIONS: Replacements = {
 
 # -- attention
 
+# Beside a mask, newer versions of transformers give one token's query heads as tokens of the heads
+# of keys, older ones repeat the keys. Without a mask both leave it to this function, which must
+# do the same.
+_PACKS_QUERIES = hasattr(sdpa_attention, "pack_gqa")
+
 
 def attention(
     query: Tensor,
@@ -177,7 +183,7 @@ def attention(
     """
     heads, tokens = query.shape[1], query.shape[2]
     if heads != key.shape[1]:
-        if tokens == 1:  # as transformers packs them beside a mask
+        if tokens == 1 and _PACKS_QUERIES:
             query = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
         else:
             key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))

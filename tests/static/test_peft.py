@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from support.models import tokens
 from support.small import small
+from support.static import CLOSE, IDS, logits, random_patch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -18,8 +19,6 @@ from icl_patch import ContextPatcher, PatchFormatError, static
 from icl_patch.evaluation import tiny_models
 from icl_patch.patch.peft_export import padded_rank
 from icl_patch.static import LowRank, StaticPatch, from_peft
-
-from .test_static_patch import CLOSE, IDS, logits, random_patch  # isort: skip
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2")
 

@@ -2,13 +2,13 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.models import tokens
 from support.quantised import Int8Linear
 from support.small import small
+from support.static import CLOSE, IDS, logits, random_patch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
@@ -17,28 +17,6 @@ from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFo
 from icl_patch.evaluation import tiny_models
 from icl_patch.patch.fingerprints import weight_fingerprint
 from icl_patch.static import LowRank, StaticInfo, StaticPatch, applied
-
-IDS = tokens(11, 3, 6)
-# fp32: the low-rank term is rounded where the merged weights are not, over some ten modules
-CLOSE = 100 * torch.finfo(torch.float32).eps
-
-
-def random_patch(model: Any, seed: int, rank: int = 3) -> StaticPatch:
-    """Random changes of every matrix of the MLPs, a third of the weights' size."""
-    generator = torch.Generator().manual_seed(seed)
-    changes = {}
-    for path, module in model.named_modules():
-        if ".mlp." in path and type(module) in (nn.Linear, Conv1D):
-            shape = module.weight.shape
-            n, k = shape if type(module) is nn.Linear else shape[::-1]
-            u, v = (torch.randn(rank, size, generator=generator) for size in (n, k))
-            changes[path] = LowRank(u, v * 0.3 / (rank * k) ** 0.5 * n**-0.5)
-    return StaticPatch(StaticInfo.of(model, None, "random"), changes)
-
-
-@torch.no_grad()
-def logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
-    return model(ids).logits
 
 
 @torch.no_grad()

@@ -373,6 +373,7 @@ def pytest_configure() -> None:
     }
     for name, value in pretended.items():
         setattr(torch.cuda, name, always(value))
+    torch.cuda.is_current_stream_capturing = lambda: MODE.capture is not None
     torch.cuda.synchronize, torch.cuda.stream, torch.cuda.device = (
         synchronize,
         nullcontext,
