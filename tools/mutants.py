@@ -98,11 +98,18 @@ class _Meaning(ast.NodeTransformer):
                 setattr(node, name, ast.Constant(None))
         return super().generic_visit(node)
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """With keywords in one order."""
+        node.keywords.sort(key=lambda keyword: keyword.arg or "")
+        return self.generic_visit(node)
+
     def visit_Raise(self, node: ast.Raise) -> ast.Raise:
         """Without the strings in it."""
         for part in ast.walk(node):
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 part.value = ""
+            elif isinstance(part, ast.JoinedStr):
+                part.values = []
         return node
 
 

@@ -171,6 +171,22 @@ def test_attention_of_several_tokens_equals_sdpa() -> None:
     torch.testing.assert_close(together.double(), expected, atol=2e-6, rtol=2e-6)
 
 
+def test_attention_of_several_tokens_over_a_cache_equals_sdpa() -> None:
+    """Padding before the keys, and room behind them."""
+    tokens, mask = 3, torch.zeros(5, 1, 3, 37, dtype=torch.bool)
+    for row, start in enumerate((0, 4, 21, 7, 0)):
+        for token in range(tokens):
+            mask[row, :, token, start : 28 + token] = True
+    together = attended(mask, slice(0, 5), slice(0, 37), tokens=tokens)
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (
+        torch.randn(5, heads, length, 24, generator=generator).double()
+        for heads, length in ((6, tokens), (2, 37), (2, 37))
+    )
+    expected = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    torch.testing.assert_close(together.double(), expected, atol=2e-6, rtol=2e-6)
+
+
 def test_a_mask_of_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match="expected an attention mask"):
         attended(torch.zeros(5, 1, 1, 37), slice(0, 5), slice(0, 37))
