@@ -106,9 +106,9 @@ class SelfCheck:
             raise UnsupportedModelError(
                 f"{self._name} does not compute the same with its modules swapped and off"
             )
+        self._check_calls(blocks, all_activations)
         if not self._recurrent:
             self._check_attention()
-        self._check_calls(blocks, all_activations)
         # weights of zero have no patch for these tokens; the user's tokens raise this again
         with suppress(ControllabilityError):
             cache = kv_cache.new_cache(self._model)

@@ -685,6 +685,16 @@ def test_spans_that_are_none(absorbed: Any, llama_patcher: ContextPatcher) -> No
         llama_patcher.compute(IDS, KEPT, absorbed=absorbed)
 
 
+def test_a_block_that_leaves_its_readers_out_over_a_cache() -> None:
+    """Detection sees one call without a cache, where they run."""
+    model: Any = small("llama")
+    mlp, own = model.model.layers[1].mlp, model.model.layers[1].mlp.forward
+    mlp.forward = lambda x: own(x) if x.shape[1] > 2 else torch.zeros_like(x)
+    message = r"layers\.1 does not call its readers mlp\.gate_proj, mlp\.up_proj"
+    with pytest.raises(UnsupportedModelError, match=message):
+        ContextPatcher(model)
+
+
 def test_a_tokenizer_that_is_none() -> None:
     with pytest.raises(TypeError, match="expected a tokenizer with a vocabulary, got object"):
         ContextPatcher(small("llama"), tokenizer=object())
