@@ -2,8 +2,8 @@
 registers or does not fit.
 
 CUDA kernels come from the log of the native library's build, and are compiled here for sm_100,
-which the library holds as PTX. Triton kernels are compiled here,
-ahead of time, in every configuration of the data files; no GPU is needed.
+which the library holds as PTX. Triton kernels are compiled here, ahead of time, in every
+configuration of the data files; no GPU is needed.
 """
 
 import os
@@ -11,8 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -87,32 +90,46 @@ def cuda_kernels(console: Console) -> list[str]:
     ]
 
 
+def launches(capability: int) -> list[tuple[str, Any]]:
+    """The Triton kernels' launches by name, in every configuration."""
+    from icl_patch.kernels.compilation import specialisations
+
+    return [
+        *specialisations.linear_launches(capability),
+        *specialisations.expert_launches(capability),
+        *specialisations.other_launches(),
+    ]
+
+
+def compiled(job: tuple[int, int]) -> tuple[str, str | None, list[str]]:
+    """The name of a launch, its problem and its row in the table, by capability and number."""
+    from icl_patch.kernels.compilation import aot
+
+    capability, number = job
+    name, launch = launches(capability)[number]
+    found = aot.resources(launch, capability)
+    numbers = (found.spill_stores, found.spill_loads, found.stack, found.shared, found.registers)
+    row = [name, f"sm_{capability}", *map(str, numbers)]
+    return f"{name} for sm_{capability}", found.problem(capability), row
+
+
 def triton_kernels(console: Console) -> list[str]:
-    """The same for the Triton kernels."""
+    """The same for the Triton kernels, compiled by as many processes as there are processors."""
     if find_spec("triton") is None:
         console.print("no Triton kernels were compiled here: triton is not installed")
         return []
-    from icl_patch.kernels.compilation import aot, specialisations
-
     table = empty_table("Triton")
     problems = []
-    for capability in CAPABILITIES:
-        for name, launch in (
-            *specialisations.linear_launches(capability),
-            *specialisations.expert_launches(capability),
-            *specialisations.other_launches(),
-        ):
-            found = aot.resources(launch, capability)
-            numbers = (
-                found.spill_stores,
-                found.spill_loads,
-                found.stack,
-                found.shared,
-                found.registers,
-            )
-            table.add_row(name, f"sm_{capability}", *map(str, numbers))
-            if problem := found.problem(capability):
-                problems.append(f"{name} for sm_{capability} {problem}")
+    jobs = [
+        (capability, number)
+        for capability in CAPABILITIES
+        for number in range(len(launches(capability)))
+    ]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for name, problem, row in pool.map(compiled, jobs):
+            table.add_row(*row)
+            if problem:
+                problems.append(f"{name} {problem}")
     console.print(table)
     return problems
 
