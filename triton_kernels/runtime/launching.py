@@ -4,6 +4,7 @@ of time; launches of known shapes are cached.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -109,6 +110,8 @@ def _allocated(memory: Memory | None, device: torch.device) -> Tensor | None:
 _COUNTERS = 1 << 16
 _free_counters: dict[torch.device, Tensor] = {}
 _counters: dict[tuple[torch.device, int], Tensor] = {}
+_counter_blocks: list[Tensor] = []  # for good: a captured graph does not hold its counters
+_counters_lock = Lock()
 
 
 def counters(count: int, device: torch.device) -> Tensor:
@@ -124,16 +127,19 @@ def counters(count: int, device: torch.device) -> Tensor:
     known = _counters.get((device, stream))
     if not captured and known is not None and len(known) >= count:
         return known
-    free = _free_counters.get(device)
-    if free is None or len(free) < (count if captured else count + _COUNTERS // 2):
-        fresh = torch.zeros(count + _COUNTERS, dtype=torch.int32, device=device)
-        if captured:  # zeros that the graph writes at every replay
-            return fresh[:count]
-        free = fresh
-    taken, _free_counters[device] = free[:count], free[count:]
-    if not captured:
-        _counters[device, stream] = taken
-    return taken
+    with _counters_lock:
+        free = _free_counters.get(device)
+        if free is None or len(free) < (count if captured else count + _COUNTERS // 2):
+            if captured:  # zeros that the graph writes at every replay
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            free = torch.zeros(count + _COUNTERS, dtype=torch.int32, device=device)
+            if on_gpu:  # other streams take the rest
+                torch.cuda.current_stream(device).synchronize()
+            _counter_blocks.append(free)
+        taken, _free_counters[device] = free[:count], free[count:]
+        if not captured:
+            _counters[device, stream] = taken
+        return taken
 
 
 def has_pdl(device: torch.device) -> bool:
