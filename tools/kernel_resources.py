@@ -6,6 +6,7 @@ which the library holds as PTX. Triton kernels are compiled here, ahead of time,
 configuration of the data files; no GPU is needed.
 """
 
+import functools
 import os
 import re
 import shutil
@@ -90,6 +91,7 @@ def cuda_kernels(console: Console) -> list[str]:
     ]
 
 
+@functools.cache
 def launches(capability: int) -> list[tuple[str, Any]]:
     """The Triton kernels' launches by name, in every configuration."""
     from icl_patch.kernels.compilation import specialisations

@@ -3,6 +3,7 @@
 The factors are those of :class:`icl_patch.layers.experts.PatchedExperts`, under the same names.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.patched_module import Mode
+
+
+def _gated(activation: Callable[[Tensor], Tensor], read: Tensor) -> Tensor:
+    """``activation(gate) ⊙ up``, both halves of ``read`` (..., 2I) -> (..., I)."""
+    gate, up = read.chunk(2, dim=-1)
+    return activation(gate) * up
 
 
 class PatchedParallelExperts(PatchedExperts):
@@ -35,9 +42,7 @@ class PatchedParallelExperts(PatchedExperts):
 
     def inner(self, read: Tensor) -> Tensor:
         """h: (M, k, 2I) -> (M, k, I)."""
-        gate, up = read.chunk(2, dim=-1)
-        h: Tensor = self.base_layer.activation(gate) * up
-        return h
+        return _gated(self.base_layer.activation, read)
 
     def unpatched(self, z: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The experts' output without a patch: (M, d) -> (M, d)."""
@@ -88,9 +93,7 @@ class PatchedStackedExperts(PatchedExperts):
 
     def inner(self, read: Tensor) -> Tensor:
         """h: (M, k, 2I) -> (M, k, I)."""
-        gate, up = read.chunk(2, dim=-1)
-        h: Tensor = self.base_layer.mlp.activation_fn(gate) * up
-        return h
+        return _gated(self.base_layer.mlp.activation_fn, read)
 
     def _run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """x (B, T, d), the chosen experts (M, k) and their weights (M, k) -> (B, T, d)."""

@@ -261,7 +261,7 @@ def _plan_maps(z: Tensor, v: Tensor | None, *rest: Any) -> Callable[..., list[Te
         weight, bias, u = flat[3 * i : 3 * i + 3]
         if not (record or configs[i].grouped) or not (u is None or u.is_contiguous()):
             return i
-        if not len(weight):  # has no program that could compute it
+        if not len(weight):  # the kernel divides by the first map's outputs
             return i
         strides = weight.stride(), bias is None or bias.stride()
         return configs[i].arithmetic, strides, u is None or (u.dtype, u.shape[:-1])
