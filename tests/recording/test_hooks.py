@@ -4,7 +4,7 @@ or it is refused by name.
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -153,20 +153,25 @@ RIGHT = {
 }
 
 
+OTHERS = [("gemma3", "exact"), ("gemma3", "direct"), ("gpt2", "exact"), ("qwen2_moe", "stable")]
+
+
 @pytest.mark.parametrize(
-    ("family", "update"),
+    ("family", "update", "kinds"),
     [
-        ("llama", "exact"),
-        ("llama", "stable"),
-        ("gemma3", "exact"),
-        ("gemma3", "direct"),
-        ("gpt2", "exact"),
-        ("qwen2_moe", "stable"),
+        *(pytest.param("llama", update, KINDS, id=f"llama-{update}") for update in RIGHT),
+        *(pytest.param(*other, FEW, id="-".join(other)) for other in OTHERS),
+        *(
+            pytest.param(
+                *other, KINDS, id="-".join(other) + "-every kind", marks=pytest.mark.stress
+            )
+            for other in OTHERS
+        ),
     ],
 )
-def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
-    """Every kind on every module, or a few off the MLP in families other than Llama: right,
-    or refused by name; without it the patcher gives the bits that it gave.
+def test_hooks_that_are_set_after_attaching(family: str, update: str, kinds: Iterable[str]) -> None:
+    """Every kind on the MLP, and these kinds on every module: right, or refused by name; without it
+    the patcher gives the bits that it gave.
     """
     model = tiny_models.build(family, **THREE_BLOCKS.get(family, {"num_hidden_layers": 3}))
     stock, ids = copy.deepcopy(model), IDS % tiny_models.VOCABULARY
@@ -174,7 +179,7 @@ def test_hooks_that_are_set_after_attaching(family: str, update: str) -> None:
         plain = patcher.compute(ids[:, :6], ids[:, 6:]).logits
         for path in paths_in(stock):
             for kind, register in KINDS.items():
-                if family != "llama" and not path.endswith(".mlp") and kind not in FEW:
+                if kind not in kinds and not path.endswith(".mlp"):
                     continue
                 try:
                     expected = with_context(stock, register, path)
