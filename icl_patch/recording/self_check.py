@@ -18,7 +18,7 @@ from icl_patch.models.positions import first_position
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
-from icl_patch.recording.compute import compute_closing
+from icl_patch.recording.compute import close_on
 from icl_patch.recording.replay import replay_logits
 from icl_patch.recording.sequences import Sequences, assemble
 from icl_patch.tolerances import rounding_limit
@@ -111,9 +111,8 @@ class SelfCheck:
             self._check_attention()
         # weights of zero have no patch for these tokens; the user's tokens raise this again
         with suppress(ControllabilityError):
-            cache = kv_cache.new_cache(self._model)
-            forward_passes.run_head(self._model, self._sequences, cache)
-            patch = compute_closing(attached, cache, self._sequences, "exact").patch
+            patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
+            patch = close_on(attached, all_activations[len(blocks) :], patch, "exact").patch
             assert patch.report is not None
             small = patch.report.correction.amax((1, 2)) <= rounding_limit(self._model.dtype)
             if not small.all():

@@ -54,7 +54,8 @@ for dtype, n in itertools.product(FLOATS.values(), (3, 15, 64, 257, 2049)):
     g[0, -1], m[1, 0] = torch.nan, torch.inf
     h = normal(seeded(n), *g.shape, dtype=dtype)
     rms = torch.rand(len(g), generator=seeded(0)).to(dtype)
-    for scale, method in itertools.product((m, m[2]), ("newton", "bisection")):
+    methods = ("newton", "bisection") if n < 2049 else ("newton",)
+    for scale, method in itertools.product((m, m[2]), methods):
         results = [
             *(
                 ops.invert_rmsnorm(g, scale, rms, eps, fallback, method)
