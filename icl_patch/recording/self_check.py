@@ -44,7 +44,6 @@ class SelfCheck:
         self._sequences = assemble(context, kept, prefix_ids=prefix)
         self._other = assemble(context.flip(1), kept, prefix_ids=prefix)
         with torch.no_grad():
-            self._check_positions(ids)
             self._expected = self._logits()
 
     @torch.no_grad()
@@ -69,8 +68,10 @@ class SelfCheck:
         logits, expected = (self._logits(part) for part in (padded, alone))
         return self._near(logits, expected)
 
-    def _check_positions(self, ids: Tensor) -> None:
+    @torch.no_grad()
+    def check_positions(self) -> None:
         """Raises UnsupportedModelError unless the model itself takes the positions given here."""
+        ids = torch.cat([self._sequences.head_ids, self._sequences.tail_ids], 1)
 
         def logits(positions: Tensor | None) -> Tensor:
             cache = kv_cache.new_cache(self._model)

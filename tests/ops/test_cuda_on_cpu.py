@@ -186,12 +186,13 @@ def test_every_way_of_keeping_a_row(driver: ctypes.CDLL, n: int, shared_memory: 
     rms = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]).double()
     want = reference.invert_rmsnorm(g, m, rms, 1e-6, m)
     assert want.status.tolist()[2:4] == [Status.BAD_RADIUS, Status.NONFINITE]
-    once, again, bisected = (
-        Driver(driver)(g, m, rms, 1e-6, m, bisection=bisection, shared_memory=shared_memory)
-        for bisection in (False, False, True)
+    once, again = (
+        Driver(driver)(g, m, rms, 1e-6, m, shared_memory=shared_memory) for _ in range(2)
     )
     check_same(once, want, OTHER_SUMS)
-    check_same(bisected, want, OTHER_SUMS)
+    if shared_memory != ENOUGH:  # it takes seconds, and the way to a row is the same
+        bisected = Driver(driver)(g, m, rms, 1e-6, m, bisection=True, shared_memory=shared_memory)
+        check_same(bisected, want, OTHER_SUMS)
     # whatever the order of the turns
     assert torch.equal(once.hidden.nan_to_num(), again.hidden.nan_to_num())
 
