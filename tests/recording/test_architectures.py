@@ -50,8 +50,8 @@ def test_direct_and_stable_in_fp32(family: str, seed: int) -> None:
     absorbed spans.
     """
     model = shallow(family, seed)
-    inputs = {name: case(name, seed) for name in CASES[seed]}
-    references = {name: Stock(model).logits(arguments) for name, arguments in inputs.items()}
+    inputs, stock = {name: case(name, seed) for name in CASES[seed]}, Stock(model)
+    references = {name: stock.logits(arguments) for name, arguments in inputs.items()}
     scales = any(block.spec.writer is Writer.SCALE for block in blocks_of(model))
     for update in ("direct", "stable") if scales else ("direct",):  # which are the same else
         with ContextPatcher(model, update) as patcher:
@@ -74,10 +74,11 @@ def test_exact_is_bit_identical(family: str, dtype: torch.dtype, seed: int) -> N
     show that it is no accident.
     """
     model = shallow(family, seed, dtype)
+    stock = Stock(model)
     with ContextPatcher(model, "exact") as patcher:
         for name in CASES[seed] if dtype == BF16 else CASES_IN_FP32:
             arguments = case(name, seed)
-            reference = Stock(model).logits(arguments)
+            reference = stock.logits(arguments)
             computed = patcher.attached_model.compute(assemble(**arguments))
             patch = computed.patch
             logits, all_activations = patcher.attached_model.replay(patch)
