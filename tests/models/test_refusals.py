@@ -120,11 +120,6 @@ def test_a_refusal_without_hooks_does_not_name_hooks() -> None:
     assert "hooks" not in str(refused.value)
 
 
-def test_a_norm_that_multiplies_in_fp64_is_refused_with_a_cure() -> None:
-    with pytest.raises(UnsupportedModelError, match="convert the model to float32"):
-        ContextPatcher(tiny_models.build("olmo2", dtype=torch.float64))
-
-
 class LeakingAttention(LlamaAttention):
     """Adds a trace of all that its cache holds, what the mask hides too: less than rounding may
     be.
