@@ -78,6 +78,11 @@ def takes_cache(model: PreTrainedModel) -> bool:
     return bool({"past_key_values", "cache_params", "state"} & names)
 
 
+def drafts_for_another(model: PreTrainedModel) -> bool:
+    """Whether the model starts from the cache of another one: the draft heads of Gemma 4."""
+    return "shared_kv_states" in _inputs_of(type(model).forward)
+
+
 def counts_slots(model: PreTrainedModel) -> bool:
     """Whether the model numbers its tokens by their slots in the cache.
 
