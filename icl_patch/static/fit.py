@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,13 +183,14 @@ class _Job:
     def ridge(
         self, lambdas: tuple[float, ...], state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
-        """The sequential fit; for ``rank="auto"`` one of each rank."""
+        """The sequential fit; for ``rank="auto"`` one of each rank, with a folder of its own."""
         if self.rank != "auto":
             assert not isinstance(self.rank, str)
             return self._ridge(self.rank, lambdas, state, progress)
         fits = []
         for rank in (rank for rank in AUTO_RANKS if rank <= self.largest_rank):
-            fits.append(self._ridge(rank, lambdas, None, progress))
+            folder = None if state is None else Path(state) / f"rank-{rank}"
+            fits.append(self._ridge(rank, lambdas, folder, progress))
         kl = [_held_out(report).kl for _, report in fits]
         plain = fits[0][1].without
         assert plain is not None

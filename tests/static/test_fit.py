@@ -154,6 +154,34 @@ def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert resumed.report.held_out == whole.report.held_out
 
 
+def test_a_stopped_choice_of_a_rank_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, example = small("llama"), random_example()
+    options: dict = {"rank": "auto", "parts": ("writer",), "lambdas": (0.1,)}
+    whole, calls = fit(model, [example], **options), []
+
+    def stop(at: int, _total: int) -> None:
+        calls.append(at)
+        if len(calls) == 5:  # the second rank's second block
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, [example], **options, state=tmp_path, progress=stop)
+    fitted: list[int | None] = []
+    solve = _BlockStep.fit
+    monkeypatch.setattr(
+        _BlockStep, "fit", lambda step: fitted.append(step.options.rank) or solve(step)
+    )
+    resumed = fit(model, [example], **options, state=tmp_path)
+    assert fitted == [2, 4, 4, 4, 8, 8, 8, 16, 16, 16, 32, 32, 32]
+    assert resumed.rank == whole.rank
+    for path, change in whole.changes.items():
+        assert torch.equal(change.u, resumed.changes[path].u)
+        assert torch.equal(change.v, resumed.changes[path].v)
+    assert replace(resumed.report, seconds=0.0) == replace(whole.report, seconds=0.0)
+
+
 def test_the_state_of_another_fit_is_refused(tmp_path: Path) -> None:
     model, example = small("llama"), random_example()
     fit(model, [example], rank=2, state=tmp_path)

@@ -97,9 +97,10 @@ def test_apply_and_export_are_the_patch(
     limit = 100 * torch.finfo(torch.float32).eps * expected.abs().max()
     assert (imported - expected).abs().max() <= limit
     assert (merged - expected).abs().max() <= limit
-    status, _, err = run(capsys, "export", patch_file, "--row", "0", "--out", tmp_path / "other")
-    assert status == 2
-    assert "expected no --row" in err
+    for option in (("--row", "0"), ("--scales",)):
+        status, _, err = run(capsys, "export", patch_file, *option, "--out", tmp_path / "other")
+        assert status == 2
+        assert "expected no --row" in err
 
 
 def test_inspect_shows_a_static_patch(
