@@ -52,6 +52,17 @@ def test_the_choices_are_those_of_the_package() -> None:
     assert fit.PARTS == PARTS
 
 
+def test_the_model_writes_questions_of_its_own(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", "--rank", "1"]
+    arguments += ["--self-study", "24", "--max-new-tokens", "27", "--parts", "writer", "--json"]
+    status, out, err = run(capsys, *arguments, "--out", tmp_path / "patch.safetensors")
+    assert status == 0
+    assert "24 questions" in err
+    assert json.loads(out)["held_out"]["questions"] == 24
+
+
 def test_generate_with_a_static_patch(patch_file: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["generate", "--context", "4 7 7.", "--max-new-tokens", "18"]
     status, out, _ = run(capsys, *arguments, "--patch", patch_file)
