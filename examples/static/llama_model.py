@@ -12,6 +12,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -96,9 +97,9 @@ def train() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     return model.eval(), tokenizer
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Train, and write the model with its tokenizer."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder = Path(arguments[0]) if arguments else FOLDER
     torch.set_num_threads(1)
     model, tokenizer = train()
     model.save_pretrained(folder)
@@ -106,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the model writes further questions, up to N an example",
     )
-    parser.add_argument("--method", choices=METHODS, default="ridge", help="default: ridge")
+    parser.add_argument("--method", choices=METHODS, default="distill", help="default: distill")
     parser.add_argument(
         "--parts",
         nargs="+",

@@ -31,6 +31,7 @@ from icl_patch.static.static_linear import StaticLinear
 _KIND = "static_distillation"
 _HELD_OUT_OF = 5  # one question in five is held out for early stopping
 _FINAL_RATE = 0.02  # of the learning rate
+_MEASURED_TEXTS = 32  # preserved texts that are measured between the steps; at the end all are
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,15 @@ class _Training:
         """All steps, or until the held-out KL has not fallen for ``patience`` measurements."""
         checkpoint = _Checkpoint.of(state, self)
         checkpoint.read(self)
-        rows = [*held_out, *self.preserve]
-        tests = make_batches(self.runner, rows, [0] * len(rows), 0.0)
-        plain, teacher = measure(self.runner, tests)
+        every, tests = (
+            make_batches(self.runner, rows, [0] * len(rows), 0.0)
+            for rows in (
+                [*held_out, *self.preserve],
+                [*held_out, *self.preserve[:_MEASURED_TEXTS]],
+            )
+        )
+        plain, wanted = measure(self.runner, every)
+        teacher = measure(self.runner, tests)[1]
         with torch.no_grad():
             questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
         with self._patched() as modules:
@@ -185,7 +192,7 @@ class _Training:
                     progress(self.step, self.options.steps)
             changes = self.best[2]
             _set(modules, changes)
-            tally = measure(self.runner, tests, teacher)[0]
+            tally = measure(self.runner, every, wanted)[0]
         return changes, StaticReport(
             held_out=tally.quality(),
             without=plain.quality(),
@@ -260,12 +267,21 @@ class Target:
 
 
 def targets(runner: BlockRunner, rows: Sequence[Row]) -> list[Target]:
-    """The targets of rows: at the answers' tokens, or at all tokens of a preserved text."""
+    """The targets of rows: at the answers' tokens, or at all tokens of a preserved text.
+
+    Raises:
+        ValueError: an activation is NaN or infinite.
+    """
     found = []
     for batch in make_batches(runner, rows, [0] * len(rows), 0.0):
         for index in range(len(runner.blocks)):
             batch.teacher.hidden = runner.run(index, batch.teacher)
         hidden = spread(batch, batch.teacher.hidden)
+        if not hidden[batch.valid].isfinite().all():
+            raise ValueError(
+                "expected finite activations, got NaN or infinity behind the last block in the run"
+                " with the context"
+            )
         for at, row in enumerate(batch.rows):
             kept = batch.valid[at]
             asked = kept if row.preserve else batch.answer[at]

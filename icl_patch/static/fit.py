@@ -35,7 +35,7 @@ _NO_FOLDS_LAMBDA = 1e-2
 def fit(
     model: PreTrainedModel,
     examples: Sequence[Example],
-    method: str = "ridge",
+    method: str = "distill",
     *,
     parts: Iterable[str] = ("readers", "writer"),
     rank: int | str | None = 8,
@@ -59,8 +59,8 @@ def fit(
         model: a causal language model without experts, parallel blocks and recurrent layers.
         examples: contexts and questions; where they have no answers, the model answers greedily
             with the context, with at most ``max_new_tokens``.
-        method: ``"ridge"``, a sequence of ridge regressions, forward passes only; ``"distill"``,
-            gradient descent on the KL divergence to the model with its context.
+        method: ``"distill"``, gradient descent on the KL divergence to the model with its context;
+            ``"ridge"``, a sequence of ridge regressions, forward passes only.
         parts: the matrices that may change: ``"readers"`` of the MLP, its ``"writer"``, attention's
             output ``"o_proj"``, and ``"qk"``, its queries and keys.
         rank: of each change; None for no limit; ``"auto"`` (ridge only): the smallest of 1, 2, 4, …
