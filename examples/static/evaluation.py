@@ -38,8 +38,9 @@ LONGEST = 27  # tokens of an answer, line end included
 PRESERVED = 50  # generic documents
 OTHER = 25  # unrelated prompts of each kind
 FOLDS = 4
-# For samples that the model itself extends: all their questions, documents, steps.
-STUDIED, STUDIED_PRESERVED, STUDIED_STEPS = 256, 100, 120
+# For samples that the model itself extends: all their questions, steps, documents by method.
+STUDIED, STUDIED_STEPS = 256, 150
+STUDIED_PRESERVED = {"ridge": 100, "distill": 400}
 ATTENTION = ("o_proj", "readers", "writer")
 LLAMA = False  # --model llama
 
@@ -209,7 +210,7 @@ def fit_studied(cell: Cell, method: str) -> static.StaticPatch:
         method=method,
         distillation=settings,
         parts=ATTENTION,
-        preserve=preserved(STUDIED_PRESERVED),
+        preserve=preserved(STUDIED_PRESERVED[method]),
     )
 
 
@@ -301,8 +302,8 @@ def measure(cell: Cell) -> dict[str, Any]:
         return per_token(cell)
     test = rows_of([example(cell.kind, cell.name, 100, True, cell.seed)])
     example(cell.kind, cell.name, cell.n, False, cell.seed)  # the answers are not timed
-    preserved(PRESERVED)
-    preserved(STUDIED_PRESERVED)
+    for count in (PRESERVED, *STUDIED_PRESERVED.values()):
+        preserved(count)
     began, cpu = time.perf_counter(), time.process_time()
     logits, nbytes = METHODS[cell.method](cell)
     seconds = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}

@@ -29,7 +29,8 @@ from icl_patch.static.sequential import Progress
 from icl_patch.static.static_linear import StaticLinear
 
 _KIND = "static_distillation"
-_HELD_OUT_OF = 5  # one question in five is held out for early stopping
+_HELD_OUT_OF = 5  # one question in five is held out for early stopping,
+_MOST_HELD_OUT = 32  # of many questions no more than these
 _FINAL_RATE = 0.02  # of the learning rate
 _MEASURED_TEXTS = 32  # preserved texts that are measured between the steps; at the end all are
 
@@ -88,14 +89,12 @@ def distill(
 
     The loss of a step is the mean KL(with context ‖ patched) over the answers' tokens of its
     questions, plus κ times that of the unpatched model over the tokens of its preserved texts.
-    Without ``held_out`` every fifth question is held out; with fewer than five questions none is,
-    and the last step counts.
+    Without ``held_out`` every fifth question is held out, at most 32; with fewer than five
+    questions none is, and the last step counts.
     """
     if not held_out and len(rows) >= _HELD_OUT_OF:
-        held_out, rows = (
-            rows[::_HELD_OUT_OF],
-            [row for i, row in enumerate(rows) if i % _HELD_OUT_OF],
-        )
+        every = max(_HELD_OUT_OF, math.ceil(len(rows) / _MOST_HELD_OUT))
+        held_out, rows = rows[::every], [row for i, row in enumerate(rows) if i % every]
     changes = _first(runner, paths, rank, options.seed, start)
     training = _Training(runner, changes, rows, preserve, kappa, options)
     return training.run(held_out, state, progress)
