@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, ragged, tokens
+from support.models import build, ragged, shallow, tokens
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -21,6 +21,14 @@ from icl_patch.recording import exact_decode_recorder, updates
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # every kind of writer that one pass serves, a Conv1D, norms in all places, fused and absent gates
 FAMILIES = ("llama", "gemma3", "olmo2", "gpt2", "opt-post-norm", "granite", "phi3", "llama-bias")
+# The norms of the first four and a Conv1D in every dtype; in fp32 and fp16 the others, which differ
+# in no arithmetic of their own, run with the stress tests.
+CASES = [
+    pytest.param(family, dtype, marks=[] if own or dtype == torch.bfloat16 else pytest.mark.stress)
+    for family in FAMILIES
+    for own in [family in FAMILIES[:4]]
+    for dtype in DTYPES
+]
 IDS, MASK = tokens(3, 3, 11), ragged(3, 11, side="left")
 
 
@@ -55,10 +63,9 @@ def batch_invariant_logits(
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
 def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> None:
-    model = tiny_models.build(family, 1, dtype)
+    model = shallow(family, 1, dtype)
     with ContextPatcher(model) as patcher:
         steps = list(steps_of(patcher, arithmetic="batch_invariant"))
         for step in steps:
