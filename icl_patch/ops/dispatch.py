@@ -160,7 +160,7 @@ class Op:
             args[0].is_cpu
             and backend == "auto"
             and not torch.is_grad_enabled()
-            and not is_traced()
+            and not is_compiling()
             and self._native is not None
             and forward_ad._current_level < 0
         ):
