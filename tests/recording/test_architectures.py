@@ -63,6 +63,8 @@ def test_direct_and_stable_in_fp32(family: str, seed: int) -> None:
                     patcher, patch
                 ), (update, name)
                 assert metrics.same_argmax(logits, reference)[mask].all(), (update, name)
+                blocks = len(patcher.attached_model.blocks)
+                assert patch.report.misses.shape == (blocks, *patch.kept_ids.shape)
                 assert patch.report.reader_error.max() <= 8 * EPSILON[FP32]
                 assert not patch.report.experts_changed.any()
 
