@@ -298,11 +298,27 @@ def test_a_model_passed_in_is_not_changed() -> None:
         ),
         ({"update": "best"}, "expected update"),
         ({"chat": True}, "chat template"),
+        (
+            {
+                "context": {
+                    "input_ids": torch.ones(1, 3).long(),
+                    "attention_mask": torch.eye(3)[:1],
+                }
+            },
+            "expected context_mask with padding on the left only",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verify(**arguments)
+
+
+def test_arguments_of_other_types() -> None:
+    with pytest.raises(TypeError, match="or as a processor's output with input_ids, got Tensor"):
+        verify(context=torch.ones(1, 3).long())
+    with pytest.raises(TypeError, match=r"expected dtype as torch\.float32, .* got 'bf16'"):
+        verify(dtype="bf16")
 
 
 def test_weights_that_are_missing(tmp_path: Path) -> None:
