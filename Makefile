@@ -86,8 +86,9 @@ papers-%: $(RUN)
 
 STATIC ?=
 
-static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; resumes a stopped run; STATIC=--full: the whole grid
+static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; resumes a stopped run; STATIC=--full: the whole grid; STATIC="--model llama"
 	$(RUN) examples/static/evaluation.py $(STATIC)
+	$(RUN) examples/static/page.py
 
 gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
 	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh

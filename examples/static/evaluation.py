@@ -1,10 +1,12 @@
 """Static patches on the embedded model's tasks, beside other methods that replace a context.
 
-    python examples/static/evaluation.py             # the reduced grid
-    python examples/static/evaluation.py --full      # N from 1 to 256, ranks 1 to full, five seeds
+    python examples/static/evaluation.py                 # the reduced grid
+    python examples/static/evaluation.py --full          # N from 1 to 256, ranks, five seeds
+    python examples/static/evaluation.py --model llama   # the Llama of llama_model.py
 
-Each cell is appended to ``docs/static.jsonl`` as it is made; a run that was stopped goes on. At the
-end the tables of ``docs/static.md`` are printed, from all cells of the file.
+The time that the missing cells will take is printed first. Each cell is appended to
+``docs/static.jsonl`` as it is made; a run that was stopped goes on. ``page.py`` makes the tables
+and pictures of ``docs/static.md`` from all cells of the file.
 """
 
 import argparse
@@ -17,9 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llama_model
+import regression
 import torch
 from baselines import Logits, one_shot, prompt_tuning, steering_vector
+from page import DOCS, read
 from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from icl_patch import ContextPatcher, embedded, static
 from icl_patch.evaluation.embedded import tasks
@@ -28,16 +34,22 @@ from icl_patch.static.block_runner import Batch, BlockRunner, make_batches
 from icl_patch.static.examples import Example, Row, answered, greedy, rows_of
 from icl_patch.static.report import Tally, plain_logits, spread
 
-DOCS = Path(__file__).parents[2] / "docs"
 LONGEST = 27  # tokens of an answer, line end included
 PRESERVED = 50  # generic documents
-OTHER = 10  # unrelated prompts of each kind
+OTHER = 25  # unrelated prompts of each kind
 FOLDS = 4
+# For samples that the model itself extends: all their questions, steps, documents by method.
+STUDIED, STUDIED_STEPS = 256, 150
+STUDIED_PRESERVED = {"ridge": 100, "distill": 400}
+ATTENTION = ("o_proj", "readers", "writer")
+LLAMA = False  # --model llama
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One fit: its task, method, questions, rank and seed."""
+    """One fit: its task, method, questions, rank and seed; the model is the embedded one, or the
+    Llama.
+    """
 
     kind: str
     name: str
@@ -49,7 +61,7 @@ class Cell:
     @property
     def key(self) -> str:
         """Its name in the file."""
-        return "/".join(map(str, asdict(self).values()))
+        return "llama/" * LLAMA + "/".join(map(str, asdict(self).values()))
 
 
 # -- tasks
@@ -79,8 +91,18 @@ def questions(kind: str, name: str, count: int, held_out: bool, seed: int) -> li
 
 @cache
 def model() -> Any:
-    """The embedded model and its tokenizer."""
-    return embedded.load()
+    """The embedded model or the Llama, and its tokenizer."""
+    if not LLAMA:
+        return embedded.load()
+    folder = llama_model.FOLDER
+    if not (folder / "config.json").exists():
+        llama_model.main([str(folder)])
+    return LlamaForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def kinds() -> tuple[str, ...]:
+    """The kinds of task that the model has learned."""
+    return ("format", "language") if LLAMA else embedded.KINDS
 
 
 @cache
@@ -102,10 +124,11 @@ def example(kind: str, name: str, count: int, held_out: bool, seed: int) -> Exam
 
 
 @cache
-def preserved() -> list[tuple[int, ...]]:
+def preserved(count: int) -> list[tuple[int, ...]]:
     """Documents of all kinds, each with a context of its own."""
     rng = random.Random(0)
-    return static.documents(model()[1], [tasks.training_document(rng)[0] for _ in range(PRESERVED)])
+    document = llama_model.document if LLAMA else tasks.training_document
+    return static.documents(model()[1], [document(rng)[0] for _ in range(count)])
 
 
 @cache
@@ -113,7 +136,7 @@ def unrelated() -> list[tuple[str, list[Row]]]:
     """Held-out prompts of each kind with their own contexts, and the model's answers."""
     network, tokenizer = model()
     found = []
-    for kind in embedded.KINDS:
+    for kind in kinds():
         prompts = embedded.held_out_prompts(kind, OTHER, seed=1)
         ids = static.documents(tokenizer, [p.context + p.question for p in prompts])
         end = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
@@ -139,18 +162,56 @@ def patched(patch: static.StaticPatch) -> tuple[Logits, int]:
     return logits, patch.nbytes
 
 
-def static_fit(cell: Cell, **options: Any) -> static.StaticPatch:
-    """A fit of the cell's rank; N below the folds is fitted without them."""
+def studied(cell: Cell) -> static.Example:
+    """The cell's sample with questions of the model's own, less those with held-out atoms."""
     sample = example(cell.kind, cell.name, cell.n, False, cell.seed)
+    end = sample.questions[0][-1:]
+    more = static.self_study(
+        model()[0], sample, STUDIED, end=end, seed=cell.seed, max_new_tokens=LONGEST
+    )
+    assert more.answers is not None
+    kept = [
+        pair
+        for pair in zip(more.questions, more.answers, strict=True)
+        if not tasks.is_held_out(model()[1].decode(pair[0][:-1]))
+    ]
+    given, answers = zip(*kept, strict=True)
+    return replace(more, questions=given, answers=answers)
+
+
+def static_fit(cell: Cell, sample: static.Example | None = None, **options: Any) -> Any:
+    """A patch of the cell's rank; fewer than FOLDS questions are fitted without folds."""
+    sample = sample or example(cell.kind, cell.name, cell.n, False, cell.seed)
     folds = FOLDS if len(sample.questions) >= FOLDS else 1
-    defaults = {"rank": cell.rank, "preserve": preserved(), "folds": folds}
+    defaults = {
+        "method": "ridge",
+        "rank": cell.rank,
+        "preserve": preserved(PRESERVED),
+        "folds": folds,
+    }
     return static.fit(model()[0], [sample], **{**defaults, **options})
 
 
 def distilled(cell: Cell, **options: Any) -> static.StaticPatch:
     """Distillation with the cell's seed."""
     settings = static.Distillation(seed=cell.seed)
-    return static_fit(cell, method="distill", distillation=settings, **options)
+    options = {"method": "distill", "distillation": settings, **options}
+    return static_fit(cell, **options)
+
+
+def fit_studied(cell: Cell, method: str) -> static.StaticPatch:
+    """A fit on the extended sample, o_proj included: more questions bear more steps."""
+    settings = static.Distillation(
+        STUDIED_STEPS, preserve_batch_size=8, patience=STUDIED_STEPS, seed=cell.seed
+    )
+    return static_fit(
+        cell,
+        studied(cell),
+        method=method,
+        distillation=settings,
+        parts=ATTENTION,
+        preserve=preserved(STUDIED_PRESERVED[method]),
+    )
 
 
 def batches(cell: Cell) -> list[Batch]:
@@ -170,9 +231,7 @@ def shuffled(cell: Cell) -> static.StaticPatch:
     sample = example(cell.kind, cell.name, cell.n, False, cell.seed)
     assert sample.answers is not None
     mixed = replace(sample, answers=(*sample.answers[1:], sample.answers[0]))
-    return static.fit(
-        model()[0], [mixed], rank=cell.rank, preserve=preserved(), folds=min(FOLDS, cell.n)
-    )
+    return static_fit(cell, mixed)
 
 
 METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
@@ -185,18 +244,20 @@ METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
     ),
     "ridge, nothing preserved": lambda cell: patched(static_fit(cell, preserve=())),
     "ridge": lambda cell: patched(static_fit(cell)),
-    "ridge with o_proj": lambda cell: patched(
-        static_fit(cell, parts=("o_proj", "readers", "writer"))
-    ),
+    "ridge with o_proj": lambda cell: patched(static_fit(cell, parts=ATTENTION)),
+    "ridge, self-study": lambda cell: patched(fit_studied(cell, "ridge")),
     "distill, nothing preserved": lambda cell: patched(distilled(cell, preserve=())),
     "distill": lambda cell: patched(distilled(cell)),
+    "distill, self-study": lambda cell: patched(fit_studied(cell, "distill")),
     "ridge, then distill": lambda cell: patched(distilled(cell, start=static_fit(cell))),
     "another context's patch": lambda cell: patched(other_context(cell)),
     "shuffled answers": lambda cell: patched(shuffled(cell)),
 }
 TASKS = [("format", name) for name in ("upper", "halves", "flip")]
 TASKS += [("fewshot", "upper"), ("language", "german")]
-RANKED = ("ridge", "distill")  # methods that are measured at every rank
+# methods that are measured with every N and seed, and at every rank
+MAIN = ("no context", "ridge", "distill", "ridge, self-study", "distill, self-study")
+RANKED = ("ridge", "distill")
 
 
 def per_token(cell: Cell) -> dict[str, Any]:
@@ -233,11 +294,16 @@ def quality(rows: list[Row], logits: Logits) -> dict[str, Any]:
 @torch.no_grad()
 def measure(cell: Cell) -> dict[str, Any]:
     """One cell: fit, then quality on 100 held-out questions and on unrelated prompts."""
+    if cell.kind == "regression":
+        began = time.process_time()
+        error = regression.measure(cell.method, cell.n, cell.rank, cell.seed)
+        return {"quality": error, "cpu_seconds": time.process_time() - began}
     if cell.method == "patch for each token":
         return per_token(cell)
     test = rows_of([example(cell.kind, cell.name, 100, True, cell.seed)])
     example(cell.kind, cell.name, cell.n, False, cell.seed)  # the answers are not timed
-    preserved()
+    for count in (PRESERVED, *STUDIED_PRESERVED.values()):
+        preserved(count)
     began, cpu = time.perf_counter(), time.process_time()
     logits, nbytes = METHODS[cell.method](cell)
     seconds = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
@@ -247,92 +313,72 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 def grid(full: bool) -> Iterator[Cell]:
     """The cells, the reduced ones first."""
-    more = [("format", "dash"), ("language", "french")]
-    more += [("fewshot", name) for name in ("dash", "twin", "flip")]
-    for seed in range(5 if full else 1):
-        for n in (64, 16, 4, 1, 256) if full else (64, 16):
-            for kind, name in [*TASKS, *more] if full else TASKS:
+    tasks_of_model = [task for task in TASKS if task[0] in kinds()]
+    seeds = (3 if LLAMA else 5) if full else 1
+    for seed in range(seeds):
+        yield from _regression(seed)
+        for n in (64, 16, 4, 1, 256) if full and not LLAMA else (64, 16, 4):
+            for kind, name in tasks_of_model:
                 yield Cell(kind, name, "patch for each token", 1, None, seed)
+                for method in MAIN:
+                    yield Cell(kind, name, method, n, 8 if "study" in method else 4, seed)
+        for n in (64, 16) if seed < 2 and not LLAMA else ():
+            for kind, name in tasks_of_model:
                 for method in METHODS:
-                    if n >= FOLDS or "shuffled" not in method:
+                    if method not in MAIN:
                         yield Cell(kind, name, method, n, 4, seed)
-                for method in RANKED if full else ():
-                    for rank in (1, 2, 8, 16, None if method == "ridge" else 64):
-                        yield Cell(kind, name, method, n, rank, seed)
-        for method in ("no context", "ridge", "distill"):
+        for method in RANKED if seed < 2 and not LLAMA else ():
+            for kind, name in tasks_of_model if full else [("language", "german")]:
+                for rank in (1, 2, 8, 16, None if method == "ridge" else 64):
+                    yield Cell(kind, name, method, 64, rank, seed)
+        for method in ("no context", "ridge", "distill") if not LLAMA else ():
             yield Cell("recall", "bem", method, 2, 4, seed)
 
 
-def read(file: Path) -> dict[str, dict[str, Any]]:
-    """The cells that the file has."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return {entry["key"]: entry for entry in map(json.loads, lines)}
+def _regression(seed: int) -> Iterator[Cell]:
+    for n in (4, 16, 64, 256) if not LLAMA else ():
+        for method in regression.METHODS:
+            for rank in (1, None) if method == "ridge" else (None,):
+                yield Cell("regression", "linear", method, n, rank, seed)
+
+
+def seconds_of(cell: Cell, known: dict[str, dict[str, Any]]) -> float:
+    """An estimate: the mean of the method's known cells, fitted and measured."""
+    spent = [
+        entry["cpu_seconds"]
+        for entry in known.values()
+        if entry["method"] == cell.method
+        and "cpu_seconds" in entry
+        and (entry["kind"] == "regression") == (cell.kind == "regression")
+    ]
+    return sum(spent) / len(spent) + 5 if spent else 10.0
 
 
 def main() -> None:
-    """Make the missing cells, then the table."""
+    """Make the missing cells."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--out", type=Path, default=DOCS / "static.jsonl")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th cell from the i-th on")
     parser.add_argument("--hours", type=float, default=3.0, help="start no cell after so many")
+    parser.add_argument("--model", choices=("embedded", "llama"), default="embedded")
+    parser.add_argument("--only", default="", help="only the cells with this text in their key")
     options = parser.parse_args()
+    global LLAMA
+    LLAMA = options.model == "llama"
     began, known = time.perf_counter(), read(options.out)
     part, parts = map(int, options.part.split("/"))
-    for cell in list(dict.fromkeys(grid(options.full)))[part::parts]:
-        if cell.key in known or time.perf_counter() - began > 3600 * options.hours:
-            continue
-        entry = {"key": cell.key, **asdict(cell), **measure(cell)}
+    cells = [cell for cell in dict.fromkeys(grid(options.full)) if cell.key not in known]
+    cells = [cell for cell in cells[part::parts] if options.only in cell.key]
+    hours = sum(seconds_of(cell, known) for cell in cells) / 3600
+    print(f"{len(cells)} cells, about {hours:.1f} hours of one core", flush=True)
+    for cell in cells:
+        if time.perf_counter() - began > 3600 * options.hours:
+            break
+        entry = {"key": cell.key, "model": options.model, **asdict(cell), **measure(cell)}
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         print(cell.key, {k: round(v, 3) for k, v in entry["quality"].items()}, flush=True)
-    print(tables(list(read(options.out).values())))
-
-
-# -- the tables
-
-
-def tables(entries: list[dict[str, Any]]) -> str:
-    """Methods by N at rank 4, and ranks at N = 64; means over tasks and seeds."""
-    known = [entry for entry in entries if entry["kind"] != "recall"]
-    by_method = [e for e in known if e["rank"] == 4 or e["method"] == "patch for each token"]
-    ranked = [e for e in known if e["method"] in RANKED and e["n"] == 64]
-    measured = {(e["kind"], e["name"]) for e in ranked if e["rank"] != 4}
-    by_rank = [e for e in ranked if (e["kind"], e["name"]) in measured]
-    return _table(by_method, "n", "N") + "\n\n" + _table(by_rank, "rank", "rank")
-
-
-def _table(entries: list[dict[str, Any]], column: str, title: str) -> str:
-    lines = [
-        f"| method | {title} | upper | halves | flip | few-shot upper | german | KL |"
-        " recall | modes | few-shot | languages | CPU s | bytes |",
-        "|---|" + "---|" * 13,
-    ]
-    groups: dict[tuple[str, Any], list[dict[str, Any]]] = {}
-    for entry in entries:
-        groups.setdefault((entry["method"], entry[column]), []).append(entry)
-    order = ["patch for each token", *METHODS]
-    for (method, value), group in sorted(
-        groups.items(), key=lambda item: (-(item[0][1] or 999), order.index(item[0][0]))
-    ):
-        cells = [
-            _mean([e["quality"]["whole"] for e in group if (e["kind"], e["name"]) == task])
-            for task in TASKS
-        ]
-        kept = [
-            _mean([e["others"][kind]["whole"] for e in group if "others" in e])
-            for kind in embedded.KINDS
-        ]
-        row = [method, "full" if value is None else value, *cells]
-        row += [_mean([e["quality"]["kl"] for e in group], 3), *kept]
-        row += [_mean([e["cpu_seconds"] for e in group if "cpu_seconds" in e], 1)]
-        row += [_mean([e["bytes"] for e in group if "bytes" in e], 0)]
-        lines.append("| " + " | ".join(map(str, row)) + " |")
-    return "\n".join(lines)
-
-
-def _mean(values: list[float], digits: int = 2) -> str:
-    return f"{sum(values) / len(values):,.{digits}f}" if values else ""
 
 
 if __name__ == "__main__":

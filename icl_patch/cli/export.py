@@ -19,6 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token", type=int, metavar="T", help="of a patch for each token: which (default -1)"
     )
     parser.add_argument(
+        "--scales",
+        action="store_true",
+        help="of a patch for each token: write scales of norms as modules_to_save, for PEFT alone",
+    )
+    parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder of the LoRA; it is made"
     )
 
@@ -30,15 +35,19 @@ def run(options: argparse.Namespace) -> int:
     from icl_patch.static import StaticPatch
 
     kind = read_file(options.file)[0].get("kind")
-    if kind == "static" and (options.row, options.token) != (None, None):
-        raise ValueError("expected no --row or --token of a static patch, which is for all tokens")
+    of_token = (options.row, options.token, options.scales)
+    if kind == "static" and of_token != (None, None, False):
+        raise ValueError(
+            "expected no --row, --token or --scales of a static patch, which changes matrices for"
+            " all tokens"
+        )
     model, tokenizer = common.load(options)
     if kind == "static":
         rank = StaticPatch.load(options.file, model, tokenizer).to_peft(options.out, model)
     else:
         patch = ContextPatch.load(options.file, model, tokenizer)
         row, token = options.row or 0, -1 if options.token is None else options.token
-        rank = patch.to_peft(options.out, row=row, token=token)
+        rank = patch.to_peft(options.out, row=row, token=token, scales=options.scales)
     result = {"folder": str(options.out), "kind": kind, "rank": rank}
     common.print_result(options, result, f"{options.out}: a LoRA of rank {rank}")
     return 0

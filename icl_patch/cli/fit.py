@@ -46,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help=r"the token that ends an answer, \n for a line end (default: end of sequence)",
     )
-    parser.add_argument("--method", choices=METHODS, default="ridge", help="default: ridge")
+    parser.add_argument(
+        "--self-study",
+        type=common.positive,
+        metavar="N",
+        help="the model writes further questions, up to N an example",
+    )
+    parser.add_argument("--method", choices=METHODS, default="distill", help="default: distill")
     parser.add_argument(
         "--parts",
         nargs="+",
@@ -90,6 +96,11 @@ def run(options: argparse.Namespace) -> int:
 
     model, tokenizer = common.load(options)
     examples = read_examples(options, tokenizer)
+    if options.self_study is not None:
+        study: Any = {"seed": options.seed, "max_new_tokens": options.max_new_tokens}
+        examples = [
+            static.self_study(model, example, options.self_study, **study) for example in examples
+        ]
     texts = [] if options.preserve is None else _read_json(options.preserve, str)
     start = None if options.start is None else static.StaticPatch.load(options.start, model)
     settings = static.Distillation(

@@ -84,7 +84,11 @@ class DecodeStep:
     for_inductor: bool = False
 
     def for_compiler(self) -> "DecodeStep":
-        """The same step for a compiler, which fuses small operations but cannot see into ours."""
+        """The same step for a compiler, which fuses small operations but cannot see into ours. An
+        exact step stays as it is: it has to have the bits of its replay.
+        """
+        if self.arithmetic == BATCH_INVARIANT:
+            return self
         return replace(self, fused=[], receives_norm_input=frozenset(), for_inductor=True)
 
     def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:

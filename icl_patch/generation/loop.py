@@ -433,18 +433,22 @@ def _choose_exact_mode(decoder: Decoder, options: Options) -> DecodeMode:
     """Exact steps take one pass over a shared cache in the batch-invariant arithmetic, and two
     passes in the model's own.
     """
-    if options.mode == "two_stream" or options.compilers:
-        asked = f"compile={options.compile!r}" if options.compilers else "mode='two_stream'"
+    if options.mode == "two_stream":
         raise ValueError(
-            f"expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, without"
-            f" compile, got {asked}"
+            "expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, got"
+            " 'two_stream'"
         )
     two_passes = options.mode == "two_pass" or options.arithmetic == MODEL
-    one_pass = options.mode == "shared_cache" or options.arithmetic == BATCH_INVARIANT
+    one_pass = (
+        options.mode == "shared_cache"
+        or options.arithmetic == BATCH_INVARIANT
+        or bool(options.compilers)
+    )
     if two_passes and one_pass:
+        asked = f"{options.mode!r} with {options.arithmetic!r} and compile={options.compile!r}"
         raise ValueError(
-            "expected mode 'two_pass' with arithmetic 'model', or 'shared_cache' with"
-            f" 'batch_invariant', got {options.mode!r} with {options.arithmetic!r}"
+            "expected mode 'two_pass' with arithmetic 'model' and without compile, or"
+            f" 'shared_cache' with 'batch_invariant', got {asked}"
         )
     if two_passes:
         return DecodeMode.TWO_PASS

@@ -255,7 +255,14 @@ class ContextPatch:
             for name, materialised in change.materialised(row, token):
                 yield f"{path}.{name}", materialised
 
-    def to_peft(self, folder: str | os.PathLike[str], *, row: int = 0, token: int = -1) -> int:
+    def to_peft(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        row: int = 0,
+        token: int = -1,
+        scales: bool = False,
+    ) -> int:
         """Write one token's changes as a LoRA of rank 1 in the layout of PEFT.
 
         The LoRA is exact for that token, its history and its position only.
@@ -263,31 +270,39 @@ class ContextPatch:
         Args:
             folder: is made; its two files are replaced.
             row, token: the kept token to take the change of; by default the last of the first row.
+            scales: write the new scales of norms whole, as ``modules_to_save``. PEFT loads them,
+                vLLM does not.
 
         Returns:
             The rank in the files.
 
         Raises:
-            ValueError: a factor changes a scale, a bias or experts, which a LoRA cannot hold; there
-                is no such row or token; or layers were cut out.
+            ValueError: a factor changes a bias or experts, or a scale without ``scales``, which a
+                LoRA cannot hold; there is no such row or token; or layers were cut out.
         """
         if len(self.layers) != len(self.blocks):
             raise ValueError("expected a patch with all its layers, got a part of one")
         self.of_token(row, token)  # checks both
-        kept = int(self.kept_mask[row].sum())
-        factors, transposed = {}, set()
+        at = token % int(self.kept_mask[row].sum())
+        factors, transposed, norms = {}, set(), {}
         for place, change in self._changes():
-            path = self.blocks[self.layer_indices[place]].path_of(change.name)
+            block = self.blocks[self.layer_indices[place]]
+            path = block.path_of(change.name)
+            if scales and change.is_scale:
+                new_scale = self.layers[place][f"{change.name}.new_scale"][row, at]
+                norms[path] = new_scale - block.spec.scale_offset  # the weight as it is stored
+                continue
             if change.v is None or change.index is not None:
                 kind = "experts" if change.index is not None else f"a {change.parameter} vector"
+                cure = "scales=True writes it for PEFT, or " if change.is_scale else ""
                 raise ValueError(
                     f"expected changes of matrices alone for a LoRA, got one of {kind} at {path}:"
-                    " fit a static patch instead (icl_patch.static.fit), which changes matrices"
+                    f" {cure}fit a static patch instead (icl_patch.static.fit), which changes"
+                    " matrices"
                 )
-            at = token % kept
             factors[path] = (change.u[row, at].unsqueeze(0), change.v[row, at].unsqueeze(0))
             transposed.add(change.transposed)
-        return write_peft(folder, factors, self.info.model, transposed)
+        return write_peft(folder, factors, self.info.model, transposed, norms)
 
     # -- files
 

@@ -29,6 +29,11 @@ class ParameterChange:
     index: Tensor | None = None
     transposed: bool = False
 
+    @property
+    def is_scale(self) -> bool:
+        """Whether it changes the scale of a norm."""
+        return self.v is None and self.index is None and self.parameter == "weight"
+
     def size(self) -> Tensor:
         """``‖u‖ ‖v‖``, ``‖Δb‖`` or ``‖Δm‖``: (B, T)."""
         size = self.u.norm(dim=-1)

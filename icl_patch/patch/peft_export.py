@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -37,6 +38,7 @@ def write_peft(
     factors: Mapping[str, tuple[Tensor, Tensor]],
     model: str,
     transposed: Collection[bool],
+    scales: Mapping[str, Tensor] | None = None,
 ) -> int:
     """Write changes ``ΔW = Σ_r u_r v_rᵀ`` as ``lora_B = uᵀ`` and ``lora_A = v``, padded to one rank
     r, with ``lora_alpha = r``; each of the two files appears whole or not at all.
@@ -47,6 +49,7 @@ def write_peft(
         model: the name of the base model.
         transposed: whether the modules store their weights as (in, out), as Conv1D does: one value
             if all agree.
+        scales: path of a norm in the model -> its whole new weight, for ``modules_to_save``.
 
     Returns:
         r.
@@ -65,7 +68,7 @@ def write_peft(
         u, v = (torch.nn.functional.pad(x.float().cpu(), (0, 0, 0, rank - len(x))) for x in (u, v))
         tensors[f"{PREFIX}{path}.lora_A.weight"] = v.contiguous()
         tensors[f"{PREFIX}{path}.lora_B.weight"] = u.T.contiguous()
-    config = {
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model,
@@ -77,6 +80,9 @@ def write_peft(
         "inference_mode": True,
         "target_modules": sorted(factors),
     }
+    if scales:
+        tensors |= {f"{PREFIX}{path}.weight": x.float().cpu() for path, x in scales.items()}
+        config["modules_to_save"] = sorted(scales)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     content = safetensors.torch.save(tensors, {"format": "pt"})

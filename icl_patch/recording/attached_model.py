@@ -134,6 +134,7 @@ class AttachedModel:
         self._depends_on_cache = depends_on_cache(self.model)
         self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         check = SelfCheck(self.model, self.recurrent)
+        check.check_positions()
         self._takes_padding = check.takes_padding()
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))

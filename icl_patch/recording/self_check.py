@@ -20,7 +20,7 @@ from icl_patch.models.trace import first_tensor
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
-from icl_patch.recording.compute import compute_closing
+from icl_patch.recording.compute import close_on
 from icl_patch.recording.replay import replay_logits
 from icl_patch.recording.sequences import Sequences, assemble
 from icl_patch.tolerances import rounding_limit
@@ -46,7 +46,6 @@ class SelfCheck:
         self._sequences = assemble(context, kept, prefix_ids=prefix)
         self._other = assemble(context.flip(1), kept, prefix_ids=prefix)
         with torch.no_grad():
-            self._check_positions(ids)
             self._expected = self._logits()
 
     @torch.no_grad()
@@ -71,8 +70,10 @@ class SelfCheck:
         logits, expected = (self._logits(part) for part in (padded, alone))
         return self._near(logits, expected)
 
-    def _check_positions(self, ids: Tensor) -> None:
+    @torch.no_grad()
+    def check_positions(self) -> None:
         """Raises UnsupportedModelError unless the model itself takes the positions given here."""
+        ids = torch.cat([self._sequences.head_ids, self._sequences.tail_ids], 1)
 
         def logits(positions: Tensor | None) -> Tensor:
             cache = kv_cache.new_cache(self._model)
@@ -113,9 +114,8 @@ class SelfCheck:
             self._check_attention()
         # weights of zero have no patch for these tokens; the user's tokens raise this again
         with suppress(ControllabilityError):
-            cache = kv_cache.new_cache(self._model)
-            forward_passes.run_head(self._model, self._sequences, cache)
-            patch = compute_closing(attached, cache, self._sequences, "exact").patch
+            patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
+            patch = close_on(attached, all_activations[len(blocks) :], patch, "exact").patch
             assert patch.report is not None
             small = patch.report.correction.amax((1, 2)) <= rounding_limit(self._model.dtype)
             if not small.all():

@@ -18,6 +18,7 @@ from icl_patch.static.fit import Plan, fit
 from icl_patch.static.peft_import import from_peft
 from icl_patch.static.report import Quality, StaticReport
 from icl_patch.static.ridge import LowRank
+from icl_patch.static.self_study import self_study
 from icl_patch.static.static_patch import RowMap, StaticInfo, StaticPatch, applied, mean
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "fit",
     "from_peft",
     "mean",
+    "self_study",
 ]

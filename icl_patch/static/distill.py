@@ -29,8 +29,10 @@ from icl_patch.static.sequential import Progress
 from icl_patch.static.static_linear import StaticLinear
 
 _KIND = "static_distillation"
-_HELD_OUT_OF = 5  # one question in five is held out for early stopping
+_HELD_OUT_OF = 5  # one question in five is held out for early stopping,
+_MOST_HELD_OUT = 32  # of many questions no more than these
 _FINAL_RATE = 0.02  # of the learning rate
+_MEASURED_TEXTS = 32  # preserved texts that are measured between the steps; at the end all are
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,12 @@ def distill(
 
     The loss of a step is the mean KL(with context ‖ patched) over the answers' tokens of its
     questions, plus κ times that of the unpatched model over the tokens of its preserved texts.
-    Without ``held_out`` every fifth question is held out; with fewer than five questions none is,
-    and the last step counts.
+    Without ``held_out`` every fifth question is held out, at most 32; with fewer than five
+    questions none is, and the last step counts.
     """
     if not held_out and len(rows) >= _HELD_OUT_OF:
-        held_out, rows = (
-            rows[::_HELD_OUT_OF],
-            [row for i, row in enumerate(rows) if i % _HELD_OUT_OF],
-        )
+        every = max(_HELD_OUT_OF, math.ceil(len(rows) / _MOST_HELD_OUT))
+        held_out, rows = rows[::every], [row for i, row in enumerate(rows) if i % every]
     changes = _first(runner, paths, rank, options.seed, start)
     training = _Training(runner, changes, rows, preserve, kappa, options)
     return training.run(held_out, state, progress)
@@ -167,9 +167,15 @@ class _Training:
         """All steps, or until the held-out KL has not fallen for ``patience`` measurements."""
         checkpoint = _Checkpoint.of(state, self)
         checkpoint.read(self)
-        rows = [*held_out, *self.preserve]
-        tests = make_batches(self.runner, rows, [0] * len(rows), 0.0)
-        plain, teacher = measure(self.runner, tests)
+        every, tests = (
+            make_batches(self.runner, rows, [0] * len(rows), 0.0)
+            for rows in (
+                [*held_out, *self.preserve],
+                [*held_out, *self.preserve[:_MEASURED_TEXTS]],
+            )
+        )
+        plain, wanted = measure(self.runner, every)
+        teacher = measure(self.runner, tests)[1]
         with torch.no_grad():
             questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
         with self._patched() as modules:
@@ -185,7 +191,7 @@ class _Training:
                     progress(self.step, self.options.steps)
             changes = self.best[2]
             _set(modules, changes)
-            tally = measure(self.runner, tests, teacher)[0]
+            tally = measure(self.runner, every, wanted)[0]
         return changes, StaticReport(
             held_out=tally.quality(),
             without=plain.quality(),
@@ -260,12 +266,21 @@ class Target:
 
 
 def targets(runner: BlockRunner, rows: Sequence[Row]) -> list[Target]:
-    """The targets of rows: at the answers' tokens, or at all tokens of a preserved text."""
+    """The targets of rows: at the answers' tokens, or at all tokens of a preserved text.
+
+    Raises:
+        ValueError: an activation is NaN or infinite.
+    """
     found = []
     for batch in make_batches(runner, rows, [0] * len(rows), 0.0):
         for index in range(len(runner.blocks)):
             batch.teacher.hidden = runner.run(index, batch.teacher)
         hidden = spread(batch, batch.teacher.hidden)
+        if not hidden[batch.valid].isfinite().all():
+            raise ValueError(
+                "expected finite activations, got NaN or infinity behind the last block in the run"
+                " with the context"
+            )
         for at, row in enumerate(batch.rows):
             kept = batch.valid[at]
             asked = kept if row.preserve else batch.answer[at]

@@ -172,22 +172,30 @@ def greedy(
     model: PreTrainedModel, rows: Sequence[Tokens], max_new_tokens: int, end: Tokens = ()
 ) -> list[Tokens]:
     """The model's greedy continuation of each row of ids, up to the end token and with it."""
+    ends = list(end) or _model_ends(model)
+    options = {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0}
+    generated = generated_ids(model, rows, max_new_tokens, do_sample=False, **options)
+    return [_up_to_end(row, ends) for row in generated]
+
+
+def generated_ids(
+    model: PreTrainedModel, rows: Sequence[Tokens], max_new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """The new ids of ``model.generate`` for each row of ids."""
     width = max(map(len, rows))
     check_length(model, width, max_new_tokens)
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     check_vocabulary(model, ids, mask.bool())
-    ends = list(end) or _model_ends(model)
     generate: Any = model.generate
     generated: Tensor = generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
         max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
+        **options,
     )
-    return [_up_to_end(row, ends) for row in generated[:, width:].tolist()]
+    new: list[list[int]] = generated[:, width:].tolist()
+    return new
 
 
 def _model_ends(model: PreTrainedModel) -> list[int]:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ _NO_FOLDS_LAMBDA = 1e-2
 def fit(
     model: PreTrainedModel,
     examples: Sequence[Example],
-    method: str = "ridge",
+    method: str = "distill",
     *,
     parts: Iterable[str] = ("readers", "writer"),
     rank: int | str | None = 8,
@@ -58,8 +59,8 @@ def fit(
         model: a causal language model without experts, parallel blocks and recurrent layers.
         examples: contexts and questions; where they have no answers, the model answers greedily
             with the context, with at most ``max_new_tokens``.
-        method: ``"ridge"``, a sequence of ridge regressions, forward passes only; ``"distill"``,
-            gradient descent on the KL divergence to the model with its context.
+        method: ``"distill"``, gradient descent on the KL divergence to the model with its context;
+            ``"ridge"``, a sequence of ridge regressions, forward passes only.
         parts: the matrices that may change: ``"readers"`` of the MLP, its ``"writer"``, attention's
             output ``"o_proj"``, and ``"qk"``, its queries and keys.
         rank: of each change; None for no limit; ``"auto"`` (ridge only): the smallest of 1, 2, 4, …
@@ -182,13 +183,14 @@ class _Job:
     def ridge(
         self, lambdas: tuple[float, ...], state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
-        """The sequential fit; for ``rank="auto"`` one of each rank."""
+        """The sequential fit; for ``rank="auto"`` one of each rank, with a folder of its own."""
         if self.rank != "auto":
             assert not isinstance(self.rank, str)
             return self._ridge(self.rank, lambdas, state, progress)
         fits = []
         for rank in (rank for rank in AUTO_RANKS if rank <= self.largest_rank):
-            fits.append(self._ridge(rank, lambdas, None, progress))
+            folder = None if state is None else Path(state) / f"rank-{rank}"
+            fits.append(self._ridge(rank, lambdas, folder, progress))
         kl = [_held_out(report).kl for _, report in fits]
         plain = fits[0][1].without
         assert plain is not None

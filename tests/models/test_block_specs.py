@@ -432,9 +432,10 @@ def test_quantised_readers_and_writers(
     family: str, kind: str, dtype: torch.dtype, tmp_path: Any
 ) -> None:
     """The patch lies on top, in fp32 (exact: fp64); the base is left as it is."""
-    model = tiny_models.build(
-        family, 0, dtype, hidden_size=64, intermediate_size=128, tie_word_embeddings=False
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    if family == "gemma3":
+        sizes["layer_types"] = ["sliding_attention", "full_attention"]
+    model = tiny_models.build(family, 0, dtype, tie_word_embeddings=False, **sizes)
     quantise(model, kind)
     arguments = case("prefix")
     reference, limit = Stock(model).logits(arguments), noise_limit(model)

@@ -55,6 +55,7 @@ def test_ridge_answers_unseen_questions(loaded: tuple) -> None:
     patch = fit(
         model,
         [german(tokenizer, False, 24)],
+        "ridge",
         rank=None,
         held_out=[german(tokenizer, True, 30)],
         tokenizer=tokenizer,
@@ -91,8 +92,8 @@ def test_preserved_texts_stay_as_they_are(loaded: tuple) -> None:
                 total += float((plain.exp() * (plain - got)).sum(-1).mean())
         return total / len(unseen)
 
-    bare = fit(model, [example])
-    kept = fit(model, [example], preserve=texts, kappa=1)
+    bare = fit(model, [example], "ridge")
+    kept = fit(model, [example], "ridge", preserve=texts, kappa=1)
     assert kept.report is not None
     assert bare.report is not None
     assert kept.report.preserve_kl is not None
@@ -103,12 +104,12 @@ def test_preserved_texts_stay_as_they_are(loaded: tuple) -> None:
 
 def test_the_smallest_rank_that_is_nearly_the_best() -> None:
     model, example = small("llama"), random_example()
-    chosen = fit(model, [example], rank="auto", parts=("writer",), lambdas=(0.1,))
+    chosen = fit(model, [example], "ridge", rank="auto", parts=("writer",), lambdas=(0.1,))
     assert chosen.report is not None
     assert chosen.report.without is not None
     gains = {}
     for rank in (1, 2, 4, 8, 16, 32):
-        report = fit(model, [example], rank=rank, parts=("writer",), lambdas=(0.1,)).report
+        report = fit(model, [example], "ridge", rank=rank, parts=("writer",), lambdas=(0.1,)).report
         assert report is not None
         assert report.held_out is not None
         gains[rank] = chosen.report.without.kl - report.held_out.kl
@@ -131,7 +132,7 @@ def test_the_plan_is_known_before_the_fit() -> None:
 
 def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = small("llama"), random_example()
-    whole = fit(model, [example], rank=2)
+    whole = fit(model, [example], "ridge", rank=2)
     done: list[int] = []
 
     def stop(at: int, _total: int) -> None:
@@ -139,11 +140,11 @@ def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(model, [example], rank=2, state=tmp_path, progress=stop)
+        fit(model, [example], "ridge", rank=2, state=tmp_path, progress=stop)
     assert len(list(tmp_path.iterdir())) == 2
     solve = _BlockStep.fit
     monkeypatch.setattr(_BlockStep, "fit", lambda step: done.append(step.index) or solve(step))
-    resumed = fit(model, [example], rank=2, state=tmp_path)
+    resumed = fit(model, [example], "ridge", rank=2, state=tmp_path)
     assert done == [2]
     for path, change in whole.changes.items():
         assert torch.equal(change.u, resumed.changes[path].u)
@@ -154,21 +155,49 @@ def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert resumed.report.held_out == whole.report.held_out
 
 
+def test_a_stopped_choice_of_a_rank_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, example = small("llama"), random_example()
+    options: dict = {"rank": "auto", "parts": ("writer",), "lambdas": (0.1,)}
+    whole, calls = fit(model, [example], "ridge", **options), []
+
+    def stop(at: int, _total: int) -> None:
+        calls.append(at)
+        if len(calls) == 5:  # the second rank's second block
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, [example], "ridge", **options, state=tmp_path, progress=stop)
+    fitted: list[int | None] = []
+    solve = _BlockStep.fit
+    monkeypatch.setattr(
+        _BlockStep, "fit", lambda step: fitted.append(step.options.rank) or solve(step)
+    )
+    resumed = fit(model, [example], "ridge", **options, state=tmp_path)
+    assert fitted == [2, 4, 4, 4, 8, 8, 8, 16, 16, 16, 32, 32, 32]
+    assert resumed.rank == whole.rank
+    for path, change in whole.changes.items():
+        assert torch.equal(change.u, resumed.changes[path].u)
+        assert torch.equal(change.v, resumed.changes[path].v)
+    assert replace(resumed.report, seconds=0.0) == replace(whole.report, seconds=0.0)
+
+
 def test_the_state_of_another_fit_is_refused(tmp_path: Path) -> None:
     model, example = small("llama"), random_example()
-    fit(model, [example], rank=2, state=tmp_path)
+    fit(model, [example], "ridge", rank=2, state=tmp_path)
     with pytest.raises(ValueError, match="expected blocks of these examples and options"):
-        fit(model, [example], rank=3, state=tmp_path)
+        fit(model, [example], "ridge", rank=3, state=tmp_path)
     with pytest.raises(ValueError, match="expected blocks of the weights of this model"):
-        fit(small("llama", seed=1), [example], rank=2, state=tmp_path)
+        fit(small("llama", seed=1), [example], "ridge", rank=2, state=tmp_path)
     file = tmp_path / "block-0001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(PatchFormatError, match="it is damaged"):
-        fit(model, [example], rank=2, state=tmp_path)
+        fit(model, [example], "ridge", rank=2, state=tmp_path)
     shutil.rmtree(tmp_path)
-    fit(model, [example], rank=3, state=tmp_path)
+    fit(model, [example], "ridge", rank=3, state=tmp_path)
 
 
 def test_a_fit_leaves_the_model_as_it_was() -> None:
@@ -194,7 +223,7 @@ def test_contexts_that_share_nothing_are_refused(loaded: tuple) -> None:
         Example.from_text(tokenizer, p.context, [p.question], [p.answer], end="\n") for p in prompts
     ]
     with pytest.raises(ValueError, match="share nothing a patch can hold"):
-        fit(model, examples, rank=2, folds=2)
+        fit(model, examples, "ridge", rank=2, folds=2)
 
 
 def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
@@ -202,8 +231,11 @@ def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"got NaN or infinity in .* of model\.layers\.1"):
-        fit(model, [random_example()], rank=2, state=tmp_path)
+        fit(model, [random_example()], "ridge", rank=2, state=tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["block-0000.safetensors"]
+    with pytest.raises(ValueError, match="got NaN or infinity behind the last block"):
+        fit(model, [random_example()], "distill", rank=2, state=tmp_path / "distilled")
+    assert not (tmp_path / "distilled").exists()
 
 
 @pytest.mark.parametrize(
@@ -218,7 +250,7 @@ def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
 )
 def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
-        fit(tiny_models.build(name), [random_example()], rank=2)
+        fit(tiny_models.build(name), [random_example()], "ridge", rank=2)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +271,7 @@ def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> N
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> None:
-    arguments: dict = {"rank": 2, **options}
+    arguments: dict = {"rank": 2, "method": "ridge", **options}
     with pytest.raises(ValueError, match=message):
         fit(small("llama"), [random_example()], **arguments)
 
@@ -247,12 +279,12 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
 def test_a_model_that_is_patched_is_refused() -> None:
     model = small("llama")
     with ContextPatcher(model), pytest.raises(TypeError, match="detach the patcher"):
-        fit(model, [random_example()], rank=2)
+        fit(model, [random_example()], "ridge", rank=2)
 
 
 def test_a_part_that_a_block_lacks_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match="leave 'qk' out of parts"):
-        fit(tiny_models.build("gpt2"), [random_example()], parts=("qk",), rank=2)
+        fit(tiny_models.build("gpt2"), [random_example()], "ridge", parts=("qk",), rank=2)
 
 
 # -- distillation
@@ -313,7 +345,7 @@ def test_the_kl_of_a_distillation_is_that_of_the_models(loaded: tuple) -> None:
 
 def test_distillation_starts_from_a_patch() -> None:
     model, example = small("llama"), random_example()
-    start = fit(model, [example], rank=3)
+    start = fit(model, [example], "ridge", rank=3)
     slow = Distillation(steps=1, learning_rate=1e-9)
     patch = fit(model, [example], "distill", rank=4, start=start, distillation=slow)
     for path, change in patch.changes.items():
@@ -343,6 +375,9 @@ def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
         assert torch.equal(change.u, resumed.changes[path].u)
     with pytest.raises(ValueError, match="with another options"):
         options = replace(options, seed=3)
+        distilled(state=tmp_path)
+    with pytest.raises(ValueError, match="with another fingerprint"):
+        model = small("llama", seed=1)
         distilled(state=tmp_path)
 
 

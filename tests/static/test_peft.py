@@ -126,9 +126,41 @@ def test_tokens_patches_that_are_no_matrices_name_the_cure(
 ) -> None:
     with ContextPatcher(tiny_models.build(name), "stable") as patcher:
         patch = patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
-    with pytest.raises(ValueError, match=f"one of {kind} .*: fit a static patch instead"):
+    with pytest.raises(ValueError, match=f"one of {kind} .*: .*fit a static patch instead"):
         patch.to_peft(tmp_path / "lora")
+    if name != "gemma3":
+        with pytest.raises(ValueError, match=f"one of {kind} .*: fit a static patch instead"):
+            patch.to_peft(tmp_path / "lora", scales=True)
     assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("through", ["peft", "files"])
+def test_scales_of_norms_are_saved_whole(through: str, tmp_path: Path) -> None:
+    model = small("gemma3")
+    context, kept = tokens(0, 2, 5), tokens(1, 2, 3)
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(context, kept[:, :1])
+    assert patch.to_peft(tmp_path, row=1, scales=True) == 1
+    norms = [f"model.layers.{i}.post_feedforward_layernorm" for i in range(3)]
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == norms
+    wanted = model(torch.cat([context, kept[:, :1]], 1)[1:]).logits[:, -1]
+    at = {"position_ids": torch.tensor([[5]])}
+    changed: Any = copy.deepcopy(model)
+    if through == "peft":
+        changed = imported_peft().PeftModel.from_pretrained(changed, tmp_path)
+    else:
+        tensors = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+        for norm in norms:  # Gemma's scale is 1 + weight
+            changed.get_submodule(norm).weight[:] = tensors[f"base_model.model.{norm}.weight"]
+        for name, a in tensors.items():
+            if name.endswith("lora_A.weight"):
+                path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                b = tensors[name.replace("lora_A", "lora_B")]
+                changed.get_submodule(path).weight += b @ a
+    got = changed(kept[1:, :1], **at).logits[:, -1]
+    assert (got - wanted).abs().max() <= CLOSE * wanted.abs().max()
+    assert (model(kept[1:, :1], **at).logits[:, -1] - wanted).abs().max() > 1e-2
 
 
 def test_ranks_that_vllm_loads() -> None:
@@ -176,3 +208,13 @@ def test_extra_tensors_are_refused(tmp_path: Path) -> None:
     safetensors.torch.save_file({**tensors, "base_model.model.lm_head.weight": IDS.float()}, file)
     with pytest.raises(PatchFormatError, match="expected only lora_A and lora_B"):
         from_peft(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "other", [{"intermediate_size": 50}, {"num_hidden_layers": 1}], ids=["narrower", "shallower"]
+)
+def test_a_lora_of_a_larger_model_is_refused(other: dict, tmp_path: Path) -> None:
+    model = small("llama", num_hidden_layers=2)
+    random_patch(model, 0).to_peft(tmp_path, model)
+    with pytest.raises(PatchFormatError, match="expected"):
+        from_peft(tmp_path, small("llama", **{"num_hidden_layers": 2} | other))

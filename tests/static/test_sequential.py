@@ -31,7 +31,7 @@ def compare(reference: ReferenceFit, patch: static.StaticPatch) -> None:
 
 def test_a_llama_with_all_parts() -> None:
     model, example = small("llama"), random_example()
-    patch = fit(model, [example], parts=static.PARTS, rank=None, folds=1)
+    patch = fit(model, [example], "ridge", parts=static.PARTS, rank=None, folds=1)
     reference = ReferenceFit(model, example, ridge=0.01)
     for layer in (f"model.layers.{index}" for index in range(3)):
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
@@ -50,7 +50,9 @@ def test_a_gemma_whose_branches_end_in_norms() -> None:
         for name, parameter in model.named_parameters():
             if "post_" in name:
                 parameter.clamp_(min=-0.7)
-    patch = fit(model, [example], parts=("o_proj", "readers", "writer"), rank=None, folds=1)
+    patch = fit(
+        model, [example], "ridge", parts=("o_proj", "readers", "writer"), rank=None, folds=1
+    )
     reference = ReferenceFit(model, example, ridge=0.01)
     for layer in (f"model.layers.{index}" for index in range(3)):
         hidden = f"{layer}.pre_feedforward_layernorm"
@@ -65,7 +67,9 @@ def test_a_gemma_whose_branches_end_in_norms() -> None:
 
 def test_a_gpt2_with_biases_and_transposed_weights() -> None:
     model, example = tiny_models.build("gpt2"), random_example()
-    patch = fit(model, [example], parts=("o_proj", "readers", "writer"), rank=None, folds=1)
+    patch = fit(
+        model, [example], "ridge", parts=("o_proj", "readers", "writer"), rank=None, folds=1
+    )
     reference = ReferenceFit(model, example, ridge=0.01)
     for index in range(model.config.num_hidden_layers):
         layer = f"transformer.h.{index}"
@@ -77,7 +81,7 @@ def test_a_gpt2_with_biases_and_transposed_weights() -> None:
 
 def test_a_granite_whose_branches_are_multiplied() -> None:
     model, example = tiny_models.build("granite"), random_example()
-    patch = fit(model, [example], parts=("writer",), rank=None, folds=1)
+    patch = fit(model, [example], "ridge", parts=("writer",), rank=None, folds=1)
     reference = ReferenceFit(model, example, ridge=0.01)
     multiplier = model.config.residual_multiplier
     for index in range(model.config.num_hidden_layers):
@@ -93,7 +97,7 @@ def test_a_granite_whose_branches_are_multiplied() -> None:
 @pytest.mark.parametrize("name", ["opt", "opt-post-norm", "bloom", "phi3", "olmo2", "llava"])
 def test_other_forms_come_closer_to_the_context(name: str) -> None:
     model, example = tiny_models.build(name), random_example()
-    patch = fit(model, [example], rank=None, folds=1)
+    patch = fit(model, [example], "ridge", rank=None, folds=1)
     reference = ReferenceFit(model, example, ridge=0.01)
     last = f"output of {list(layers_of(model))[-1]}"
     wanted, before = reference.inputs(last, True), reference.inputs(last, False)
@@ -106,7 +110,7 @@ def test_the_report_is_of_questions_that_the_fit_has_not_seen() -> None:
     # With one matrix: a later one sees students of other folds, whose patches know this fold.
     model, example = small("llama", num_hidden_layers=1), random_example(count=4)
     parts = ("writer",)
-    patch = fit(model, [example], parts=parts, rank=4, folds=4, lambdas=(0.1,))
+    patch = fit(model, [example], "ridge", parts=parts, rank=4, folds=4, lambdas=(0.1,))
     assert patch.report is not None
     assert patch.report.held_out is not None
     assert patch.report.cross_fitted
@@ -124,7 +128,9 @@ def test_the_report_is_of_questions_that_the_fit_has_not_seen() -> None:
             answers=(example.answers[left_out],),
         )
         # three folds of one question each: any division gives the fit of all three
-        one = fit(model, [rest], parts=parts, rank=4, folds=3, lambdas=(0.1,), held_out=[alone])
+        one = fit(
+            model, [rest], "ridge", parts=parts, rank=4, folds=3, lambdas=(0.1,), held_out=[alone]
+        )
         assert one.report is not None
         assert one.report.held_out is not None
         total += one.report.held_out.kl

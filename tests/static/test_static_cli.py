@@ -37,7 +37,8 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
     file = folder / "patch.safetensors"
     if not file.exists():
         arguments = ["--examples", folder / "examples.json", "--preserve", folder / "texts.json"]
-        arguments += ["--end", "\n", "--rank", "full", "--max-new-tokens", "27", "--json"]
+        arguments += ["--method", "ridge", "--rank", "full", "--end", "\n", "--json"]
+        arguments += ["--max-new-tokens", "27"]
         status, out, err = run(capsys, "fit", *arguments, "--out", file)
         assert status == 0
         report = json.loads(out)
@@ -50,6 +51,18 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
 def test_the_choices_are_those_of_the_package() -> None:
     assert fit.METHODS == METHODS
     assert fit.PARTS == PARTS
+
+
+def test_the_model_writes_questions_of_its_own(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", "--rank", "1"]
+    arguments += ["--method", "ridge"]
+    arguments += ["--self-study", "24", "--max-new-tokens", "27", "--parts", "writer", "--json"]
+    status, out, err = run(capsys, *arguments, "--out", tmp_path / "patch.safetensors")
+    assert status == 0
+    assert "24 questions" in err
+    assert json.loads(out)["held_out"]["questions"] == 24
 
 
 def test_generate_with_a_static_patch(patch_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -97,9 +110,10 @@ def test_apply_and_export_are_the_patch(
     limit = 100 * torch.finfo(torch.float32).eps * expected.abs().max()
     assert (imported - expected).abs().max() <= limit
     assert (merged - expected).abs().max() <= limit
-    status, _, err = run(capsys, "export", patch_file, "--row", "0", "--out", tmp_path / "other")
-    assert status == 2
-    assert "expected no --row" in err
+    for option in (("--row", "0"), ("--scales",)):
+        status, _, err = run(capsys, "export", patch_file, *option, "--out", tmp_path / "other")
+        assert status == 2
+        assert "expected no --row" in err
 
 
 def test_inspect_shows_a_static_patch(
@@ -117,6 +131,26 @@ def test_inspect_shows_a_static_patch(
     status, out, _ = run(capsys, "inspect", patch_file)
     assert status == 0
     assert "20 questions, cross-fitted" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rank", "129"], "expected a rank from 1 to 128"),
+        (["--method", "ridge", "--folds", "21"], "expected at least 21 questions"),
+        (["--self-study", "19"], "count of at least 20, got 19"),
+        (["--rank", "full"], "expected a rank from 1 to 128"),
+    ],
+)
+def test_a_refused_fit_writes_nothing(
+    options: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "patch.safetensors"
+    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", *options]
+    status, _, err = run(capsys, *arguments, "--out", out, "--state", tmp_path / "state")
+    assert status == 2
+    assert message in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]'])

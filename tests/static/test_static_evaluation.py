@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,11 @@ def evaluation() -> Iterator[ModuleType]:
     sys.path.insert(0, str(FOLDER))
     module = importlib.import_module("evaluation")
     module.OTHER, module.PRESERVED = 2, 2
+    module.STUDIED_PRESERVED = {"ridge": 2, "distill": 2}
     yield module
     sys.path.remove(str(FOLDER))
-    del sys.modules["evaluation"], sys.modules["baselines"]
+    for name in ("evaluation", "baselines", "page", "regression", "llama_model"):
+        del sys.modules[name]
 
 
 def test_a_run_goes_on_where_it_stopped(
@@ -96,3 +99,68 @@ def test_recall_asks_what_the_sample_did_not(evaluation: ModuleType) -> None:
     sample = evaluation.questions("recall", "bem", 2, False, 0)
     assert set(sample).isdisjoint(evaluation.questions("recall", "bem", 100, True, 0))
     assert isinstance(evaluation.example("recall", "bem", 2, False, 0), static.Example)
+
+
+def test_a_studied_sample_has_no_held_out_question(evaluation: ModuleType) -> None:
+    evaluation.STUDIED = 40
+    cell = evaluation.Cell("language", "german", "ridge, self-study", 4, 4, 0)
+    studied = evaluation.studied(cell)
+    own = evaluation.example("language", "german", 4, False, 0)
+    assert studied.questions[:4] == own.questions
+    assert 20 < len(studied.questions) < 40
+    test = evaluation.example("language", "german", 100, True, 0)
+    assert set(studied.questions).isdisjoint(test.questions)
+
+
+def test_the_linear_regression_is_measured_against_its_context(evaluation: ModuleType) -> None:
+    regression = evaluation.regression
+    block = regression.trained(300)
+    regression.trained = lambda: block
+    errors = {name: regression.measure(name, 64, None, 0)["error"] for name in regression.METHODS}
+    assert errors["patch for each token"] < 1e-10
+    # measured with 3,000 steps of training: 0.004, 1.1 and 0.33
+    assert errors["ridge"] < 0.3 * min(errors["no context"], errors["mean of u vᵀ (Dherin)"])
+    # the whole regression is the least squares of the difference; a rank of 1 is not
+    assert regression.measure("ridge", 64, 1, 0)["error"] > errors["ridge"]
+
+
+def test_the_llamas_documents_mark_their_answers(evaluation: ModuleType) -> None:
+    rng = random.Random(0)
+    documents = [evaluation.llama_model.document(rng) for _ in range(200)]
+    bare = [text for text, _ in documents if not text.startswith(("mode ", "say "))]
+    assert 20 <= len(bare) <= 60
+    for text, spans in documents:
+        assert len(spans) == 4
+        assert all(text[start - 1] in ">." and text[stop - 1] == "\n" for start, stop in spans)
+    first = next(text for text in bare if ">" in text).split("\n")[0]
+    assert first == first[:4] + ">" + first[:4]  # without a context the word itself
+
+
+def test_tables_and_pictures_are_of_the_cells(evaluation: ModuleType, tmp_path: Path) -> None:
+    page = sys.modules["page"]
+    entries = [
+        {
+            "model": "embedded",
+            "kind": kind,
+            "name": name,
+            "method": "ridge",
+            "n": n,
+            "rank": 8,
+            "seed": seed,
+            "quality": {"whole": 0.5 + 0.1 * seed, "kl": 0.25},
+            "others": {kind: {"whole": 0.75} for kind in page.KINDS.values()},
+            "cpu_seconds": 2.0,
+            "bytes": 1000,
+        }
+        for kind, name in page.TASKS.values()
+        for n in (16, 64)
+        for seed in (0, 1)
+    ]
+    lines = page.tables(entries).splitlines()
+    share = "0.55 (0.50–0.60)"
+    rest = "0.250 | 0.75 | 0.75 | 0.75 | 0.75 | 2.0 | 1,000 |"
+    assert lines[2] == f"| ridge | 64 | 8 | {' | '.join([share] * 5)} | {rest}"
+    assert lines[3].startswith("| ridge | 16 | 8 |")
+    for draw in (page.draw_quality, page.draw_cost):
+        draw(entries, tmp_path / f"{draw.__name__}.png")
+        assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 5000

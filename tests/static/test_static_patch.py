@@ -200,7 +200,7 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
 
 def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
     model = small("llama")
-    patch = static.fit(model, [_example()], rank=2)
+    patch = static.fit(model, [_example()], "ridge", rank=2)
     file = tmp_path / "patch.safetensors"
     patch.save(file)
     loaded = StaticPatch.load(file, model)

@@ -1,0 +1,218 @@
+"""The tables and pictures of ``docs/static.md``, from the cells of ``docs/static.jsonl``.
+
+python examples/static/page.py     # prints the tables, draws the pictures
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+DOCS = Path(__file__).parents[2] / "docs"
+Entry = dict[str, Any]
+ORDER = (
+    "patch for each token",
+    "no context",
+    "steering vector",
+    "one shot (Mazzawi)",
+    "prompt tuning",
+    "writer alone (PatchKV)",
+    "ridge, nothing preserved",
+    "ridge",
+    "ridge with o_proj",
+    "ridge, self-study",
+    "distill, nothing preserved",
+    "distill",
+    "distill, self-study",
+    "ridge, then distill",
+    "another context's patch",
+    "shuffled answers",
+)
+_RANKED = ("ridge", "distill", "another", "shuffled")
+TASKS = {
+    "upper": ("format", "upper"),
+    "halves": ("format", "halves"),
+    "flip": ("format", "flip"),
+    "few-shot upper": ("fewshot", "upper"),
+    "german": ("language", "german"),
+}
+KINDS = {
+    "recall": "recall",
+    "modes": "format",
+    "few-shot": "fewshot",
+    "languages": "language",
+}
+_DRAWN = {
+    "steering vector": "0.6",
+    "prompt tuning": "tab:brown",
+    "ridge": "tab:orange",
+    "ridge, self-study": "tab:red",
+    "distill": "tab:blue",
+    "distill, self-study": "tab:green",
+}
+
+
+def read(file: Path = DOCS / "static.jsonl") -> dict[str, Entry]:
+    """The cells of a file by their keys; none if there is no file."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {entry["key"]: entry for entry in map(json.loads, lines)}
+
+
+# -- tables
+
+
+def spread_of(values: list[float], digits: int = 2) -> str:
+    """The mean; of several seeds with the smallest and the largest value."""
+    if not values:
+        return ""
+    mean = f"{sum(values) / len(values):,.{digits}f}"
+    if len(values) == 1 or min(values) == max(values):
+        return mean
+    return f"{mean} ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
+
+
+def _mean(values: list[float], digits: int = 2) -> str:
+    return f"{sum(values) / len(values):,.{digits}f}" if values else ""
+
+
+def table(entries: list[Entry]) -> str:
+    """Methods by N and rank: whole answers of each task, then means over the tasks."""
+    heads = ["method", "N", "rank", *TASKS, "KL", *KINDS, "CPU s", "bytes"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        rank = (entry["rank"] or "full") if entry["method"].startswith(_RANKED) else ""
+        groups.setdefault((-entry["n"], ORDER.index(entry["method"]), str(rank)), []).append(entry)
+    for (n, method, rank), group in sorted(groups.items()):
+        row = [ORDER[method], str(-n), rank]
+        for task in TASKS.values():
+            found = [e["quality"]["whole"] for e in group if (e["kind"], e["name"]) == task]
+            row.append(spread_of(found))
+        row.append(_mean([e["quality"]["kl"] for e in group], 3))
+        for kind in KINDS.values():
+            found = [e["others"][kind]["whole"] for e in group if kind in e.get("others", {})]
+            row.append(_mean(found))
+        row.append(_mean([e["cpu_seconds"] for e in group if "cpu_seconds" in e], 1))
+        row.append(_mean([e["bytes"] for e in group if "bytes" in e], 0))
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def regression_table(entries: list[Entry]) -> str:
+    """The relative error of the linear regression by method and N."""
+    counts = sorted({entry["n"] for entry in entries})
+    lines = ["| method | rank | " + " | ".join(f"N = {n}" for n in counts) + " |"]
+    lines.append("|---" * (2 + len(counts)) + "|")
+    rows = dict.fromkeys((entry["method"], entry["rank"]) for entry in entries)
+    for method, rank in rows:
+        cells = [
+            spread_of(
+                [
+                    e["quality"]["error"]
+                    for e in entries
+                    if (e["method"], e["rank"], e["n"]) == (method, rank, n)
+                ],
+                4,
+            )
+            for n in counts
+        ]
+        shown = (rank or "full") if method == "ridge" else ""
+        lines.append(f"| {method} | {shown} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tables(entries: list[Entry]) -> str:
+    """All tables of the page."""
+    regression = [e for e in entries if e["kind"] == "regression"]
+    tasks = [e for e in entries if e["kind"] not in ("regression", "recall")]
+    found = [table([e for e in tasks if e["model"] == "embedded"])]
+    if llama := [e for e in tasks if e["model"] == "llama"]:
+        found.append(table(llama))
+    if regression:
+        found.append(regression_table(regression))
+    return "\n\n".join(found)
+
+
+# -- pictures
+
+
+def _lines(axis: Axes, entries: list[Entry], value: Callable[[Entry], float]) -> None:
+    """A line over N for each method: the mean of the seeds, and their range."""
+    for method, color in _DRAWN.items():
+        by_n: dict[int, list[float]] = {}
+        for entry in entries:
+            if entry["method"] == method:
+                by_n.setdefault(entry["n"], []).append(value(entry))
+        counts = sorted(by_n)
+        if not counts:
+            continue
+        mean = [sum(by_n[n]) / len(by_n[n]) for n in counts]
+        axis.plot(counts, mean, marker="o", markersize=4, color=color, label=method)
+        low, high = ([f(by_n[n]) for n in counts] for f in (min, max))
+        axis.fill_between(counts, low, high, color=color, alpha=0.15)
+
+
+def draw_quality(entries: list[Entry], path: Path) -> None:
+    """Whole answers of the context over the number of given questions, a panel a task."""
+    figure, axes = plt.subplots(1, len(TASKS), figsize=(13, 3.2), sharey=True, layout="constrained")
+    for axis, (title, task) in zip(axes, TASKS.items(), strict=True):
+        own = [e for e in entries if (e["kind"], e["name"]) == task]
+        _lines(axis, own, lambda entry: entry["quality"]["whole"])
+        axis.set(title=title, xscale="log", xlabel="given questions", ylim=(-0.03, 1.03))
+        axis.set_xticks([4, 16, 64], ["4", "16", "64"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("whole answers right")
+    handles = {h.get_label(): h for axis in axes for h in axis.get_lines()}
+    figure.legend(
+        handles=list(handles.values()), loc="outside lower center", ncols=6, frameon=False
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_cost(entries: list[Entry], path: Path) -> None:
+    """Means over the tasks at 64 questions: right answers over CPU seconds, and over the unrelated
+    prompts that keep their answer.
+    """
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for method in ORDER:
+        group = [e for e in entries if e["method"] == method and e["n"] == 64 and "others" in e]
+        if {(e["kind"], e["name"]) for e in group} != set(TASKS.values()):
+            continue
+
+        def mean(value: Callable[[Entry], float], group: list[Entry] = group) -> float:
+            return sum(map(value, group)) / len(group)
+
+        right = mean(lambda e: e["quality"]["whole"])
+        kept = mean(lambda e: sum(x["whole"] for x in e["others"].values()) / len(e["others"]))
+        color = _DRAWN.get(method, "black")
+        for axis, x in zip(axes, (mean(lambda e: max(e["cpu_seconds"], 0.1)), kept), strict=True):
+            axis.plot([x], [right], "o", color=color)
+            axis.annotate(method, (x, right), (4, 3), textcoords="offset points", fontsize=7)
+    axes[0].set(xscale="log", xlabel="CPU seconds of the fit", ylabel="whole answers right")
+    axes[1].set(xlabel="unrelated prompts that keep their answer", xlim=(None, 1.15))
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Print the tables and draw the pictures."""
+    entries = list(read().values())
+    print(tables(entries))
+    drawn = [e for e in entries if e["kind"] != "regression" and e["model"] == "embedded"]
+    drawn = [e for e in drawn if e["method"] not in ("ridge", "distill") or e["rank"] == 4]
+    draw_quality(drawn, DOCS / "pictures" / "static-quality.png")
+    draw_cost(drawn, DOCS / "pictures" / "static-cost.png")
+
+
+if __name__ == "__main__":
+    main()
