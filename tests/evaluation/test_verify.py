@@ -317,6 +317,13 @@ def test_bad_arguments(arguments: dict, message: str) -> None:
         verify(**arguments)
 
 
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_an_fp64_model_passes(update: str) -> None:
+    report = verify(update=update, dtype=torch.float64, max_new_tokens=3)
+    assert report.passed and report.token_match == 1
+    assert max(step.linf for step in report.steps) <= 1e-6
+
+
 def test_arguments_of_other_types() -> None:
     with pytest.raises(TypeError, match="or as a processor's output with input_ids, got Tensor"):
         verify(context=torch.ones(1, 3).long())
