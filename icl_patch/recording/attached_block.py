@@ -365,7 +365,12 @@ def detach(model: nn.Module) -> None:
 
     The patcher of the model is detached too. If another thread runs a pass, this waits for it. A
     model without patched modules is left as it is.
+
+    Raises:
+        TypeError: it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model, got {type(model).__name__}")
     for attachment in _attachments(model):
         with attachment.lock:
             attachment.undo()
