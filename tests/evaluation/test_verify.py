@@ -149,7 +149,7 @@ def test_exact_steps_that_miss_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("family", "keep_last", "reason"),
-    [("llama", 2, "several kept tokens"), ("qwen3_moe", 0, "it has experts")],
+    [("llama", 2, "several kept tokens"), ("llama4", 0, "its experts scale their input")],
 )
 def test_where_one_pass_is_not_possible_the_reason_stands(
     family: str, keep_last: int, reason: str
