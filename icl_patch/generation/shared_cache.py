@@ -232,7 +232,10 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
         ]
         reason = None
         if not readers or not overridable(readers[-1].module):
-            reason = "it does something to the attention's output before one matrix reads it"
+            reason = (
+                "it does something to the attention's output before a matrix reads it, or experts"
+                " read it (JetMoE)"
+            )
         elif outputs[readers[-1].given.tensor.data_ptr()][1]:
             reason = "it attends to a sink beside the tokens"
         if reason is not None:
