@@ -76,7 +76,7 @@ def _generation(results: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
                 label = "ms a step (one token for every row)"
                 figure, axes = _figure(points, title, labels[along], label)
                 axes[0].set_yscale("log")
-                yield f"{model.lower()}-{along}", figure
+                yield f"{model.lower().replace(' ', '-')}-{along}", figure
 
 
 def _figure(

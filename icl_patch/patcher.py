@@ -376,7 +376,9 @@ class ContextPatcher:
                 rows and about as many tokens
                 (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it again. Hooks
                 in the model run while it is traced, not afterwards; if they change, the next step
-                is refused. For modes of one pass.
+                is refused. For modes of one pass. A compiled exact step has the bits of its
+                replay; its attention runs over a static cache, so its logits are those of the
+                eager step up to rounding.
             patches: whether the steps keep the factors of their patches.
             check_every: replay every N-th step without context and report the difference as
                 ``step.check``; 0 for never.

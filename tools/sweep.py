@@ -5,7 +5,8 @@
 
 Every type runs in a process of its own with a time limit. A cell is one update on one scenario of
 one type. It is written to ``docs/model_classes.jsonl`` as soon as it is known, and a second call
-goes on with the types that are missing. ``docs/model_classes.md`` is written at the end.
+goes on with the types that are missing. ``docs/model_classes.md`` is written at the end. gemma3n
+needs ``timm``, and is "not built" without it.
 
 A cell is *right* if the replay without the context has the logits of the unmodified model with it,
 ``model(ids)`` on each row alone: in fp32 within ten times the model's own noise floor, in bf16 bit
@@ -108,8 +109,10 @@ def build(model_type: str, changes: dict[str, Any], dtype: torch.dtype) -> PreTr
     config_class: Any = CONFIG_MAPPING[model_type]
     settings = {**SETTINGS["types"].get(model_type, {}), **changes}
     attention = settings.pop("attn_implementation", "sdpa")
-    part = settings.pop("part", None)
+    part, late = settings.pop("part", None), settings.pop("late", {})
     config = config_class(**shrink(config_class, settings))
+    for name, value in late.items():  # what its configuration's own checks do not let it have
+        setattr(config.text_config, name, value)
     torch.manual_seed(0)
     if part is not None:  # transformers' own mapping does not build this class
         language_model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

@@ -6,11 +6,11 @@ context of random tokens; the same step is timed again and again, without the ch
 All ways run in turns, on the same weights and tokens. In the order of the tables:
 
 - `recompute and apply` is ours. `exact` is bit-identical to the model on batch-invariant functions
-  and takes one pass over a cache that both streams share; `exact, two passes` is bit-identical to
-  the model as it is. `shared cache` and `two streams` are the stable update, over one cache for
-  both streams and over one for each (two passes and two streams only where eight of the case's
-  caches fit into the GPU's memory). `compiled` has a static cache that both streams share and is
-  compiled, and on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
+  and takes one pass over a cache that both streams share, eager or compiled; `exact, two passes` is
+  bit-identical to the model as it is. `shared cache` and `two streams` are the stable update, over
+  one cache for both streams and over one for each (two passes and two streams only where eight of
+  the case's caches fit into the GPU's memory). `compiled` has a static cache that both streams
+  share and is compiled, and on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph. The time to compile is not
   in the table but below it, with the compiler's caches as they were. `CUDA graph` is not compiled,
@@ -79,6 +79,7 @@ from icl_patch.recording.sequences import absorb_all_but_last
 
 OURS = "recompute and apply, shared cache"
 EXACT = "recompute and apply, exact"
+EXACT_COMPILED = "recompute and apply, exact, compiled"
 EXACT_TWO_PASSES = "recompute and apply, exact, two passes"
 OURS_COMPILED = "recompute and apply, compiled"
 PLAIN = "plain step"
@@ -99,27 +100,39 @@ def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
     if reason := peft_problem():
         results.skip(PEFT, reason)
     if device.type == "cpu":
-        dtype = torch.float32
-        contexts = (256,) if quick else (256, 1024, 16)
-        grid = [(CPU_SHAPE, batch, context) for context in contexts for batch in (1, 4)]
-        grid += [] if quick else [(CPU_MIXTURE, batch, 256) for batch in (1, 4)]
+        default, other = torch.float32, torch.bfloat16
+        grid = [(CPU_SHAPE, default, batch, 256) for batch in (1, 4)]
+        if not quick:
+            grid += [(CPU_SHAPE, other, batch, 256) for batch in (1, 4)]
+            grid += [(CPU_SHAPE, of, n, 1024) for of in (default, other) for n in (1, 4)]
+            grid += [(CPU_SHAPE, of, n, 256) for of in (default, other) for n in (8, 32)]
+            grid += [(CPU_SHAPE, default, batch, 16) for batch in (1, 4)]
+            grid += [(CPU_MIXTURE, default, batch, 256) for batch in (1, 4)]
     else:
-        dtype = torch.bfloat16
+        default = torch.bfloat16
         shapes, batches = (GPU_SHAPES[:3], (1, 8)) if quick else (GPU_SHAPES, (1, 8, 4, 32))
-        grid = [(shape, batch, 1024) for shape in shapes for batch in batches]
-        rest = () if quick else (16, 256, 8192)
-        grid += [
-            (shape, batch, context) for shape in shapes for batch in batches for context in rest
-        ]
-        grid += [] if quick else [(GPU_MIXTURE, batch, 1024) for batch in batches]
-    return [
-        Case(
-            f"{shape.name} {dtype_name(dtype)} B={batch} context={context}",
-            functools.partial(comparison, shape, batch, context, dtype, device),
-            {"model": shape.name, "batch": batch, "context": context},
-        )
-        for shape, batch, context in grid
-    ]
+        grid = [(shape, default, batch, 1024) for shape in shapes for batch in batches]
+        if not quick:
+            rest = (16, 256, 8192)
+            grid += [(x, default, n, length) for x in shapes for n in batches for length in rest]
+            grid += [(GPU_MIXTURE, default, batch, 1024) for batch in batches]
+    return [_case(*of, device, default) for of in grid]
+
+
+def _case(
+    shape: RandomModel,
+    dtype: torch.dtype,
+    batch: int,
+    context: int,
+    device: torch.device,
+    default: torch.dtype,
+) -> Case:
+    model = shape.name if dtype == default else f"{shape.name} {dtype_name(dtype)}"
+    return Case(
+        f"{shape.name} {dtype_name(dtype)} B={batch} context={context}",
+        functools.partial(comparison, shape, batch, context, dtype, device),
+        {"model": model, "batch": batch, "context": context},
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +234,9 @@ def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
     stable, cuda = models.stable, ids.is_cuda
     builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
     if not any(block.experts for block in models.exact.attached_model.blocks):
+        options = CompileOptions(inductor=True, cuda_graph=cuda)
         builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
+        builders[EXACT_COMPILED] = lambda: _compiled_step(models.exact, ids, options)
     if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:
         builders["recompute and apply, two streams"] = lambda: _decoding_step(
             stable, ids, DecodeMode.TWO_STREAM

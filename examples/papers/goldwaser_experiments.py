@@ -69,7 +69,7 @@ class Sizes:
 FULL = Sizes()
 QUICK = Sizes(
     ("bfloat16",),
-    tokens=3,
+    tokens=2,
     prompts=4,
     prompt_tokens=2,
     batch=4,

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="compile the step, in seconds to minutes; not for --update exact",
+        help="compile the step, in seconds to minutes",
     )
     parser.add_argument(
         "--check-every",

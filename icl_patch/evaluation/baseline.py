@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from icl_patch.invariance.arithmetic import MODEL, running_in
 from icl_patch.models import kv_cache
+from icl_patch.models.forward import media_positions, over_columns
 from icl_patch.recording import forward_passes
-from icl_patch.recording.sequences import Sequences, assemble, switches
+from icl_patch.recording.sequences import Sequences, assemble, switches, with_media
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +30,6 @@ class BaselineRun:
     keep_last: int
     logits: Tensor
     tokens: Tensor
-
-
-def over_columns(inputs: Mapping[str, Tensor], width: int) -> dict[str, Any]:
-    """Further model inputs for the first ``width`` columns.
-
-    ``*_type_ids`` have one entry a token: they are cut, or padded with 0, which means text.
-    """
-    return {
-        name: F.pad(x, (0, width - x.shape[1])) if name.endswith("type_ids") else x
-        for name, x in inputs.items()
-    }
 
 
 @torch.no_grad()
@@ -70,11 +58,11 @@ def baseline(
     cache = kv_cache.new_cache(model)
     for step in range(steps):
         sequences = sequences_at(ids, mask, keep_last)
+        further = over_columns(context[2], sequences.head_ids.shape[1])
+        sequences = with_media(model, sequences, further)
         if keep_last or not step or switches(model, sequences):
             cache = kv_cache.new_cache(model)
-            forward_passes.run_head(
-                model, sequences, cache, **over_columns(context[2], sequences.head_ids.shape[1])
-            )
+            forward_passes.run_head(model, sequences, cache, **further)
         with running_in(arithmetic):
             logits.append(forward_passes.run_tail(model, sequences, cache)[:, -1])
         tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
@@ -102,12 +90,14 @@ def in_one_pass(
     """The logits (B, steps, V) of ``tokens`` (B, steps) in one pass over all tokens."""
     for token_ids in tokens[:, :-1].unbind(1):
         ids, mask = extended(ids, mask, token_ids)
-    further: dict[str, Any] = dict(over_columns(inputs, ids.shape[1]))
+    further = over_columns(inputs, ids.shape[1])
+    media = media_positions(model, ids, mask, further)
+    counted = (mask.long().cumsum(1) - 1).clamp(min=0)
     return forward_passes.run(
         model,
         ids,
         mask,
-        (mask.long().cumsum(1) - 1).clamp(min=0),
+        counted if media is None else media.head,
         kv_cache.new_cache(model),
         longest=mask.sum(1).max(),
         last_logits=tokens.shape[1],

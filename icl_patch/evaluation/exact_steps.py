@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass, over_columns
+from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass
 from icl_patch.generation.decode_mode_checks import require_batch_invariant_steps
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.models.forward import media_positions
 from icl_patch.patch.context_patch import PatchReport
 
 REFERENCES = {
@@ -98,8 +99,10 @@ def one_pass_replays(
     except UnsupportedModelError as error:
         return str(error)
     width, steps = run.ids.shape[1], run.tokens.shape[1]
-    mode, further = DecodeMode.SHARED_CACHE, over_columns(run.inputs, width - 1)
-    state = prefill(decoder, run.ids, run.mask, width + steps, mode, **further)
+    mode = DecodeMode.SHARED_CACHE
+    further: dict[str, Any] = dict(run.inputs)
+    media = media_positions(decoder.attached.model, run.ids, run.mask, further)
+    state = prefill(decoder, run.ids, run.mask, width + steps, mode, media=media, **further)
     replays, again = Replays(), 0
     for number, token_ids in enumerate(torch.cat([run.ids[:, -1:], run.tokens], 1).T[:-1]):
         patch = decode_one_token(state, token_ids).make_patch()

@@ -28,7 +28,6 @@ from icl_patch.evaluation.baseline import (
     baseline,
     extended,
     in_one_pass,
-    over_columns,
     sequences_at,
 )
 from icl_patch.evaluation.exact_steps import (
@@ -38,12 +37,13 @@ from icl_patch.evaluation.exact_steps import (
     one_pass_replays,
 )
 from icl_patch.evaluation.loading import default_context, encode_inputs, load_model
+from icl_patch.models.forward import check_last_type, over_columns
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.compute import Computation
-from icl_patch.recording.sequences import absorb_all_but_last, switches
+from icl_patch.recording.sequences import absorb_all_but_last, switches, with_media
 from icl_patch.tolerances import noise_limit
 
 # Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
@@ -229,6 +229,7 @@ def verify(
         )
     check_length(loaded, int(mask.sum(1).max()), max_new_tokens - 1)
     check_vocabulary(loaded, ids, mask)
+    check_last_type(loaded, inputs)
 
     exact = update == "exact"
     progress = progress or (lambda done, total: None)
@@ -307,12 +308,13 @@ def _computations(attached: AttachedModel, run: BaselineRun) -> Iterator[Computa
     """The patch of every step, along the baseline's tokens."""
     ids, mask, inputs = run.ids, run.mask, run.inputs
     if run.keep_last == 0:
-        sequences = absorb_all_but_last(ids, mask)
         head_inputs = over_columns(inputs, ids.shape[1] - 1)
+        sequences = with_media(attached.model, absorb_all_but_last(ids, mask), head_inputs)
         cache = attached.prefill(sequences, **head_inputs)
         for token_ids in run.tokens.unbind(1):
             if switches(attached.model, sequences):
-                cache = attached.prefill(sequences, **head_inputs)
+                columns = sequences.head_ids.shape[1]
+                cache = attached.prefill(sequences, **over_columns(inputs, columns))
             yield attached.compute_from(cache, sequences)
             sequences = sequences.advanced(token_ids)
         return

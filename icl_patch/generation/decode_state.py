@@ -1,7 +1,7 @@
 """The state of a generation: a growing context, the inputs of a decode step, and its output."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import register_dataclass
 from transformers import Cache
 
 from icl_patch.generation.decoder import Decoder
+from icl_patch.models.forward import MediaPositions
 from icl_patch.recording.attached_block import BlockActivations, Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
 from icl_patch.recording.hooks import HookIds
@@ -118,6 +119,7 @@ class DecodeState:
         fingerprint: of the weights at the start.
         fill: runs the model on a head; returns a new cache with the rows of a step.
         switches_factors: whether the rotary factors change at some length (LongRoPE).
+        media: positions of the context with its images (M-RoPE).
         steps: the number of steps taken.
         traced_hooks: the hooks that a compiled step was made with; it runs no others.
     """
@@ -134,6 +136,7 @@ class DecodeState:
     fingerprint: str
     fill: Callable[[Sequences], Cache]
     switches_factors: bool
+    media: MediaPositions | None
     steps: int = 0
     traced_hooks: HookIds | None = None
 
@@ -168,22 +171,26 @@ class DecodeState:
 
     def sequences(self) -> Sequences:
         """The tokens so far: all but the current one absorbed."""
-        return sequences_of(self.tokens, self.context_mask)
+        return sequences_of(self.tokens, self.context_mask, self.media)
 
 
-def sequences_of(ids: Tensor, context_mask: Tensor) -> Sequences:
-    """Tokens (B, S) that began with a context of mask (B, C): all but the last one absorbed."""
+def sequences_of(ids: Tensor, context_mask: Tensor, media: MediaPositions | None) -> Sequences:
+    """Tokens (B, S) that began with a context of mask (B, C), and perhaps with images: all but the
+    last one absorbed.
+    """
     mask = F.pad(context_mask, (0, ids.shape[1] - context_mask.shape[1]), value=True)
-    return absorb_all_but_last(ids, mask)
+    return replace(absorb_all_but_last(ids, mask), media=media)
 
 
-def new_step_inputs(cache: Cache, past: Tensor, capacity: int) -> StepInputs:
-    """The inputs of the steps after the tokens in the cache, ``past`` (rows, S) bool."""
+def new_step_inputs(cache: Cache, past: Tensor, positions: Tensor, capacity: int) -> StepInputs:
+    """The inputs of the steps after the tokens in the cache, ``past`` (rows, S) bool; the first
+    step's token has ``positions`` (rows, 1).
+    """
     past = past.long()
     rows, width = past.shape
     return StepInputs(
         current=past.new_zeros(rows, 1),
-        positions=past.sum(1, keepdim=True) - 1,
+        positions=positions - 1,
         mask=F.pad(past, (0, capacity - width)),
         cache=cache,
         slot=None,

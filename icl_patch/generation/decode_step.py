@@ -32,7 +32,7 @@ from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
-from icl_patch.models.forward import inputs, names_of
+from icl_patch.models.forward import MediaPositions, inputs, names_of, over_columns
 from icl_patch.models.forward_override import (
     Forward,
     is_plain_linear,
@@ -84,7 +84,11 @@ class DecodeStep:
     for_inductor: bool = False
 
     def for_compiler(self) -> "DecodeStep":
-        """The same step for a compiler, which fuses small operations but cannot see into ours."""
+        """The same step for a compiler, which fuses small operations but cannot see into ours. An
+        exact step stays as it is: it has to have the bits of its replay.
+        """
+        if self.arithmetic == BATCH_INVARIANT:
+            return self
         return replace(self, fused=[], receives_norm_input=frozenset(), for_inductor=True)
 
     def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
@@ -182,6 +186,7 @@ def prefill(
     *,
     chunk: int | None = None,
     reserve: bool = True,
+    media: MediaPositions | None = None,
     **model_inputs: Any,
 ) -> DecodeState:
     """Run the unmodified model on all of a context but its last token.
@@ -193,7 +198,8 @@ def prefill(
         chunk: the number of tokens per call, for long contexts; all at once by default. Not for
             recurrent models, nor with further inputs.
         reserve: whether the cache gets room for later tokens, so that few steps copy it.
-        model_inputs: further inputs of the model for this pass.
+        media: positions of the context if there are images in it (M-RoPE).
+        model_inputs: further inputs of the model for the context.
     """
     attached, names = decoder.attached, names_of(model_inputs)
     if chunk is not None and (attached.recurrent or names):
@@ -202,13 +208,16 @@ def prefill(
         raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
     sequences = absorb_all_but_last(context_ids, context_mask)
+    if media is not None:
+        sequences = replace(sequences, media=media._replace(head=media.head[..., :-1]))
     check_vocabulary(attached.model, context_ids, context_mask)
     attached.watch_hooks(two_streams=mode is not DecodeMode.TWO_PASS)
 
     def fill(head: Sequences) -> Cache:
         cache = kv_cache.new_cache(attached.model)
-        if head.head_ids.shape[1]:
-            forward_passes.run_head(attached.model, head, cache, chunk=chunk, **model_inputs)
+        if columns := head.head_ids.shape[1]:
+            further = over_columns(model_inputs, columns)
+            forward_passes.run_head(attached.model, head, cache, chunk=chunk, **further)
         if mode is DecodeMode.TWO_STREAM:
             kv_cache.stack_cache(cache, batch)
         if reserve:
@@ -218,8 +227,10 @@ def prefill(
     cache = fill(sequences)
     step = None
     if mode is not DecodeMode.TWO_PASS:
-        past = context_mask[:, :-1].repeat(2 if mode is DecodeMode.TWO_STREAM else 1, 1)
-        step = _new_step(decoder, new_step_inputs(cache, past, capacity), batch, mode)
+        streams = 2 if mode is DecodeMode.TWO_STREAM else 1
+        past, first = (x.repeat(streams, 1) for x in (context_mask, sequences.positions[:, -1:]))
+        step_inputs = new_step_inputs(cache, past[:, :-1], first, capacity)
+        step = _new_step(decoder, step_inputs, batch, mode)
     ids = context_ids.new_zeros(batch, capacity)
     ids[:, : width - 1] = context_ids[:, :-1]
     return DecodeState(
@@ -235,6 +246,7 @@ def prefill(
         fingerprint=attached.fingerprint,
         fill=fill,
         switches_factors=bool(switch_lengths(attached.model)),
+        media=sequences.media,
     )
 
 
@@ -374,6 +386,7 @@ class _DeferredPatch:
     ) -> None:
         self.attached, self.fingerprint = state.decoder.attached, state.fingerprint
         self.ids, self.context_mask, self.live = state.tokens, state.context_mask, state.live
+        self.media = state.media
         self.output = replace(output, activations=None)  # which only a miss needs
         self.context_logits, self.hooked = context_logits, hooked
         self.blocks = tuple(self.attached.blocks)  # also if it is detached by then
@@ -390,7 +403,7 @@ class _DeferredPatch:
         resolved = [diagnostics.resolve(self.live) for diagnostics in output.diagnostics]
         logits = None if self.context_logits is None else self.context_logits.unsqueeze(1)
         arithmetic = MODEL if output.misses is None else BATCH_INVARIANT
-        sequences = sequences_of(self.ids, self.context_mask)
+        sequences = sequences_of(self.ids, self.context_mask, self.media)
         patch = self.attached.empty_patch(sequences, passes=1, arithmetic=arithmetic)
         if patch.info.fingerprint != self.fingerprint:
             raise ValueError(

@@ -15,14 +15,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
+from icl_patch.generation.eager_operators import keep_rounding
+
 BACKEND = "inductor"
 
 
 class _Kind:
-    """The graph of all equal regions. It is compiled when it first runs."""
+    """The graph of all equal regions. It is compiled when it first runs.
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    eager_rounding: whether every result is rounded to its dtype, as eager operators do.
+    """
+
+    def __init__(self, module: fx.GraphModule, eager_rounding: bool) -> None:
         self._module: fx.GraphModule | None = module
+        self._eager_rounding = eager_rounding
         self._run: Callable[..., Sequence[Tensor]] | None = None
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
@@ -34,7 +40,11 @@ class _Kind:
 
             # The inputs always have the same addresses and shapes. The checks of this would take a
             # sixth of a step's time between the products.
-            with config.patch(size_asserts=False, alignment_asserts=False):
+            with config.patch(
+                size_asserts=False,
+                alignment_asserts=False,
+                emulate_precision_casts=self._eager_rounding,
+            ):
                 self._run = lookup_backend(BACKEND)(self._module, list(inputs))
             self._module = None
         return self._run(*inputs)
@@ -58,17 +68,29 @@ class Regions:
     Args:
         module: the graph, without placeholders; its tensors have fixed addresses.
         blocks: the model's blocks, in order.
+        eager_rounding: whether the outputs have the bits of the graph's operators, run one by one.
+        free: numbers of the outputs whose bits do not matter even so.
     """
 
-    def __init__(self, module: fx.GraphModule, blocks: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        blocks: Iterable[nn.Module],
+        *,
+        eager_rounding: bool = False,
+        free: Iterable[int] = (),
+    ) -> None:
         tidy(module)
+        if eager_rounding:
+            outputs: Any = module.graph.output_node().args[0]
+            keep_rounding(module, [outputs[number] for number in free])
         *nodes, output = module.graph.nodes
         bounds = [0, *_ends(module, nodes, blocks), len(nodes)]
         parts = [nodes[start:end] for start, end in pairwise(bounds)]
         kinds: dict[str, _Kind] = {}
         storage, written = _storages(module)
         self._regions = [
-            _region(module, part, kinds, storage, written)
+            _region(module, part, kinds, storage, written, eager_rounding)
             for part in parts
             if any(node.op != "get_attr" for node in part)
         ]
@@ -198,6 +220,7 @@ def _region(
     kinds: dict[str, _Kind],
     storage: dict[fx.Node, Any],
     written: set[Any],
+    eager_rounding: bool,
 ) -> _Region:
     """The region of these nodes; a new kind of region is added to ``kinds``."""
     calls = [node for node in nodes if node.op == "call_function"]
@@ -226,5 +249,5 @@ def _region(
         # The compiler relies on which inputs share written memory, so this region has its own kind.
         kind += f" {id(nodes)}"
     if kind not in kinds:
-        kinds[kind] = _Kind(fx.GraphModule(module, graph))
+        kinds[kind] = _Kind(fx.GraphModule(module, graph), eager_rounding)
     return _Region(kinds[kind], list(inputs.values()), outputs)

@@ -34,6 +34,12 @@ from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.invariance.arithmetic import ARITHMETICS, BATCH_INVARIANT, MODEL
+from icl_patch.models.forward import (
+    MediaPositions,
+    check_last_type,
+    media_positions,
+    needs_media_positions,
+)
 from icl_patch.models.language_model import check_length, position_limit
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
@@ -130,7 +136,9 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A prompt, ids and mask (B, C), with transformers' processors and criteria for it."""
+    """A prompt, ids and mask (B, C), with transformers' processors and criteria for it, and the
+    positions of images in it.
+    """
 
     ids: Tensor
     mask: Tensor
@@ -138,6 +146,7 @@ class _Prepared:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     model_inputs: dict[str, Any]
+    media: MediaPositions | None
 
     @property
     def capacity(self) -> int:
@@ -173,7 +182,6 @@ def _prepare(
         )
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-    _check_positions(model_kwargs.get("position_ids"), mask)
     cache: Any = model_kwargs.get("past_key_values")
     if cache is not None and (not isinstance(cache, DynamicCache) or cache.offloading):
         got = generation_config.cache_implementation or type(cache).__name__
@@ -183,18 +191,44 @@ def _prepare(
             f"expected an empty cache, got one of {int(cache.get_seq_length())} tokens: the context"
             " is absorbed from its start"
         )
+    model_inputs = {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in _GENERATE_ARGUMENTS and value is not None
+    }
+    check_last_type(model, model_inputs)
+    positions = model_kwargs.get("position_ids")
+    if needs_media_positions(model, model_inputs):
+        media = _media_positions(model, input_ids, mask, positions, model_inputs)
+    else:
+        media = None
+        _check_positions(positions, mask)
     return _Prepared(
         ids=input_ids,
         mask=mask,
         processors=logits_processor,
         criteria=stopping_criteria,
         config=generation_config,
-        model_inputs={
-            name: value
-            for name, value in model_kwargs.items()
-            if name not in _GENERATE_ARGUMENTS and value is not None
-        },
+        model_inputs=model_inputs,
+        media=media,
     )
+
+
+def _media_positions(
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    positions: Tensor | None,
+    model_inputs: dict[str, Any],
+) -> MediaPositions | None:
+    """The positions of a prompt with images: those that ``model.generate`` has made before it
+    encodes the images, else what the model makes of the images.
+    """
+    if positions is None or positions.dim() != 3:
+        return media_positions(model, ids, mask, model_inputs)
+    planes = positions[-3:].expand(-1, len(ids), -1)  # transformers puts one that counts before
+    counted = mask.long().sum(1, keepdim=True) - 1
+    return MediaPositions(planes, planes[0, :, -1:] - counted)
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
@@ -238,6 +272,7 @@ def generate(
             f"expected no cache, got a {type(cache).__name__}: every context gets a new one"
         )
     ids, mask = check_context(context_ids, context_mask)
+    media_positions(decoder.attached.model, ids, mask, arguments)  # checks them
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -334,6 +369,7 @@ def start(decoder: Decoder, prepared: _Prepared, options: Options) -> DecodeStat
         choose_mode(decoder, options),
         chunk=options.prefill_chunk,
         reserve=not compilers,
+        media=prepared.media,
         **prepared.model_inputs,
     )
 
@@ -379,18 +415,22 @@ def _choose_exact_mode(decoder: Decoder, options: Options) -> DecodeMode:
     """Exact steps take one pass over a shared cache in the batch-invariant arithmetic, and two
     passes in the model's own.
     """
-    if options.mode == "two_stream" or options.compilers:
-        asked = f"compile={options.compile!r}" if options.compilers else "mode='two_stream'"
+    if options.mode == "two_stream":
         raise ValueError(
-            f"expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, without"
-            f" compile, got {asked}"
+            "expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, got"
+            " 'two_stream'"
         )
     two_passes = options.mode == "two_pass" or options.arithmetic == MODEL
-    one_pass = options.mode == "shared_cache" or options.arithmetic == BATCH_INVARIANT
+    one_pass = (
+        options.mode == "shared_cache"
+        or options.arithmetic == BATCH_INVARIANT
+        or bool(options.compilers)
+    )
     if two_passes and one_pass:
+        asked = f"{options.mode!r} with {options.arithmetic!r} and compile={options.compile!r}"
         raise ValueError(
-            "expected mode 'two_pass' with arithmetic 'model', or 'shared_cache' with"
-            f" 'batch_invariant', got {options.mode!r} with {options.arithmetic!r}"
+            "expected mode 'two_pass' with arithmetic 'model' and without compile, or"
+            f" 'shared_cache' with 'batch_invariant', got {asked}"
         )
     if two_passes:
         return DecodeMode.TWO_PASS

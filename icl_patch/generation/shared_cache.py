@@ -238,7 +238,10 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
         ]
         reason = None
         if not readers or not overridable(readers[-1].module):
-            reason = "it does something to the attention's output before a matrix reads it"
+            reason = (
+                "something other than one matrix reads the attention's output, as the experts of"
+                " JetMoE's attention do"
+            )
         elif outputs[readers[-1].given.tensor.data_ptr()][1]:
             reason = "it attends to a sink beside the tokens"
         if reason is not None:

@@ -4,7 +4,7 @@ Tracing records the operators of one step as it runs; hooks, contexts and the mo
 leave nothing else. A model cannot be traced if its code reads a tensor's numbers on the host.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,12 +14,13 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_state import StepOutput
 from icl_patch.generation.decode_step import DecodeStep
 from icl_patch.generation.graph_partition import Regions
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT
 
 
 class _NoHostReads(TorchFunctionMode):
@@ -40,8 +41,11 @@ class _NoHostReads(TorchFunctionMode):
 class TracedStep:
     """A step as a compiled graph of operators.
 
+    A step in the batch-invariant arithmetic keeps its bits, because they have to be those of its
+    replay: its first call runs the graph too, and compares.
+
     Raises:
-        UnsupportedModelError: the model's pass cannot be traced.
+        UnsupportedModelError: the model's pass cannot be traced, or the graph has other bits.
     """
 
     def __init__(self, step: DecodeStep, batch: int) -> None:
@@ -49,6 +53,7 @@ class TracedStep:
         self._token_ids = step.inputs.current.new_zeros(batch)
         self._graph: Callable[[], list[Tensor]] | None = None
         self._compiled = False
+        self._keeps_bits = step.arithmetic == BATCH_INVARIANT
         # The leaves of a step's output: those that are no tensors, and None in a tensor's place.
         self._leaves: list[Any] = []
         self._tree: Any = None
@@ -70,13 +75,15 @@ class TracedStep:
 
     def _trace(self, return_context_logits: bool) -> StepOutput:
         outputs: list[StepOutput] = []
+        tensors: list[Tensor] = []
 
         def run() -> list[Tensor]:
             output = self._step(self._token_ids, return_context_logits)
             outputs.append(output)
             leaves, self._tree = tree_flatten(output)
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            tensors[:] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            return tensors
 
         # One fake mode for all tensors: make_fx would make one for each, in half of its time.
         one_mode = tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
@@ -84,8 +91,27 @@ class TracedStep:
             with one_mode, _NoHostReads():
                 graph = make_fx(run)()
             blocks = self._step.decoder.attached.blocks
-            self._graph = Regions(graph, [block.module for block in blocks])
+            free = _free_tensors(outputs[0], tensors)
+            self._graph = Regions(
+                graph,
+                [block.module for block in blocks],
+                eager_rounding=self._keeps_bits,
+                free=free,
+            )
+            if self._keeps_bits:
+                self._compare(tensors, free)
         return outputs[0]
+
+    def _compare(self, expected: list[Tensor], free: frozenset[int]) -> None:
+        """Run the compiled graph on the token that was traced, and compare the bits."""
+        assert self._graph is not None
+        self._step.inputs.rewind()
+        for number, (got, wanted) in enumerate(zip(self._graph(), expected, strict=True)):
+            if number not in free and not torch.allclose(got, wanted, 0, 0, equal_nan=True):
+                raise RuntimeError(
+                    "the compiled step has other bits than the replay of its patch would have"
+                )
+        self._compiled = True
 
     @contextmanager
     def _naming_the_model(self) -> Iterator[None]:
@@ -102,3 +128,10 @@ class TracedStep:
                     f" or name it in CXX, or generate without compile ({reason})"
                 ) from cause
             raise UnsupportedModelError(f"compile does not cover {name}: {reason}") from cause
+
+
+def _free_tensors(output: StepOutput, tensors: Sequence[Tensor]) -> frozenset[int]:
+    """The numbers of the output's tensors whose bits no replay depends on: the diagnostics."""
+    fixed = tree_leaves((output.logits, output.factors, output.misses, output.activations))
+    addresses = {id(tensor) for tensor in fixed}
+    return frozenset(n for n, tensor in enumerate(tensors) if id(tensor) not in addresses)

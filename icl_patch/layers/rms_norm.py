@@ -46,9 +46,13 @@ class PatchedRMSNorm(PatchedModule):
 
     @property
     def scale(self) -> Tensor:
-        """m, the base module's effective scale: (n,) fp32, as the base computes it in any dtype."""
+        """m, the base module's effective scale: (n,) fp32, as the base computes it in any dtype;
+        fp64 of an fp64 weight to which nothing is added.
+        """
         weight = self.base_layer.weight
         assert isinstance(weight, Tensor)
+        if self.scale_offset == 0 and weight.dtype == torch.float64:
+            return weight.detach()
         return self.scale_offset + weight.float()
 
     def normalize(self, x: Tensor) -> Tensor:

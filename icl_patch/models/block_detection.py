@@ -481,9 +481,7 @@ class _Reading:
         except TypeError as error:
             raise self._refuse(f"{call.path} is no RMSNorm: {error}") from error
         if spec is None:
-            wide = call.given.now.dtype == torch.float64
-            cure = ", computed in fp32: convert the model to float32" if wide else ""
-            raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w{cure}")
+            raise self._refuse(f"{call.path} is no RMSNorm with a scale of w or 1 + w")
         return {"scale_offset": spec[0], "cast_first": spec[1]}
 
     # -- blocks without one

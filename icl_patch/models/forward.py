@@ -45,17 +45,19 @@ def _inputs_of(forward: Callable[..., Any]) -> frozenset[str]:
     )
 
 
+def _further_inputs(model: PreTrainedModel) -> frozenset[str]:
+    """The inputs that we do not give ourselves, of the model or of its base model."""
+    names = _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
+    return names - _OURS - {"self"}
+
+
 def check_inputs(model: PreTrainedModel, names: Iterable[str]) -> None:
     """Raises TypeError unless the model, or the base model that it passes them to, has further
     inputs of these names.
 
     Many classes accept any name and ignore unknown ones.
     """
-    known = (
-        (_inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward))
-        - _OURS
-        - {"self"}
-    )
+    known = _further_inputs(model)
     unknown = [name for name in names if name not in known]
     if unknown:
         further = ", ".join(sorted(known)) or "none"
@@ -74,6 +76,11 @@ def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model takes a cache of the tokens before."""
     names = _inputs_of(type(model).forward) | _inputs_of(type(model.base_model).forward)
     return bool({"past_key_values", "cache_params", "state"} & names)
+
+
+def drafts_for_another(model: PreTrainedModel) -> bool:
+    """Whether the model starts from the cache of another one: the draft heads of Gemma 4."""
+    return "shared_kv_states" in _inputs_of(type(model).forward)
 
 
 def counts_slots(model: PreTrainedModel) -> bool:
@@ -99,9 +106,45 @@ def _media(model: PreTrainedModel, given: Mapping[str, Any]) -> tuple[Any, list[
     """The part of the model that gives images, videos or sound positions of three numbers (M-RoPE),
     and the names of such inputs; None and no names if there is nothing to number so.
     """
-    media = [name for name in names_of(given) if not name.endswith("type_ids")]
+    known = _further_inputs(model)
+    media = [name for name in names_of(given) if name in known and not name.endswith("type_ids")]
     parts = [part for part in (model, model.base_model) if hasattr(part, "get_rope_index")]
     return (parts[-1], media) if media and parts else (None, [])
+
+
+def over_columns(inputs: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Further model inputs for the first ``width`` columns.
+
+    ``*_type_ids`` have one entry a token: they are cut, or padded with 0, which means text.
+    """
+    return {
+        name: F.pad(x, (0, width - x.shape[1]))
+        if isinstance(x, Tensor) and name.endswith("type_ids")
+        else x
+        for name, x in inputs.items()
+    }
+
+
+def check_last_type(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the last token of ``*_type_ids``, and so each token behind it, has
+    the type that a token has without them: it runs without them.
+    """
+    takes_images = any("pixel_values" in name for name in _further_inputs(model))
+    for name, types in given.items():
+        if not (isinstance(types, Tensor) and name.endswith("type_ids")):
+            continue
+        if types[:, -1].any():
+            raise ValueError(
+                f"expected type 0 in {name} for the context's last token, which is text and runs"
+                f" without the context, got {types[:, -1].tolist()}: let the context end in text"
+            )
+        if name == "token_type_ids" and not takes_images:
+            modules = (path for path, _ in model.named_modules())
+            if not any(path.endswith("token_type_embeddings") for path in modules):
+                raise ValueError(
+                    f"expected no {name} for {type(model).__name__}, which has no type 0 that"
+                    " tokens without types would have: leave them out"
+                )
 
 
 class MediaPositions(NamedTuple):
@@ -113,6 +156,11 @@ class MediaPositions(NamedTuple):
 
     head: Tensor
     shift: Tensor
+
+
+def needs_media_positions(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
+    """Whether ``given`` holds images, videos or sound with positions of three numbers (M-RoPE)."""
+    return _media(model, given)[0] is not None
 
 
 def media_positions(
@@ -157,7 +205,8 @@ def _check_positions(
     if part is not None and (positions is None or positions.dim() != 3):
         raise UnsupportedModelError(
             f"{type(model).__name__} has positions of three numbers for what is not text: expected"
-            f" text alone, got {', '.join(media)}. ContextPatcher.compute takes them in its context"
+            f" text alone, got {', '.join(media)}. compute, generate and verify take them in the"
+            " context"
         )
 
 

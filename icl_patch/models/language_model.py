@@ -36,13 +36,26 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
         if not any(path.startswith(f"{other}.") for other, _ in lists)
     ]
     if len(top) != 1:
-        raise UnsupportedModelError(
-            f"expected one list of {count or 'all'} blocks in {type(model).__name__}, found"
-            f" {[path for path, _ in top]}: blocks that run several times, or hold several"
-            " attentions and MLPs, cannot be patched one by one"
-        )
+        raise UnsupportedModelError(_no_single_list(model, count))
     path, module = top[0]
     return {f"{path}.{index}": layer for index, layer in enumerate(module)}
+
+
+def _no_single_list(model: PreTrainedModel, count: int | None) -> str:
+    """The refusal of a model without one list of ``count`` blocks."""
+    lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and m}
+    stacks = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    found = ", ".join(f"{path} ({len(lists[path])})" for path in stacks) or "none"
+    why = "its blocks hold several attentions and MLPs each"
+    if len(stacks) != 1:
+        why = (
+            "stacks that run several times, or over other rows than the tokens (as BLT's over"
+            " patches of bytes), have no one change for a token"
+        )
+    return (
+        f"expected one list of {count or 'all'} blocks in {type(model).__name__}, each of which"
+        f" runs once for every token; found {found}: {why}"
+    )
 
 
 def _other_modalities(model: PreTrainedModel) -> set[int]:

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.models.forward import takes_cache
+from icl_patch.models.forward import drafts_for_another, takes_cache
 from icl_patch.models.language_model import text_config, vocabulary
 
 
@@ -27,6 +27,11 @@ def check_language_model(model: object) -> None:
             f"expected a model with a cache, {type(model).__name__} has none: a replay starts from"
             " a cache of the tokens that stay. Choose a causal language model with a cache"
             " (encoders, such as DistilBERT, have none)"
+        )
+    if drafts_for_another(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} drafts tokens for another model, from whose hidden states and"
+            " cache it starts: it takes no token ids. Attach to the model that it drafts for"
         )
     if "minimax_m3_sparse" in (getattr(text_config(model), "layer_types", None) or ()):
         raise UnsupportedModelError(

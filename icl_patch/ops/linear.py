@@ -242,7 +242,9 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit, or an index lies outside the pool.
     """
-    return _add_low_rank.native_first(y, z, u, v, index, out_dtype)
+    # the native op would raise an error for fp64 factors, in every block of an exact step
+    run = _add_low_rank.dispatch if u.dtype == torch.float64 else _add_low_rank.native_first
+    return run(y, z, u, v, index, out_dtype)
 
 
 def _check_patched_linear(

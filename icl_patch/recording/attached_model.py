@@ -23,7 +23,7 @@ from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block, Writer
 from icl_patch.models.diagnosis import explain_failure
-from icl_patch.models.forward import check_inputs, counts_slots, media_positions, names_of
+from icl_patch.models.forward import check_inputs, counts_slots, names_of
 from icl_patch.models.language_model import (
     check_length,
     check_vocabulary,
@@ -50,7 +50,7 @@ from icl_patch.recording.hooks import (
 from icl_patch.recording.patch_assembly import empty_patch
 from icl_patch.recording.replay import replay_logits, replay_observed
 from icl_patch.recording.self_check import SelfCheck
-from icl_patch.recording.sequences import Sequences
+from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
 
 
@@ -134,6 +134,7 @@ class AttachedModel:
         self._depends_on_cache = depends_on_cache(self.model)
         self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         check = SelfCheck(self.model, self.recurrent)
+        check.check_positions()
         self._takes_padding = check.takes_padding()
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
@@ -259,8 +260,7 @@ class AttachedModel:
         check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
         check_inputs(self.model, model_inputs)
-        media = media_positions(self.model, sequences.head_ids, sequences.head_mask, model_inputs)
-        sequences = replace(sequences, media=media)
+        sequences = with_media(self.model, sequences, model_inputs)
         return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
 
     @one_pass

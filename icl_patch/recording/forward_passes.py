@@ -66,7 +66,7 @@ def run_head(
     all at once.
     """
     width = sequences.head_ids.shape[1]
-    positions = sequences.positions if sequences.media is None else sequences.media.head
+    positions = sequences.head_positions
     for start in range(0, width, chunk or width):
         part = slice(start, min(start + (chunk or width), width))
         run(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import call, counts_slots, takes_positions
 from icl_patch.models.language_model import random_tokens
 from icl_patch.models.positions import first_position
+from icl_patch.models.trace import first_tensor
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
-from icl_patch.recording.compute import compute_closing
+from icl_patch.recording.compute import close_on
 from icl_patch.recording.replay import replay_logits
 from icl_patch.recording.sequences import Sequences, assemble
 from icl_patch.tolerances import rounding_limit
@@ -44,7 +46,6 @@ class SelfCheck:
         self._sequences = assemble(context, kept, prefix_ids=prefix)
         self._other = assemble(context.flip(1), kept, prefix_ids=prefix)
         with torch.no_grad():
-            self._check_positions(ids)
             self._expected = self._logits()
 
     @torch.no_grad()
@@ -69,8 +70,10 @@ class SelfCheck:
         logits, expected = (self._logits(part) for part in (padded, alone))
         return self._near(logits, expected)
 
-    def _check_positions(self, ids: Tensor) -> None:
+    @torch.no_grad()
+    def check_positions(self) -> None:
         """Raises UnsupportedModelError unless the model itself takes the positions given here."""
+        ids = torch.cat([self._sequences.head_ids, self._sequences.tail_ids], 1)
 
         def logits(positions: Tensor | None) -> Tensor:
             cache = kv_cache.new_cache(self._model)
@@ -111,20 +114,45 @@ class SelfCheck:
             self._check_attention()
         # weights of zero have no patch for these tokens; the user's tokens raise this again
         with suppress(ControllabilityError):
-            cache = kv_cache.new_cache(self._model)
-            forward_passes.run_head(self._model, self._sequences, cache)
-            patch = compute_closing(attached, cache, self._sequences, "exact").patch
+            patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
+            patch = close_on(attached, all_activations[len(blocks) :], patch, "exact").patch
             assert patch.report is not None
             small = patch.report.correction.amax((1, 2)) <= rounding_limit(self._model.dtype)
             if not small.all():
-                path = blocks[int((~small).nonzero()[0])].block.path
+                block = blocks[int((~small).nonzero()[0])]
                 raise UnsupportedModelError(
-                    f"{path} has inputs or parameters that its form does not know"
+                    self._beyond_range(block)
+                    or f"{block.block.path} has inputs or parameters that its form does not know"
                 )
             if not self._near(replay_logits(attached, patch), self._expected):
                 raise UnsupportedModelError(
                     f"{self._name} has blocks that hand on more of their context than their sum"
                 )
+
+    def _beyond_range(self, block: AttachedBlock) -> str | None:
+        """The refusal of a block whose MLP writes numbers that its dtype cannot hold, or None."""
+        name = block.spec.down or block.spec.experts or ""
+        outputs: list[Tensor] = []
+
+        def keep(_module: Any, _args: Any, out: Any) -> None:
+            tensor = first_tensor(out)
+            assert tensor is not None
+            outputs.append(tensor.flatten(0, -2).double())
+
+        with block.module.get_submodule(name).register_forward_hook(keep):
+            self._logits()
+        rows, limits = torch.cat(outputs), torch.finfo(self._model.dtype)
+        size = float(rows.square().mean(-1).sqrt().min())
+        if not rows.isfinite().all():
+            found = f"above its largest number {limits.max:.1e}"
+        elif size < limits.smallest_normal:
+            found = f"{size:.1e}, below its smallest normal number {limits.smallest_normal:.1e}"
+        else:
+            return None
+        return (
+            f"{block.block.path_of(name)} has outputs that {limits.dtype} cannot hold: {found}."
+            " Load the model in a dtype of a wider range, torch.bfloat16 or torch.float32"
+        )
 
     @torch.no_grad()
     def check_rows(self) -> Tensor:

@@ -1,13 +1,14 @@
 """The tokens of a batch, checked and laid out as head and tail: prefix, context and kept tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from icl_patch.models.forward import MediaPositions
+from icl_patch.models.forward import MediaPositions, media_positions
 from icl_patch.models.positions import switch_lengths
 
 
@@ -24,7 +25,7 @@ class Sequences:
         head_ids, head_mask, head_absorbed: (B, H).
         tail_ids, tail_mask: (B, S).
         tail_absorbed: (S,) absorbed spans after the first, between kept tokens.
-        media: positions of a head with images, where they are no single numbers (M-RoPE).
+        media: positions of the head's first columns, where images have no single numbers (M-RoPE).
     """
 
     head_ids: Tensor
@@ -52,13 +53,22 @@ class Sequences:
 
     @property
     def positions(self) -> Tensor:
-        """(B, H + S) int64; padding has the position of the token before it, or 0. The head's are
-        others where there are ``media``.
+        """(B, H + S) int64; padding has the position of the token before it, or 0. The columns of
+        ``media`` have others, see :attr:`head_positions`.
         """
         counted = (self.mask.long().cumsum(1) - 1).clamp(min=0)
         if self.media is not None:
-            counted[:, self.head_ids.shape[1] :] += self.media.shift
+            counted[:, self.media.head.shape[-1] :] += self.media.shift
         return counted
+
+    @property
+    def head_positions(self) -> Tensor:
+        """(B, H) int64; (3, B, H) with ``media``."""
+        counted = self.positions[:, : self.head_ids.shape[1]]
+        if self.media is None:
+            return counted
+        head = self.media.head
+        return torch.cat([head, counted[:, head.shape[-1] :].expand(len(head), -1, -1)], -1)
 
     @property
     def has_prefix(self) -> bool:
@@ -93,7 +103,22 @@ class Sequences:
             tail_ids=token_ids.unsqueeze(1),
             tail_mask=everything,
             tail_absorbed=self.tail_absorbed,
+            media=self.media,
         )
+
+
+def with_media(
+    model: PreTrainedModel, sequences: Sequences, model_inputs: Mapping[str, Any]
+) -> Sequences:
+    """The sequences with the positions that a model with M-RoPE gives to images in their head.
+
+    model_inputs: the model's further inputs for the head.
+
+    Raises:
+        ValueError: as :func:`icl_patch.models.forward.media_positions`.
+    """
+    media = media_positions(model, sequences.head_ids, sequences.head_mask, model_inputs)
+    return replace(sequences, media=media)
 
 
 def either(name: str, value: Any, alias: str, other: Any) -> Any:

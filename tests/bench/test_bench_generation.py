@@ -30,6 +30,7 @@ from icl_patch.bench.cases.generation import (
     APPLIED,
     COMPILED,
     EXACT,
+    EXACT_COMPILED,
     NAIVE,
     OURS,
     OURS_COMPILED,
@@ -238,12 +239,14 @@ def test_what_fails_prints_why_and_no_time(tmp_path: Path, monkeypatch: pytest.M
     rows = {row["call"]: row for row in found["rows"]}
     for name in (COMPILED, APPLIED[1]):
         assert rows[name]["failed"] == "RuntimeError: no C++ compiler"
-    assert rows[OURS_COMPILED]["failed"].endswith("no C++ compiler")
+    for name in (OURS_COMPILED, EXACT_COMPILED):
+        assert rows[name]["failed"].endswith("no C++ compiler")
     assert rows[NAIVE]["failed"].startswith("expected the fp64 result within")
     assert {name for name, row in rows.items() if "seconds" in row} == set(rows) - {
         COMPILED,
         APPLIED[1],
         OURS_COMPILED,
+        EXACT_COMPILED,
         NAIVE,
     }
     text = page(found)
@@ -281,7 +284,7 @@ def test_the_grid() -> None:
             [case.name for case in generation.cases(torch.device(kind), few, results)]
             for few in (False, True)
         )
-        assert len(every) == len(set(every)) == (8 if kind == "cpu" else 84)
+        assert len(every) == len(set(every)) == (16 if kind == "cpu" else 84)
         assert set(quick) < set(every)
         assert every[0] == quick[0]
 

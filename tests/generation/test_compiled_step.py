@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import ragged, tokens
+from support.models import ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit
 from support.small import IDS, small, works
 from torch import Tensor, nn
@@ -30,9 +30,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """
     found: list[Any] = []
 
-    def compiled(module: Any, blocks: Any) -> Any:
+    def compiled(module: Any, blocks: Any, **options: Any) -> Any:
         found.append(module)
-        return graph_partition.Regions(module, blocks)
+        return graph_partition.Regions(module, blocks, **options)
 
     monkeypatch.setattr(traced_step, "Regions", compiled)
     monkeypatch.setattr(graph_partition, "BACKEND", "eager")
@@ -59,8 +59,20 @@ def same(
         assert metrics.linf(step.logits, other.logits).max() <= limit
 
 
-@pytest.mark.parametrize("mode", ["two_stream", "auto"], ids=["two streams", "auto"])
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "cohere2", "gemma3n", "qwen3_moe", "gpt_oss"])
+IN_BOTH_MODES = ("gemma3", "gpt2", "qwen3_moe")  # of the others two streams are a stress test
+EVERY_MODE = [
+    pytest.param(
+        family,
+        mode,
+        id=f"{family}-{mode.replace('two_stream', 'two streams')}",
+        marks=[] if mode == "auto" or family in IN_BOTH_MODES else pytest.mark.stress,
+    )
+    for family in ("gemma3", "gpt2", "cohere2", "gemma3n", "qwen3_moe", "gpt_oss")
+    for mode in ("two_stream", "auto")
+]
+
+
+@pytest.mark.parametrize(("family", "mode"), EVERY_MODE)
 def test_a_compiled_step_is_the_eager_one(
     family: str, mode: str, traces: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +82,7 @@ def test_a_compiled_step_is_the_eager_one(
     """
     if mode == "auto" or family == "gemma3":
         monkeypatch.setattr(graph_partition, "BACKEND", "aot_eager")
-    model = tiny_models.build(family)
+    model = shallow(family)
     ids = tokens(0, 3, 9) % model.config.vocab_size
     arguments: dict = {"context_mask": ragged(3, 9, side="left"), "mode": mode, "check_every": 1}
     with ContextPatcher(model, "stable") as patcher:
@@ -84,10 +96,70 @@ def test_a_compiled_step_is_the_eager_one(
 
 
 def test_with_the_whole_compiler() -> None:
-    with pytest.MonkeyPatch.context() as patch, ContextPatcher(small("llama"), "stable") as patcher:
+    """Of one layer: g++ takes two seconds for each of a layer's kernels."""
+    model = small("llama", num_hidden_layers=1)
+    with pytest.MonkeyPatch.context() as patch, ContextPatcher(model, "stable") as patcher:
         eager = steps_of(patcher)
         patch.setattr(graph_partition, "BACKEND", "inductor")
         same(patcher, steps_of(patcher, compile=True, check_every=1), eager)
+
+
+def replays_bit_for_bit(patcher: ContextPatcher, ids: Tensor, **arguments: Any) -> None:
+    """Compiled exact steps, each with its patch's replay, also alone, and the model's logits."""
+    for step in steps_of(patcher, ids, compile=True, check_every=1, **arguments):
+        patch = step.patch
+        assert (step.mode, patch.passes, patch.info.arithmetic) == (
+            "shared_cache",
+            1,
+            "batch_invariant",
+        )
+        assert step.check is not None and not step.check.linf.any()
+        assert patch.report is not None and not patch.report.misses.any()
+        assert patch.logits is not None and torch.equal(patch.logits[:, -1], step.logits)
+        alone = patch.select(rows=slice(1))
+        assert torch.equal(patcher.forward(alone.kept_ids, alone)[:, -1], step.logits[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "opt-post-norm", "phi3"])
+def test_a_compiled_exact_step_has_the_bits_of_its_replay(
+    family: str, dtype: torch.dtype, traces: list[Any]
+) -> None:
+    """Ragged rows, windows; the operators run one by one here, see ``test_eager_operators``."""
+    model = tiny_models.build(family, 1, dtype)
+    ids = tokens(0, 3, 9) % model.config.vocab_size
+    with ContextPatcher(model) as patcher:
+        replays_bit_for_bit(patcher, ids, context_mask=ragged(3, 9, side="left"))
+        replays_bit_for_bit(patcher, ids[:, 2:])
+    assert len(traces) == 1
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt-post-norm", "olmo2", "phi3"])
+def test_exact_with_the_whole_compiler(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_partition, "BACKEND", "inductor")
+    model = tiny_models.build(family, 1, dtype)
+    with ContextPatcher(model) as patcher:
+        replays_bit_for_bit(patcher, IDS % model.config.vocab_size)
+
+
+def test_an_exact_step_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a compiler might give them: here in one element of the last graph's output."""
+
+    class Inexact(graph_partition.Regions):
+        def __call__(self) -> list[Any]:
+            logits, *others = super().__call__()
+            return [torch.nextafter(logits, logits + 1), *others]
+
+    monkeypatch.setattr(traced_step, "Regions", Inexact)
+    with (
+        ContextPatcher(small("llama")) as patcher,
+        pytest.raises(UnsupportedModelError, match="other bits than the replay"),
+    ):
+        steps_of(patcher, compile=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -346,12 +418,10 @@ def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_compiled() -> None:
-    expected = "of an exact update, without compile, got compile=True"
-    with (
-        ContextPatcher(small("llama"), "exact") as patcher,
-        pytest.raises(ValueError, match=expected),
-    ):
-        patcher.generate(IDS, compile=True, max_new_tokens=2)
+    with ContextPatcher(small("llama"), "exact") as patcher:
+        for arguments in ({"mode": "two_pass"}, {"arithmetic": "model"}):
+            with pytest.raises(ValueError, match=r"without compile.*compile=True"):
+                patcher.generate(IDS, compile=True, max_new_tokens=2, **arguments)
     model = tiny_models.build("xglm")
     ids = IDS % model.config.vocab_size
     with ContextPatcher(model, "stable") as patcher:

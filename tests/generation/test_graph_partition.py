@@ -117,8 +117,8 @@ def test_what_a_block_picks_of_what_all_have(family: str, monkeypatch: pytest.Mo
     """Where each picks its own of one tensor they are alike all the same."""
     made: list[Regions] = []
 
-    def seen(*args: Any) -> Regions:
-        made.append(Regions(*args))
+    def seen(*args: Any, **options: Any) -> Regions:
+        made.append(Regions(*args, **options))
         return made[-1]
 
     monkeypatch.setattr(traced_step, "Regions", seen)
@@ -230,8 +230,8 @@ def test_alike_blocks_share_a_graph(
     """
     found: list[Regions] = []
 
-    def compiled(module: Any, blocks: Any) -> Regions:
-        found.append(Regions(module, blocks))
+    def compiled(module: Any, blocks: Any, **options: Any) -> Regions:
+        found.append(Regions(module, blocks, **options))
         return found[-1]
 
     monkeypatch.setattr(traced_step, "Regions", compiled)

@@ -65,3 +65,14 @@ def test_the_exact_step_has_the_models_bits() -> None:
         for step in patcher.generate(ids, max_new_tokens=8, eos_token_id=None, check_every=1):
             assert step.check is not None
             assert step.check.linf.max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compile", ["cuda_graph", "inductor", "inductor+cuda_graph"])
+def test_a_captured_exact_step_has_the_bits_of_its_replay(compile: str, dtype: torch.dtype) -> None:
+    model, ids = small("gemma3", 1, dtype).cuda(), tokens(7, 3, 9).cuda()
+    with ContextPatcher(model, "exact") as patcher:
+        arguments: dict = {"max_new_tokens": 8, "eos_token_id": None, "check_every": 1}
+        for step in patcher.generate(ids, compile=compile, **arguments):
+            assert step.check is not None and step.mode == "shared_cache"
+            assert step.check.linf.max() == 0

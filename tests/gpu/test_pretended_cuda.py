@@ -25,7 +25,8 @@ FILES = [
 ]
 CHOSEN = (
     "float32 and shared or models_bits or pretend_cuda_checks or bfloat16 and prefix and gemma3"
-    " or matches and gemma3 or between or every_way or a_graph_takes"
+    " or matches and gemma3 and stable or between or every_way_of or every_way_says and gemma"
+    " or a_graph_takes"
 )
 
 

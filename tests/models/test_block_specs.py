@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support import image_models
 from support.generation import prefilled
 from support.growing_context import GrowingContext
 from support.models import EXPERTS, Stock, build, case, ragged, tokens
@@ -278,6 +279,23 @@ def test_a_window_that_only_the_cache_keeps_is_refused() -> None:
         ContextPatcher(model)
 
 
+@pytest.mark.parametrize("family", ["olmo2", "glm4"])
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_norms_that_end_a_block_in_fp64(family: str, update: str) -> None:
+    """Their scale is fp64 too; the model itself normalises in fp32."""
+    model, context, kept = (
+        tiny_models.build(family, 0, torch.float64),
+        tokens(0, 2, 11),
+        tokens(1, 2, 3),
+    )
+    expected = model(torch.cat([context, kept], 1)).logits[:, context.shape[1] :]
+    with ContextPatcher(model, update) as patcher:
+        patch = patcher.compute(context, kept)
+        replayed = patcher.forward(kept, patch)
+    assert patch.logits.dtype == replayed.dtype == torch.float64
+    assert metrics.linf(replayed, expected).max() <= 1e-6
+
+
 # -- images
 
 IMAGES = {"gemma3-vision": 4, "llava": 16}
@@ -354,41 +372,14 @@ def test_an_image_in_the_prefix_is_refused() -> None:
         works(patcher, {"context_ids": context, "kept_ids": kept, **inputs, **nothing})
 
 
-@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL"])
+@pytest.mark.parametrize("kind", image_models.KINDS)
 def test_images_whose_tokens_have_three_positions(kind: str) -> None:
-    vision = {
-        "hidden_size": 32,
-        "num_heads": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "depth": 2,
-    }
-    own = {
-        "Qwen2VL": {"embed_dim": 16, "mlp_ratio": 2, "in_channels": 3},
-        "Qwen2_5_VL": {"hidden_size": 16, "out_hidden_size": 32},
-    }[kind]
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    config = getattr(transformers, f"{kind}Config")(
-        text_config={**tiny_models._COMMON, "rope_parameters": rope},
-        vision_config=vision | own,
-        image_token_id=96,
-        video_token_id=93,
-        vision_start_token_id=94,
-        vision_end_token_id=95,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
-    tiny_models.randomise(model)
+    model = image_models.build(kind)
     settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     text, kept = tokens(0, 2, 9) % 90 + 1, tokens(1, 2, 2) % 90 + 1
-    image = torch.tensor([[5, 94, 96, 96, 96, 96, 95, 6]])
-    inputs = {
-        "pixel_values": torch.randn(16, 96),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": (image == 96).int(),
-    }
+    inputs = image_models.one_image()
+    image = inputs.pop("input_ids")
+    del inputs["attention_mask"]
     expected = model.generate(
         text, output_logits=True, return_dict_in_generate=True, **settings
     ).logits
@@ -412,8 +403,6 @@ def test_images_whose_tokens_have_three_positions(kind: str) -> None:
             patcher.compute(image, kept[:1], **inputs)
         with pytest.raises(ValueError, match=r"mm_token_type_ids \(1, 8\), .* got \(1, 10\)"):
             patcher.compute(image, kept[:1], mm_token_type_ids=F.pad(types, (0, 2)), **inputs)
-        with pytest.raises(ValueError, match="position"):
-            patcher.generate(image, **settings, mm_token_type_ids=types, **inputs)
 
 
 # -- quantised weights
@@ -443,9 +432,10 @@ def test_quantised_readers_and_writers(
     family: str, kind: str, dtype: torch.dtype, tmp_path: Any
 ) -> None:
     """The patch lies on top, in fp32 (exact: fp64); the base is left as it is."""
-    model = tiny_models.build(
-        family, 0, dtype, hidden_size=64, intermediate_size=128, tie_word_embeddings=False
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    if family == "gemma3":
+        sizes["layer_types"] = ["sliding_attention", "full_attention"]
+    model = tiny_models.build(family, 0, dtype, tie_word_embeddings=False, **sizes)
     quantise(model, kind)
     arguments = case("prefix")
     reference, limit = Stock(model).logits(arguments), noise_limit(model)

@@ -120,9 +120,25 @@ def test_a_refusal_without_hooks_does_not_name_hooks() -> None:
     assert "hooks" not in str(refused.value)
 
 
-def test_a_norm_that_multiplies_in_fp64_is_refused_with_a_cure() -> None:
-    with pytest.raises(UnsupportedModelError, match="convert the model to float32"):
-        ContextPatcher(tiny_models.build("olmo2", dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("family", "factor", "message"),
+    [
+        ("gemma2", 2.0**-18, "below its smallest normal number 6.1e-05"),
+        ("llama", 2.0**16, r"above its largest number 6.6e\+04"),
+    ],
+)
+def test_an_mlp_beyond_the_range_of_fp16_is_refused_with_a_cure(
+    family: str, factor: float, message: str
+) -> None:
+    model = tiny_models.build(family, 0, torch.float16)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data *= factor
+    with pytest.raises(
+        UnsupportedModelError,
+        match=rf"layers\.0\.mlp\.down_proj has .*float16 cannot hold: .*{message}.* torch.bfloat16",
+    ):
+        ContextPatcher(model)
+    ContextPatcher(model.bfloat16()).detach()
 
 
 class LeakingAttention(LlamaAttention):

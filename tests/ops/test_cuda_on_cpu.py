@@ -186,12 +186,13 @@ def test_every_way_of_keeping_a_row(driver: ctypes.CDLL, n: int, shared_memory: 
     rms = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]).double()
     want = reference.invert_rmsnorm(g, m, rms, 1e-6, m)
     assert want.status.tolist()[2:4] == [Status.BAD_RADIUS, Status.NONFINITE]
-    once, again, bisected = (
-        Driver(driver)(g, m, rms, 1e-6, m, bisection=bisection, shared_memory=shared_memory)
-        for bisection in (False, False, True)
+    once, again = (
+        Driver(driver)(g, m, rms, 1e-6, m, shared_memory=shared_memory) for _ in range(2)
     )
     check_same(once, want, OTHER_SUMS)
-    check_same(bisected, want, OTHER_SUMS)
+    if shared_memory != ENOUGH:  # it takes seconds, and the way to a row is the same
+        bisected = Driver(driver)(g, m, rms, 1e-6, m, bisection=True, shared_memory=shared_memory)
+        check_same(bisected, want, OTHER_SUMS)
     # whatever the order of the turns
     assert torch.equal(once.hidden.nan_to_num(), again.hidden.nan_to_num())
 
@@ -218,7 +219,7 @@ def test_the_whole_update(
 @pytest.mark.parametrize(
     ("dtype", "n", "shared_memory"),
     [
-        *((dtype, 1023, PLENTY) for dtype in DTYPES),
+        *((dtype, 259, PLENTY) for dtype in DTYPES),
         (torch.bfloat16, 4097, PLENTY),
         (torch.float16, 4097, LITTLE),
     ],
@@ -229,10 +230,11 @@ def test_every_dtype_and_columns_apart(
 ) -> None:
     """The bits of what the numbers are in fp32 or fp64, wherever they lie."""
     rng = seeded(n)
-    g, h = (normal(rng, 3, n, dtype=dtype) for _ in range(2))
-    m, rms = (1 + 0.4 * normal(rng, n)).to(dtype), torch.tensor([1.0, 0.5, 2.0]).to(dtype)
+    g, h = (normal(rng, 2, n, dtype=dtype) for _ in range(2))
+    m, rms = (1 + 0.4 * normal(rng, n)).to(dtype), torch.tensor([1.0, 2.0]).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for update in (False, True):
+    # beyond 4096 numbers the emulated threads take seconds
+    for update in (False, True) if n < 4096 else (True,):
         given = [x if x is None else x.to(wide) for x in (g, m, None if update else rms)]
         plain = Driver(driver)(*given, 1e-6, h.to(wide), update=update, shared_memory=shared_memory)
         for column in (1, 3):
@@ -249,4 +251,4 @@ def test_every_dtype_and_columns_apart(
             assert all(
                 torch.equal(getattr(got, name), getattr(plain, name)) for name in vars(plain)
             )
-        assert plain.status.tolist() == [Status.EASY] * 3
+        assert plain.status.tolist() == [Status.EASY] * 2

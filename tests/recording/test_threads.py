@@ -105,7 +105,8 @@ def test_what_another_thread_does_in_the_middle_of_a_pass(
             IDS, max_new_tokens=2, do_sample=False
         )
         expected = {name: job() for name, job in jobs.items()}
-        for name in ("compute 0", "forward 0", "generate", "model"):
+        names = ("compute 0", "forward 0", "generate", "model")
+        for name in names if update == "exact" else names[::3]:
             for other, job in jobs.items():
                 one, two = in_the_middle(pool, stop, jobs[name], job)
                 assert near(one, expected[name]), (name, other)

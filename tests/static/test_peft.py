@@ -208,3 +208,13 @@ def test_extra_tensors_are_refused(tmp_path: Path) -> None:
     safetensors.torch.save_file({**tensors, "base_model.model.lm_head.weight": IDS.float()}, file)
     with pytest.raises(PatchFormatError, match="expected only lora_A and lora_B"):
         from_peft(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "other", [{"intermediate_size": 50}, {"num_hidden_layers": 1}], ids=["narrower", "shallower"]
+)
+def test_a_lora_of_a_larger_model_is_refused(other: dict, tmp_path: Path) -> None:
+    model = small("llama", num_hidden_layers=2)
+    random_patch(model, 0).to_peft(tmp_path, model)
+    with pytest.raises(PatchFormatError, match="expected"):
+        from_peft(tmp_path, small("llama", **{"num_hidden_layers": 2} | other))

@@ -5,11 +5,14 @@ kernels are interpreted, else on the GPU.
 from dataclasses import dataclass, replace
 
 import torch
+from support import interpreter
 from support.numeric import UNIT, normal, seeded
 from torch import Tensor
 
 from icl_patch.kernels import INTERPRETED
 
+if INTERPRETED:
+    interpreter.speed_up()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = ("row", "row-rank", "shared", "pool")

@@ -27,20 +27,20 @@ VOCABULARY = 97
 def gemma3(
     seed: int = 0, dtype: torch.dtype = torch.float32, *, attention: str = "sdpa", **changes: object
 ) -> Gemma3ForCausalLM:
-    """Eight layers, every other one with a window of 6; head_dim ≠ hidden/heads; scale weights far
+    """Four layers, every other one with a window of 6; head_dim ≠ hidden/heads; scale weights far
     from 0, some exactly -1.
     """
     settings: dict = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 72,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 20,
         "query_pre_attn_scalar": 20,
         "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
         "max_position_embeddings": 256,
         "pad_token_id": 0,
         "attn_implementation": attention,
@@ -66,12 +66,12 @@ def llama(
     bias: bool = False,
     **changes: object,
 ) -> LlamaForCausalLM:
-    """Eight layers, grouped heads, tied or untied embeddings, optional biases in the MLP."""
+    """Four layers, grouped heads, tied or untied embeddings, optional biases in the MLP."""
     settings: dict = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 72,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
@@ -101,6 +101,21 @@ def build(
 ) -> PreTrainedModel:
     """A random model of a family of :data:`FAMILIES`."""
     return FAMILIES[name](seed, dtype, **changes)
+
+
+def shallow(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model of the zoo with two layers; with all four where the first two are not of each kind
+    that the model has.
+    """
+    entry = tiny_models.SUPPORTED[name]
+    kinds = {key for key in entry.settings if "layer" in key and key != "do_layer_norm_before"}
+    types = entry.settings.get("layer_types", ())
+    if entry.images or name == "recurrent_gemma" or kinds - {"layer_types", "n_layer"}:
+        return tiny_models.build(name, seed, dtype)
+    changes: dict = {"layer_types": types[:2]} if types else {}
+    assert set(types[:2]) == set(types)
+    depth = "n_layer" if "n_layer" in kinds else "num_hidden_layers"
+    return tiny_models.build(name, seed, dtype, **changes, **{depth: 2})
 
 
 def randomised(

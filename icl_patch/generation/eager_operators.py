@@ -1,0 +1,105 @@
+"""Operators of a traced step that the compiler may not compute in its own way.
+
+A compiled exact step has to have the bits of its replay, which runs operator by operator. Inductor
+adds, multiplies, compares and moves numbers with the bits of torch's eager operators, and rounds
+every result if ``emulate_precision_casts`` is set. It sums in another order, and has functions of
+its own in place of torch's (exp, rsqrt, a quotient on a GPU). All but the former are therefore
+hidden from it: each becomes an operator of the namespace ``icl_patch_eager`` that runs torch's.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
+
+_NAMESPACE = "icl_patch_eager"
+_aten = torch.ops.aten
+_ADDS: frozenset[OpOverloadPacket] = frozenset((_aten.add, _aten.sub))
+_SAME_BITS: frozenset[OpOverloadPacket] = _ADDS | {
+    *(_aten.mul, _aten.neg, _aten.abs, _aten._to_copy, _aten.copy_, _aten.where),
+    *(_aten.maximum, _aten.minimum, _aten.amax, _aten.isnan),
+    *(_aten.cat, _aten.stack, _aten.index_select, _aten.index_copy_, _aten.index, _aten.embedding),
+    *(_aten.clone, _aten._unsafe_view, _aten.repeat),
+    *(_aten.full, _aten.full_like, _aten.zeros, _aten.zeros_like, _aten.scalar_tensor),
+    *(_aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.ones_like),
+}
+"""Operators on floating-point numbers that Inductor computes with the bits of torch's."""
+
+
+def keep_rounding(module: fx.GraphModule, free: Iterable[fx.Node]) -> None:
+    """Hide the operators that a compiler would round in another way, in place.
+
+    Args:
+        module: the graph.
+        free: outputs whose bits do not matter; nor do those of the nodes that only they need.
+    """
+    output = module.graph.output_node()
+    free = frozenset(free)
+    needed = {x for x in output.all_input_nodes if x not in free}
+    for node in reversed(module.graph.nodes):
+        if node in needed or _writes(node):
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    for node in list(module.graph.nodes):
+        if node not in needed or not isinstance(node.target, OpOverload):
+            continue
+        if node.target is _aten.pow.Tensor_Scalar and node.args[1] == 2:
+            node.target, node.args = _aten.mul.Tensor, (node.args[0], node.args[0])
+        elif not _has_same_bits(node, node.target):
+            node.target = _hidden(node.target, _numbers(node, node.target))
+    module.recompile()
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _has_same_bits(node: fx.Node, operator: OpOverload) -> bool:
+    """Whether Inductor gives the node's output the bits of torch's operator."""
+    if operator.namespace != "aten" or operator.is_view:
+        return True  # the compiler calls the operators of others
+    values = [x.meta.get("val") for x in (node, *node.all_input_nodes)]
+    if not any(isinstance(x, Tensor) and x.is_floating_point() for x in values):
+        return True
+    if any(argument.alias_info is not None for argument in operator._schema.returns):
+        return True  # a view, or a write of numbers that exist
+    packet = operator.overloadpacket
+    if packet in _ADDS and node.kwargs.get("alpha", 1) != 1:
+        return False
+    return packet in _SAME_BITS or (torch.Tag.pointwise in operator.tags and _is_flag(values[0]))
+
+
+def _is_flag(value: object) -> bool:
+    """Whether an operator's output is of bools or integers: a comparison, for example."""
+    return isinstance(value, Tensor) and not value.is_floating_point()
+
+
+def _numbers(node: fx.Node, operator: OpOverload) -> tuple[str, ...]:
+    """The names of the operator's tensors for which the node has numbers."""
+    return tuple(
+        argument.name
+        for argument, given in zip(operator._schema.arguments, node.args, strict=False)
+        if isinstance(given, int | float) and str(argument.type) == "Tensor"
+    )
+
+
+@cache
+def _hidden(operator: OpOverload, numbers: tuple[str, ...]) -> OpOverload:
+    """An operator that runs ``operator``, and whose name no compiler knows.
+
+    numbers: tensors for which it gets numbers. Torch makes a tensor of such a number for its own
+        operators alone.
+    """
+    schema = str(operator._schema)
+    schema = schema[schema.index("(") :]
+    for name in numbers:
+        schema = schema.replace(f"Tensor {name}", f"Scalar {name}")
+    name = "_".join((operator._opname, operator._overloadname, *numbers))
+    qualified = f"{_NAMESPACE}::{name}"
+    torch.library.define(qualified, schema)
+    torch.library.impl(qualified, "CompositeExplicitAutograd")(operator)
+    torch.library.register_fake(qualified)(operator)
+    hidden: OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return hidden
