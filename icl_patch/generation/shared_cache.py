@@ -101,9 +101,9 @@ class SharedCacheStreams:
         self._slot: Tensor | None = None
         outputs = [(module, self._doubled(module)) for module in self.projections]
         mixtures = [
-            (module, _in_a_batch(module.forward))
-            for module in map(_mixture, blocks)
-            if module is not None
+            (block.mixture, _in_a_batch(block.mixture.forward))
+            for block in blocks
+            if block.mixture is not None
         ]
         ends = [(block.module, self._ending(block)) for block in blocks]
         self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends]
@@ -190,12 +190,6 @@ def _in_a_batch(original: Forward) -> Forward:
         )
 
     return forward
-
-
-def _mixture(block: AttachedBlock) -> nn.Module | None:
-    """The module of a block that shows its experts the tokens, unless it is the block."""
-    parent = str(block.spec.experts).rpartition(".")[0]
-    return block.module.get_submodule(parent) if block.spec.experts is not None and parent else None
 
 
 def _unsupported_reason(block: AttachedBlock) -> str | None:

@@ -104,6 +104,12 @@ class AttachedBlock:
             base, scale_offset=self.spec.scale_offset, cast_first=self.spec.cast_first
         )
 
+    @property
+    def mixture(self) -> nn.Module | None:
+        """The module that shows the block's experts their tokens, unless it is the block."""
+        parent = str(self.spec.experts).rpartition(".")[0]
+        return self.module.get_submodule(parent) if self.experts is not None and parent else None
+
     def _swap(self, name: str | None, wrap: Any) -> Any:
         """The patched module that takes the place of the module ``name``; None without a name."""
         if name is None:
