@@ -4,6 +4,7 @@ python examples/static/page.py     # prints the tables, draws the pictures
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ _DRAWN = {
     "distill": "tab:blue",
     "distill, self-study": "tab:green",
 }
+_CONTROLS = ("patch for each token", "no context", "another context's patch", "shuffled answers")
+_MARKERS = "osD^vPX<>*hdp"
 
 
 def read(file: Path = DOCS / "static.jsonl") -> dict[str, Entry]:
@@ -88,8 +91,10 @@ def table(entries: list[Entry]) -> str:
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
         rank = (entry["rank"] or "full") if entry["method"].startswith(_RANKED) else ""
-        groups.setdefault((-entry["n"], ORDER.index(entry["method"]), str(rank)), []).append(entry)
-    for (n, method, rank), group in sorted(groups.items()):
+        size = entry["rank"] or math.inf
+        place = (-entry["n"], ORDER.index(entry["method"]), size, str(rank))
+        groups.setdefault(place, []).append(entry)
+    for (n, method, _, rank), group in sorted(groups.items()):
         row = [ORDER[method], str(-n), rank]
         for task in TASKS.values():
             found = [e["quality"]["whole"] for e in group if (e["kind"], e["name"]) == task]
@@ -127,11 +132,20 @@ def regression_table(entries: list[Entry]) -> str:
     return "\n".join(lines)
 
 
+def _is_main(entry: Entry) -> bool:
+    """Whether a cell has the rank of the tables by N."""
+    return entry["method"] not in ("ridge", "distill") or entry["rank"] == 4
+
+
 def tables(entries: list[Entry]) -> str:
     """All tables of the page."""
     regression = [e for e in entries if e["kind"] == "regression"]
     tasks = [e for e in entries if e["kind"] not in ("regression", "recall")]
-    found = [table([e for e in tasks if e["model"] == "embedded"])]
+    own = [e for e in tasks if e["model"] == "embedded"]
+    by_rank = [e for e in own if e["method"] in ("ridge", "distill") and e["n"] == 64]
+    found = [table([e for e in own if _is_main(e)])]
+    if any(not _is_main(e) for e in by_rank):
+        found.append(table(by_rank))
     if llama := [e for e in tasks if e["model"] == "llama"]:
         found.append(table(llama))
     if regression:
@@ -165,7 +179,8 @@ def draw_quality(entries: list[Entry], path: Path) -> None:
         own = [e for e in entries if (e["kind"], e["name"]) == task]
         _lines(axis, own, lambda entry: entry["quality"]["whole"])
         axis.set(title=title, xscale="log", xlabel="given questions", ylim=(-0.03, 1.03))
-        axis.set_xticks([4, 16, 64], ["4", "16", "64"])
+        axis.set(xlim=(3, 330))
+        axis.set_xticks([4, 16, 64, 256], ["4", "16", "64", "256"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("whole answers right")
@@ -181,8 +196,8 @@ def draw_cost(entries: list[Entry], path: Path) -> None:
     """Means over the tasks at 64 questions: right answers over CPU seconds, and over the unrelated
     prompts that keep their answer.
     """
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for method in ORDER:
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    for at, method in enumerate(method for method in ORDER if method not in _CONTROLS):
         group = [e for e in entries if e["method"] == method and e["n"] == 64 and "others" in e]
         if {(e["kind"], e["name"]) for e in group} != set(TASKS.values()):
             continue
@@ -192,14 +207,14 @@ def draw_cost(entries: list[Entry], path: Path) -> None:
 
         right = mean(lambda e: e["quality"]["whole"])
         kept = mean(lambda e: sum(x["whole"] for x in e["others"].values()) / len(e["others"]))
-        color = _DRAWN.get(method, "black")
-        for axis, x in zip(axes, (mean(lambda e: max(e["cpu_seconds"], 0.1)), kept), strict=True):
-            axis.plot([x], [right], "o", color=color)
-            axis.annotate(method, (x, right), (4, 3), textcoords="offset points", fontsize=7)
+        style = {"color": _DRAWN.get(method, "black"), "marker": _MARKERS[at % len(_MARKERS)]}
+        axes[0].plot([mean(lambda e: e["cpu_seconds"])], [right], linestyle="", **style)
+        axes[1].plot([kept], [right], linestyle="", label=method, **style)
     axes[0].set(xscale="log", xlabel="CPU seconds of the fit", ylabel="whole answers right")
-    axes[1].set(xlabel="unrelated prompts that keep their answer", xlim=(None, 1.15))
+    axes[1].set(xlabel="unrelated prompts that keep their answer", xlim=(-0.03, 1.03))
     for axis in axes:
         axis.grid(alpha=0.3)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -209,7 +224,7 @@ def main() -> None:
     entries = list(read().values())
     print(tables(entries))
     drawn = [e for e in entries if e["kind"] != "regression" and e["model"] == "embedded"]
-    drawn = [e for e in drawn if e["method"] not in ("ridge", "distill") or e["rank"] == 4]
+    drawn = [e for e in drawn if _is_main(e)]
     draw_quality(drawn, DOCS / "pictures" / "static-quality.png")
     draw_cost(drawn, DOCS / "pictures" / "static-cost.png")
 

@@ -149,7 +149,7 @@ def test_exact_steps_that_miss_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("family", "keep_last", "reason"),
-    [("llama", 2, "several kept tokens"), ("qwen3_moe", 0, "it has experts")],
+    [("llama", 2, "several kept tokens"), ("llama4", 0, "its experts scale their input")],
 )
 def test_where_one_pass_is_not_possible_the_reason_stands(
     family: str, keep_last: int, reason: str
@@ -301,11 +301,34 @@ def test_a_model_passed_in_is_not_changed() -> None:
         ),
         ({"update": "best"}, "expected update"),
         ({"chat": True}, "chat template"),
+        (
+            {
+                "context": {
+                    "input_ids": torch.ones(1, 3).long(),
+                    "attention_mask": torch.eye(3)[:1],
+                }
+            },
+            "expected context_mask with padding on the left only",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verify(**arguments)
+
+
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+def test_an_fp64_model_passes(update: str) -> None:
+    report = verify(update=update, dtype=torch.float64, max_new_tokens=3)
+    assert report.passed and report.token_match == 1
+    assert max(step.linf for step in report.steps) <= 1e-6
+
+
+def test_arguments_of_other_types() -> None:
+    with pytest.raises(TypeError, match="or as a processor's output with input_ids, got Tensor"):
+        verify(context=torch.ones(1, 3).long())
+    with pytest.raises(TypeError, match=r"expected dtype as torch\.float32, .* got 'bf16'"):
+        verify(dtype="bf16")
 
 
 def test_weights_that_are_missing(tmp_path: Path) -> None:

@@ -343,6 +343,30 @@ def test_the_kl_of_a_distillation_is_that_of_the_models(loaded: tuple) -> None:
     assert patch.report.held_out.whole == whole / 3
 
 
+def test_few_of_many_questions_are_held_out_and_all_texts_are_measured() -> None:
+    model = small("llama")
+    texts = tokens(4, 40, 6).tolist()
+    options = Distillation(steps=2, learning_rate=0.1, warmup=1)
+    patch = fit(
+        model,
+        [random_example(count=200)],
+        rank=2,
+        preserve=texts,
+        distillation=options,
+    )
+    report = patch.report
+    assert report is not None
+    assert report.held_out is not None
+    assert report.held_out.questions == 29  # every seventh of 200: at most 32
+    with torch.no_grad():
+        plain = model(torch.tensor(texts)).logits.log_softmax(-1)
+        with patch.applied(model):
+            patched = model(torch.tensor(texts)).logits.log_softmax(-1)
+    kl = (plain.exp() * (plain - patched)).sum(-1)
+    assert report.preserve_kl == pytest.approx(float(kl.mean()), rel=1e-3)
+    assert float(kl[:32].mean()) != pytest.approx(float(kl.mean()), rel=1e-3)
+
+
 def test_distillation_starts_from_a_patch() -> None:
     model, example = small("llama"), random_example()
     start = fit(model, [example], "ridge", rank=3)

@@ -145,7 +145,7 @@ def test_tables_and_pictures_are_of_the_cells(evaluation: ModuleType, tmp_path: 
             "name": name,
             "method": "ridge",
             "n": n,
-            "rank": 8,
+            "rank": 4,
             "seed": seed,
             "quality": {"whole": 0.5 + 0.1 * seed, "kl": 0.25},
             "others": {kind: {"whole": 0.75} for kind in page.KINDS.values()},
@@ -159,8 +159,8 @@ def test_tables_and_pictures_are_of_the_cells(evaluation: ModuleType, tmp_path: 
     lines = page.tables(entries).splitlines()
     share = "0.55 (0.50–0.60)"
     rest = "0.250 | 0.75 | 0.75 | 0.75 | 0.75 | 2.0 | 1,000 |"
-    assert lines[2] == f"| ridge | 64 | 8 | {' | '.join([share] * 5)} | {rest}"
-    assert lines[3].startswith("| ridge | 16 | 8 |")
+    assert lines[2] == f"| ridge | 64 | 4 | {' | '.join([share] * 5)} | {rest}"
+    assert lines[3].startswith("| ridge | 16 | 4 |")
     for draw in (page.draw_quality, page.draw_cost):
         draw(entries, tmp_path / f"{draw.__name__}.png")
         assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 5000
