@@ -170,7 +170,7 @@ def test_without_a_context_nothing_changes(
     """Both streams have the same bits where they see the same: from the smallest delta a stable
     update makes one of finite size.
     """
-    monkeypatch.setattr(traced_step, "Regions", lambda module, blocks: module)
+    monkeypatch.setattr(traced_step, "Regions", lambda module, blocks, **_: module)
     ids = tokens(0, 2, 1) % tiny_models.VOCABULARY
     dtypes, modes = (torch.float32, torch.bfloat16, torch.float64), ("two_stream", "shared_cache")
     both = itertools.product(dtypes, modes)
