@@ -51,9 +51,9 @@ def memory() -> str:
     columns = [
         "bf16 model",
         "cache of one context token",
-        "patch of one token (`exact`)",
-        "in context tokens: `exact`",
-        "`stable`",
+        "weight change of one token (`exact`)",
+        "as much as the cache of … tokens (`exact`)",
+        "(`stable`)",
     ]
     return _table(columns, rows)
 

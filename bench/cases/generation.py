@@ -233,9 +233,9 @@ def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
     """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit."""
     stable, cuda = models.stable, ids.is_cuda
     builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
+    builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
     if not any(block.experts for block in models.exact.attached_model.blocks):
         options = CompileOptions(inductor=True, cuda_graph=cuda)
-        builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
         builders[EXACT_COMPILED] = lambda: _compiled_step(models.exact, ids, options)
     if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:
         builders["recompute and apply, two streams"] = lambda: _decoding_step(

@@ -55,16 +55,17 @@ def three_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts_per_kind: int
 ) -> list[Answers]:
     """The answers to ``prompts_per_kind`` held-out prompts of every kind; the patch is exact."""
-    rows = []
-    for kind in embedded.KINDS:
-        prompts = embedded.held_out_prompts(kind, prompts_per_kind)
-        texts = [prompt.context + prompt.question for prompt in prompts]
-        with_context = answers(model, tokenizer, texts)
-        without = answers(model, tokenizer, [prompt.question for prompt in prompts])
-        with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
-            patched = patched_answers(patcher, tokenizer, texts)
-        rows += [Answers(*row) for row in zip(prompts, with_context, without, patched, strict=True)]
-    return rows
+    groups = [embedded.held_out_prompts(kind, prompts_per_kind) for kind in embedded.KINDS]
+    texts = [[prompt.context + prompt.question for prompt in group] for group in groups]
+    with_context = [answers(model, tokenizer, of_kind) for of_kind in texts]
+    without = [answers(model, tokenizer, [prompt.question for prompt in each]) for each in groups]
+    with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
+        patched = [patched_answers(patcher, tokenizer, of_kind) for of_kind in texts]
+    return [
+        Answers(*row)
+        for of_kind in zip(groups, with_context, without, patched, strict=True)
+        for row in zip(*of_kind, strict=True)
+    ]
 
 
 def verify_grid(

@@ -43,7 +43,10 @@ def load_model(
         ValueError: a model object without a tokenizer.
         UnsupportedModelError: the configuration is not that of a causal language model.
         OSError: nothing can be loaded from the path or id.
+        TypeError: ``dtype`` is no dtype of torch.
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"expected dtype as torch.float32, torch.bfloat16 …, got {dtype!r}")
     if model is None or model == "embedded":
         loaded, its_tokenizer = embedded.load(dtype or torch.float32, device or "cpu")
         return loaded, tokenizer or its_tokenizer
@@ -171,7 +174,11 @@ def encode_inputs(
         }
         ids = inputs.pop("input_ids")
         return ids, inputs.pop("attention_mask", torch.ones_like(ids)).bool(), inputs
-    ids, mask = encode_contexts(
-        tokenizer, [context] if isinstance(context, str) else list(context), chat=chat
-    )
+    texts = [context] if isinstance(context, str) else list(context)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(
+            "expected a context as text, as several texts, or as a processor's output with"
+            f" input_ids, got {type(context).__name__}"
+        )
+    ids, mask = encode_contexts(tokenizer, texts, chat=chat)
     return ids.to(model.device), mask.to(model.device), {}

@@ -326,6 +326,7 @@ SUPPORTED: dict[str, TinyModel] = {
         "7, 9",
         {
             "head_dim": 8,
+            "mamba_chunk_size": 32,  # of 256 by default, however few tokens there are
             "mamba_d_ssm": 32,
             "mamba_n_heads": 4,
             "mamba_d_head": 8,

@@ -39,11 +39,12 @@ from icl_patch.evaluation.exact_steps import (
 from icl_patch.evaluation.loading import default_context, encode_inputs, load_model
 from icl_patch.models.forward import check_last_type, over_columns
 from icl_patch.models.language_model import check_length, check_vocabulary
+from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.compute import Computation
-from icl_patch.recording.sequences import absorb_all_but_last, switches, with_media
+from icl_patch.recording.sequences import absorb_all_but_last, check_context, switches, with_media
 from icl_patch.tolerances import noise_limit
 
 # Limit of the reader error and of the exact update's correction, in units of the dtype's epsilon.
@@ -135,7 +136,8 @@ class VerifyReport:
         exact: every step and every block is bit-identical, in each arithmetic that the model
         allows. That alone would hold with unpatched readers, so the reader error and the correction
         must also be a few roundings at most.
-        direct and stable in fp32 and fp64: every token matches and errors are within the limit.
+        direct and stable in fp32, and every update in fp64: every token matches and errors are
+        within the limit. Exact factors are fp64, and have no digits beyond those of an fp64 output.
         Any update: the chosen experts are the same, and the noise floor is small; a model that
         contradicts itself proves nothing.
         """
@@ -145,7 +147,7 @@ class VerifyReport:
             self.update == "exact" or self.dtype in _PROMISED
         ):
             return False
-        if self.update == "exact":
+        if self.update == "exact" and self.dtype != "float64":
             rounding = _ROUNDINGS * torch.finfo(getattr(torch, self.dtype)).eps
             identical = self.bit_identical == self.token_match == self.blocks_bit_identical == 1.0
             return (
@@ -218,10 +220,13 @@ def verify(
         raise ValueError(
             f"expected max_new_tokens ≥ 1 and keep_last ≥ 0, got {max_new_tokens} and {keep_last}"
         )
+    if update not in UPDATES:
+        raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
     loaded, tokenizer = load_model(model, tokenizer, dtype, device)
     if context is None:
         context = default_context(loaded)
     ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat)
+    check_context(ids, mask)
     if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
         raise ValueError(
             f"expected contexts of more than {keep_last + 1} tokens, got one of"

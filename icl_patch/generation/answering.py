@@ -81,6 +81,9 @@ def encode_pair(
         raise ValueError(
             f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none"
         )
+    if not (isinstance(context, str) and isinstance(question, str)):
+        kinds = f"{type(context).__name__} and {type(question).__name__}"
+        raise TypeError(f"expected a context and a question as text, got {kinds}")
     text, cut = context + question, len(context)
     if chat:
         turn = [{"role": "user", "content": text}]

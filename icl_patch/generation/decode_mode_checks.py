@@ -13,7 +13,9 @@ from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.invariance.arithmetic import reason_against
+from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.router import PatchedRouter
 from icl_patch.models.forward_override import overridable
 from icl_patch.models.language_model import random_tokens
 from icl_patch.recording.attached_model import AttachedModel
@@ -84,7 +86,9 @@ def _reason_against_batch_invariance(attached: AttachedModel) -> str | None:
         if _multiplies(module) and not _is_plain(module)
     ]
     reasons = {
-        "it has experts": any(block.experts is not None for block in attached.blocks),
+        "its experts scale their input": any(
+            isinstance(block.experts, PatchedScaledExperts) for block in attached.blocks
+        ),
         "it has forward hooks": bool(attached.hooks.current()),
         f"{', '.join(others[:1])} is no plain linear map": bool(others),
     }
@@ -98,8 +102,12 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is a linear map of torch or transformers that nobody has touched."""
+    """Whether a module is a linear map of torch or transformers, or a router, that nobody has
+    touched.
+    """
     base = module.base_layer if isinstance(module, PatchedModule) else module
+    if isinstance(module, PatchedRouter):
+        return overridable(base)
     plain = type(base) in (nn.Linear, Conv1D) and type(base.weight) is nn.Parameter
     return plain and overridable(base)
 
@@ -107,7 +115,8 @@ def _is_plain(module: nn.Module) -> bool:
 def _replay_error(decoder: Decoder) -> float:
     """The error of replays: the largest, or the median if a tie may change a token's experts."""
     errors = torch.tensor(list(_replay_errors(decoder)))
-    if decoder.attached.has_ties and not errors.isnan().any():
+    ties = decoder.attached.has_ties and decoder.attached.update != "exact"
+    if ties and not errors.isnan().any():
         return float(errors.sort().values[len(errors) // 2])
     return float(errors.max())
 

@@ -18,7 +18,9 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
@@ -175,10 +177,11 @@ def _prepare(
     **model_kwargs: Any,
 ) -> _Prepared:
     """A decoding method for ``model.generate`` that only returns its arguments."""
-    if generation_config.num_beams > 1:
+    way = str(generation_config.get_generation_mode().value)
+    if way not in ("greedy_search", "sample"):
         raise ValueError(
-            f"expected num_beams = 1, got {generation_config.num_beams}: a patch belongs to one"
-            " history"
+            f"expected greedy search or sampling, got {way}: a patch belongs to one history, and"
+            " to one token of it"
         )
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -271,6 +274,7 @@ def generate(
         raise ValueError(
             f"expected no cache, got a {type(cache).__name__}: every context gets a new one"
         )
+    _add_stop_strings(arguments, decoder.attached.tokenizer)
     ids, mask = check_context(context_ids, context_mask)
     media_positions(decoder.attached.model, ids, mask, arguments)  # checks them
     if max_new_tokens == 0:
@@ -292,6 +296,20 @@ def generate(
         **arguments,
     )
     return _steps(decoder, prepared, options, streamer)
+
+
+def _add_stop_strings(arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Replace ``stop_strings`` and ``tokenizer`` by a criterion: transformers' ``generate`` loses
+    the tokenizer if it is given a decoding method.
+    """
+    tokenizer = arguments.pop("tokenizer", None) or tokenizer
+    if (strings := arguments.pop("stop_strings", None)) is None:
+        return
+    if tokenizer is None:
+        raise ValueError("expected a tokenizer with stop_strings, got none: pass tokenizer=...")
+    others = arguments.get("stopping_criteria") or ()
+    stop = StopStringCriteria(tokenizer, strings)
+    arguments["stopping_criteria"] = StoppingCriteriaList([*others, stop])
 
 
 def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:

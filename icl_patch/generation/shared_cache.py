@@ -101,9 +101,9 @@ class SharedCacheStreams:
         self._slot: Tensor | None = None
         outputs = [(module, self._doubled(module)) for module in self.projections]
         mixtures = [
-            (module, _in_a_batch(module.forward))
-            for module in map(_mixture, blocks)
-            if module is not None
+            (block.mixture, _in_a_batch(block.mixture.forward))
+            for block in blocks
+            if block.mixture is not None
         ]
         ends = [(block.module, self._ending(block)) for block in blocks]
         self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends]
@@ -192,12 +192,6 @@ def _in_a_batch(original: Forward) -> Forward:
     return forward
 
 
-def _mixture(block: AttachedBlock) -> nn.Module | None:
-    """The module of a block that shows its experts the tokens, unless it is the block."""
-    parent = str(block.spec.experts).rpartition(".")[0]
-    return block.module.get_submodule(parent) if block.spec.experts is not None and parent else None
-
-
 def _unsupported_reason(block: AttachedBlock) -> str | None:
     """The reason why a block's streams cannot share a cache, or None."""
     spec = block.spec
@@ -239,8 +233,8 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
         reason = None
         if not readers or not overridable(readers[-1].module):
             reason = (
-                "something other than one matrix reads the attention's output, as the experts of"
-                " JetMoE's attention do"
+                "it does something to the attention's output before a matrix reads it, or experts"
+                " read it (JetMoE)"
             )
         elif outputs[readers[-1].given.tensor.data_ptr()][1]:
             reason = "it attends to a sink beside the tokens"

@@ -48,7 +48,8 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     for path in layers:
         if path not in traces:
             raise UnsupportedModelError(
-                f"{path} does not run once in a pass over text, with tensors in and out"
+                f"{path} does not run once in a pass over text, with tensors in and out; a block"
+                " that attends to an image alone (Mllama) has nothing to do there"
             )
         if path in unseen and len(unseen) < len(traces):
             continue

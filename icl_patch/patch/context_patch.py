@@ -387,8 +387,10 @@ class ContextPatch:
 
     def check_model(self, model: PreTrainedModel, fingerprint: str | None = None) -> None:
         """Raises FingerprintMismatch unless the weights that the patch was computed with, and their
-        dtype, are this model's.
+        dtype, are this model's; and TypeError unless it is a model.
         """
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"expected a model of transformers, got {type(model).__name__}")
         name = model.config._name_or_path or type(model).__name__
         got = fingerprint or weight_fingerprint(model)
         if got != self.info.fingerprint:

@@ -104,6 +104,12 @@ class AttachedBlock:
             base, scale_offset=self.spec.scale_offset, cast_first=self.spec.cast_first
         )
 
+    @property
+    def mixture(self) -> nn.Module | None:
+        """The module that shows the block's experts their tokens, unless it is the block."""
+        parent = str(self.spec.experts).rpartition(".")[0]
+        return self.module.get_submodule(parent) if self.experts is not None and parent else None
+
     def _swap(self, name: str | None, wrap: Any) -> Any:
         """The patched module that takes the place of the module ``name``; None without a name."""
         if name is None:
@@ -365,7 +371,12 @@ def detach(model: nn.Module) -> None:
 
     The patcher of the model is detached too. If another thread runs a pass, this waits for it. A
     model without patched modules is left as it is.
+
+    Raises:
+        TypeError: it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model, got {type(model).__name__}")
     for attachment in _attachments(model):
         with attachment.lock:
             attachment.undo()

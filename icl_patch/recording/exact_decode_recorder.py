@@ -18,6 +18,7 @@ from torch import Tensor
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Writer
+from icl_patch.models.trace import first_tensor
 from icl_patch.recording import updates
 from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.closing_recorder import OpenLoop
@@ -28,6 +29,7 @@ class ExactDecodeRecorder(DecodeRecorder):
     """A decode step's recorder; :func:`close_loops` chooses the writer's factor after the pass."""
 
     loop: OpenLoop | None = None
+    _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
 
     def on_residual(self, x: Tensor) -> None:
@@ -40,6 +42,22 @@ class ExactDecodeRecorder(DecodeRecorder):
         """
         output = BlockRecorder.down(self, layer, h)
         return output if self.spec.writer is Writer.SCALE else self._without_reduced(output, h)
+
+    def join_experts(self, x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
+        """The experts' output with the context, and 0 for the rows without it if the experts are
+        the writer.
+        """
+        assert x_ctx is not None
+        writes = self.spec.writer is Writer.EXPERTS
+        return self.join(x_ctx, torch.zeros_like(x_ctx) if writes else x, like)
+
+    def on_mixture(self, _module: Any, _args: Any, output: Any) -> None:
+        """Keep what a mixture gives the rows without the context beside its writer: shared experts,
+        or routed ones beside a shared writer.
+        """
+        found = first_tensor(output)
+        assert found is not None
+        self._beside = self.split(found)[1]
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         return self._without_reduced(BlockRecorder._apply_new_scale(self, layer, x), x)
@@ -61,6 +79,10 @@ class ExactDecodeRecorder(DecodeRecorder):
     def on_end(self, total: Tensor) -> None:
         """Take the block's sum of both streams: the target, and the residual."""
         self.context.output, self.residual = self.split(total)
+        if self._beside is not None and self.spec.writer is not Writer.SCALE:
+            # two terms, whose sum the model has rounded; their replay adds them in fp64
+            hidden = sum(part.double() for _, part in self._residuals)
+            self.residual = hidden + self.spec.residual_multiplier * self._beside.double()
 
 
 def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:

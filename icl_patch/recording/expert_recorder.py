@@ -19,12 +19,13 @@ def record_experts(
 
     z (M, d), index and weights (M, k).
     """
-    if isinstance(recorder, DecodeRecorder) and layer.gathers(z):
+    if isinstance(recorder, DecodeRecorder) and not recorder.exact and layer.gathers(z):
         return _record_decode_step(recorder, layer, z, index, weights)
     (z_ctx, z_own), (index_ctx, index_own) = recorder.split(z), recorder.split(index)
     output_ctx = None
     if z_ctx is not None and index_ctx is not None:
-        output_ctx, _ = recorder.split(layer.unpatched(z, index, weights))
+        of_context = (x[: recorder.rows] for x in (z, index, weights))
+        output_ctx = layer.unpatched(*of_context).reshape(*recorder.shape, -1)
         recorder.context.experts = (z_ctx, index_ctx)
     assert recorder.context.experts is not None
     z_ctx, index_ctx = recorder.context.experts
@@ -37,7 +38,8 @@ def record_experts(
         read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, fused))
     h = layer.inner(read.to(z.dtype) if fused else read)
     output = recorder.unflat(layer.write(h, chosen, weights, fused))
-    return recorder.join(output_ctx, _end(recorder, layer, h, weights, output), z)
+    own = _end(recorder, layer, h, weights, output)
+    return recorder.join_experts(output_ctx, own, z)
 
 
 def _record_decode_step(

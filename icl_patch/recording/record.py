@@ -60,6 +60,8 @@ def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:
             block.on_sum = recorder.on_end
         else:
             block.on_end(stack, recorder.on_end, first=True)
+    if isinstance(recorder, ExactDecodeRecorder) and block.mixture is not None:
+        block.hook(stack, block.mixture.register_forward_hook, recorder.on_mixture)
     if isinstance(recorder, DecodeRecorder) and recorder.receives_norm_input:
         block.on_norm_pair = recorder.on_norm_pair
     else:

@@ -162,6 +162,7 @@ def test_a_mixture_of_experts() -> None:
     assert set(found.calls) == {
         OURS,
         OURS_COMPILED,
+        EXACT,
         "recompute and apply, two streams",
         "recompute and apply, exact, two passes",
         PLAIN,

@@ -54,6 +54,8 @@ def test_what_ask_refuses() -> None:
     with ContextPatcher(model, tokenizer=tokenizer) as patcher:
         with pytest.raises(ValueError, match="at least one token each"):
             patcher.ask("abc", "")
+        with pytest.raises(TypeError, match="question as text, got int and str"):
+            patcher.ask(3, "d")
         with pytest.raises(ValueError, match="chat template"):
             patcher.ask("abc", "d", chat=True)
         with pytest.raises(ValueError, match="expected one answer"):

@@ -126,7 +126,7 @@ def test_a_compiled_exact_step_has_the_bits_of_its_replay(
     family: str, dtype: torch.dtype, traces: list[Any]
 ) -> None:
     """Ragged rows, windows; the operators run one by one here, see ``test_eager_operators``."""
-    model = tiny_models.build(family, 1, dtype)
+    model = shallow(family, 1, dtype)
     ids = tokens(0, 3, 9) % model.config.vocab_size
     with ContextPatcher(model) as patcher:
         replays_bit_for_bit(patcher, ids, context_mask=ragged(3, 9, side="left"))

@@ -19,8 +19,12 @@ from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.recording import exact_decode_recorder, updates
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# every kind of writer that one pass serves, a Conv1D, norms in all places, fused and absent gates
-FAMILIES = ("llama", "gemma3", "olmo2", "gpt2", "opt-post-norm", "granite", "phi3", "llama-bias")
+# every kind of writer that one pass serves, a Conv1D, norms in all places, fused and absent gates,
+# experts alone, beside a shared one, and read only beside a shared writer
+FAMILIES = (
+    *("llama", "gemma3", "olmo2", "gpt2", "opt-post-norm", "granite", "phi3", "llama-bias"),
+    *("qwen2_moe", "mixtral", "granitemoe", "deepseek_v3", "olmoe"),
+)
 # The norms of the first four and a Conv1D in every dtype; in fp32 and fp16 the others, which differ
 # in no arithmetic of their own, run with the stress tests.
 CASES = [
@@ -138,18 +142,18 @@ def test_it_is_as_near_to_fp64_as_the_model_is() -> None:
     assert max(invariant.values()) <= 2 * max(own.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_moe"])
 def test_a_miss_is_closed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block's factor is spoilt: the blocks are closed again, and the replay is right."""
     own = exact_decode_recorder._closed
 
     def spoilt(alike: list) -> list[updates.Closed]:
         closed = own(alike)
-        closed[1].factor[0, 0, 5] += 1.0
-        closed[1].misses[0, 0] += 1
+        closed[-1].factor[0, 0, 5] += 1.0
+        closed[-1].misses[0, 0] += 1
         return closed
 
-    with ContextPatcher(build(family)) as patcher:
+    with ContextPatcher(shallow(family)) as patcher:
         expected = list(steps_of(patcher))
         monkeypatch.setattr(exact_decode_recorder, "_closed", spoilt)
         for step, other in zip(steps_of(patcher), expected, strict=True):
@@ -193,10 +197,11 @@ def _replay_in_another_process(folder: Path) -> None:
 
 def test_where_it_does_not_go() -> None:
     """Asked for by name it is refused with the reason; else two passes serve."""
-    with ContextPatcher(tiny_models.build("qwen3_moe")) as patcher:
-        for options in ({"arithmetic": "batch_invariant"}, {"compile": True}):
-            with pytest.raises(UnsupportedModelError, match="it has experts"):
-                steps_of(patcher, **options)
+    with ContextPatcher(tiny_models.build("llama4")) as patcher:
+        with pytest.raises(UnsupportedModelError, match="its experts scale their input"):
+            steps_of(patcher, arithmetic="batch_invariant")
+        with pytest.raises(UnsupportedModelError, match="the host reads how many experts"):
+            steps_of(patcher, compile=True)
         (step,) = steps_of(patcher, 1)
         assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
     model = build("llama")

@@ -127,9 +127,9 @@ def test_two_generations_do_not_mix(family: str, update: str) -> None:
     """
     first, second = tokens(10, 2, 6), tokens(11, 3, 9)
     with ContextPatcher(small(family), update) as patcher:
-        alone = [list(patcher.generate(ids, max_new_tokens=4)) for ids in (first, second)]
-        generations = [patcher.generate(ids, max_new_tokens=4) for ids in (first, second)]
-        for number in range(4):
+        alone = [list(patcher.generate(ids, max_new_tokens=3)) for ids in (first, second)]
+        generations = [patcher.generate(ids, max_new_tokens=3) for ids in (first, second)]
+        for number in range(3):
             for steps, generation in zip(alone, generations, strict=True):
                 step = next(generation)
                 patcher.forward(step.patch.kept_ids, step.patch)

@@ -134,9 +134,9 @@ def test_the_decoding_method_in_each_arithmetic() -> None:
         assert not torch.equal(chosen["model"], chosen["batch_invariant"])
         with pytest.raises(ValueError, match="expected arithmetic auto, model, batch_invariant"):
             patcher.decoding_method(arithmetic="exact")
-    with ContextPatcher(tiny_models.build("qwen3_moe")) as patcher:
+    with ContextPatcher(tiny_models.build("llama4")) as patcher:
         method = patcher.decoding_method(arithmetic="batch_invariant")
-        with pytest.raises(UnsupportedModelError, match="it has experts"):
+        with pytest.raises(UnsupportedModelError, match="its experts scale their input"):
             patcher.model.generate(ids, **arguments, custom_generate=method)
 
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatcher, ControllabilityError, metrics
-from icl_patch.evaluation import tiny_models
+from icl_patch.evaluation import embedded, tiny_models
 from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_state import DecodeMode, StepInputs
 from icl_patch.generation.decode_step import decode_one_token
@@ -377,12 +377,41 @@ def test_more_tokens_than_the_model_has_positions_for() -> None:
             patcher.generate(ids)
 
 
-def test_beams_have_no_history_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "way"),
+    [
+        ({"num_beams": 3}, "beam_search"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+    ],
+)
+def test_other_ways_of_decoding_are_refused(arguments: dict, way: str) -> None:
     with (
         ContextPatcher(small("llama"), "stable") as patcher,
-        pytest.raises(ValueError, match="num_beams = 1, got 3"),
+        pytest.raises(ValueError, match=f"expected greedy search or sampling, got {way}"),
     ):
-        patcher.generate(IDS, num_beams=3, max_new_tokens=2)
+        patcher.generate(IDS, **arguments, max_new_tokens=2)
+
+
+def test_stop_strings_end_rows_as_in_transformers() -> None:
+    model, tokenizer = embedded.load()
+    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
+    inputs = tokenizer(prompt.context + prompt.question, return_tensors="pt")
+    greedy: dict = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    count = inputs["input_ids"].shape[1]
+    answer = tokenizer.decode(model.generate(**inputs, **greedy)[0, count:])
+    arguments = {**greedy, "stop_strings": [answer[2]]}
+    expected = model.generate(**inputs, **arguments, tokenizer=tokenizer)[0, count:]
+    assert len(expected) < 8
+    for given, own in (({"tokenizer": tokenizer}, None), ({}, tokenizer)):
+        with ContextPatcher(model, "stable", tokenizer=own) as patcher:
+            steps = list(patcher.generate(**inputs, **arguments, **given))
+        assert [int(step.token_ids) for step in steps] == expected.tolist()
+    with (
+        ContextPatcher(model, "stable") as patcher,
+        pytest.raises(ValueError, match="expected a tokenizer with stop_strings"),
+    ):
+        patcher.generate(**inputs, **arguments)
 
 
 def test_a_step_on_a_fixed_cache_waits_for_nothing_and_moves_no_buffer() -> None:

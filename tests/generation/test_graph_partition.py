@@ -235,7 +235,7 @@ def test_alike_blocks_share_a_graph(
         return found[-1]
 
     monkeypatch.setattr(traced_step, "Regions", compiled)
-    layers = 7
+    layers = 7 if family == "gemma3" else 4
     changes = {
         "gemma3": {
             "layer_types": (

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from support.generation import prefilled
-from support.models import build, ragged, tokens
+from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit
 from support.small import IDS, Snapshot, small, works
 
@@ -47,7 +47,7 @@ def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
     """Against the replay without context, against the stacked streams, and the context stream
     against the untouched model.
     """
-    model, ids, mask = tiny_models.build(family, 1), tokens(3, 3, 11), ragged(3, 11, side="left")
+    model, ids, mask = shallow(family, 1), tokens(3, 3, 11), ragged(3, 11, side="left")
     with torch.no_grad():
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         untouched = model(ids, attention_mask=mask.long(), position_ids=positions).logits[:, -1]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +29,14 @@ from transformers import DynamicCache, Gemma3ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from icl_patch import (
+    ContextPatch,
     ContextPatcher,
     ControllabilityError,
     FingerprintMismatch,
     PatchedLinear,
     PatchFormatError,
     UnsupportedModelError,
+    detach,
     metrics,
     ops,
 )
@@ -139,6 +142,15 @@ def test_an_mlp_beyond_the_range_of_fp16_is_refused_with_a_cure(
     ):
         ContextPatcher(model)
     ContextPatcher(model.bfloat16()).detach()
+
+
+def test_a_patcher_in_place_of_its_model_is_refused(tmp_path: Path) -> None:
+    with ContextPatcher(small("llama")) as patcher:
+        patcher.compute(IDS, KEPT).save(tmp_path / "patch.safetensors")
+        with pytest.raises(TypeError, match="expected a model of transformers, got ContextPatcher"):
+            ContextPatch.load(tmp_path / "patch.safetensors", patcher)
+        with pytest.raises(TypeError, match="expected a model, got ContextPatcher"):
+            detach(patcher)
 
 
 class LeakingAttention(LlamaAttention):

@@ -329,39 +329,6 @@ def test_a_cpu_build_warns_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "no CUDA" in native.describe()
 
 
-def test_importing_never_warns(tmp_path: Path) -> None:
-    """From a copy of the package without the library; with it test_packaging.py turns warnings to
-    errors.
-    """
-    package = tmp_path / "icl_patch"
-    done = subprocess.run(
-        ["cp", "-r", str(Path(native.__file__).parents[1]), str(package)],
-        check=True,
-        capture_output=True,
-    )
-    (package / "ops" / "_native.so").unlink(missing_ok=True)
-    show = (
-        "import icl_patch; from icl_patch.ops import native;"
-        " print(icl_patch.__file__, native.describe(), sep='|')"
-    )
-    script = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch, warnings;"
-        f" warnings.simplefilter('error'); {show}"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "icl_patch" not in done.stderr  # other packages may print what they like
-    path, description = done.stdout.strip().split("|")
-    assert Path(path).parent.parent == tmp_path
-    assert description.startswith("no native library: it was not built")
-
-
 def test_results_are_what_the_face_says() -> None:
     """A field added on one side only would be noticed here."""
     for op, result in (("invert_rmsnorm", ops.RMSNormInverse), ("stable_scale", ops.StableScale)):

@@ -169,14 +169,6 @@ def test_one_version_everywhere(wheel: Path) -> None:
     )
 
 
-def test_importing_touches_no_device() -> None:
-    script = (
-        "import torch; torch.cuda._lazy_init = torch.cuda.init = lambda: exit('a device was"
-        " touched'); import icl_patch.cli.main"
-    )
-    subprocess.run([sys.executable, "-P", "-c", script], check=True)
-
-
 def test_dependencies_are_the_ones_that_are_imported() -> None:
     """Nothing that is imported comes only by way of another package."""
     nodes = [
@@ -204,10 +196,14 @@ def test_contributing_lists_every_target() -> None:
     assert sorted(set(targets) - set(listed)) == []
 
 
-def test_a_machine_without_triton_runs_everything_on_the_cpu() -> None:
+def test_importing_touches_no_device_and_a_machine_without_triton_runs_on_the_cpu() -> None:
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
+        "begin = torch.cuda._lazy_init, torch.cuda.init\n"
+        "torch.cuda._lazy_init = torch.cuda.init = lambda: exit('a device was touched')\n"
+        "import icl_patch.cli.main\n"
+        "torch.cuda._lazy_init, torch.cuda.init = begin\n"
         "from icl_patch import ContextPatcher, embedded\n"
         "import icl_patch.bench.commands.bench, icl_patch.bench.running, icl_patch.evaluation\n"
         "model, tokenizer = embedded.load()\n"
@@ -228,7 +224,12 @@ def test_without_the_native_library_the_cure_is_said_once(tmp_path: Path) -> Non
     package = Path(icl_patch.__file__).parent
     shutil.copytree(package, tmp_path / "icl_patch", ignore=shutil.ignore_patterns("*.so"))
     script = (
-        "import torch; from icl_patch import ops\n"
+        "import torch, warnings\n"
+        "with warnings.catch_warnings():\n"
+        "    warnings.simplefilter('error')\n"
+        "    from icl_patch import ops\n"
+        "    from icl_patch.ops import native\n"
+        "print(native.describe())\n"
         "x = torch.ones(2, 8); v = torch.ones(8)\n"
         "for _ in range(3): ops.rms_norm(x, v, 1e-6)\n"
     )
@@ -237,6 +238,7 @@ def test_without_the_native_library_the_cure_is_said_once(tmp_path: Path) -> Non
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("pip install --no-build-isolation") == 1
+    assert done.stdout.startswith("no native library: it was not built")
     asked = environment | {"ICL_PATCH_OPS": "torch"}
     assert not subprocess.run(command, env=asked, capture_output=True, text=True).stderr
     command = [sys.executable, "-P", "-m", "icl_patch", "--version"]

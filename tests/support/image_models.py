@@ -28,7 +28,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     }[kind]
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**tiny_models._COMMON, "rope_parameters": rope},
+        text_config={**tiny_models._COMMON, "num_hidden_layers": 2, "rope_parameters": rope},
         vision_config=vision | own,
         image_token_id=IMAGE,
         video_token_id=93,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -79,20 +80,25 @@ def noise_limit(model: nn.Module, *args: Any, **inputs: Any) -> float:
     return NOISE_FLOORS * noise_floor(model, *args, **inputs)
 
 
+_LIMITS: WeakKeyDictionary[ContextPatcher, float] = WeakKeyDictionary()  # of the untouched models
+
+
 @torch.no_grad()
 def replay_limit(patcher: ContextPatcher, patch: ContextPatch) -> float:
     """The same for a replay: noise floors of the untouched model, or of the patched one where that
-    has more.
+    has more. The former is measured once for each patcher, while its model's weights stay the same.
 
     It has more where a factor divides by something small, such as activations or the weights of
     experts. A patch of two passes was recorded in the replay's own shapes, and rounds as that does.
     """
+    if patcher not in _LIMITS:
+        _LIMITS[patcher] = noise_limit(patcher.model)
     if patch.passes == 2:
-        return noise_limit(patcher.model)
+        return _LIMITS[patcher]
     expected = patcher.attached_model.replay(patch)[0]
     with moved_weights(patcher.model):
         off = metrics.linf(patcher.attached_model.replay(patch)[0], expected)[patch.kept_mask]
-    return max(noise_limit(patcher.model), NOISE_FLOORS * float(off.max()))
+    return max(_LIMITS[patcher], NOISE_FLOORS * float(off.max()))
 
 
 @contextmanager
