@@ -75,6 +75,7 @@ from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_mode_checks import require_shared_cache
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.invariance.arithmetic import reason_against
 from icl_patch.recording.sequences import absorb_all_but_last
 
 OURS = "recompute and apply, shared cache"
@@ -233,8 +234,10 @@ def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
     """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit."""
     stable, cuda = models.stable, ids.is_cuda
     builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
-    builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
-    if not any(block.experts for block in models.exact.attached_model.blocks):
+    one_pass = reason_against(models.exact.model) is None
+    if one_pass:
+        builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
+    if one_pass and not any(block.experts for block in models.exact.attached_model.blocks):
         options = CompileOptions(inductor=True, cuda_graph=cuda)
         builders[EXACT_COMPILED] = lambda: _compiled_step(models.exact, ids, options)
     if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:

@@ -190,7 +190,7 @@ def choose_ridge(
     metric = None if left is None else torch.linalg.qr(left.double(), mode="r").R.T
 
     def size(x: Tensor) -> float:
-        return float((x if metric is None else x @ metric).square().sum())
+        return float((x if metric is None else x @ metric).detach().square().sum())
 
     errors = []
     for ridge in lambdas:

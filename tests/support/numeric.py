@@ -113,7 +113,7 @@ def moved_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for x in model.parameters():
         if type(x) is nn.Parameter:  # others are quantised
-            up_or_down = torch.randn(x.shape, generator=rng).sign().to(x.device)
+            up_or_down = torch.randn(x.shape, generator=rng).sign().to(x.device, torch.float64)
             near = (x.double() * (1 + 2 * UNIT[dtype] * up_or_down)).to(x.dtype)
             moved[x] = nn.Parameter(near, requires_grad=False)
     holders = [
