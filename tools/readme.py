@@ -90,7 +90,7 @@ def speed() -> str:
         [name, *(f"{ratios[call]:.2f}×" if call in ratios else "–" for ratios in found)]
         for name, call in STEPS.items()
     ]
-    rows.insert(4, ["the model's own step, without a patch", *["1×"] * len(found)])
+    rows.insert(5, ["the model's own step, without a patch", *["1×"] * len(found)])
     return _table(columns, rows)
 
 
