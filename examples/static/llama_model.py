@@ -4,9 +4,8 @@ format and language tasks of the embedded model and on bare questions.
     python examples/static/llama_model.py build/static-llama   # some minutes on one core
 
 A fifth of its documents has no context: there the answer is in English, or the word itself. So
-without a context this model has an answer of its own, which a patch must overcome. It answers all
-of 60 held-out questions on ``upper`` and ``halves``, 58 on ``german``, and one on ``flip``, which
-the evaluation leaves out. Two runs on one machine give the same weights.
+without a context this model has an answer of its own, which a patch must overcome. It does not
+learn ``flip``, which the evaluation leaves out. Two runs on one machine give the same weights.
 """
 
 import math
@@ -22,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from icl_patch.evaluation.embedded import tasks
-from icl_patch.evaluation.embedded.train import build_tokenizer
+from icl_patch.evaluation.embedded.train import build_tokenizer, padded
 
 FOLDER = Path(__file__).parents[2] / "build" / "static-llama"
 STEPS, BATCH, LEARNING_RATE = 1200, 32, 3e-3
@@ -37,29 +36,17 @@ def document(rng: random.Random) -> tuple[str, list[tuple[int, int]]]:
     """A text and the (start, stop) spans of its answers, line ends included."""
     kind, bare = rng.choice(list(_BARE)), rng.random() < _BARE_SHARE
     while True:
-        context, pairs = tasks._document(kind, rng, held_out=False, questions=4)
+        context, pairs = tasks.document(kind, rng, held_out=False, questions=4)
         if not bare or context == _BARE[kind]:
             break
-    text = "" if bare else context
-    spans = []
-    for question, answer in pairs:
-        text += question
-        spans.append((len(text), len(text) + len(answer) + 1))
-        text += answer + tasks.ANSWER_END
-    return text, spans
+    return tasks.with_answers("" if bare else context, pairs)
 
 
 def batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[Tensor, Tensor]:
     """Right-padded ids (B, T) and whether a token belongs to an answer."""
     documents = [document(rng) for _ in range(BATCH)]
     rows = [tokenizer.encode(text) for text, _ in documents]
-    ids = torch.zeros(BATCH, max(map(len, rows)), dtype=torch.int64)
-    answers = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, (tokens, (_, spans)) in enumerate(zip(rows, documents, strict=True)):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
-        for start, stop in spans:
-            answers[row, 1 + start : 1 + stop] = True  # 1: <bos> stands before the text
-    return ids, answers
+    return padded(rows, [spans for _, spans in documents])
 
 
 def train() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

@@ -15,6 +15,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from icl_patch.bench.results import table_lines
+
 DOCS = Path(__file__).parents[2] / "docs"
 Entry = dict[str, Any]
 ORDER = (
@@ -87,12 +89,12 @@ def _mean(values: list[float], digits: int = 2) -> str:
 def table(entries: list[Entry]) -> str:
     """Methods by N and rank: whole answers of each task, then means over the tasks."""
     heads = ["method", "N", "rank", *TASKS, "KL", *KINDS, "CPU s", "bytes"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    rows = []
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in entries:
-        rank = (entry["rank"] or "full") if entry["method"].startswith(_RANKED) else ""
+        rank = str(entry["rank"] or "full") if entry["method"].startswith(_RANKED) else ""
         size = entry["rank"] or math.inf
-        place = (-entry["n"], ORDER.index(entry["method"]), size, str(rank))
+        place = (-entry["n"], ORDER.index(entry["method"]), size, rank)
         groups.setdefault(place, []).append(entry)
     for (n, method, _, rank), group in sorted(groups.items()):
         row = [ORDER[method], str(-n), rank]
@@ -105,17 +107,15 @@ def table(entries: list[Entry]) -> str:
             row.append(_mean(found))
         row.append(_mean([e["cpu_seconds"] for e in group if "cpu_seconds" in e], 1))
         row.append(_mean([e["bytes"] for e in group if "bytes" in e], 0))
-        lines.append("| " + " | ".join(row) + " |")
-    return "\n".join(lines)
+        rows.append(row)
+    return "\n".join(table_lines(heads, rows))
 
 
 def regression_table(entries: list[Entry]) -> str:
     """The relative error of the linear regression by method and N."""
     counts = sorted({entry["n"] for entry in entries})
-    lines = ["| method | rank | " + " | ".join(f"N = {n}" for n in counts) + " |"]
-    lines.append("|---" * (2 + len(counts)) + "|")
-    rows = dict.fromkeys((entry["method"], entry["rank"]) for entry in entries)
-    for method, rank in rows:
+    rows = []
+    for method, rank in dict.fromkeys((entry["method"], entry["rank"]) for entry in entries):
         cells = [
             spread_of(
                 [
@@ -128,8 +128,8 @@ def regression_table(entries: list[Entry]) -> str:
             for n in counts
         ]
         shown = (rank or "full") if method == "ridge" else ""
-        lines.append(f"| {method} | {shown} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([method, str(shown), *cells])
+    return "\n".join(table_lines(["method", "rank", *(f"N = {n}" for n in counts)], rows))
 
 
 def _is_main(entry: Entry) -> bool:

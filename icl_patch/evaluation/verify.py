@@ -39,7 +39,7 @@ from icl_patch.evaluation.exact_steps import (
 from icl_patch.evaluation.loading import default_context, encode_inputs, load_model
 from icl_patch.models.forward import check_last_type, over_columns
 from icl_patch.models.language_model import check_length, check_vocabulary
-from icl_patch.patch.serialization import UPDATES
+from icl_patch.patch.serialization import check_update
 from icl_patch.patcher import ContextPatcher
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
@@ -220,8 +220,7 @@ def verify(
         raise ValueError(
             f"expected max_new_tokens ≥ 1 and keep_last ≥ 0, got {max_new_tokens} and {keep_last}"
         )
-    if update not in UPDATES:
-        raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
+    check_update(update)
     loaded, tokenizer = load_model(model, tokenizer, dtype, device)
     if context is None:
         context = default_context(loaded)

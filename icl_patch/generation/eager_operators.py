@@ -58,13 +58,13 @@ def _writes(node: fx.Node) -> bool:
 
 def _has_same_bits(node: fx.Node, operator: OpOverload) -> bool:
     """Whether Inductor gives the node's output the bits of torch's operator."""
-    if operator.namespace != "aten" or operator.is_view:
+    if operator.namespace != "aten":
         return True  # the compiler calls the operators of others
     values = [x.meta.get("val") for x in (node, *node.all_input_nodes)]
     if not any(isinstance(x, Tensor) and x.is_floating_point() for x in values):
         return True
     if any(argument.alias_info is not None for argument in operator._schema.returns):
-        return True  # a view, or a write of numbers that exist
+        return True  # a view or a write: no operator of ours can stand for one
     packet = operator.overloadpacket
     if packet in _ADDS and node.kwargs.get("alpha", 1) != 1:
         return False

@@ -358,6 +358,12 @@ def _check_factor(
 # -- the patch against a model
 
 
+def check_update(update: str) -> None:
+    """Raises ValueError unless there is such an update."""
+    if update not in UPDATES:
+        raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
+
+
 def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
     """Raises PatchFormatError unless the model has the patch's tokens, positions and experts, and
     every factor fits its parameter.

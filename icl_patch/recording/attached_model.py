@@ -35,7 +35,7 @@ from icl_patch.models.model_checks import check_language_model
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
-from icl_patch.patch.serialization import UPDATES, PatchInfo, check_fit
+from icl_patch.patch.serialization import PatchInfo, check_fit, check_update
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
 from icl_patch.recording.compute import Computation, compute_closing, compute_two_stream
@@ -90,8 +90,7 @@ class AttachedModel:
     def __init__(
         self, model: PreTrainedModel, update: str, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        if update not in UPDATES:
-            raise ValueError(f"expected update {', '.join(UPDATES)}, got {update!r}")
+        check_update(update)
         if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
             raise TypeError(
                 f"expected a tokenizer with a vocabulary, got {type(tokenizer).__name__}"

@@ -73,7 +73,7 @@ class SelfCheck:
     @torch.no_grad()
     def check_positions(self) -> None:
         """Raises UnsupportedModelError unless the model itself takes the positions given here."""
-        ids = torch.cat([self._sequences.head_ids, self._sequences.tail_ids], 1)
+        ids = self._sequences.ids
 
         def logits(positions: Tensor | None) -> Tensor:
             cache = kv_cache.new_cache(self._model)

@@ -21,7 +21,7 @@ have no vowels, so that none of them can contain a key.
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -106,7 +106,7 @@ def _atoms(of: str, held_out: bool) -> tuple[str, ...]:
     return tuple(atom for atom in every if is_held_out(atom) == held_out)
 
 
-def _document(
+def document(
     kind: str, rng: random.Random, *, held_out: bool, questions: int
 ) -> tuple[str, list[tuple[str, str]]]:
     """The context of one document and its ``(question, answer)`` pairs."""
@@ -146,7 +146,16 @@ def training_document(rng: random.Random) -> tuple[str, list[tuple[int, int]]]:
     included.
     """
     [kind] = rng.choices(list(_TRAINING_MIX), list(_TRAINING_MIX.values()))
-    context, pairs = _document(kind, rng, held_out=False, questions=4)
+    context, pairs = document(kind, rng, held_out=False, questions=4)
+    return with_answers(context, pairs)
+
+
+def with_answers(
+    context: str, pairs: Iterable[tuple[str, str]]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a context and its questions with their answers, and the ``(start, stop)``
+    character spans of the answers, line ends included.
+    """
     text, spans = context, []
     for question, answer in pairs:
         text += question
@@ -168,7 +177,7 @@ def held_out_prompts(kind: str, count: int = 200, seed: int = 0) -> list[Prompt]
     prompts: dict[tuple[str, str], Prompt] = {}
     known = 0  # draws one after the other
     while len(prompts) < count:
-        context, [(question, answer), *_] = _document(kind, rng, held_out=True, questions=1)
+        context, [(question, answer), *_] = document(kind, rng, held_out=True, questions=1)
         known = known + 1 if (context, question) in prompts else 0
         if known == _MOST_KNOWN:
             raise ValueError(

@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +93,25 @@ def batches(
         rng.shuffle(groups)
         for group in groups:
             rows = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text, _ in group]
-            ids = torch.zeros(batch, max(map(len, rows)), dtype=torch.int64)
-            weights = torch.zeros(ids.shape)
-            for row, (tokens, (_, spans)) in enumerate(zip(rows, group, strict=True)):
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-                weights[row, : len(tokens)] = _OTHER_TOKENS_WEIGHT
-                for start, stop in spans:
-                    weights[row, 1 + start : 1 + stop] = 1.0  # 1: <bos> stands before the text
-            yield ids, weights
+            ids, answers = padded(rows, [spans for _, spans in group])
+            lengths = torch.tensor([len(row) for row in rows])
+            weights = _OTHER_TOKENS_WEIGHT * (torch.arange(ids.shape[1]) < lengths[:, None])
+            yield ids, weights.masked_fill(answers, 1.0)
+
+
+def padded(
+    rows: Sequence[Sequence[int]], spans: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[Tensor, Tensor]:
+    """Right-padded ids (B, T), and whether a token belongs to an answer; ``spans`` are those of
+    :func:`~icl_patch.evaluation.embedded.tasks.with_answers`.
+    """
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    answers = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, (tokens, of_row) in enumerate(zip(rows, spans, strict=True)):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        for start, stop in of_row:
+            answers[row, 1 + start : 1 + stop] = True  # 1: <bos> stands before the text
+    return ids, answers
 
 
 def train(

@@ -1,5 +1,6 @@
-// Runs the portable CPU drivers on numbers of its own and writes the results to standard output: for
-// each a line "name bytes", then the bytes. Built for two processors, it shows where they differ.
+// Runs the portable CPU drivers on numbers of its own and writes the results to standard output:
+// for each a line "name bytes", then the bytes. Built for two processors, it shows where they
+// differ.
 #include "cpu/drivers.h"
 
 #include <cmath>
@@ -97,7 +98,8 @@ void invert(int dtype_index, int64_t n, bool update, bool bisection) {
 void multiply(int dtype_index, bool transposed) {
   const DType dtype = kDTypes[dtype_index];
   const int64_t all = 5, n = 37, k = 150, rank = 2, width = (k + 31) / 32 * 32;
-  Numbers z(dtype, all, k), weight(dtype, transposed ? k : n, transposed ? n : k), bias(dtype, 1, n);
+  Numbers z(dtype, all, k), weight(dtype, transposed ? k : n, transposed ? n : k);
+  Numbers bias(dtype, 1, n);
   Numbers u(DType::kFp32, all * rank, n), v(DType::kFp32, all * rank, k);
   for (const int64_t rows : {int64_t{1}, all}) {  // the first row alone, then beside others
     Linear call;
@@ -118,9 +120,8 @@ void multiply(int dtype_index, bool transposed) {
     std::vector<float> inputs(rows * width), coefficients(rows * rank);
     portable::prepare_rows(call, inputs.data(), width, coefficients.data());
     portable::linear_outputs(call, inputs.data(), width, coefficients.data(), 0, n);
-    report(std::string("linear/") + kNames[dtype_index] + (transposed ? "/transposed/" : "/plain/") +
-               std::to_string(rows),
-           y);
+    const std::string form = transposed ? "/transposed/" : "/plain/";
+    report(std::string("linear/") + kNames[dtype_index] + form + std::to_string(rows), y);
   }
 }
 
