@@ -2,6 +2,9 @@
 tuning. Each returns a function from ids (B, T) to logits (B, T, V) without the context.
 """
 
+import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +16,7 @@ from transformers import PreTrainedModel
 from icl_patch.static.block_parts import weight_of
 from icl_patch.static.block_runner import Batch, BlockRunner
 from icl_patch.static.report import plain_logits, spread
-from icl_patch.static.ridge import LowRank, Regression, choose_ridge
+from icl_patch.static.ridge import LowRank, choose_ridge, moments_of, sums
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 
 Logits = Callable[[Tensor], Tensor]
@@ -102,9 +105,9 @@ def one_shot(runner: BlockRunner, batches: Sequence[Batch], folds: int) -> tuple
         ]
         fold = torch.cat([torch.full((int(batch.valid.sum()),), batch.fold) for batch in batches])
         ones = torch.ones(len(fold), dtype=torch.float64)
-        regression = Regression.of(rows["z"], rows["z_ctx"] - rows["z"], ones, fold, folds)
-        moments = regression.moments()
-        ridge, _ = choose_ridge(regression, moments, left=torch.cat(weights))
+        by_fold = moments_of(rows["z"], rows["z_ctx"] - rows["z"], ones, fold, folds)
+        moments = sums(by_fold)
+        ridge, _ = choose_ridge(by_fold, moments[:-1], left=torch.cat(weights))
         solution = moments[-1].solve(ridge)
         for path, weight in zip(block.readers, weights, strict=True):
             changes[f"{block.path}.{path}"] = solution.low_rank(None, weight).to(torch.float32)
@@ -118,11 +121,17 @@ def one_shot(runner: BlockRunner, batches: Sequence[Batch], folds: int) -> tuple
 
 
 def prompt_tuning(
-    runner: BlockRunner, batches: Sequence[Batch], tokens: int, steps: int, seed: int
+    runner: BlockRunner,
+    batches: Sequence[Batch],
+    tokens: int,
+    steps: int | None,
+    seed: int,
+    seconds: float = math.inf,
 ) -> tuple[Logits, int]:
     """Soft tokens behind the first token, trained by KL on whole batches; they start from
-    embeddings of random tokens.
+    embeddings of random tokens. Training ends after so many steps, or seconds of the CPU.
     """
+    began = time.process_time()
     model: PreTrainedModel = runner.model
     embedding = model.get_input_embeddings()
     generator = torch.Generator().manual_seed(seed)
@@ -139,7 +148,9 @@ def prompt_tuning(
         return torch.cat([out[:, :1], out[:, 1 + tokens :]], 1)
 
     optimizer = torch.optim.Adam([soft], lr=0.05)
-    for step in range(steps):
+    for step in itertools.count() if steps is None else range(steps):
+        if time.process_time() - began > seconds:
+            break
         at = step % len(batches)
         batch = batches[at]
         with torch.enable_grad():

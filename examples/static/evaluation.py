@@ -40,7 +40,8 @@ OTHER = 25  # unrelated prompts of each kind
 FOLDS = 4
 # For samples that the model itself extends: all their questions, steps, documents by method.
 STUDIED, STUDIED_STEPS = 256, 150
-STUDIED_PRESERVED = {"ridge": 100, "distill": 400}
+STUDIED_PRESERVED = {"ridge": 200, "distill": 400}
+TUNED_SECONDS = 10.0  # of the CPU: what distillation takes at 64 questions
 ATTENTION = ("o_proj", "readers", "writer")
 LLAMA = False  # --model llama
 
@@ -80,7 +81,9 @@ def contexts(kind: str, name: str, seed: int) -> str:
 
 
 def questions(kind: str, name: str, count: int, held_out: bool, seed: int) -> list[str]:
-    """Questions of a task. Recall has three facts: c is never asked in the sample."""
+    """Questions of a task. Recall has three facts, and c is never asked in the sample; the model
+    takes a key in capitals as the same key.
+    """
     rng = random.Random(f"{kind}/{name}/{seed}/{held_out}")
     if kind == "recall":
         return [f"{name} c"] if held_out else [f"{name} {'ab'[i % 2]}" for i in range(2)]
@@ -121,6 +124,15 @@ def example(kind: str, name: str, count: int, held_out: bool, seed: int) -> Exam
         end="\n",
     )
     return answered(model()[0], [found], LONGEST)[0]
+
+
+@cache
+def paraphrased(name: str, seed: int) -> list[Row]:
+    """The facts that a recall sample asks, asked in other words."""
+    sample = questions("recall", name, 2, False, seed)
+    asked = [question.replace(name, name.upper()) for question in sample]
+    found = Example.from_text(model()[1], contexts("recall", name, seed), asked, end="\n")
+    return rows_of(answered(model()[0], [found], LONGEST))
 
 
 @cache
@@ -214,6 +226,11 @@ def fit_studied(cell: Cell, method: str) -> static.StaticPatch:
     )
 
 
+def tuned(cell: Cell, tokens: int) -> tuple[Logits, int]:
+    """Prompt tuning for as long as distillation takes; 216 vectors are its parameters at rank 4."""
+    return prompt_tuning(runner(), batches(cell), tokens, None, cell.seed, TUNED_SECONDS)
+
+
 def batches(cell: Cell) -> list[Batch]:
     """The cell's sample before the first block."""
     rows = rows_of([example(cell.kind, cell.name, cell.n, False, cell.seed)])
@@ -239,6 +256,8 @@ METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
     "steering vector": lambda cell: steering_vector(runner(), batches(cell)),
     "one shot (Mazzawi)": lambda cell: one_shot(runner(), batches(cell), FOLDS),
     "prompt tuning": lambda cell: prompt_tuning(runner(), batches(cell), 16, 100, cell.seed),
+    "prompt tuning, equal seconds": lambda cell: tuned(cell, 16),
+    "prompt tuning, equal parameters": lambda cell: tuned(cell, 216),
     "writer alone (PatchKV)": lambda cell: patched(
         static_fit(cell, parts=("writer",), rank=None, preserve=())
     ),
@@ -258,6 +277,9 @@ TASKS += [("fewshot", "upper"), ("language", "german")]
 # methods that are measured with every N and seed, and at every rank
 MAIN = ("no context", "ridge", "distill", "ridge, self-study", "distill, self-study")
 RANKED = ("ridge", "distill")
+# what the page's goals are about, with three seeds in the reduced grid too
+GOALS = [("ridge, self-study", *TASKS[i]) for i in (4, 3, 0)]
+GOALS += [("distill, self-study", "format", "flip")]
 
 
 def per_token(cell: Cell) -> dict[str, Any]:
@@ -312,6 +334,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     if cell.kind == "recall":  # its held-out question asks the third fact, which no sample asks
         seen = rows_of([example(cell.kind, cell.name, cell.n, False, cell.seed)])
         found["seen"] = quality(seen, logits)
+        found["paraphrased"] = quality(paraphrased(cell.name, cell.seed), logits)
     return found
 
 
@@ -319,6 +342,9 @@ def grid(full: bool) -> Iterator[Cell]:
     """The cells, the reduced ones first."""
     unlearned = [("format", "flip")] if LLAMA else []
     tasks_of_model = [t for t in TASKS if t[0] in kinds() and t not in unlearned]
+    for seed in range(3) if not LLAMA else ():
+        for method, kind, name in GOALS:
+            yield Cell(kind, name, method, 64, 8, seed)
     seeds = (3 if LLAMA else 5) if full else 1
     for seed in range(seeds):
         yield from _regression(seed)

@@ -25,6 +25,8 @@ ORDER = (
     "steering vector",
     "one shot (Mazzawi)",
     "prompt tuning",
+    "prompt tuning, equal seconds",
+    "prompt tuning, equal parameters",
     "writer alone (PatchKV)",
     "ridge, nothing preserved",
     "ridge",
@@ -60,7 +62,7 @@ _DRAWN = {
     "distill, self-study": "tab:green",
 }
 _CONTROLS = ("patch for each token", "no context", "another context's patch", "shuffled answers")
-_MARKERS = "osD^vPX<>*hdp"
+_MARKERS = "osD^vPX<>*hdp8H"
 
 
 def read(file: Path = DOCS / "static.jsonl") -> dict[str, Entry]:
@@ -132,6 +134,17 @@ def regression_table(entries: list[Entry]) -> str:
     return "\n".join(table_lines(["method", "rank", *(f"N = {n}" for n in counts)], rows))
 
 
+def recall_table(entries: list[Entry]) -> str:
+    """Whole answers on a context of three facts of which the sample asks two."""
+    heads = ["method", "seen", "paraphrased", "unseen"]
+    rows = [
+        [entry["method"]]
+        + [f"{entry[name]['whole']:.2f}" for name in ("seen", "paraphrased", "quality")]
+        for entry in entries
+    ]
+    return "\n".join(table_lines(heads, rows))
+
+
 def _is_main(entry: Entry) -> bool:
     """Whether a cell has the rank of the tables by N."""
     return entry["method"] not in ("ridge", "distill") or entry["rank"] == 4
@@ -148,6 +161,8 @@ def tables(entries: list[Entry]) -> str:
         found.append(table(by_rank))
     if llama := [e for e in tasks if e["model"] == "llama"]:
         found.append(table(llama))
+    if recall := [e for e in entries if e["kind"] == "recall" and e["seed"] == 0]:
+        found.append(recall_table(recall))
     if regression:
         found.append(regression_table(regression))
     return "\n\n".join(found)

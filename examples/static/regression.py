@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from icl_patch.static.block_parts import weight_of
-from icl_patch.static.ridge import Regression, choose_ridge
+from icl_patch.static.ridge import choose_ridge, moments_of, sums
 
 sys.path.append(str(Path(__file__).parents[1] / "papers"))
 from regression_models import Attention, Block, Training, sample, train
@@ -44,9 +44,9 @@ def change(block: Block, method: str, z: Tensor, z_ctx: Tensor, rank: int | None
         return weight @ (difference.T @ (z / z.square().sum(-1, keepdim=True))) / len(z)
     folds = min(FOLDS, len(z))
     fold = torch.arange(len(z)) % folds
-    rows = Regression.of(z, difference, torch.ones(len(z)), fold, folds)
-    moments = rows.moments()
-    ridge = choose_ridge(rows, moments, left=weight)[0] if folds > 1 else 1e-2
+    by_fold = moments_of(z, difference, torch.ones(len(z)), fold, folds)
+    moments = sums(by_fold)
+    ridge = choose_ridge(by_fold, moments[:-1], left=weight)[0] if folds > 1 else 1e-2
     return moments[-1].solve(ridge).low_rank(rank, weight).dense()
 
 

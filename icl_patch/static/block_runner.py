@@ -118,6 +118,13 @@ class Batch:
     labels: Tensor
     weight: Tensor
 
+    def weights(self, preserve_factor: float) -> Tensor:
+        """The weight of each of the student's tokens (tokens,), those of preserved texts times a
+        factor.
+        """
+        factors = [preserve_factor if row.preserve else 1.0 for row in self.rows]
+        return (self.weight * self.weight.new_tensor(factors).unsqueeze(1))[self.valid]
+
     def aligned(self, x: Tensor) -> Tensor:
         """The teacher's values (B, T', n), or flat, at the student's tokens, (tokens, n)."""
         row = torch.arange(len(self.rows), device=x.device).unsqueeze(1)

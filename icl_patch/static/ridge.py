@@ -11,6 +11,9 @@ the same with a system of n equations (H and T: the rows of a and t times √w).
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,68 +61,33 @@ class LowRank:
         return self.u.nbytes + self.v.nbytes
 
 
-@dataclass(frozen=True, eq=False)
-class Regression:
-    """Rows of a ridge regression, scaled by √w, in fp64, with the fold that each belongs to.
-
-    inputs: H (n, K); targets: T (n, N); fold: (n,) int64; folds: how many there are.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    fold: Tensor
-    folds: int
-
-    @classmethod
-    def of(
-        cls, inputs: Tensor, targets: Tensor, weights: Tensor, fold: Tensor, folds: int
-    ) -> "Regression":
-        """The regression of these rows; rows with a target that is not finite, or with weight 0,
-        are left out.
-
-        Raises:
-            ValueError: no row is left, or the inputs are all 0 or not finite.
-        """
-        kept = targets.isfinite().all(-1) & (weights > 0)
-        root = weights[kept].double().sqrt().unsqueeze(1)
-        scaled = root * inputs[kept].double()
-        if not len(scaled) or not scaled.any() or not scaled.isfinite().all():
-            raise ValueError(
-                f"expected finite inputs that are not all 0, got {len(scaled)} rows with a target"
-            )
-        return cls(scaled, root * targets[kept].double(), fold[kept], folds)
-
-    def moments(self) -> "list[Moments]":
-        """For each fold the moments of all rows outside the fold; at the end the moments of all
-        rows.
-        """
-        rows = [self.fold != k for k in range(self.folds)] if self.folds > 1 else []
-        rows.append(torch.ones_like(self.fold, dtype=torch.bool))
-        if len(self.inputs) < self.inputs.shape[1]:
-            return [DualMoments(self.inputs[kept], self.targets[kept]) for kept in rows]
-        by_fold = [
-            (self.inputs[only].T @ self.inputs[only], self.targets[only].T @ self.inputs[only])
-            for only in (self.fold == k for k in range(self.folds))
-        ]
-        s, c = (sum(moments[1:], moments[0]) for moments in zip(*by_fold, strict=True))
-        without = [(s - s_k, c - c_k) for s_k, c_k in by_fold] if self.folds > 1 else []
-        return [PrimalMoments(*moments) for moments in (*without, (s, c))]
-
-
 class Moments(ABC):
-    """The moments of some rows, which :meth:`solve` needs."""
+    """The moments of some rows: all that a ridge regression needs of them. They add up."""
+
+    @abstractmethod
+    def __add__(self, other: Any) -> "Moments":
+        """The moments of both sets of rows."""
 
     @abstractmethod
     def solve(self, ridge: float) -> "Solution":
         """The ridge solution for λ."""
 
+    @abstractmethod
+    def error(self, change: Tensor) -> Tensor:
+        """``Σ w (t − Δ a)(t − Δ a)ᵀ`` (N, N) of the rows for a change Δ (N, K)."""
+
 
 @dataclass(frozen=True, eq=False)
 class PrimalMoments(Moments):
-    """S (K, K) and C (N, K). They add up over shards of the rows."""
+    """S (K, K), C (N, K), and ``T = Σ w t tᵀ`` (N, N)."""
 
     s: Tensor
     c: Tensor
+    t: Tensor
+
+    def __add__(self, other: "PrimalMoments") -> "PrimalMoments":
+        """Sums."""
+        return PrimalMoments(self.s + other.s, self.c + other.c, self.t + other.t)
 
     def solve(self, ridge: float) -> "Solution":
         """A Cholesky factorisation of K x K."""
@@ -127,6 +95,11 @@ class PrimalMoments(Moments):
         system = self.s + rho * torch.eye(len(self.s), dtype=self.s.dtype, device=self.s.device)
         change = torch.cholesky_solve(self.c.T, torch.linalg.cholesky(system)).T
         return Solution(change, change, self.c.T)
+
+    def error(self, change: Tensor) -> Tensor:
+        """``T − Δ Cᵀ − C Δᵀ + Δ S Δᵀ``."""
+        mixed = (change @ self.s / 2 - self.c) @ change.T
+        return self.t + mixed + mixed.T
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +109,12 @@ class DualMoments(Moments):
     inputs: Tensor
     targets: Tensor
 
+    def __add__(self, other: "DualMoments") -> "DualMoments":
+        """The rows of both."""
+        return DualMoments(
+            torch.cat([self.inputs, other.inputs]), torch.cat([self.targets, other.targets])
+        )
+
     def solve(self, ridge: float) -> "Solution":
         """A Cholesky factorisation of n x n."""
         gram = self.inputs @ self.inputs.T
@@ -143,6 +122,45 @@ class DualMoments(Moments):
         system = gram + rho * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         mixture = torch.cholesky_solve(self.targets, torch.linalg.cholesky(system))  # (n, N)
         return Solution(mixture.T @ self.inputs, mixture.T, gram @ self.targets)
+
+    def error(self, change: Tensor) -> Tensor:
+        """From the residuals of the rows."""
+        residual = self.targets - self.inputs @ change.T
+        return residual.T @ residual
+
+
+def moments_of(
+    inputs: Tensor, targets: Tensor, weights: Tensor, fold: Tensor, folds: int
+) -> list[Moments]:
+    """The moments of each fold's rows, in fp64.
+
+    Rows with a target that is not finite, or with weight 0, are left out. Fewer rows than
+    elements of an input take the dual form.
+
+    Args:
+        inputs: a (n, K); targets: t (n, N); weights: w (n,).
+        fold: (n,) int64, from 0 to ``folds`` − 1.
+
+    Raises:
+        ValueError: no row is left, or the inputs are all 0 or not finite.
+    """
+    kept = targets.isfinite().all(-1) & (weights > 0)
+    root = weights[kept].double().sqrt().unsqueeze(1)
+    scaled, wanted, fold = root * inputs[kept].double(), root * targets[kept].double(), fold[kept]
+    if not len(scaled) or not scaled.any() or not scaled.isfinite().all():
+        raise ValueError(
+            f"expected finite inputs that are not all 0, got {len(scaled)} rows with a target"
+        )
+    rows = [(scaled[fold == k], wanted[fold == k]) for k in range(folds)]
+    if len(scaled) < scaled.shape[1]:
+        return [DualMoments(h, t) for h, t in rows]
+    return [PrimalMoments(h.T @ h, t.T @ h, t.T @ t) for h, t in rows]
+
+
+def sums(by_fold: Sequence[Moments]) -> list[Moments]:
+    """The moments without each fold, if there are several, and at the end those of all folds."""
+    others = [[moments for j, moments in enumerate(by_fold) if j != k] for k in range(len(by_fold))]
+    return [reduce(add, some) for some in (*others, by_fold) if some]
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,30 +194,31 @@ class Solution:
 
 
 def choose_ridge(
-    rows: Regression,
-    moments: Sequence[Moments],
+    by_fold: Sequence[Moments],
+    without: Sequence[Moments],
     lambdas: Sequence[float] = LAMBDAS,
     left: Tensor | None = None,
 ) -> tuple[float, float]:
     """The λ with the smallest squared error out of fold, and the share of the targets' squares
     that it explains there.
 
+    by_fold: the moments of each fold; without: those of all rows outside of it.
     left: W (M, N); the error is that of ``W t``.
     """
-    # ‖W x‖ = ‖R x‖ with W = Q R, which has no more rows than x has elements
-    metric = None if left is None else torch.linalg.qr(left.double(), mode="r").R.T
+    metric = None if left is None else left.double().T @ left.double()
 
     def size(x: Tensor) -> float:
-        return float((x if metric is None else x @ metric).detach().square().sum())
+        """The trace of x, or of ``W x Wᵀ``."""
+        return float(x.trace() if metric is None else (x * metric).sum())
 
-    errors = []
-    for ridge in lambdas:
-        error = 0.0
-        for k in range(rows.folds):
-            only = rows.fold == k
-            change = moments[k].solve(ridge).change
-            error += size(rows.targets[only] - rows.inputs[only] @ change.T)
-        errors.append(error)
+    errors = [
+        sum(
+            size(own.error(rest.solve(ridge).change))
+            for own, rest in zip(by_fold, without, strict=True)
+        )
+        for ridge in lambdas
+    ]
     best = min(range(len(errors)), key=errors.__getitem__)
-    total = size(rows.targets)
+    nothing = by_fold[0].solve(1.0).change * 0.0
+    total = sum(size(own.error(nothing)) for own in by_fold)
     return lambdas[best], 1 - errors[best] / total if total else 1.0

@@ -12,10 +12,14 @@ from icl_patch.ops.reference import InversionStatus
 from icl_patch.static.block_parts import BlockParts, OutputMatrix, norm_scale, weight_of
 from icl_patch.static.block_runner import Batch, BlockRunner
 from icl_patch.static.fit_state import BlockFit, FitState, RidgeOptions
-from icl_patch.static.ridge import Regression, Solution, choose_ridge
+from icl_patch.static.ridge import Solution, choose_ridge, moments_of, sums
 from icl_patch.static.static_linear import StaticLinear
 
 Progress = Callable[[int, int], None]
+# By which the weight of preserved texts is multiplied in the first block, and divided in the last.
+# In early blocks a prompt that has read its own context looks like a question without any: a change
+# there serves one at the other's cost. Later blocks can tell them apart.
+_PRESERVE_FIRST = 10.0
 # The values that the fit of a part reads from the run with the context, and from the run without
 # it.
 _TARGETS = {"qk": {"qk"}, "o_proj": {"hidden"}, "readers": {"z"}, "writer": {"sum"}}
@@ -51,6 +55,14 @@ def fit_blocks(
     return fits
 
 
+def preserve_factor(index: int, blocks: int) -> float:
+    """By which κ is multiplied in a block: from 10 in the first to 1/10 in the last, geometrically,
+    so that κ is the geometric mean.
+    """
+    share = index / (blocks - 1) if blocks > 1 else 0.5
+    return float(_PRESERVE_FIRST ** (1 - 2 * share))
+
+
 @contextmanager
 def _patched(
     runner: BlockRunner, block: BlockParts, parts: Sequence[str]
@@ -81,7 +93,8 @@ class _BlockStep:
         self.block, self.layer = runner.blocks[index], runner.layers[index]
         self.after: list[Tensor] = []  # the teachers' hidden states behind the block
         self.fitted = BlockFit(by_fold=[{} for _ in range(options.folds)])
-        self.weight = torch.cat([batch.own(batch.weight.unsqueeze(-1))[:, 0] for batch in batches])
+        factor = preserve_factor(index, len(runner.blocks))
+        self.weight = torch.cat([batch.weights(factor) for batch in batches])
         self.fold = torch.cat(
             [batch.valid.sum().new_full((int(batch.valid.sum()),), batch.fold) for batch in batches]
         )
@@ -212,13 +225,13 @@ class _BlockStep:
     ) -> list[Solution]:
         """The solutions without each fold, and that of all rows at the end."""
         try:
-            rows = Regression.of(inputs, targets, weight, self.fold, self.options.folds)
+            by_fold = moments_of(inputs, targets, weight, self.fold, self.options.folds)
         except ValueError as error:
             raise ValueError(f"{part} of {self.block.path}: {error}") from error
-        moments, ridge = rows.moments(), self.options.lambdas[0]
+        moments, ridge = sums(by_fold), self.options.lambdas[0]
         if self.options.folds > 1:
             ridge, self.fitted.explained[part] = choose_ridge(
-                rows, moments, self.options.lambdas, left
+                by_fold, moments[:-1], self.options.lambdas, left
             )
         self.fitted.ridges[part] = ridge
         return [entry.solve(ridge) for entry in moments]

@@ -8,8 +8,9 @@ from icl_patch.static.ridge import (
     DualMoments,
     LowRank,
     PrimalMoments,
-    Regression,
     choose_ridge,
+    moments_of,
+    sums,
 )
 
 K, N = 13, 7
@@ -37,8 +38,7 @@ def least_squares(a: Tensor, t: Tensor, w: Tensor, ridge: float) -> Tensor:
 @pytest.mark.parametrize("ridge", [1e-4, 1.0])
 def test_every_fold_is_the_least_squares_of_the_others(n: int, ridge: float) -> None:
     a, t, w, fold = draw(n)
-    moments = Regression.of(a, t, w, fold, 3).moments()
-    for k, entry in enumerate(moments):
+    for k, entry in enumerate(sums(moments_of(a, t, w, fold, 3))):
         kept = fold != k  # of the last one: all
         expected = least_squares(a[kept], t[kept], w[kept], ridge)
         error = (entry.solve(ridge).change - expected).norm() / expected.norm()
@@ -47,7 +47,7 @@ def test_every_fold_is_the_least_squares_of_the_others(n: int, ridge: float) -> 
 
 def test_fewer_rows_than_inputs_take_the_dual_form() -> None:
     for n, kind in ((K - 1, DualMoments), (K, PrimalMoments)):
-        assert type(Regression.of(*draw(n), 3).moments()[-1]) is kind
+        assert type(sums(moments_of(*draw(n), 3))[-1]) is kind
 
 
 @pytest.mark.parametrize("rank", [None, 1, 3, 7])
@@ -59,7 +59,10 @@ def test_the_dual_form_is_the_primal_one(rank: int | None, left: bool) -> None:
     matrix = torch.randn(9, N, dtype=torch.float64) if left else None
     primal, dual = (
         moments.solve(0.1).low_rank(rank, matrix).dense()
-        for moments in (PrimalMoments(h.T @ h, targets.T @ h), DualMoments(h, targets))
+        for moments in (
+            PrimalMoments(h.T @ h, targets.T @ h, targets.T @ targets),
+            DualMoments(h, targets),
+        )
     )
     assert (primal - dual).norm() < 1e-10 * primal.norm()
 
@@ -67,7 +70,7 @@ def test_the_dual_form_is_the_primal_one(rank: int | None, left: bool) -> None:
 def test_one_token_gives_its_own_patch() -> None:
     """``u vᵀ`` with ``v = a/‖a‖²``, as λ goes to 0."""
     a, t, _, fold = draw(1, folds=1)
-    change = Regression.of(a, t, torch.ones(1), fold, 1).moments()[-1].solve(1e-14).change
+    change = moments_of(a, t, torch.ones(1), fold, 1)[0].solve(1e-14).change
     expected = torch.outer(t[0], a[0] / a[0].square().sum())
     assert (change - expected).norm() < 1e-12 * expected.norm()
 
@@ -75,19 +78,19 @@ def test_one_token_gives_its_own_patch() -> None:
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_a_change_of_a_rank_fits_the_rows_best(rank: int) -> None:
     a, t, w, fold = draw(50, folds=1)
-    rows = Regression.of(a, t, w, fold, 1)
     matrix = torch.randn(9, N, dtype=torch.float64)
-    solution = rows.moments()[-1].solve(0.1)
-    rho = 0.1 * (rows.inputs**2).sum(0).mean()
+    solution = moments_of(a, t, w, fold, 1)[0].solve(0.1)
+    inputs, targets = (w.sqrt().unsqueeze(1) * x for x in (a, t))
+    rho = 0.1 * (inputs**2).sum(0).mean()
 
     def loss(change: Tensor) -> float:
-        error = rows.targets @ matrix.T - rows.inputs @ change.T
+        error = targets @ matrix.T - inputs @ change.T
         return float((error**2).sum() + rho * (change**2).sum())
 
     # The loss of any change is that of W Δ plus its distance from W Δ in the metric of the inputs,
     # so the best of a rank is the singular value decomposition in that metric (Eckart and Young).
     whole = matrix @ solution.change
-    metric = rows.inputs.T @ rows.inputs + rho * torch.eye(K, dtype=torch.float64)
+    metric = inputs.T @ inputs + rho * torch.eye(K, dtype=torch.float64)
     factor = torch.linalg.cholesky(metric)
     lost = torch.linalg.svdvals(whole @ factor)[rank:].square().sum()
     best = solution.low_rank(rank, matrix)
@@ -97,8 +100,9 @@ def test_a_change_of_a_rank_fits_the_rows_best(rank: int) -> None:
     assert lost > 1e-3 * loss(whole)
 
 
-def test_the_ridge_is_chosen_out_of_fold() -> None:
-    a, t, w, fold = draw(24, seed=3)
+@pytest.mark.parametrize("n", [10, 24])  # the dual form, and the primal one
+def test_the_ridge_is_chosen_out_of_fold(n: int) -> None:
+    a, t, w, fold = draw(n, seed=3)
     t = torch.randn_like(t) * 30 + t  # noise, so that neither end of the grid is best
     lambdas, matrix = (1e-4, 1e-2, 1.0, 10.0, 1e4), torch.randn(9, N, dtype=torch.float64)
     errors = []
@@ -110,8 +114,8 @@ def test_the_ridge_is_chosen_out_of_fold() -> None:
             rest = (t[only] - a[only] @ change.T) @ matrix.T
             error += float((w[only].unsqueeze(1) * rest**2).sum())
         errors.append(error)
-    rows = Regression.of(a, t, w, fold, 3)
-    ridge, explained = choose_ridge(rows, rows.moments(), lambdas, matrix)
+    by_fold = moments_of(a, t, w, fold, 3)
+    ridge, explained = choose_ridge(by_fold, sums(by_fold)[:-1], lambdas, matrix)
     assert ridge == lambdas[errors.index(min(errors))]
     assert ridge not in (lambdas[0], lambdas[-1])
     total = float((w.unsqueeze(1) * (t @ matrix.T) ** 2).sum())
@@ -123,7 +127,7 @@ def test_rows_without_a_target_are_left_out() -> None:
     t[4, 2], w[7] = float("nan"), 0
     kept = torch.ones(30, dtype=torch.bool)
     kept[[4, 7]] = False
-    change = Regression.of(a, t, w, fold, 1).moments()[-1].solve(0.1).change
+    change = moments_of(a, t, w, fold, 1)[0].solve(0.1).change
     expected = least_squares(a[kept], t[kept], w[kept], 0.1)
     assert (change - expected).norm() < 1e-10 * expected.norm()
 
@@ -132,7 +136,7 @@ def test_rows_without_a_target_are_left_out() -> None:
 def test_inputs_that_say_nothing_are_refused(spoil: float) -> None:
     a, t, w, fold = draw(30)
     with pytest.raises(ValueError, match="expected finite inputs that are not all 0"):
-        Regression.of(a * spoil, t, w, fold, 1)
+        moments_of(a * spoil, t, w, fold, 1)
 
 
 def test_a_truncated_change_is_its_singular_value_decomposition() -> None:

@@ -1,9 +1,11 @@
 """The sequential fit against the same fit on whole forward passes, and its folds."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from support.models import tokens
 from support.small import small
 from support.static import ReferenceFit, random_example
 
@@ -11,6 +13,7 @@ from icl_patch import static
 from icl_patch.evaluation import tiny_models
 from icl_patch.models.language_model import layers_of
 from icl_patch.static.fit import fit
+from icl_patch.static.sequential import preserve_factor
 
 # fp32 forward passes on both sides, a solve that amplifies their difference by at most 1/λ = 100,
 # block after block
@@ -104,6 +107,36 @@ def test_other_forms_come_closer_to_the_context(name: str) -> None:
     patch.merge(reference.patched)
     after = reference.inputs(last, False)
     assert (wanted - after).norm() < 0.7 * (wanted - before).norm()
+
+
+def test_preserved_texts_weigh_ten_times_more_in_the_first_block() -> None:
+    """The first block of three beside a model that has no other block, at ten times the κ."""
+    model, example, texts = small("llama"), random_example(), tokens(7, 3, 6).tolist()
+    alone = copy.deepcopy(model)
+    alone.model.layers = alone.model.layers[:1]
+    alone.config.num_hidden_layers = 1
+    one, other, same = (
+        fit(
+            network,
+            [example],
+            "ridge",
+            parts=("writer",),
+            rank=None,
+            folds=1,
+            preserve=texts,
+            kappa=kappa,
+        ).changes["model.layers.0.mlp.down_proj"]
+        for network, kappa in ((model, 0.5), (alone, 5.0), (alone, 0.5))
+    )
+    size = other.dense().norm()
+    assert (one.dense() - other.dense()).norm() < 1e-6 * size
+    assert (one.dense() - same.dense()).norm() > 1e-2 * size
+
+
+def test_kappa_is_the_mean_weight_over_the_blocks() -> None:
+    factors = [preserve_factor(index, 5) for index in range(5)]
+    assert factors == pytest.approx([10, 10**0.5, 1, 10**-0.5, 0.1])
+    assert preserve_factor(0, 1) == 1
 
 
 def test_the_report_is_of_questions_that_the_fit_has_not_seen() -> None:
