@@ -211,11 +211,9 @@ def distilled(cell: Cell, **options: Any) -> static.StaticPatch:
     return static_fit(cell, **options)
 
 
-def fit_studied(cell: Cell, method: str) -> static.StaticPatch:
+def fit_studied(cell: Cell, method: str, steps: int = STUDIED_STEPS) -> static.StaticPatch:
     """A fit on the extended sample, o_proj included: more questions bear more steps."""
-    settings = static.Distillation(
-        STUDIED_STEPS, preserve_batch_size=8, patience=STUDIED_STEPS, seed=cell.seed
-    )
+    settings = static.Distillation(steps, preserve_batch_size=8, patience=steps, seed=cell.seed)
     return static_fit(
         cell,
         studied(cell),
@@ -268,6 +266,7 @@ METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
     "distill, nothing preserved": lambda cell: patched(distilled(cell, preserve=())),
     "distill": lambda cell: patched(distilled(cell)),
     "distill, self-study": lambda cell: patched(fit_studied(cell, "distill")),
+    "distill, 250 steps, self-study": lambda cell: patched(fit_studied(cell, "distill", 250)),
     "ridge, then distill": lambda cell: patched(distilled(cell, start=static_fit(cell))),
     "another context's patch": lambda cell: patched(other_context(cell)),
     "shuffled answers": lambda cell: patched(shuffled(cell)),
@@ -279,7 +278,10 @@ MAIN = ("no context", "ridge", "distill", "ridge, self-study", "distill, self-st
 RANKED = ("ridge", "distill")
 # what the page's goals are about, with three seeds in the reduced grid too
 GOALS = [("ridge, self-study", *TASKS[i]) for i in (4, 3, 0)]
-GOALS += [("distill, self-study", "format", "flip")]
+GOALS += [
+    (method, "format", "flip")
+    for method in ("distill, self-study", "distill, 250 steps, self-study")
+]
 
 
 def per_token(cell: Cell) -> dict[str, Any]:
@@ -356,7 +358,7 @@ def grid(full: bool) -> Iterator[Cell]:
         for n in (64, 16) if seed < 2 and not LLAMA else ():
             for kind, name in tasks_of_model:
                 for method in METHODS:
-                    if method not in MAIN:
+                    if method not in MAIN and "250" not in method:
                         yield Cell(kind, name, method, n, 4, seed)
         for method in RANKED if seed < 2 and not LLAMA else ():
             for kind, name in tasks_of_model if full else [("language", "german")]:

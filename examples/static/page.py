@@ -35,6 +35,7 @@ ORDER = (
     "distill, nothing preserved",
     "distill",
     "distill, self-study",
+    "distill, 250 steps, self-study",
     "ridge, then distill",
     "another context's patch",
     "shuffled answers",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,11 +30,25 @@ class Stream:
 
 
 class BlockRunner:
-    """The blocks of a model, one at a time. Right-padded rows: causal blocks do not see padding."""
+    """The blocks of a model, one at a time. Right-padded rows: causal blocks do not see padding.
 
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[BlockParts]) -> None:
-        self.model, self.blocks = model, blocks
+    group: the processes that share a fit, each with rows of its own; None: this one alone.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        blocks: Sequence[BlockParts],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.model, self.blocks, self.group = model, blocks, group
         self.layers = [model.get_submodule(block.path) for block in blocks]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the processes."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
 
     def start(self, ids: Tensor) -> Stream:
         """The stream of ids (B, T) before the first block."""
@@ -149,8 +164,10 @@ def make_batches(
     """The rows in batches of one fold each, at the first block. The tokens of the preserved rows
     together weigh ``kappa`` times those of the others.
     """
-    preserved = sum(len(row.without) for row in rows if row.preserve)
-    others = sum(len(row.without) for row in rows) - preserved
+    counts = [
+        sum(len(row.without) for row in rows if row.preserve is kept) for kept in (True, False)
+    ]
+    preserved, others = runner.summed(torch.tensor(counts, device=runner.model.device)).tolist()
     preserve_weight = kappa * others / preserved if preserved else 0.0
     order = sorted(range(len(rows)), key=lambda i: (folds[i], len(rows[i].with_context)))
     groups: list[list[int]] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.static.block_parts import check_parts, matrix_shapes, read_blocks
@@ -51,6 +52,7 @@ def fit(
     tokenizer: PreTrainedTokenizerBase | None = None,
     on_plan: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> StaticPatch:
     """One change of weights with which the model, without the contexts of the examples, answers as
     it does with them.
@@ -81,6 +83,11 @@ def fit(
         tokenizer: its fingerprint goes into the patch.
         on_plan: called with the :class:`Plan` before the fit starts.
         progress: called with (done, total).
+        group: the processes of ``torch.distributed`` that make one ridge fit together: each gives
+            examples and preserved texts of its own, and a ``state`` folder of its own; all other
+            arguments are the same. S and C of a matrix are summed over the processes before it is
+            solved, so all get the patch and the report of all rows. All give ``held_out``, or
+            none.
 
     Returns:
         The patch, with a :class:`icl_patch.static.report.StaticReport`.
@@ -89,10 +96,10 @@ def fit(
         UnsupportedModelError: the model has a block that cannot hold a static patch.
         ValueError: an option is not known; there are fewer questions than folds; the rank is above
             that of a matrix; contexts share nothing that one patch can hold; activations are NaN;
-            or ``state`` is of another model or fit.
+            ``group`` is given for ``"distill"``; or ``state`` is of another model or fit.
         FingerprintMismatch: ``start`` is of another model.
     """
-    job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
+    job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out, group)
     job.prepare(max_new_tokens)
     if on_plan is not None:
         on_plan(job.plan(distillation or Distillation()))
@@ -122,11 +129,16 @@ class _Job:
         kappa: float,
         folds: int,
         held_out: Sequence[Example],
+        group: dist.ProcessGroup | None,
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"expected method {' or '.join(METHODS)}, got {method!r}")
         if rank == "auto" and (method != "ridge" or folds < 2):
             raise ValueError('expected method="ridge" and at least 2 folds with rank="auto"')
+        if group is not None and method != "ridge":
+            raise ValueError(
+                f'expected method="ridge" for a fit over several processes, got {method!r}'
+            )
         if not kappa >= 0 or folds < 1:
             raise ValueError(f"expected kappa ≥ 0 and folds ≥ 1, got {kappa} and {folds}")
         questions = sum(len(example.questions) for example in examples)
@@ -143,7 +155,7 @@ class _Job:
             min(shape) for shape in matrix_shapes(model, self.blocks, self.parts).values()
         )
         self._check_rank()
-        self.runner = BlockRunner(model, self.blocks)
+        self.runner = BlockRunner(model, self.blocks, group)
 
     def _check_rank(self) -> None:
         rank, most = self.rank, self.largest_rank

@@ -75,18 +75,21 @@ def plan_ridge(size: Size, parts: int, fits: int) -> Plan:
     """The plan of ``fits`` ridge fits of ``parts`` regressions a block.
 
     Memory: both hidden states and the values read from a block, for all tokens; for one matrix at a
-    time its rows in fp64, S and C of every fold and of all; and the patches of all folds.
-    Operations: 2 a weight and token for each of ``parts + 3`` passes; n K² for a moment and K³/3
-    for a factorisation, one a fold and λ, and one a fold.
+    time its rows in fp64, and S, C and T of every fold, without every fold and of all (or their
+    rows, if these are fewer); and the patches of all folds. Operations: 2 a weight and token for
+    each of ``parts + 3`` passes; n K² for a moment, K³/3 for a factorisation, one a fold and λ,
+    and one a fold, and 2 N K² for its error.
     """
     hidden, tokens = size.hidden, size.tokens
     width = max(k for _, k in size.shapes.values())
     system, folds = min(width, tokens), size.folds + 1
     solves = folds + (size.folds * len(LAMBDAS) if size.folds > 1 else 0)
     nbytes = 4 * tokens * (4 * hidden + 2 * width) + 8 * tokens * (width + hidden)
-    nbytes += 8 * folds * (system**2 + hidden * width) + 4 * folds * size.factors
+    moments = 2 * size.folds + 1 if size.folds > 1 else 1
+    nbytes += 8 * moments * (system * (width + hidden) + hidden**2) + 4 * folds * size.factors
     operations = 2.0 * size.weights * tokens * (parts + 3)
-    a_regression = tokens * system**2 + solves * system**3 / 3 + folds * 9.0 * hidden**3
+    a_regression = tokens * system**2 + folds * 9.0 * hidden**3
+    a_regression += solves * (system**3 / 3 + 2 * hidden * system * width)
     operations += size.blocks * parts * a_regression
     return size.plan(fits * operations, nbytes)
 

@@ -120,6 +120,15 @@ class Tally:
         self.preserve_kl += float(kl[preserved].sum())
         self.preserved += int(preserved.sum())
 
+    def summed(self, runner: BlockRunner) -> "Tally":
+        """The sums over the processes."""
+        names = list(vars(self))
+        own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
+        total = runner.summed(own.to(runner.model.device)).tolist()
+        for name, value in zip(names, total, strict=True):
+            setattr(self, name, type(getattr(self, name))(value))
+        return self
+
     def quality(self) -> Quality | None:
         """The means over the answers; None if there were none."""
         if not self.questions:
@@ -144,7 +153,7 @@ def measure_streams(runner: BlockRunner, batches: Iterable[Batch]) -> Tally:
     for batch in batches:
         with_context = runner.logits(batch.student.ids, spread(batch, batch.teacher.hidden))
         tally.add(batch, with_context, runner.logits(batch.student.ids, batch.student.hidden))
-    return tally
+    return tally.summed(runner)
 
 
 def spread(batch: Batch, hidden: Tensor) -> Tensor:
@@ -172,7 +181,7 @@ def measure(
             wanted = teacher[at]
         kept.append(wanted)
         tally.add(batch, wanted, plain_logits(runner, batch.student.ids))
-    return tally, kept
+    return tally.summed(runner), kept
 
 
 def plain_logits(runner: BlockRunner, ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ the same with a system of n equations (H and T: the rows of a and t times √w).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -130,16 +130,22 @@ class DualMoments(Moments):
 
 
 def moments_of(
-    inputs: Tensor, targets: Tensor, weights: Tensor, fold: Tensor, folds: int
+    inputs: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    fold: Tensor,
+    folds: int,
+    summed: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Moments]:
     """The moments of each fold's rows, in fp64.
 
     Rows with a target that is not finite, or with weight 0, are left out. Fewer rows than
-    elements of an input take the dual form.
+    elements of an input take the dual form, unless they are summed over processes.
 
     Args:
         inputs: a (n, K); targets: t (n, N); weights: w (n,).
         fold: (n,) int64, from 0 to ``folds`` − 1.
+        summed: the sum of a tensor over processes that have rows of their own.
 
     Raises:
         ValueError: no row is left, or the inputs are all 0 or not finite.
@@ -152,9 +158,12 @@ def moments_of(
             f"expected finite inputs that are not all 0, got {len(scaled)} rows with a target"
         )
     rows = [(scaled[fold == k], wanted[fold == k]) for k in range(folds)]
-    if len(scaled) < scaled.shape[1]:
+    if summed is None and len(scaled) < scaled.shape[1]:
         return [DualMoments(h, t) for h, t in rows]
-    return [PrimalMoments(h.T @ h, t.T @ h, t.T @ t) for h, t in rows]
+    products = [(h.T @ h, t.T @ h, t.T @ t) for h, t in rows]
+    if summed is not None:
+        products = [(summed(s), summed(c), summed(t)) for s, c, t in products]
+    return [PrimalMoments(*some) for some in products]
 
 
 def sums(by_fold: Sequence[Moments]) -> list[Moments]:

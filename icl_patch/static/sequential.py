@@ -47,6 +47,9 @@ def fit_blocks(
         with _patched(runner, block, options.parts) as modules:
             step = _BlockStep(runner, index, batches, modules, options)
             known = None if state is None else state.read(index)
+            missing = torch.tensor(float(known is None), device=runner.model.device)
+            if runner.summed(missing):  # in one of the processes
+                known = None
             fits.append(step.fit() if known is None else step.advance(known))
         if state is not None and known is None:
             state.write(index, fits[-1])
@@ -225,7 +228,14 @@ class _BlockStep:
     ) -> list[Solution]:
         """The solutions without each fold, and that of all rows at the end."""
         try:
-            by_fold = moments_of(inputs, targets, weight, self.fold, self.options.folds)
+            by_fold = moments_of(
+                inputs,
+                targets,
+                weight,
+                self.fold,
+                self.options.folds,
+                None if self.runner.group is None else self.runner.summed,
+            )
         except ValueError as error:
             raise ValueError(f"{part} of {self.block.path}: {error}") from error
         moments, ridge = sums(by_fold), self.options.lambdas[0]
@@ -261,4 +271,6 @@ class _BlockStep:
             wanted = batch.aligned(after)[answers].double()
             error += float((batch.own(batch.student.hidden)[answers] - wanted).square().sum())
             size += float(wanted.square().sum())
+        sums = self.weight.new_tensor([error, size])
+        error, size = self.runner.summed(sums).tolist()
         self.fitted.residual = (error / size) ** 0.5 if size else 0.0

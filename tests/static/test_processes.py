@@ -1,0 +1,106 @@
+"""A ridge fit whose rows are shared by two processes, beside the fit of all rows in one."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import tokens
+from support.small import small
+from support.static import random_example
+
+from icl_patch import static
+
+FORK = multiprocessing.get_context("fork")
+TEXTS = tokens(7, 4, 6).tolist()
+OPTIONS: Any = {"method": "ridge", "rank": 3, "folds": 2}
+# fp32 passes over other batches, block after block (2e-7 was measured); half of the rows make
+# another patch altogether
+TOLERANCE = 1e-4
+Changes = dict[str, np.ndarray]
+Result = tuple[Changes, dict[str, Any]]
+
+
+def part_of(rank: int) -> static.Example:
+    """Questions 0, 1, 4, 5 or 2, 3, 6, 7: each stays in the fold that it has among all."""
+    example = random_example()
+    assert example.answers is not None
+    kept = [i for i in range(8) if i // 2 % 2 == rank]
+    questions, answers = (tuple(x[i] for i in kept) for x in (example.questions, example.answers))
+    return static.Example(example.context, questions, answers, example.prefix)
+
+
+def result(patch: static.StaticPatch) -> Result:
+    assert patch.report is not None
+    changes = {path: change.dense().numpy() for path, change in patch.changes.items()}
+    return changes, patch.report.to_json()
+
+
+def share(rank: int, folder: Path, resumed: bool, connection: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / f'store{resumed}'}", rank=rank, world_size=2
+    )
+    state = folder / f"state{rank}"
+    if resumed and rank == 0:
+        (state / "block-0001.safetensors").unlink()
+        (state / "block-0002.safetensors").unlink()
+    texts = TEXTS[2 * rank : 2 * rank + 2]
+    options = {**OPTIONS, "preserve": texts, "group": dist.group.WORLD, "state": state}
+    connection.send(result(static.fit(small("llama"), [part_of(rank)], **options)))
+    dist.destroy_process_group()
+
+
+def shared(folder: Path, resumed: bool = False) -> list[Result]:
+    pipes = [FORK.Pipe() for _ in range(2)]
+    processes = [
+        FORK.Process(target=share, args=(rank, folder, resumed, pipes[rank][1])) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    assert all(receiver.poll(60) for receiver, _ in pipes)
+    results = [receiver.recv() for receiver, _ in pipes]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    return results
+
+
+def difference(some: Changes, others: Changes) -> float:
+    return max(
+        float(np.linalg.norm(some[path] - other) / np.linalg.norm(other))
+        for path, other in others.items()
+    )
+
+
+def test_two_processes_give_the_fit_of_all_rows(tmp_path: Path) -> None:
+    model = small("llama")
+    # preserved texts follow the questions: 0 and 1 are in the folds 0 and 1 in both
+    expected, report = result(static.fit(model, [random_example()], preserve=TEXTS, **OPTIONS))
+    half, _ = result(static.fit(model, [part_of(0)], preserve=TEXTS[:2], **OPTIONS))
+    results = shared(tmp_path)
+    for changes, own in results:
+        assert difference(changes, expected) < TOLERANCE
+        assert own["residual"] == pytest.approx(report["residual"], rel=TOLERANCE)
+        assert own["held_out"] == pytest.approx(report["held_out"], rel=TOLERANCE)
+        assert own["held_out"]["questions"] == 8
+        assert own["preserve_kl"] == pytest.approx(report["preserve_kl"], rel=TOLERANCE)
+        assert own["ridges"] == report["ridges"]
+    assert difference(half, expected) > 0.1
+    # a block that is missing in one process is fitted again by both
+    for changes, _ in shared(tmp_path, resumed=True):
+        assert difference(changes, results[0][0]) < TOLERANCE
+
+
+def test_distillation_over_processes_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(ValueError, match='expected method="ridge" for a fit over several'):
+            static.fit(small("llama"), [random_example()], group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
