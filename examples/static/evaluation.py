@@ -174,12 +174,12 @@ def patched(patch: static.StaticPatch) -> tuple[Logits, int]:
     return logits, patch.nbytes
 
 
-def studied(cell: Cell) -> static.Example:
+def studied(cell: Cell, count: int) -> static.Example:
     """The cell's sample with questions of the model's own, less those with held-out atoms."""
     sample = example(cell.kind, cell.name, cell.n, False, cell.seed)
     end = sample.questions[0][-1:]
     more = static.self_study(
-        model()[0], sample, STUDIED, end=end, seed=cell.seed, max_new_tokens=LONGEST
+        model()[0], sample, count, end=end, seed=cell.seed, max_new_tokens=LONGEST
     )
     assert more.answers is not None
     kept = [
@@ -211,12 +211,14 @@ def distilled(cell: Cell, **options: Any) -> static.StaticPatch:
     return static_fit(cell, **options)
 
 
-def fit_studied(cell: Cell, method: str, steps: int = STUDIED_STEPS) -> static.StaticPatch:
+def fit_studied(cell: Cell, method: str, count: int = STUDIED) -> static.StaticPatch:
     """A fit on the extended sample, o_proj included: more questions bear more steps."""
-    settings = static.Distillation(steps, preserve_batch_size=8, patience=steps, seed=cell.seed)
+    settings = static.Distillation(
+        STUDIED_STEPS, preserve_batch_size=8, patience=STUDIED_STEPS, seed=cell.seed
+    )
     return static_fit(
         cell,
-        studied(cell),
+        studied(cell, count),
         method=method,
         distillation=settings,
         parts=ATTENTION,
@@ -266,7 +268,7 @@ METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
     "distill, nothing preserved": lambda cell: patched(distilled(cell, preserve=())),
     "distill": lambda cell: patched(distilled(cell)),
     "distill, self-study": lambda cell: patched(fit_studied(cell, "distill")),
-    "distill, 250 steps, self-study": lambda cell: patched(fit_studied(cell, "distill", 250)),
+    "distill, self-study of 512": lambda cell: patched(fit_studied(cell, "distill", 512)),
     "ridge, then distill": lambda cell: patched(distilled(cell, start=static_fit(cell))),
     "another context's patch": lambda cell: patched(other_context(cell)),
     "shuffled answers": lambda cell: patched(shuffled(cell)),
@@ -279,8 +281,7 @@ RANKED = ("ridge", "distill")
 # what the page's goals are about, with three seeds in the reduced grid too
 GOALS = [("ridge, self-study", *TASKS[i]) for i in (4, 3, 0)]
 GOALS += [
-    (method, "format", "flip")
-    for method in ("distill, self-study", "distill, 250 steps, self-study")
+    (method, "format", "flip") for method in ("distill, self-study", "distill, self-study of 512")
 ]
 
 
@@ -358,7 +359,7 @@ def grid(full: bool) -> Iterator[Cell]:
         for n in (64, 16) if seed < 2 and not LLAMA else ():
             for kind, name in tasks_of_model:
                 for method in METHODS:
-                    if method not in MAIN and "250" not in method:
+                    if method not in MAIN and "512" not in method:
                         yield Cell(kind, name, method, n, 4, seed)
         for method in RANKED if seed < 2 and not LLAMA else ():
             for kind, name in tasks_of_model if full else [("language", "german")]:

@@ -35,7 +35,7 @@ ORDER = (
     "distill, nothing preserved",
     "distill",
     "distill, self-study",
-    "distill, 250 steps, self-study",
+    "distill, self-study of 512",
     "ridge, then distill",
     "another context's patch",
     "shuffled answers",

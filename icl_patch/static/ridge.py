@@ -218,7 +218,7 @@ def choose_ridge(
 
     def size(x: Tensor) -> float:
         """The trace of x, or of ``W x Wᵀ``."""
-        return float(x.trace() if metric is None else (x * metric).sum())
+        return float((x.trace() if metric is None else (x * metric).sum()).detach())
 
     errors = [
         sum(

@@ -91,6 +91,11 @@ def test_the_one_shot_form_and_soft_tokens_are_measured(evaluation: ModuleType) 
         assert nbytes == 4 * 4 * 128
         with torch.no_grad():
             soft[steps] = evaluation.quality(test, tuned)["kl"]
+    timed, _ = baselines.prompt_tuning(
+        evaluation.runner(), evaluation.batches(cell), 4, None, 0, seconds=0.0
+    )
+    with torch.no_grad():  # no time for a step
+        assert evaluation.quality(test, timed)["kl"] > soft[1]
     assert one_shot["kl"] < before["kl"]
     assert soft[12] < soft[1]
 
@@ -101,10 +106,21 @@ def test_recall_asks_what_the_sample_did_not(evaluation: ModuleType) -> None:
     assert isinstance(evaluation.example("recall", "bem", 2, False, 0), static.Example)
 
 
+def test_recall_is_asked_in_other_words_too(evaluation: ModuleType) -> None:
+    sample, other = (
+        evaluation.example("recall", "bem", 2, False, 0),
+        evaluation.paraphrased("bem", 0),
+    )
+    assert [row.labels for row in other] == list(sample.answers)  # the model knows what is asked
+    for row, question in zip(other, sample.questions, strict=True):
+        assert row.without[len(sample.prefix) : row.answer + 1] != question
+    found = evaluation.measure(evaluation.Cell("recall", "bem", "no context", 2, 4, 0))
+    assert [found[name]["questions"] for name in ("seen", "paraphrased", "quality")] == [2, 2, 1]
+
+
 def test_a_studied_sample_has_no_held_out_question(evaluation: ModuleType) -> None:
-    evaluation.STUDIED = 40
     cell = evaluation.Cell("language", "german", "ridge, self-study", 4, 4, 0)
-    studied = evaluation.studied(cell)
+    studied = evaluation.studied(cell, 40)
     own = evaluation.example("language", "german", 4, False, 0)
     assert studied.questions[:4] == own.questions
     assert 20 < len(studied.questions) < 40
@@ -161,6 +177,9 @@ def test_tables_and_pictures_are_of_the_cells(evaluation: ModuleType, tmp_path: 
     rest = "0.250 | 0.75 | 0.75 | 0.75 | 0.75 | 2.0 | 1,000 |"
     assert lines[2] == f"| ridge | 64 | 4 | {' | '.join([share] * 5)} | {rest}"
     assert lines[3].startswith("| ridge | 16 | 4 |")
+    fact = {"kind": "recall", "name": "bem", "seen": {"whole": 1.0}, "paraphrased": {"whole": 0.5}}
+    recall = page.tables([*entries, {**entries[0], **fact}]).split("\n\n")[1]
+    assert recall.splitlines()[2] == "| ridge | 1.00 | 0.50 | 0.50 |"
     for draw in (page.draw_quality, page.draw_cost):
         draw(entries, tmp_path / f"{draw.__name__}.png")
         assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 5000
