@@ -49,6 +49,7 @@ def batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[Tenso
     return padded(rows, [spans for _, spans in documents])
 
 
+@torch.enable_grad()
 def train() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """AdamW on the answers' tokens, under a cosine schedule with a warm-up."""
     torch.manual_seed(0)

@@ -152,6 +152,15 @@ def test_the_llamas_documents_mark_their_answers(evaluation: ModuleType) -> None
     assert first == first[:4] + ">" + first[:4]  # without a context the word itself
 
 
+def test_the_llama_is_trained_within_a_cell(
+    evaluation: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation.llama_model, "STEPS", 1)
+    with torch.no_grad():  # cells are measured so
+        model, _ = evaluation.llama_model.train()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_tables_and_pictures_are_of_the_cells(evaluation: ModuleType, tmp_path: Path) -> None:
     page = sys.modules["page"]
     entries = [
