@@ -1,8 +1,10 @@
 """Running a model block by block on batches of rows, with the context and without it."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class BlockRunner:
     """The blocks of a model, one at a time. Right-padded rows: causal blocks do not see padding.
 
     group: the processes that share a fit, each with rows of its own; None: this one alone.
+    folder: for the hidden states between the blocks; None: they stay in memory.
     """
 
     def __init__(
@@ -40,8 +43,9 @@ class BlockRunner:
         model: PreTrainedModel,
         blocks: Sequence[BlockParts],
         group: dist.ProcessGroup | None = None,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.model, self.blocks, self.group = model, blocks, group
+        self.model, self.blocks, self.group, self.folder = model, blocks, group, folder
         self.layers = [model.get_submodule(block.path) for block in blocks]
 
     def summed(self, x: Tensor) -> Tensor:
@@ -49,6 +53,17 @@ class BlockRunner:
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
+
+    def kept(self, hidden: Tensor) -> Tensor:
+        """The hidden states, in a file of the folder if there is one. The file has lost its name
+        already, so it goes with the tensor.
+        """
+        if self.folder is None:
+            return hidden
+        with NamedTemporaryFile(dir=self.folder) as file:
+            size = hidden.numel()
+            mapped = torch.from_file(file.name, shared=True, size=size, dtype=hidden.dtype)
+        return mapped.view(hidden.shape).copy_(hidden)
 
     def start(self, ids: Tensor) -> Stream:
         """The stream of ids (B, T) before the first block."""
@@ -66,12 +81,13 @@ class BlockRunner:
             return forward
 
         self._forward(ids, [note(block) for block in self.blocks])
-        return Stream(ids, first[0], inputs)
+        return Stream(ids, self.kept(first[0]), inputs)
 
     def run(self, index: int, stream: Stream, hidden: Tensor | None = None) -> Tensor:
         """The hidden states after block ``index``."""
         args, kwargs = stream.inputs[index]
-        out = self.layers[index](stream.hidden if hidden is None else hidden, *args, **kwargs)
+        hidden = (stream.hidden if hidden is None else hidden).to(stream.ids.device)
+        out = self.layers[index](hidden, *args, **kwargs)
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
@@ -142,13 +158,15 @@ class Batch:
 
     def aligned(self, x: Tensor) -> Tensor:
         """The teacher's values (B, T', n), or flat, at the student's tokens, (tokens, n)."""
-        row = torch.arange(len(self.rows), device=x.device).unsqueeze(1)
-        values: Tensor = x.reshape(len(self.rows), -1, x.shape[-1])[row, self.place][self.valid]
+        row = torch.arange(len(self.rows), device=self.place.device).unsqueeze(1)
+        values: Tensor = x.to(row.device).reshape(len(self.rows), -1, x.shape[-1])[row, self.place][
+            self.valid
+        ]
         return values
 
     def own(self, x: Tensor) -> Tensor:
         """The student's values (B, T, n) at its tokens, (tokens, n)."""
-        values: Tensor = x.reshape(*self.valid.shape, x.shape[-1])[self.valid]
+        values: Tensor = x.to(self.valid.device).reshape(*self.valid.shape, -1)[self.valid]
         return values
 
 

@@ -53,6 +53,7 @@ def fit(
     on_plan: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
     group: dist.ProcessGroup | None = None,
+    hidden_folder: str | os.PathLike[str] | None = None,
 ) -> StaticPatch:
     """One change of weights with which the model, without the contexts of the examples, answers as
     it does with them.
@@ -88,6 +89,8 @@ def fit(
             arguments are the same. S and C of a matrix are summed over the processes before it is
             solved, so all get the patch and the report of all rows. All give ``held_out``, or
             none.
+        hidden_folder: a folder on a disk, to which a ridge fit writes the hidden states of all
+            tokens between the blocks; by default they are in memory. The plan tells their size.
 
     Returns:
         The patch, with a :class:`icl_patch.static.report.StaticReport`.
@@ -96,10 +99,16 @@ def fit(
         UnsupportedModelError: the model has a block that cannot hold a static patch.
         ValueError: an option is not known; there are fewer questions than folds; the rank is above
             that of a matrix; contexts share nothing that one patch can hold; activations are NaN;
-            ``group`` is given for ``"distill"``; or ``state`` is of another model or fit.
+            ``group`` or ``hidden_folder`` is given for ``"distill"``; or ``state`` is of another
+            model or fit.
         FingerprintMismatch: ``start`` is of another model.
     """
-    job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out, group)
+    if method != "ridge" and (group is not None or hidden_folder is not None):
+        raise ValueError(
+            f'expected method="ridge" with several processes or a hidden_folder, got {method!r}'
+        )
+    job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
+    job.runner.group, job.runner.folder = group, hidden_folder
     job.prepare(max_new_tokens)
     if on_plan is not None:
         on_plan(job.plan(distillation or Distillation()))
@@ -129,16 +138,11 @@ class _Job:
         kappa: float,
         folds: int,
         held_out: Sequence[Example],
-        group: dist.ProcessGroup | None,
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"expected method {' or '.join(METHODS)}, got {method!r}")
         if rank == "auto" and (method != "ridge" or folds < 2):
             raise ValueError('expected method="ridge" and at least 2 folds with rank="auto"')
-        if group is not None and method != "ridge":
-            raise ValueError(
-                f'expected method="ridge" for a fit over several processes, got {method!r}'
-            )
         if not kappa >= 0 or folds < 1:
             raise ValueError(f"expected kappa ≥ 0 and folds ≥ 1, got {kappa} and {folds}")
         questions = sum(len(example.questions) for example in examples)
@@ -155,7 +159,7 @@ class _Job:
             min(shape) for shape in matrix_shapes(model, self.blocks, self.parts).values()
         )
         self._check_rank()
-        self.runner = BlockRunner(model, self.blocks, group)
+        self.runner = BlockRunner(model, self.blocks)
 
     def _check_rank(self) -> None:
         rank, most = self.rank, self.largest_rank
@@ -183,6 +187,7 @@ class _Job:
             folds=self.folds,
             rows=len(rows),
             tokens=sum(len(row.with_context) + len(row.without) for row in rows),
+            on_disk=self.runner.folder is not None,
         )
         if self.method == "distill":
             return plan_distillation(size, options.steps, options.batch_size)

@@ -16,8 +16,9 @@ class Plan:
     """The memory and time of a fit, estimated before it starts.
 
     questions, tokens: of the examples and the preserved texts; blocks: of the model; rank: of the
-    changes, None for no limit; nbytes: of memory beside the model; seconds: roughly, from the time
-    of a matrix product on this machine.
+    changes, None for no limit; nbytes: of memory beside the model; hidden_nbytes: of the hidden
+    states between the blocks of a ridge fit, in ``nbytes`` unless they are on a disk; seconds:
+    roughly, from the time of a matrix product on this machine.
     """
 
     questions: int
@@ -25,19 +26,22 @@ class Plan:
     blocks: int
     rank: int | None
     nbytes: int
+    hidden_nbytes: int
     seconds: float
 
     def __str__(self) -> str:
         return (
             f"{self.questions} questions, {self.tokens} tokens, {self.blocks} blocks: about"
-            f" {self.seconds:.0f} s and {self.nbytes / 1e6:,.0f} MB beside the model"
+            f" {self.seconds:.0f} s and {self.nbytes / 1e6:,.0f} MB beside the model; hidden states"
+            f" {self.hidden_nbytes / 1e6:,.0f} MB"
         )
 
 
 @dataclass(frozen=True)
 class Size:
     """The sizes on which the cost of a fit depends: the model, the shapes (N, K) of the matrices by
-    path, its blocks, the rank, the folds, the rows and the tokens of both runs.
+    path, its blocks, the rank, the folds, the rows, the tokens of both runs, and whether their
+    hidden states are on a disk.
     """
 
     model: PreTrainedModel
@@ -47,6 +51,7 @@ class Size:
     folds: int
     rows: int
     tokens: int
+    on_disk: bool
 
     @property
     def hidden(self) -> int:
@@ -64,34 +69,35 @@ class Size:
         rank = self.hidden if self.rank is None else self.rank
         return sum(rank * (n + k) for n, k in self.shapes.values())
 
-    def plan(self, operations: float, nbytes: int) -> Plan:
+    def plan(self, operations: float, nbytes: int, hidden_nbytes: int = 0) -> Plan:
         """The plan for a number of operations and bytes."""
-        return Plan(
-            self.rows, self.tokens, self.blocks, self.rank, nbytes, operations / _speed(self.model)
-        )
+        seconds = operations / _speed(self.model)
+        return Plan(self.rows, self.tokens, self.blocks, self.rank, nbytes, hidden_nbytes, seconds)
 
 
 def plan_ridge(size: Size, parts: int, fits: int) -> Plan:
     """The plan of ``fits`` ridge fits of ``parts`` regressions a block.
 
-    Memory: both hidden states and the values read from a block, for all tokens; for one matrix at a
-    time its rows in fp64, and S, C and T of every fold, without every fold and of all (or their
-    rows, if these are fewer); and the patches of all folds. Operations: 2 a weight and token for
-    each of ``parts + 3`` passes; n K² for a moment, K³/3 for a factorisation, one a fold and λ,
-    and one a fold, and 2 N K² for its error.
+    Memory: hidden states before and behind a block and the values read from it, for all tokens; for
+    one matrix at a time its rows in fp64, and S, C and T of every fold, without every fold and of
+    all (or their rows, if these are fewer); and the patches of all folds. Operations: 2 a weight
+    and token for each of ``parts + 3`` passes; n K² for a moment, K³/3 for a factorisation, one a
+    fold and λ, and one a fold, and 2 N K² for its error.
     """
     hidden, tokens = size.hidden, size.tokens
     width = max(k for _, k in size.shapes.values())
     system, folds = min(width, tokens), size.folds + 1
     solves = folds + (size.folds * len(LAMBDAS) if size.folds > 1 else 0)
-    nbytes = 4 * tokens * (4 * hidden + 2 * width) + 8 * tokens * (width + hidden)
+    hidden_nbytes = 8 * tokens * hidden
+    nbytes = 8 * tokens * (hidden + width) + 8 * tokens * (width + hidden)
+    nbytes += 0 if size.on_disk else hidden_nbytes
     moments = 2 * size.folds + 1 if size.folds > 1 else 1
     nbytes += 8 * moments * (system * (width + hidden) + hidden**2) + 4 * folds * size.factors
     operations = 2.0 * size.weights * tokens * (parts + 3)
     a_regression = tokens * system**2 + folds * 9.0 * hidden**3
     a_regression += solves * (system**3 / 3 + 2 * hidden * system * width)
     operations += size.blocks * parts * a_regression
-    return size.plan(fits * operations, nbytes)
+    return size.plan(fits * operations, nbytes, hidden_nbytes)
 
 
 def plan_distillation(size: Size, steps: int, batch_size: int) -> Plan:

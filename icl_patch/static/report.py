@@ -152,14 +152,15 @@ def measure_streams(runner: BlockRunner, batches: Iterable[Batch]) -> Tally:
     tally = Tally()
     for batch in batches:
         with_context = runner.logits(batch.student.ids, spread(batch, batch.teacher.hidden))
-        tally.add(batch, with_context, runner.logits(batch.student.ids, batch.student.hidden))
+        own = batch.student.hidden.to(batch.place.device)
+        tally.add(batch, with_context, runner.logits(batch.student.ids, own))
     return tally.summed(runner)
 
 
 def spread(batch: Batch, hidden: Tensor) -> Tensor:
     """The teacher's hidden states (B, T', d) at the columns of the student, (B, T, d)."""
-    row = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)
-    values: Tensor = hidden[row, batch.place]
+    row = torch.arange(len(hidden), device=batch.place.device).unsqueeze(1)
+    values: Tensor = hidden.to(row.device)[row, batch.place]
     return values
 
 

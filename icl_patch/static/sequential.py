@@ -126,7 +126,7 @@ class _BlockStep:
                 stream = batch.teacher if teacher else batch.student
                 out = self.runner.run(self.index, stream)
                 if teacher:
-                    self.after.append(out)
+                    self.after.append(self.runner.kept(out))
                 values = {"x": stream.hidden, "sum": out, **taps}
                 for name in names:
                     value = values[name]
@@ -169,7 +169,9 @@ class _BlockStep:
     def advance(self, known: BlockFit) -> BlockFit:
         """Move the streams through the block with changes that were fitted before."""
         self._set(None)
-        self.after = [self.runner.run(self.index, batch.teacher) for batch in self.batches]
+        self.after = [
+            self.runner.kept(self.runner.run(self.index, batch.teacher)) for batch in self.batches
+        ]
         self.fitted = known.to(self.weight.device)
         self._finish()
         return self.fitted
@@ -265,7 +267,8 @@ class _BlockStep:
         error = size = 0.0
         for batch, after in zip(self.batches, self.after, strict=True):
             self._set(batch.fold)
-            batch.student.hidden = self.runner.run(self.index, batch.student)
+            own = self.runner.run(self.index, batch.student)
+            batch.student.hidden = self.runner.kept(own)
             batch.teacher.hidden = after
             answers = batch.answer[batch.valid]
             wanted = batch.aligned(after)[answers].double()

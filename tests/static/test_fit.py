@@ -117,6 +117,31 @@ def test_the_smallest_rank_that_is_nearly_the_best() -> None:
     assert chosen.rank == min(rank for rank, gain in gains.items() if gain >= 0.95 * best)
 
 
+def test_hidden_states_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    from_file = torch.from_file
+
+    def noted(name: str, **options: Any) -> torch.Tensor:
+        assert Path(name).parent == tmp_path
+        made.append(options["size"] * options["dtype"].itemsize)
+        return from_file(name, **options)
+
+    monkeypatch.setattr(torch, "from_file", noted)
+    plans: list[static.Plan] = []
+    in_memory, on_disk = (
+        fit(small("llama"), [random_example()], "ridge", on_plan=plans.append, **options)
+        for options in ({}, {"hidden_folder": tmp_path})
+    )
+    for path, change in in_memory.changes.items():
+        assert torch.equal(change.dense(), on_disk.changes[path].dense())
+    assert not list(tmp_path.iterdir())
+    # at first and behind each of three blocks, both streams; two of these are there at a time
+    assert sum(made) == 4 * plans[1].hidden_nbytes / 2
+    assert plans[0].nbytes == plans[1].nbytes + plans[1].hidden_nbytes
+    with pytest.raises(ValueError, match='expected method="ridge" with several processes or'):
+        fit(small("llama"), [random_example()], hidden_folder=tmp_path)
+
+
 def test_the_plan_is_known_before_the_fit() -> None:
     model, plans = small("llama"), []
     fit(model, [random_example()], rank=2, on_plan=plans.append)

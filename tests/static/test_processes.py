@@ -100,7 +100,7 @@ def test_distillation_over_processes_is_refused(tmp_path: Path) -> None:
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
     try:
-        with pytest.raises(ValueError, match='expected method="ridge" for a fit over several'):
+        with pytest.raises(ValueError, match='expected method="ridge" with several processes'):
             static.fit(small("llama"), [random_example()], group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
