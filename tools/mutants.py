@@ -196,6 +196,9 @@ class Copy:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
+        (folder / "build").mkdir()
+        for name in ("peft", "torchao"):  # the tests look for them there
+            (folder / "build" / name).symlink_to(ROOT / "build" / name)
         for source, place in PLACES.items():
             shutil.copytree(folder / source, self.site / place)
         self.library = self.site / "icl_patch" / "ops" / "_native.so"
