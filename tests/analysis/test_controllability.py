@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import build, case, ragged, shallow, tokens
+from support.models import case, ragged, tokens
+from support.small import small
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, ControllabilityError, controllability
 from icl_patch.analysis.controllability import BlockControllability
+from icl_patch.evaluation import tiny_models
 
 IDS, KEPT = tokens(0, 2, 5), tokens(1, 2, 3)
 
@@ -58,7 +60,7 @@ ORDINARY = [
     ("family", "update"), ORDINARY, ids=["-".join(given) for given in ORDINARY]
 )
 def test_ordinary_blocks_are_controllable(family: str, update: str) -> None:
-    found = examine(shallow(family, 0), update, **case("prefix"))
+    found = examine(tiny_models.build(family, 0), update, **case("prefix"))
     assert len(found) == 4
     for block in found:
         assert block.kept_mask.shape == (3, 7) and block.input_controllable.shape == (3, 7)
@@ -81,7 +83,7 @@ def test_zero_input(family: str, update: str) -> None:
     """A token with an embedding of 0, alone: ``z = 0`` in the first block, and Lemma 6 has nothing
     to divide by.
     """
-    model = build(family)
+    model = small(family)
     model.get_input_embeddings().weight.data[5] = 0
     kept = KEPT.clone()
     kept[1, 0] = 5
@@ -104,7 +106,7 @@ def test_zero_activations(update: str) -> None:
     """A gate of ReLU that a whole direction of z closes: ``h = 0`` for those tokens, and Lemma 9
     has nothing to divide by.
     """
-    model = build("llama", hidden_act="relu")
+    model = small("llama", hidden_act="relu")
     model.model.layers[1].mlp.gate_proj.weight.data.copy_(
         torch.randn(1, 48, generator=torch.Generator().manual_seed(4)).expand(72, 48)
     )
@@ -124,7 +126,7 @@ def test_a_dead_row_is_in_the_way_of_a_scale_alone(update: str) -> None:
     """``Norm(h)_k = 0``: no scale reaches through it (Lemma 10), an output matrix does (Appendix
     B).
     """
-    model = build("gemma3")
+    model = small("gemma3")
     model.model.layers[1].mlp.down_proj.weight.data[11] = 0
     first, second, third = examine(model, update)
     assert first.output_controllable.all() and third.input_controllable.all()
@@ -140,7 +142,7 @@ def test_a_dead_row_is_in_the_way_of_a_scale_alone(update: str) -> None:
 @pytest.mark.parametrize("update", ["direct", "exact"])
 def test_experts_that_cannot_write(update: str) -> None:
     """S, over the active experts with ``h ≠ 0``, is 0."""
-    model = shallow("mixtral", 0)
+    model = tiny_models.build("mixtral", 0)
     model.model.layers[1].mlp.experts.gate_up_proj.data.zero_()
     found = examine(model, update)
     assert not found[1].output_controllable.any() and found[0].output_controllable.all()
@@ -155,7 +157,7 @@ def test_definitions_ask_for_every_change_a_patch_for_one(update: str) -> None:
     """Attention that adds nothing: no change is needed, so there is a patch, though the block could
     not take up any other.
     """
-    model = build("llama")
+    model = small("llama")
     layer = model.model.layers[0]
     layer.mlp.gate_proj.weight.data.zero_()
     layer.self_attn.o_proj.weight.data.zero_()
@@ -167,7 +169,7 @@ def test_definitions_ask_for_every_change_a_patch_for_one(update: str) -> None:
 
 def test_a_branch_factor_of_zero() -> None:
     """No model that can be attached to has one: its form is changed behind the patcher's back."""
-    model = shallow("granite", 0)
+    model = tiny_models.build("granite", 0)
     with ContextPatcher(model, "direct") as patcher:
         patcher.attached_model.blocks[1].spec = replace(
             patcher.attached_model.blocks[1].spec, residual_multiplier=0.0
@@ -184,7 +186,7 @@ def test_a_branch_factor_of_zero() -> None:
 
 
 def test_nothing_is_said_about_padding() -> None:
-    model = build("llama")
+    model = small("llama")
     model.get_input_embeddings().weight.data[5] = 0
     kept, mask = KEPT.clone(), ragged(2, 3, side="right")
     kept[1, 2] = 5
@@ -194,7 +196,7 @@ def test_nothing_is_said_about_padding() -> None:
 
 
 def test_the_answers_print_as_a_table() -> None:
-    model = build("llama").eval()
+    model = small("llama").eval()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.zero_()
         model.model.layers[1].mlp.up_proj.weight.zero_()  # h = 0: the output cannot be written

@@ -46,7 +46,7 @@ def kinds(patcher: ContextPatcher) -> Counter:
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_what_is_found(family: str) -> None:
-    with ContextPatcher(shallow(family), "stable") as patcher:
+    with ContextPatcher(tiny_models.build(family), "stable") as patcher:
         norms, receives_norm_input, gated, last = EXPECTED[family]
         assert kinds(patcher) == Counter(
             {
@@ -67,7 +67,7 @@ ROUNDINGS = {torch.float32: 96, torch.bfloat16: 4}
 def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype) -> None:
     with (
         torch.no_grad(),
-        ContextPatcher(shallow(family, dtype=dtype), "stable") as patcher,
+        ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher,
     ):
         for found in FusedModules(patcher.model, patcher.attached_model.blocks)._found:
             width = 32 if not hasattr(found.module, "weight") else found.module.weight.shape[0]
@@ -201,7 +201,7 @@ class _Doubled(nn.Module):
 
 
 def test_look_alikes_are_left_alone() -> None:
-    model: Any = shallow("llama")
+    model: Any = tiny_models.build("llama")
     model.model.norm = _Doubled(model.model.norm.weight)
     model.model.layers[0].mlp.act_fn = nn.GELU()  # not by tanh
     model.model.layers[1].mlp.forward = model.model.layers[1].mlp.forward
@@ -261,7 +261,7 @@ class _LargeEps(LlamaRMSNorm):
 def test_what_is_another_function_of_large_and_of_small_numbers_is_left_alone(
     dtype: torch.dtype,
 ) -> None:
-    model: Any = shallow("llama", dtype=dtype)
+    model: Any = tiny_models.build("llama", dtype=dtype)
     layers = model.model.layers
     for layer, kind in zip(layers, (_Clamped, _ClampedHigh, _ClampedGate), strict=False):
         layer.mlp.__class__ = kind
@@ -280,7 +280,7 @@ def test_what_is_another_function_of_large_and_of_small_numbers_is_left_alone(
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
 def test_what_is_found_in_half_precision(family: str, dtype: torch.dtype) -> None:
     """Where the largest numbers overflow."""
-    with ContextPatcher(shallow(family, dtype=dtype), "stable") as patcher:
+    with ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher:
         norms, receives_norm_input, gated, last = EXPECTED[family]
         assert kinds(patcher) == Counter(
             {
@@ -292,7 +292,7 @@ def test_what_is_found_in_half_precision(family: str, dtype: torch.dtype) -> Non
 
 
 def test_a_child_that_is_replaced_later() -> None:
-    model = shallow("llama")
+    model = tiny_models.build("llama")
     ids, settings = (
         tokens(0, 2, 6) % tiny_models.VOCABULARY,
         {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None},
@@ -310,7 +310,7 @@ def test_a_child_that_is_replaced_later() -> None:
 
 
 def test_a_step_of_a_model_that_clamps_is_the_models_own() -> None:
-    model: Any = shallow("llama")
+    model: Any = tiny_models.build("llama")
     for layer in model.model.layers:
         layer.mlp.__class__ = _Clamped
         layer.post_attention_layernorm.weight.data.mul_(8)

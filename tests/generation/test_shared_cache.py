@@ -167,7 +167,7 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
             "eos_token_id": None,
         }
         assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
-        module = model.model.layers[1].get_submodule(name)
+        module = model.model.layers[0].get_submodule(name)
         scaled = (
             (lambda out: (out[0], 1.5 * out[1], out[2]))
             if name == "mlp.gate"

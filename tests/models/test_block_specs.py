@@ -98,7 +98,7 @@ def test_a_factor_that_the_mlp_applies_itself() -> None:
 
 
 def test_tracing_leaves_nothing() -> None:
-    model = shallow("recurrent_gemma")
+    model = tiny_models.build("recurrent_gemma")
     hooks = [
         len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
     ]
@@ -136,7 +136,7 @@ REASONS = {
 
 @pytest.mark.parametrize("family", tiny_models.REFUSED)
 def test_refused_by_name_and_reason(family: str) -> None:
-    model = shallow(family)
+    model = tiny_models.build(family)
     modules = dict(model.named_modules())
     with pytest.raises(UnsupportedModelError, match=REASONS[family]):
         ContextPatcher(model)
@@ -153,7 +153,7 @@ def test_no_writer_can_absorb_what_hyper_connections_carry() -> None:
     on the block's input alone, and q and comb are given their values with the context. What is left
     over for the best w is measured here.
     """
-    model = shallow("deepseek_v4")
+    model = tiny_models.build("deepseek_v4")
     layer, seen = model.model.layers[0], {}
     layer.attn_hc.register_forward_hook(
         lambda _module, args, out: seen.update(streams=args[0], p=out[0], mix=out[1])

@@ -35,7 +35,7 @@ LENGTH = {"original_max_position_embeddings": SWITCH}
 
 
 def phi3(**changes: Any) -> PreTrainedModel:
-    return tiny_models.build("phi3", rope_parameters=LONGROPE, **TWO_LAYERS, **LENGTH, **changes)
+    return tiny_models.build("phi3", rope_parameters=LONGROPE, **LENGTH, **TWO_LAYERS | changes)
 
 
 def gemma3() -> PreTrainedModel:
