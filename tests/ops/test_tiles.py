@@ -5,6 +5,8 @@ logic, on any processor.
 import ctypes
 import fcntl
 import hashlib
+import mmap
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from torch import Tensor
 HERE = Path(__file__).parents[1] / "support" / "tiles"
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+PROT_NONE = 0  # of mprotect: the memory may not be read
 SHAPES = [(1, 1), (7, 33), (16, 32), (65, 64), (129, 257), (70, 2089)]
 
 
@@ -148,6 +151,22 @@ def test_recording_has_the_bits_of_the_replay(library: ctypes.CDLL, n: int, k: i
         assert same_bits(y[pairs:], patched_linear(library, z, weight, u, v))
         plain = patched_linear(library, z, weight)
         assert same_bits(u[:, 0], y[:pairs] - plain)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_nothing_is_read_beyond_the_weight(library: ctypes.CDLL, n: int, k: int) -> None:
+    """In a process of its own, which dies where memory that it may not read follows the weight."""
+    z, weight, *_ = inputs(3, n, k)
+    room = -(-weight.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    values = torch.frombuffer(memory, dtype=torch.bfloat16)[: room // 2][-weight.numel() :]
+    last = values.view(n, k).copy_(weight)
+    end = ctypes.c_void_p(last.data_ptr() + weight.nbytes)
+    if (child := os.fork()) == 0:
+        refused = ctypes.CDLL(None).mprotect(end, ctypes.c_size_t(mmap.PAGESIZE), PROT_NONE)
+        patched_linear(library, z, last)
+        os._exit(refused != 0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_poisoned_row_stays_alone(library: ctypes.CDLL) -> None:
