@@ -515,7 +515,7 @@ def test_a_patch_is_assembled_when_asked_for() -> None:
             metrics.linf(patcher.forward(patch.kept_ids, patch)[:, -1], kept[2].logits).max()
             <= limit
         )
-    for _ in range(5):  # a fingerprint is above the old one or below it
+    for _ in range(12):  # some fingerprints are above the old one, some below
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight.add_(1)
         with pytest.raises(ValueError, match="they have changed since"):
