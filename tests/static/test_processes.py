@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import tokens
-from support.small import small
+from support.models import build, tokens
 from support.static import random_example
 
 from icl_patch import static
@@ -50,7 +49,7 @@ def share(rank: int, folder: Path, resumed: bool, connection: Any) -> None:
         (state / "block-0002.safetensors").unlink()
     texts = TEXTS[2 * rank : 2 * rank + 2]
     options = {**OPTIONS, "preserve": texts, "group": dist.group.WORLD, "state": state}
-    connection.send(result(static.fit(small("llama"), [part_of(rank)], **options)))
+    connection.send(result(static.fit(build("llama"), [part_of(rank)], **options)))
     dist.destroy_process_group()
 
 
@@ -77,7 +76,7 @@ def difference(some: Changes, others: Changes) -> float:
 
 
 def test_two_processes_give_the_fit_of_all_rows(tmp_path: Path) -> None:
-    model = small("llama")
+    model = build("llama")
     # preserved texts follow the questions: 0 and 1 are in the folds 0 and 1 in both
     expected, report = result(static.fit(model, [random_example()], preserve=TEXTS, **OPTIONS))
     half, _ = result(static.fit(model, [part_of(0)], preserve=TEXTS[:2], **OPTIONS))
@@ -101,6 +100,6 @@ def test_distillation_over_processes_is_refused(tmp_path: Path) -> None:
     )
     try:
         with pytest.raises(ValueError, match='expected method="ridge" with several processes'):
-            static.fit(small("llama"), [random_example()], group=dist.group.WORLD)
+            static.fit(build("llama"), [random_example()], group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
