@@ -1,5 +1,6 @@
 """Fitting a static patch: the call, its checks, and the choice of a rank."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,7 @@ def fit(
     rank: int | str | None = 8,
     preserve: Sequence[Sequence[int]] = (),
     kappa: float = 1.0,
+    preserve_first: float = 10.0,
     folds: int = 4,
     lambdas: Sequence[float] = LAMBDAS,
     distillation: Distillation | None = None,
@@ -71,6 +73,8 @@ def fit(
         preserve: ids of texts on which the patched model is to stay as it is. Without any, prompts
             that have nothing to do with the examples may suffer.
         kappa: the weight of all preserved tokens beside that of all other tokens.
+        preserve_first: ridge multiplies κ by it in the first block and divides by it in the last,
+            geometrically between them; 1: the same weight in all blocks.
         folds: the questions are split into as many; λ and the report come from the questions that a
             fit has not seen. 1 fits without them, with λ = 0.01.
         lambdas: the values of λ to choose from, relative to the mean square of the input.
@@ -107,6 +111,8 @@ def fit(
         raise ValueError(
             f'expected method="ridge" with several processes or a hidden_folder, got {method!r}'
         )
+    if not 0 < preserve_first < math.inf:
+        raise ValueError(f"expected a positive preserve_first, got {preserve_first}")
     job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
     job.runner.group, job.runner.folder = group, hidden_folder
     job.prepare(max_new_tokens)
@@ -115,7 +121,7 @@ def fit(
     began = time.perf_counter()
     if method == "ridge":
         ridges = tuple(lambdas) if folds > 1 else (_NO_FOLDS_LAMBDA,)
-        changes, report = job.ridge(ridges, state, progress)
+        changes, report = job.ridge(ridges, preserve_first, state, progress)
     else:
         changes, report = job.distill(distillation or Distillation(), start, state, progress)
     job.check_shared(report)
@@ -198,16 +204,22 @@ class _Job:
 
     @torch.no_grad()
     def ridge(
-        self, lambdas: tuple[float, ...], state: Any, progress: Progress | None
+        self,
+        lambdas: tuple[float, ...],
+        preserve_first: float,
+        state: Any,
+        progress: Progress | None,
     ) -> tuple[dict[str, LowRank], StaticReport]:
         """The sequential fit; for ``rank="auto"`` one of each rank, with a folder of its own."""
         if self.rank != "auto":
             assert not isinstance(self.rank, str)
-            return self._ridge(self.rank, lambdas, state, progress)
+            options = RidgeOptions(self.parts, self.rank, self.folds, lambdas, preserve_first)
+            return self._ridge(options, state, progress)
         fits = []
         for rank in (rank for rank in AUTO_RANKS if rank <= self.largest_rank):
             folder = None if state is None else Path(state) / f"rank-{rank}"
-            fits.append(self._ridge(rank, lambdas, folder, progress))
+            options = RidgeOptions(self.parts, rank, self.folds, lambdas, preserve_first)
+            fits.append(self._ridge(options, folder, progress))
         kl = [_held_out(report).kl for _, report in fits]
         plain = fits[0][1].without
         assert plain is not None
@@ -215,10 +227,9 @@ class _Job:
         return fits[next(i for i in range(len(fits)) if kl[i] <= max(wanted, min(kl)))]
 
     def _ridge(
-        self, rank: int | None, lambdas: tuple[float, ...], state: Any, progress: Progress | None
+        self, options: RidgeOptions, state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
         rows = [*self.rows, *self.preserve]
-        options = RidgeOptions(self.parts, rank, self.folds, lambdas)
         batches = make_batches(
             self.runner, rows, [i % self.folds for i in range(len(rows))], self.kappa
         )

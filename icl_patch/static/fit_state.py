@@ -22,13 +22,15 @@ _KIND = "static_fit"
 @dataclass(frozen=True)
 class RidgeOptions:
     """parts: in the order of a block; rank: of each change, None for no limit; folds: 1 fits
-    without a held-out fold and takes the first of ``lambdas``.
+    without a held-out fold and takes the first of ``lambdas``; preserve_first: by which κ is
+    multiplied in the first block and divided in the last.
     """
 
     parts: tuple[str, ...]
     rank: int | None
     folds: int
     lambdas: tuple[float, ...]
+    preserve_first: float
 
 
 @dataclass(eq=False)

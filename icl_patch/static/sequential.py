@@ -16,10 +16,6 @@ from icl_patch.static.ridge import Solution, choose_ridge, moments_of, sums
 from icl_patch.static.static_linear import StaticLinear
 
 Progress = Callable[[int, int], None]
-# By which the weight of preserved texts is multiplied in the first block, and divided in the last.
-# In early blocks a prompt that has read its own context looks like a question without any: a change
-# there serves one at the other's cost. Later blocks can tell them apart.
-_PRESERVE_FIRST = 10.0
 # The values that the fit of a part reads from the run with the context, and from the run without
 # it.
 _TARGETS = {"qk": {"qk"}, "o_proj": {"hidden"}, "readers": {"z"}, "writer": {"sum"}}
@@ -58,12 +54,12 @@ def fit_blocks(
     return fits
 
 
-def preserve_factor(index: int, blocks: int) -> float:
-    """By which κ is multiplied in a block: from 10 in the first to 1/10 in the last, geometrically,
-    so that κ is the geometric mean.
+def preserve_factor(first: float, index: int, blocks: int) -> float:
+    """By which κ is multiplied in a block: from ``first`` in the first one to its inverse in the
+    last, geometrically, so that κ is the geometric mean.
     """
     share = index / (blocks - 1) if blocks > 1 else 0.5
-    return float(_PRESERVE_FIRST ** (1 - 2 * share))
+    return float(first ** (1 - 2 * share))
 
 
 @contextmanager
@@ -96,7 +92,7 @@ class _BlockStep:
         self.block, self.layer = runner.blocks[index], runner.layers[index]
         self.after: list[Tensor] = []  # the teachers' hidden states behind the block
         self.fitted = BlockFit(by_fold=[{} for _ in range(options.folds)])
-        factor = preserve_factor(index, len(runner.blocks))
+        factor = preserve_factor(options.preserve_first, index, len(runner.blocks))
         self.weight = torch.cat([batch.weights(factor) for batch in batches])
         self.fold = torch.cat(
             [batch.valid.sum().new_full((int(batch.valid.sum()),), batch.fold) for batch in batches]

@@ -126,15 +126,18 @@ def test_preserved_texts_weigh_ten_times_more_in_the_first_block() -> None:
         ).changes["model.layers.0.mlp.down_proj"]
         for network, kappa in ((model, 0.5), (alone, 5.0), (alone, 0.5))
     )
+    with pytest.raises(ValueError, match="expected a positive preserve_first, got 0"):
+        fit(model, [example], "ridge", preserve_first=0)
     size = other.dense().norm()
     assert (one.dense() - other.dense()).norm() < 1e-6 * size
     assert (one.dense() - same.dense()).norm() > 1e-2 * size
 
 
 def test_kappa_is_the_mean_weight_over_the_blocks() -> None:
-    factors = [preserve_factor(index, 5) for index in range(5)]
+    factors = [preserve_factor(10, index, 5) for index in range(5)]
     assert factors == pytest.approx([10, 10**0.5, 1, 10**-0.5, 0.1])
-    assert preserve_factor(0, 1) == 1
+    assert preserve_factor(10, 0, 1) == 1
+    assert preserve_factor(1, 0, 5) == 1
 
 
 def test_the_report_is_of_questions_that_the_fit_has_not_seen() -> None:
