@@ -63,7 +63,7 @@ _DRAWN = {
     "distill, self-study": "tab:green",
 }
 _CONTROLS = ("patch for each token", "no context", "another context's patch", "shuffled answers")
-_MARKERS = "osD^vPX<>*hdp8H"
+_MARKERS = "osD^vPX<>*hdp12"
 
 
 def read(file: Path = DOCS / "static.jsonl") -> dict[str, Entry]:
@@ -85,8 +85,16 @@ def spread_of(values: list[float], digits: int = 2) -> str:
     return f"{mean} ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
 
 
-def _mean(values: list[float], digits: int = 2) -> str:
-    return f"{sum(values) / len(values):,.{digits}f}" if values else ""
+def over_tasks(entries: list[Entry], value: Callable[[Entry], float]) -> float:
+    """The mean over the tasks of the mean over each task's seeds."""
+    by_task: dict[tuple[str, str], list[float]] = {}
+    for entry in entries:
+        by_task.setdefault((entry["kind"], entry["name"]), []).append(value(entry))
+    return sum(sum(values) / len(values) for values in by_task.values()) / len(by_task)
+
+
+def _mean(entries: list[Entry], value: Callable[[Entry], float], digits: int = 2) -> str:
+    return f"{over_tasks(entries, value):,.{digits}f}" if entries else ""
 
 
 def table(entries: list[Entry]) -> str:
@@ -104,12 +112,13 @@ def table(entries: list[Entry]) -> str:
         for task in TASKS.values():
             found = [e["quality"]["whole"] for e in group if (e["kind"], e["name"]) == task]
             row.append(spread_of(found))
-        row.append(_mean([e["quality"]["kl"] for e in group], 3))
+        row.append(_mean(group, lambda e: e["quality"]["kl"], 3))
         for kind in KINDS.values():
-            found = [e["others"][kind]["whole"] for e in group if kind in e.get("others", {})]
-            row.append(_mean(found))
-        row.append(_mean([e["cpu_seconds"] for e in group if "cpu_seconds" in e], 1))
-        row.append(_mean([e["bytes"] for e in group if "bytes" in e], 0))
+            asked = [e for e in group if kind in e.get("others", {})]
+            row.append(_mean(asked, lambda e, kind=kind: e["others"][kind]["whole"]))
+        timed = [e for e in group if "cpu_seconds" in e]
+        row.append(_mean(timed, lambda e: e["cpu_seconds"], 1))
+        row.append(_mean(timed, lambda e: e["bytes"], 0))
         rows.append(row)
     return "\n".join(table_lines(heads, rows))
 
@@ -218,13 +227,13 @@ def draw_cost(entries: list[Entry], path: Path) -> None:
         if {(e["kind"], e["name"]) for e in group} != set(TASKS.values()):
             continue
 
-        def mean(value: Callable[[Entry], float], group: list[Entry] = group) -> float:
-            return sum(map(value, group)) / len(group)
-
-        right = mean(lambda e: e["quality"]["whole"])
-        kept = mean(lambda e: sum(x["whole"] for x in e["others"].values()) / len(e["others"]))
+        right = over_tasks(group, lambda e: e["quality"]["whole"])
+        kept = over_tasks(
+            group, lambda e: sum(x["whole"] for x in e["others"].values()) / len(e["others"])
+        )
         style = {"color": _DRAWN.get(method, "black"), "marker": _MARKERS[at % len(_MARKERS)]}
-        axes[0].plot([mean(lambda e: e["cpu_seconds"])], [right], linestyle="", **style)
+        seconds = over_tasks(group, lambda e: e["cpu_seconds"])
+        axes[0].plot([seconds], [right], linestyle="", **style)
         axes[1].plot([kept], [right], linestyle="", label=method, **style)
     axes[0].set(xscale="log", xlabel="CPU seconds of the fit", ylabel="whole answers right")
     axes[1].set(xlabel="unrelated prompts that keep their answer", xlim=(-0.03, 1.03))

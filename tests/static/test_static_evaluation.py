@@ -181,6 +181,9 @@ def test_tables_and_pictures_are_of_the_cells(evaluation: ModuleType, tmp_path: 
         for n in (16, 64)
         for seed in (0, 1)
     ]
+    # more seeds of a task do not count more in the means over the tasks
+    seeds = 3 * [{**entries[0], "quality": {"kl": 1.0}}]
+    assert page.over_tasks([*seeds, entries[-1]], lambda e: e["quality"]["kl"]) == 0.625
     lines = page.tables(entries).splitlines()
     share = "0.55 (0.50–0.60)"
     rest = "0.250 | 0.75 | 0.75 | 0.75 | 0.75 | 2.0 | 1,000 |"
