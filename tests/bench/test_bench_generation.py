@@ -156,6 +156,14 @@ def test_every_way_says_what_the_model_says(
                 found.check(name, wrong)
 
 
+def test_ways_that_change_the_weights_row_by_row_are_for_few_rows() -> None:
+    few, many = (
+        set(generation.comparison(QWEN, batch, 7, torch.float32, CPU).calls) for batch in (8, 9)
+    )
+    assert few - many == ({NAIVE, PEFT} if generation.peft_problem() is None else {NAIVE})
+    assert many < few
+
+
 def test_a_mixture_of_experts() -> None:
     """Our forms and the plain step's; of the experts the bytes of those that were chosen, once."""
     found = generation.comparison(MIXTURE, 1, 7, torch.float32, CPU)
