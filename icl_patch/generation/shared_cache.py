@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.invariance.arithmetic import InvariantModules
 from icl_patch.models.attention_mask import Override
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
@@ -77,6 +78,10 @@ class SharedCacheStreams:
     Args:
         model: the attached model. blocks: its blocks.
 
+    Attributes:
+        projections: of every block, the matrix that reads the attention's output.
+        invariant_modules: runs the steps of the batch-invariant arithmetic.
+
     Raises:
         UnsupportedModelError: a block's form, or the way its attention is called, does not allow
             it.
@@ -108,6 +113,10 @@ class SharedCacheStreams:
         ends = [(block.module, self._ending(block)) for block in blocks]
         self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends]
         self._model, self._traced = model, what_runs(model)
+        # of a block that is its own mixture, the block
+        self.invariant_modules = InvariantModules(
+            model, (block.mixture or block.module for block in blocks if block.experts is not None)
+        )
 
     @property
     def fresh(self) -> bool:

@@ -259,6 +259,14 @@ def _attend(
         torch.set_num_threads(threads)
 
 
+def is_own(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the replacement of ``function`` calls it with the same arguments: it is torch's own
+    for these dtypes.
+    """
+    wide = isinstance(args[0], Tensor) and args[0].dtype in (torch.float32, torch.float64)
+    return wide and function in (torch.rsqrt, Tensor.rsqrt)
+
+
 ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}
 """For each function of torch, the function that gives a row the same bits at every place."""
 
