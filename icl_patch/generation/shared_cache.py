@@ -138,8 +138,8 @@ class SharedCacheStreams:
         finally:
             self._reduced = self._slot = None
 
-    def _alone(self, output: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
-        """Keep the attention's output for the reduced rows, in the shape of ``output``.
+    def _alone(self, _output: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
+        """Keep the attention's output for the reduced rows.
 
         A token that attends to itself alone gets its own value, because the softmax of one number
         is 1.
@@ -149,10 +149,8 @@ class SharedCacheStreams:
             newest = value[:, :, -1:]
         else:
             newest = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
-        heads = newest.expand(-1, -1, query.shape[1] // value.shape[1], -1)
-        self._reduced = heads.reshape(
-            output.shape
-        )  # (B, groups, heads of each, ·) -> (B, 1, heads, ·)
+        # (B, groups, heads of each, ·), in the order of the output's elements
+        self._reduced = newest.expand(-1, -1, query.shape[1] // value.shape[1], -1)
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both
