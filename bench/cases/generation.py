@@ -242,7 +242,9 @@ def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
     one_pass = reason_against(models.exact.model) is None
     if one_pass:
         builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
-    if one_pass and not any(block.experts for block in models.exact.attached_model.blocks):
+    mixture = any(block.experts for block in models.exact.attached_model.blocks)
+    # no CUDA graph can hold a mixture's exact products, which read their rows on the host
+    if one_pass and not (cuda and mixture):
         options = CompileOptions(inductor=True, cuda_graph=cuda)
         builders[EXACT_COMPILED] = lambda: _compiled_step(models.exact, ids, options)
     if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:

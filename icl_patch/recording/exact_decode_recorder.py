@@ -39,7 +39,7 @@ class ExactDecodeRecorder(DecodeRecorder):
     def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
         """Keep a reader's factors, and its output with the context, which a miss needs."""
         super().keep_pair(name, layer, pair, u)
-        self.context.readers[name] = self.split(pair)[0]
+        self.context.readers[name] = self.unflat(pair[: self.rows])
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm

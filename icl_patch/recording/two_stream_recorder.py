@@ -44,7 +44,7 @@ class TwoStreamRecorder(BlockRecorder):
         self.direction_of(rows)
         known = self._recorded.pop(name, None)
         if known is None or not same_place(known[0], z):
-            known = self._record_from(name, linear, z)
+            known = self._record_from(name, linear, z, rows)
         _, output, u = known
         self.keep_pair(name, layer, output, self.unflat(u))
         return like_rows_of(z, output)
@@ -55,12 +55,12 @@ class TwoStreamRecorder(BlockRecorder):
         self.keep_reader(name, layer, y_ctx, patched, u)
 
     def _record_from(
-        self, name: str, linear: tuple[Tensor, Tensor | None], z: Tensor
+        self, name: str, linear: tuple[Tensor, Tensor | None], z: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """z, and y and u of reader ``name``. In Triton's kernels other readers of z that come after
-        it are recorded with it, and kept until they are called.
+        """z, and y and u of reader ``name``; ``rows`` is z as rows. In Triton's kernels other
+        readers of z that come after it are recorded with it, and kept until they are called.
         """
-        rows, direction, apart = rows_of(z), self._flat_direction, self.spec.separately_normed
+        direction, apart = self._flat_direction, self.spec.separately_normed
         assert direction is not None
         if not ops.has_triton(z.device.type):
             return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])

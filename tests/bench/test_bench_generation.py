@@ -171,6 +171,7 @@ def test_a_mixture_of_experts() -> None:
         OURS,
         OURS_COMPILED,
         EXACT,
+        EXACT_COMPILED,
         "recompute and apply, two streams",
         "recompute and apply, exact, two passes",
         PLAIN,
