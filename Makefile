@@ -45,7 +45,7 @@ stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two 
 build/universalmutator: | $(RUN)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ universalmutator==1.14.1
 
-mutants: $(RUN) build/universalmutator ## plant faults one at a time and run the tests that should notice each, for at most half an hour; resumes a stopped run; MUTANTS=--fresh
+mutants: $(RUN) build/universalmutator build/torchao build/peft ## plant faults one at a time and run the tests that should notice each, for at most half an hour; resumes a stopped run; MUTANTS=--fresh
 	PYTHONPATH=build/universalmutator $(RUN) tools/mutants.py $(MUTANTS)
 
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time, and estimates of bandwidth; fails if one spills

@@ -44,10 +44,13 @@ CPU_DRIVERS = {
 INSTRUCTION_SETS = {"portable": []}
 if X86:
     avx512 = ["-mavx512f", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
+    avx512_bf16 = [*avx512, "-mavx512bf16"]
     INSTRUCTION_SETS |= {
         "avx2": ["-mavx2", "-mf16c", "-mfma"],
         "avx512": avx512,
-        "avx512_bf16": [*avx512, "-mavx512bf16"],
+        "avx512_bf16": avx512_bf16,
+        # Its instructions are written in assembly: a compiler needs no flag for them.
+        "amx": [*avx512_bf16, "-DICL_PATCH_TILES=AmxTiles"],
     }
 
 
@@ -133,6 +136,8 @@ def cpu_commands(compiler: str, cuda: Path | None) -> dict[str, tuple[Path, list
     }
     for isa, isa_flags in INSTRUCTION_SETS.items():
         for driver, driver_flags in CPU_DRIVERS.items():
+            if isa == "amx" and driver != "linear":
+                continue  # the rest is avx512_bf16's
             flags = [f"-DICL_PATCH_ISA={isa}", *CPU_FLAGS, *driver_flags, *isa_flags]
             source = CSRC / "cpu" / f"{driver}.cpp"
             commands[f"{driver}-{isa}.o"] = (source, [compiler, *CXX_FLAGS, *flags])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.small import small
+from support.models import build
 
 from icl_patch import ContextPatcher
 
@@ -32,5 +32,5 @@ def _garbage() -> None:
 @pytest.fixture(scope="module")
 def llama_patcher() -> Iterator[ContextPatcher]:
     """A patcher on a small Llama, shared by tests that leave it as it is."""
-    with ContextPatcher(small("llama")) as patcher:
+    with ContextPatcher(build("llama")) as patcher:
         yield patcher

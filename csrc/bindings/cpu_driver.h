@@ -8,6 +8,7 @@ namespace icl_patch {
 struct CpuDriver {
   const char* instructions;
   bool supported;
+  decltype(&portable::pass_rows) pass_rows;
   decltype(&portable::prepare_rows) prepare_rows;
   decltype(&portable::linear_outputs) linear_outputs;
   decltype(&portable::invert_rows) invert_rows;
@@ -16,8 +17,8 @@ struct CpuDriver {
   decltype(&portable::read_direction) read_direction;
 };
 
-// The widest instruction set of this processor, or the one that ICL_PATCH_CPU names; null if that
-// is none of this processor's.
+// The widest instruction set of this processor, but for amx, which must be named; or the one that
+// ICL_PATCH_CPU names, null if that is none of this processor's.
 const CpuDriver* find_cpu_driver();
 
 // The same, checked.

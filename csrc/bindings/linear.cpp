@@ -59,11 +59,11 @@ void run_passes(const std::vector<Linear>& passes) {
   });
 }
 
-// Allocates y and runs the call, kMaxPassRows rows a pass.
+// Allocates y and runs the call, in passes of as many rows as the driver takes.
 Tensor run(Linear call, const Tensor& z, ScalarType out_dtype) {
   Tensor y = allocate(z, {call.all, call.n}, out_dtype, call.y);
   call.y_dtype = dtype_of("out_dtype", y);
-  const int64_t streams = call.u ? 2 : 1, most = kMaxPassRows / streams;
+  const int64_t streams = call.u ? 2 : 1, most = cpu_driver().pass_rows(call) / streams;
   for (; call.first * streams < call.all && call.n; call.first += most) {
     call.rows = std::min(most * streams, call.all - call.first * streams);
     run_passes({call});
@@ -216,12 +216,13 @@ Tensor expert_linear(const Tensor& x, const Tensor& weight, const Tensor& expert
   for (int64_t e = 0; e < experts; ++e) ends[e + 1] += ends[e];
   for (int64_t slot = 0; slot < slots; ++slot) order[ends[expert_of(slot)]++] = slot;
 
+  const int64_t most = cpu_driver().pass_rows(call);
   std::vector<Linear> passes;
   call.slots = order.data();
   const Matrix first_weight = call.weight;
   for (int64_t e = 0; e < experts; ++e)
     for (; call.first < ends[e]; call.first += call.rows) {
-      call.rows = std::min(kMaxPassRows, ends[e] - call.first);
+      call.rows = std::min(most, ends[e] - call.first);
       call.weight = first_weight.shifted(e * weight.stride(0));
       if (bias) call.bias = biases.shifted(e * biases.row);
       passes.push_back(call);

@@ -21,8 +21,6 @@ struct Inversion {
   int32_t* evaluations = nullptr;  // (B,)
 };
 
-constexpr int64_t kMaxPassRows = 16;  // rows that one pass over W serves
-
 // Patches (P, R, ·) of any strides.
 struct Factor {
   Matrix patch;  // (R, ·), the first patch
@@ -41,8 +39,7 @@ struct Factors {
   int64_t patch_of(int64_t m) const { return rank == 0 ? -1 : shared ? 0 : index ? index[m] : m; }
 };
 
-// The patched linear map y = z Wᵀ + bias + Σ_r (z·v_r) u_r, or one pass of it: at most
-// kMaxPassRows of all its rows.
+// The patched linear map y = z Wᵀ + bias + Σ_r (z·v_r) u_r, or one pass of it: some of its rows.
 struct Linear {
   int64_t rows = 0, n = 0, k = 0;  // of the pass: z (rows, K) -> y (rows, N)
   int64_t first = 0, all = 0;      // the pass's first row, out of so many

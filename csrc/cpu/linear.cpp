@@ -4,10 +4,12 @@
 // are.
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu/conversions.h"
 #include "cpu/drivers.h"
+#include "cpu/tiles.h"
 
 namespace icl_patch::ICL_PATCH_ISA {
 namespace {
@@ -19,7 +21,7 @@ constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
 #endif
-constexpr int64_t kMaxRows = kMaxPassRows;
+constexpr int64_t kMaxRows = 16;  // that one pass over W serves, if not on tiles
 // Bytes of each row of W in a block, which stays in the first-level cache for all rows of z.
 constexpr int64_t kBlockBytes = 2048;
 constexpr int64_t kPrefetchBytes = 8192;  // W is prefetched at least this far ahead
@@ -232,7 +234,7 @@ void finish(const Linear& call, const float* coefficients, const float* products
   }
 }
 
-// W as (N, K).
+// W as (N, K), not on tiles.
 template <class W>
 void outputs_by_rows(const Linear& call, const float* arranged, int64_t arranged_stride,
                      const float* coefficients, int64_t begin, int64_t end) {
@@ -359,6 +361,150 @@ void outputs_by_columns(const Linear& call, const float* z, int64_t z_stride,
   }
 }
 
+// ---- tiles ----
+
+// Without tiles, Tiles is void and nothing below is called.
+#ifdef ICL_PATCH_TILES
+using Tiles = ICL_PATCH_TILES;
+#else
+using Tiles = void;
+#endif
+constexpr bool kHasTiles = !std::is_void_v<Tiles>;
+constexpr int64_t kMaxRowBlocks = 4;   // of 16 rows of z, in one pass over W
+constexpr int64_t kTileBlockK = 2048;  // columns of W that stay in the second-level cache
+
+bool on_tiles(const Linear& call) {
+  return kHasTiles && !call.plain.data && !call.transposed && call.weight.dtype == DType::kBf16;
+}
+
+// Rows of z in a tile.
+int64_t tile_columns(const Linear& call) { return std::min<int64_t>(call.rows, kTileRows); }
+
+// Packs the rows of z as the tiles read them: blocks of up to 16 rows, [block][pairs][row][2],
+// where a pair is two neighbouring columns. `packed` begins as zeros and is never longer than the
+// rows in fp32.
+void pack_rows(const Linear& call, int64_t pairs, float* packed) {
+  constexpr int64_t kPart = 512;  // columns: what is written stays in the first-level cache
+  const int64_t columns = tile_columns(call);
+  float part[kPart];
+  for (int64_t k = 0; k < call.k; k += kPart) {
+    const int64_t count = std::min(kPart, call.k - k);
+    for (int64_t m = 0; m < call.rows; ++m) {
+      const Matrix row = call.input(m);
+      load_fp32(row.shifted(k * row.column), 0, count, part);
+      const int64_t first = (m / kTileRows * pairs + k / 2) * columns + m % kTileRows;
+      auto* to = reinterpret_cast<unsigned char*>(packed + first);
+      for (int64_t i = 0; i < count; ++i) {
+        const uint16_t bits = fp32_to_bf16(part[i]);
+        memcpy(to + (i / 2 * columns * 2 + i % 2) * sizeof bits, &bits, sizeof bits);
+      }
+    }
+  }
+}
+
+// Calls f with each of the constants.
+template <int... kIndex, class F>
+ICL_PATCH_INLINE void for_each(std::integer_sequence<int, kIndex...>, F f) {
+  (f(std::integral_constant<int, kIndex>{}), ...);
+}
+
+// A tile of W of which there are only `rows` rows and `depth` columns: the rest are zeros.
+const uint16_t* padded_tile(const uint16_t* w, int64_t stride, int64_t rows, int64_t depth,
+                            uint16_t (*to)[kTileDepth]) {
+  memset(to, 0, kTileRows * kTileBytes);
+  for (int64_t row = 0; row < std::min<int64_t>(rows, kTileRows); ++row)
+    memcpy(to[row], w + row * stride, std::min<int64_t>(depth, kTileDepth) * sizeof *w);
+  return to[0];
+}
+
+// Sums of a tile of outputs, (output, row of z).
+struct alignas(64) TileSums {
+  float values[kTileRows][kTileRows];
+};
+
+// sums[p][t] += (rows of W in tile t) · (rows of z in block p) over the columns [begin, end); begin
+// is a multiple of a tile's depth. Each sum runs through K in the same order for any numbers of
+// tiles. `z` is the first block's, and there are `outputs` rows of W. `ahead` is prefetched unless
+// null.
+template <class T, int kWide, int kPairs>
+void accumulate_tiles(T& tiles, const uint16_t* w, int64_t stride, int64_t outputs, const float* z,
+                      int64_t pairs, int64_t columns, int64_t begin, int64_t end,
+                      const uint16_t* ahead, TileSums (*sums)[kSumTiles]) {
+  constexpr std::make_integer_sequence<int, kWide> wide_tiles{};
+  constexpr std::make_integer_sequence<int, kPairs> pair_tiles{};
+  const int64_t line = columns * sizeof(float);
+  const auto each_sum = [&](auto f) ICL_PATCH_INLINE_LAMBDA {
+    for_each(wide_tiles, [&](auto t) ICL_PATCH_INLINE_LAMBDA {
+      for_each(pair_tiles, [&](auto p) ICL_PATCH_INLINE_LAMBDA {
+        f(std::integral_constant<int, t * kPairs + p>{}, sums[p][t].values[0]);
+      });
+    });
+  };
+  each_sum([&](auto tile, float* sum)
+               ICL_PATCH_INLINE_LAMBDA { tiles.template load<tile>(sum, kTileBytes); });
+  alignas(64) uint16_t padded[kTileRows][kTileDepth];
+  for (int64_t k = begin; k < end; k += kTileDepth) {
+    for_each(pair_tiles, [&](auto p) ICL_PATCH_INLINE_LAMBDA {
+      tiles.template load<kPairTile + p>(z + (p * pairs + k / 2) * columns, line);
+    });
+    for_each(wide_tiles, [&](auto t) ICL_PATCH_INLINE_LAMBDA {
+      constexpr int kTile = kWideTile + t % 2;
+      const int64_t first = t * kTileRows;
+      const uint16_t* from = w + first * stride + k;
+      if (first + kTileRows <= outputs && k + kTileDepth <= end)
+        tiles.template load<kTile>(from, stride * sizeof *w);
+      else
+        tiles.template load<kTile>(padded_tile(from, stride, outputs - first, end - k, padded),
+                                   kTileBytes);
+      if (ahead) {
+        const uint16_t* line_ahead = ahead + first * stride + k;
+        for (const auto* to = line_ahead + kTileRows * stride; line_ahead < to;
+             line_ahead += stride)
+          __builtin_prefetch(line_ahead, 0, 2);
+      }
+      for_each(pair_tiles, [&](auto p) ICL_PATCH_INLINE_LAMBDA {
+        tiles.template multiply_add<t * kPairs + p, kTile, kPairTile + p>();
+      });
+    });
+  }
+  each_sum([&](auto tile, float* sum)
+               ICL_PATCH_INLINE_LAMBDA { tiles.template store<tile>(sum, kTileBytes); });
+}
+
+// W as (N, K) in bf16, on tiles: outputᵀ = W zᵀ, so that W is read as it lies in memory. Up to 16
+// rows of z meet four tiles of W at a time; for more, two tiles of W meet two of z.
+template <class T>
+void outputs_on_tiles(const Linear& call, const float* z, int64_t z_stride,
+                      const float* coefficients, int64_t begin, int64_t end) {
+  const int64_t columns = tile_columns(call), pairs = z_stride / 2, stride = call.weight.row;
+  const int64_t blocks = (call.rows + kTileRows - 1) / kTileRows;
+  const int64_t group = (blocks > 1 ? 2 : 4) * kTileRows, group_bytes = group * call.k * 2;
+  const int64_t groups_ahead = kPrefetchBytes / std::max<int64_t>(group_bytes, 1) + 1;
+  T tiles(columns);
+  TileSums sums[kMaxRowBlocks][kSumTiles];
+  float products[kMaxRowBlocks * kTileRows][kSumTiles * kTileRows];
+  for (int64_t n = begin; n < end; n += group) {
+    const int64_t count = std::min(group, end - n);
+    const auto* w = call.weight.as<uint16_t>() + n * stride;
+    memset(sums, 0, blocks * sizeof sums[0]);
+    for (int64_t k = 0; k < call.k; k += kTileBlockK)
+      for (int64_t block = 0; block < blocks; block += 2)
+        with_constant<2>(blocks - block, [&](auto pair_tiles) ICL_PATCH_INLINE_LAMBDA {
+          const int64_t wide = (count + kTileRows - 1) / kTileRows;
+          with_constant<kSumTiles / pair_tiles>(wide, [&](auto wide_tiles) ICL_PATCH_INLINE_LAMBDA {
+            accumulate_tiles<T, wide_tiles, pair_tiles>(
+                tiles, w, stride, count, z + block * pairs * columns, pairs, columns, k,
+                std::min(k + kTileBlockK, call.k),
+                block ? nullptr : w + groups_ahead * group * stride, sums + block);
+          });
+        });
+    for (int64_t m = 0; m < call.rows; ++m)
+      for (int64_t i = 0; i < count; ++i)
+        products[m][i] = sums[m / kTileRows][i / kTileRows].values[i % kTileRows][m % kTileRows];
+    finish(call, coefficients, products[0], kSumTiles * kTileRows, n, count);
+  }
+}
+
 template <class W>
 void outputs(const Linear& call, const float* z, int64_t z_stride, const float* coefficients,
              int64_t begin, int64_t end) {
@@ -389,28 +535,39 @@ float dot(const float* x, const float* y, int64_t count) {
 
 }  // namespace
 
+// How many rows one pass over W serves.
+int64_t pass_rows(const Linear& call) {
+  return on_tiles(call) ? kMaxRowBlocks * kTileRows : kMaxRows;
+}
+
 // Reads the rows of z in fp32, padded with zeros to z_stride, and computes the coefficients z·v of
 // every row and rank. Then puts the rows in the order that linear_outputs reads beside rows of W.
+// `z` begins as zeros.
 void prepare_rows(const Linear& call, float* z, int64_t z_stride, float* coefficients) {
   const int64_t rank = call.factors.rank;
-  std::vector<float> direction(rank ? call.k : 0);
-  for (int64_t m = 0; m < call.rows; ++m, z += z_stride) {
-    load_fp32(call.input(m), 0, call.k, z);
+  const bool tiled = on_tiles(call);
+  std::vector<float> direction(rank ? call.k : 0), own(tiled && rank ? call.k : 0);
+  for (int64_t m = 0; m < call.rows; ++m) {
+    float* values = tiled ? own.data() : z + m * z_stride;
+    if (!tiled || rank) load_fp32(call.input(m), 0, call.k, values);
     const int64_t row = m - call.context_rows();
     const int64_t patch = row < 0 ? -1 : call.factors.patch_of(call.first + row);
     for (int64_t r = 0; patch >= 0 && r < rank; ++r) {
       load_fp32(call.factors.v[patch], r, call.k, direction.data());
-      coefficients[row * rank + r] = dot(z, direction.data(), call.k);
+      coefficients[row * rank + r] = dot(values, direction.data(), call.k);
     }
     const bool by_rows = !call.plain.data && !call.transposed;
-    if (by_rows && call.weight.dtype == DType::kBf16) Bf16::arrange(z, z_stride);
+    if (!tiled && by_rows && call.weight.dtype == DType::kBf16) Bf16::arrange(values, z_stride);
   }
+  if (tiled) pack_rows(call, z_stride / 2, z);
 }
 
 // Columns [begin, end) of y.
 void linear_outputs(const Linear& call, const float* z, int64_t z_stride, const float* coefficients,
                     int64_t begin, int64_t end) {
   if (call.plain.data) return low_rank_outputs(call, coefficients, begin, end);
+  if constexpr (kHasTiles)
+    if (on_tiles(call)) return outputs_on_tiles<Tiles>(call, z, z_stride, coefficients, begin, end);
   const auto run = call.weight.dtype == DType::kFp32   ? outputs<Fp32>
                    : call.weight.dtype == DType::kBf16 ? outputs<Bf16>
                                                        : outputs<Fp16>;

@@ -37,7 +37,7 @@ def _cpu_gemv_rows(matrix_units: str, kernels: str) -> int:
     if getattr(torch.cpu, matrix_units, lambda: False)():
         return _GEMV_ROWS_BESIDE_AMX
     if (
-        native.cpu_instructions.startswith("avx")
+        native.cpu_instructions.startswith(("avx", "amx"))
         and not getattr(torch.ops.mkldnn, kernels, lambda: True)()
     ):
         return sys.maxsize  # torch has no fast product of this dtype

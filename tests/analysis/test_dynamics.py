@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.models import tokens
+from support.models import build, tokens
 from support.numeric import ULP, UNIT, noise_limit, normal, seeded
-from support.small import small
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, metrics
@@ -138,9 +137,9 @@ CONTEXT, KEPT = tokens(3, 2, 5), tokens(4, 2, 1)
 WIDEST = 128  # no factor of the models here has more elements: the terms of a squared norm in fp32
 
 
-def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def family_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return (
-        small(family, 0, dtype)
+        build(family, 0, dtype)
         if family in ("gemma3", "llama")
         else tiny_models.build(family, 0, dtype)
     )
@@ -158,7 +157,7 @@ def test_dynamics_of_a_model_against_algorithm_1(family: str, update: str) -> No
     """``W_i`` of every patched parameter of every layer, written out by Algorithm 1 for every
     length of the context.
     """
-    model = build(family)
+    model = family_model(family)
     row, blocks, limit = 1, blocks_of(model), noise(model, family)
     ids = torch.cat([CONTEXT, KEPT], 1)[row : row + 1]
     weights = [dict(model.named_parameters())]
@@ -203,7 +202,7 @@ def test_first_layer_is_the_papers_formula(family: str) -> None:
     """``W_i - W_0 = W_0 (A(c_1…c_i, x) - A(x)) A(x)ᵀ / ‖A(x)‖²`` from the untouched model's own
     activations.
     """
-    model = build(family)
+    model = family_model(family)
     path = "model.layers.0.mlp.gate_proj" if family == "llama" else "transformer.h.0.mlp.c_fc"
     reader, seen = model.get_submodule(path), []
     handle = reader.register_forward_hook(lambda _m, args, _out: seen.append(args[0][0, -1]))
@@ -239,7 +238,7 @@ def test_every_step_replays_to_the_context_so_far(family: str, update: str) -> N
     """With a prefix that stays, several kept tokens, sliding windows, experts and recurrent
     states.
     """
-    model = build(family, torch.float32)
+    model = family_model(family, torch.float32)
     prefix, kept = tokens(8, 2, 3), tokens(9, 2, 2)
     short = 3 if family == "recurrent_gemma" else 2  # its state takes up padding
     prefix_mask = torch.tensor([[True] * 3, [short == 3, True, True]])
@@ -276,7 +275,7 @@ def test_a_trajectory_starts_at_zero(family: str, update: str) -> None:
     """Although the patch of nothing corrects some rounding; all that follows is what the patches
     hold.
     """
-    with ContextPatcher(build(family, torch.float32), update) as patcher:
+    with ContextPatcher(family_model(family, torch.float32), update) as patcher:
         dynamics = patcher.dynamics(CONTEXT, KEPT)
     nothing, last = dynamics.patches[0], dict(dynamics.patches[-1].weight_changes(1, 0))
     assert any(sizes.any() for sizes in nothing.norms().values())
@@ -356,7 +355,7 @@ def test_factorisation_of_a_model(family: str) -> None:
     """A reader of the second block, times n factors, gives on the bare token what it gives with the
     context.
     """
-    model = build(family)
+    model = family_model(family)
     path = "model.layers.1.mlp.up_proj" if family != "gpt2" else "transformer.h.1.mlp.c_fc"
     reader, seen = model.get_submodule(path), {}
     handle = reader.register_forward_hook(lambda _m, args, _out: seen.update(z=args[0][:, -1]))
@@ -378,7 +377,7 @@ def test_factorisation_of_a_model(family: str) -> None:
 
 
 def test_a_factorisation_leaves_an_applied_patch_alone() -> None:
-    patcher = ContextPatcher(small("llama"), "direct")
+    patcher = ContextPatcher(build("llama"), "direct")
     with patcher.applied(patcher.compute(CONTEXT, KEPT)) as changed, torch.no_grad():
         before = changed(CONTEXT).logits
         with pytest.raises(ValueError, match="without an applied patch"):
@@ -391,12 +390,12 @@ def test_a_factorisation_leaves_an_applied_patch_alone() -> None:
 
 def test_factorisation_needs_readers_and_one_token() -> None:
     with (
-        ContextPatcher(build("gpt_neox", torch.float32)) as patcher,
+        ContextPatcher(family_model("gpt_neox", torch.float32)) as patcher,
         pytest.raises(ValueError, match=r"gpt_neox\.layers\.0, which has none"),
     ):
         factorise(patcher, CONTEXT, KEPT, 0)
     with (
-        ContextPatcher(small("llama")) as patcher,
+        ContextPatcher(build("llama")) as patcher,
         pytest.raises(ValueError, match=r"kept_ids \(B, 1\), got \(2, 5\)"),
     ):
         factorise(patcher, CONTEXT, CONTEXT, 0)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCABULARY, case, tokens
+from support.models import VOCABULARY, build, case, tokens
 from support.numeric import UNIT, noise_floor, noise_limit, same_bits, within_roundings
-from support.small import Snapshot, small
+from support.small import Snapshot
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -84,8 +84,8 @@ MODELS: dict[str, Callable[..., PreTrainedModel]] = {
     "gpt2": gpt2,
     "neox": neox,
     "neox-sequential": lambda dtype=torch.float32: neox(dtype, use_parallel_residual=False),
-    "llama": lambda dtype=torch.float32: small("llama", 0, dtype),
-    "gemma3": lambda dtype=torch.float32: small("gemma3", 0, dtype),
+    "llama": lambda dtype=torch.float32: build("llama", 0, dtype),
+    "gemma3": lambda dtype=torch.float32: build("gemma3", 0, dtype),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 IDS = tokens(90, 2, 9)
@@ -178,7 +178,7 @@ def test_every_norm_is_folded_or_refused_with_its_reason(name: str) -> None:
 
 
 def test_readers_are_those_that_read() -> None:
-    with fold(small("llama")) as folding:
+    with fold(build("llama")) as folding:
         readers = {norm.path: norm.readers for norm in folding.folded}
     assert readers["model.layers.2.input_layernorm"] == tuple(
         f"model.layers.2.self_attn.{part}_proj" for part in "qkv"
@@ -226,7 +226,7 @@ def test_layer_norm_formula() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rms_norm_formula(family: str) -> None:
-    model = small(family, 0, torch.float64)
+    model = build(family, 0, torch.float64)
     path = "post_attention_layernorm" if family == "llama" else "pre_feedforward_layernorm"
     norm, reader = model.model.layers[0].get_submodule(path), model.model.layers[0].mlp.up_proj
     scale, weight = norm.weight.detach() + (family == "gemma3"), reader.weight.detach().clone()
@@ -247,7 +247,7 @@ def test_tied_weights_can_be_untied_for_the_time_being() -> None:
 
 
 def test_foldings_are_restored_last_first() -> None:
-    model = small("llama")
+    model = build("llama")
     before = Snapshot(model)
     first = fold(model)
     second = fold(model, [first.folded[0].path])
@@ -265,7 +265,7 @@ def test_foldings_are_restored_last_first() -> None:
 
 
 def test_a_model_that_is_moved_while_it_is_folded() -> None:
-    model = small("llama")
+    model = build("llama")
     expected = copy.deepcopy(model).half().state_dict()
     with fold(model):
         model.half()
@@ -277,7 +277,7 @@ def test_a_model_that_is_moved_while_it_is_folded() -> None:
 
 
 def test_norms_can_be_chosen() -> None:
-    model = small("llama")
+    model = build("llama")
     with fold(model, ["model.layers.1.input_layernorm"]) as folding:
         assert [norm.path for norm in folding.folded] == ["model.layers.1.input_layernorm"]
         assert folding.refused["model.norm"] == "it was not asked for"
@@ -287,7 +287,7 @@ def test_norms_can_be_chosen() -> None:
 @pytest.mark.parametrize("made_there", [False, True])
 def test_in_inference_mode(made_there: bool) -> None:
     with torch.inference_mode(made_there):
-        model = small("llama")
+        model = build("llama")
     expected, limit = logits(model), fold_limit(model)
     with torch.inference_mode(), fold(model) as folding:
         assert len(folding.folded) == 7
@@ -432,7 +432,7 @@ def test_reader_patches_behind_a_layer_norm_agree(name: str) -> None:
 
 
 def test_a_model_is_not_folded_or_restored_under_a_patcher() -> None:
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model), pytest.raises(ValueError, match="detach the patcher first"):
         fold(model)
     with fold(model) as folding:
@@ -511,8 +511,8 @@ def refused(model: PreTrainedModel, path: str) -> str:
 
 
 def test_refuses_a_norm_whose_output_is_read_elsewhere() -> None:
-    assert "add" in refused(small("gemma3"), "model.layers.0.post_attention_layernorm")
-    assert "not by linear maps alone" in refused(small("gemma3"), "model.layers.0.self_attn.q_norm")
+    assert "add" in refused(build("gemma3"), "model.layers.0.post_attention_layernorm")
+    assert "not by linear maps alone" in refused(build("gemma3"), "model.layers.0.self_attn.q_norm")
     sizes = {
         "hidden_size": 24,
         "ffn_dim": 36,
@@ -556,7 +556,7 @@ def test_refuses_a_norm_that_experts_gather_from() -> None:
 
 def test_refuses_tied_weights() -> None:
     assert "tied to transformer.wte.weight" in refused(gpt2(), "transformer.ln_f")
-    model = small("llama", tie_word_embeddings=False)
+    model = build("llama", tie_word_embeddings=False)
     model.model.layers[0].mlp.up_proj.weight = model.model.layers[2].mlp.up_proj.weight
     assert "model.layers.2.mlp.up_proj.weight" in refused(
         model, "model.layers.0.post_attention_layernorm"
@@ -564,7 +564,7 @@ def test_refuses_tied_weights() -> None:
 
 
 def test_refuses_a_reader_with_other_inputs() -> None:
-    model = small("llama")
+    model = build("llama")
     model.model.layers[0].mlp.up_proj = model.model.layers[1].mlp.up_proj
     message = refused(model, "model.layers.0.post_attention_layernorm")
     assert (
@@ -644,7 +644,7 @@ def test_one_norm_for_both_branches_is_folded() -> None:
 
 
 def test_bad_arguments() -> None:
-    model = small("llama")
+    model = build("llama")
     with pytest.raises(
         ValueError,
         match=re.escape(
@@ -666,7 +666,7 @@ def test_refuses_an_attention_of_another_form() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * math.pi
 
-    model = small("llama")
+    model = build("llama")
     model.model.layers[0].self_attn.o_proj.__class__ = Gated
     with pytest.raises(UnsupportedModelError, match=re.escape("on one token is not x W_V W_O + b")):
         value_output(model, 0)

@@ -6,13 +6,11 @@ import copy
 
 import pytest
 import torch
-from support.models import tokens
+from support.models import build, shallow, tokens
 from support.numeric import noise_limit
-from support.small import small
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, metrics
-from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.algorithm1 import algorithm_1
 from icl_patch.models.block_detection import blocks_of
 
@@ -31,12 +29,8 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["
 IDS = tokens(3, 1, 10)
 
 
-def build(family: str, dtype: torch.dtype) -> nn.Module:
-    return (
-        small(family, 0, dtype)
-        if family in ("gemma3", "llama")
-        else tiny_models.build(family, 0, dtype)
-    )
+def family_model(family: str, dtype: torch.dtype) -> nn.Module:
+    return build(family, 0, dtype) if family in ("gemma3", "llama") else shallow(family, 0, dtype)
 
 
 @torch.no_grad()
@@ -50,7 +44,7 @@ def logits(model: nn.Module, ids: Tensor, position: int = 0) -> Tensor:
 @block_specs
 @dtypes
 def test_algorithm_1_is_the_two_stream_pass(family: str, update: str, dtype: torch.dtype) -> None:
-    model = build(family, dtype)
+    model = family_model(family, dtype)
     # Gemma's update goes through a norm of the class, which computes in fp32
     limit = noise_limit(model, IDS, torch.float32 if family == "gemma3" else dtype)
     state, expected = copy.deepcopy(model.state_dict()), logits(model, IDS)
@@ -83,7 +77,7 @@ def test_algorithm_1_is_for_its_token_and_context() -> None:
     """The updated weights are no better than any others on another token, and another context asks
     for others.
     """
-    model = build("llama", torch.float64)
+    model = family_model("llama", torch.float64)
     blocks = blocks_of(model)
     updated = algorithm_1(model, blocks, IDS)
     other = IDS.clone()
@@ -97,7 +91,7 @@ def test_algorithm_1_is_for_its_token_and_context() -> None:
 
 
 def test_algorithm_1_refuses_experts() -> None:
-    model = tiny_models.build("mixtral", 0, torch.float32)
+    model = shallow("mixtral", 0, torch.float32)
     with pytest.raises(
         ValueError,
         match=r"one MLP and one norm behind it at most, got model\.layers\.0 with others",

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.models import tokens
+from support.models import build, tokens
 from support.numeric import UNIT, noise_floor, noise_limit
-from support.small import small
 from torch import nn
 
 from icl_patch import ContextPatcher, embedded, metrics, verify
@@ -140,7 +139,7 @@ def test_verify_takes_what_a_processor_makes_of_an_image(keep_last: int) -> None
 @pytest.fixture(scope="module")
 def held() -> Iterator[tuple]:
     """An untouched model, a patcher on its copy, and a stable patch of one token a row."""
-    plain = small("gemma3")
+    plain = build("gemma3")
     with ContextPatcher(copy.deepcopy(plain), "stable") as patcher:
         yield plain, patcher, patcher.compute(tokens(0, 2, 7), tokens(1, 2, 1))
 
@@ -155,7 +154,7 @@ def test_merged_weights_give_the_patched_logits_and_are_put_back(held: tuple) ->
 
 
 def test_the_ways_of_holding_a_patch_differ_in_what_they_round() -> None:
-    plain = small("gemma3", dtype=torch.bfloat16)
+    plain = build("gemma3", dtype=torch.bfloat16)
     with ContextPatcher(copy.deepcopy(plain), "stable") as patcher:
         patch = patcher.compute(tokens(0, 2, 7), tokens(1, 2, 1))
         logits = {
@@ -178,7 +177,7 @@ def test_the_ways_of_holding_a_patch_differ_in_what_they_round() -> None:
 
 
 def test_exact_patches_held_as_vectors_are_bit_identical_and_rounding_costs_bits() -> None:
-    model = small("gemma3", dtype=torch.bfloat16)
+    model = build("gemma3", dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     ids = tokens(3, 2, 9)
     run = experiments.Run(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import ragged, shallow, tokens
+from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit
-from support.small import IDS, small, works
+from support.small import IDS, works
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -97,7 +97,7 @@ def test_a_compiled_step_is_the_eager_one(
 
 def test_with_the_whole_compiler() -> None:
     """Of one layer: g++ takes two seconds for each of a layer's kernels."""
-    model = small("llama", num_hidden_layers=1)
+    model = build("llama", num_hidden_layers=1)
     with pytest.MonkeyPatch.context() as patch, ContextPatcher(model, "stable") as patcher:
         eager = steps_of(patcher)
         patch.setattr(graph_partition, "BACKEND", "inductor")
@@ -158,7 +158,7 @@ def test_an_exact_step_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(traced_step, "Regions", Inexact)
     with (
-        ContextPatcher(small("llama")) as patcher,
+        ContextPatcher(build("llama")) as patcher,
         pytest.raises(UnsupportedModelError, match="other bits than the replay"),
     ):
         steps_of(patcher, compile=True)
@@ -167,7 +167,7 @@ def test_an_exact_step_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_compiler_sees_all_but_the_products(family: str, traces: list[Any]) -> None:
     """And the inversion: what it does not see, it cannot fuse."""
-    with ContextPatcher(small(family), "stable") as patcher:
+    with ContextPatcher(build(family), "stable") as patcher:
         steps_of(patcher, compile=True)
         blocks = len(patcher.attached_model.blocks)
     ours = Counter(
@@ -181,7 +181,7 @@ def test_the_compiler_sees_all_but_the_products(family: str, traces: list[Any]) 
 
 
 def test_more_rows_than_are_streamed() -> None:
-    with ContextPatcher(small("llama"), "stable") as patcher:
+    with ContextPatcher(build("llama"), "stable") as patcher:
         ids = tokens(4, 20, 4)
         same(patcher, steps_of(patcher, ids, compile=True, check_every=5), steps_of(patcher, ids))
 
@@ -190,7 +190,7 @@ def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:
     """Other lengths and other weights in the same places find it made; other rows, and the third
     shape of all, do not.
     """
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model, "stable") as patcher:
         for length in (5, 9, 1):
             ids = tokens(length, 2, length)
@@ -234,7 +234,7 @@ def test_another_setting_beneath_a_patched_module_makes_another_step(traces: lis
 
 
 def test_another_hook_makes_another_step(traces: list[Any]) -> None:
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model, "stable") as patcher:
         expected = steps_of(patcher)
         handle = model.model.layers[0].register_forward_hook(lambda _module, _args, out: out + 1)
@@ -249,7 +249,7 @@ def test_another_model_makes_another_step(traces: list[Any]) -> None:
     """Whatever of it was changed: a forward put in another's place, where an object of Python may
     have the same id, a setting, a hook.
     """
-    model = small("llama")
+    model = build("llama")
     block = model.model.layers[0]
     with ContextPatcher(model, "stable") as patcher:
         for factor in (1.0, 0.5, 2.0):
@@ -275,7 +275,7 @@ def test_another_model_makes_another_step(traces: list[Any]) -> None:
 )
 def test_a_step_that_looks_at_its_numbers(look: Callable[[Tensor], float]) -> None:
     """What it found while it was traced would be there for good."""
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model, "stable") as patcher:
         hook = model.model.norm.register_forward_hook(
             lambda _module, _args, out: out * (1.5 if look(out[0, -1]) > 0 else 0.5)
@@ -299,7 +299,7 @@ def test_the_room_of_a_step() -> None:
 
 def test_generations_beside_each_other_do_not_mix(traces: list[Any]) -> None:
     others = tokens(5, 2, 7)
-    with ContextPatcher(small("llama"), "stable") as patcher:
+    with ContextPatcher(build("llama"), "stable") as patcher:
         arguments: dict = {"max_new_tokens": 5, "eos_token_id": None}
         pairs = list(
             zip(
@@ -326,7 +326,7 @@ def test_patches_outlive_their_steps() -> None:
     """Asked for when all is over, and after another generation on the same buffers; a row that has
     ended has none.
     """
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model, "stable") as patcher:
         ends = int(steps_of(patcher)[1].token_ids[0])
         steps = steps_of(
@@ -350,7 +350,7 @@ def test_patches_outlive_their_steps() -> None:
 
 
 def test_what_no_patch_can_do_is_said_and_undone(traces: list[Any]) -> None:
-    model = small("llama")
+    model = build("llama")
     for layer in model.model.layers:
         layer.self_attn.v_proj.weight.data.mul_(2)
     zeros = IDS.clone()
@@ -368,14 +368,14 @@ def test_what_no_patch_can_do_is_said_and_undone(traces: list[Any]) -> None:
 
 
 def test_in_inference_mode() -> None:
-    with ContextPatcher(small("llama"), "stable") as patcher:
+    with ContextPatcher(build("llama"), "stable") as patcher:
         with torch.inference_mode():
             same(patcher, steps_of(patcher, compile=True), steps_of(patcher))
         same(patcher, steps_of(patcher, compile=True), steps_of(patcher))
 
 
 def test_as_a_decoding_method(traces: list[Any]) -> None:
-    model = small("gemma3")
+    model = build("gemma3")
     arguments: dict = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     expected = model.generate(IDS, **arguments)
     with ContextPatcher(model, "stable") as patcher:
@@ -420,7 +420,7 @@ def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_compiled() -> None:
-    with ContextPatcher(small("llama"), "exact") as patcher:
+    with ContextPatcher(build("llama"), "exact") as patcher:
         for arguments in ({"mode": "two_pass"}, {"arithmetic": "model"}):
             with pytest.raises(ValueError, match=r"without compile.*compile=True"):
                 patcher.generate(IDS, compile=True, max_new_tokens=2, **arguments)
@@ -439,7 +439,7 @@ def test_what_cannot_be_compiled() -> None:
         ):
             patcher.generate(tokens(0, 1, 5), compile=True)
     with torch.inference_mode():
-        model = small("llama")
+        model = build("llama")
     with ContextPatcher(model, "stable") as patcher:
         steps_of(patcher)
         with pytest.raises(UnsupportedModelError, match="weights made outside of inference mode"):

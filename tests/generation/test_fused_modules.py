@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.generation import prefilled
-from support.models import ragged, tokens
+from support.models import ragged, shallow, tokens
 from support.numeric import UNIT, noise_limit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,7 +82,7 @@ def test_what_is_found_does_what_the_module_does(family: str, dtype: torch.dtype
 def test_a_step_is_the_same_without(
     family: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids = tiny_models.build(family), tokens(0, 3, 9) % tiny_models.VOCABULARY
+    model, ids = shallow(family), tokens(0, 3, 9) % tiny_models.VOCABULARY
     arguments: dict = {
         "context_mask": ragged(3, 9, side="left"),
         "max_new_tokens": 3,
@@ -142,7 +142,7 @@ class _Counted(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_a_step_takes_fewer_operators_than_the_models_own(family: str) -> None:
     """Although it computes and applies every layer's patch on the way."""
-    model, ids = tiny_models.build(family), tokens(0, 1, 9) % tiny_models.VOCABULARY
+    model, ids = shallow(family), tokens(0, 1, 9) % tiny_models.VOCABULARY
     cache = DynamicCache(config=model.config)
     run: Any = model
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_without_a_context_nothing_changes(
     both = itertools.product(dtypes, modes)
     # tracing takes seconds, and the dtype changes nothing of a mode's graph but its dtypes
     for dtype, mode in zip(dtypes, modes * 2, strict=False) if compiled else both:
-        with ContextPatcher(tiny_models.build(family, dtype=dtype), "stable") as patcher:
+        with ContextPatcher(shallow(family, dtype=dtype), "stable") as patcher:
             step = next(patcher.generate(ids, max_new_tokens=1, mode=mode, compile=compiled))
             for layer in step.patch.layers:
                 assert all(

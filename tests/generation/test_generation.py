@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import build, case, ragged, tokens
 from support.numeric import noise_floor, noise_limit
-from support.small import IDS, families, small, updates, works
+from support.small import IDS, families, updates, works
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
@@ -67,7 +67,7 @@ def test_generation_says_what_the_model_says(family: str, dtype: torch.dtype) ->
 @families
 @updates
 def test_every_step_is_what_its_patch_replays(family: str, update: str) -> None:
-    model, ids, mask = small(family), tokens(8, 3, 9), ragged(3, 9, side="left")
+    model, ids, mask = build(family), tokens(8, 3, 9), ragged(3, 9, side="left")
     current, limit = ids[:, -1], noise_limit(model)
     with ContextPatcher(model, update) as patcher:
         steps = list(patcher.generate(ids, context_mask=mask, max_new_tokens=5))
@@ -94,7 +94,7 @@ def test_a_context_of_one_token(family: str, update: str) -> None:
     """At the first step there is nothing to absorb and the readers stay as they are; after it there
     is.
     """
-    model, ids = small(family), tokens(9, 2, 1)
+    model, ids = build(family), tokens(9, 2, 1)
     with torch.no_grad():
         bare = model(ids).logits[:, -1]
     with ContextPatcher(model, update) as patcher:
@@ -126,7 +126,7 @@ def test_two_generations_do_not_mix(family: str, update: str) -> None:
     alone.
     """
     first, second = tokens(10, 2, 6), tokens(11, 3, 9)
-    with ContextPatcher(small(family), update) as patcher:
+    with ContextPatcher(build(family), update) as patcher:
         alone = [list(patcher.generate(ids, max_new_tokens=3)) for ids in (first, second)]
         generations = [patcher.generate(ids, max_new_tokens=3) for ids in (first, second)]
         for number in range(3):
@@ -150,7 +150,7 @@ def test_generation_under_autocast(family: str, update: str, mode: str) -> None:
     """In the dtype that autocast says, also for a patcher that has generated without it: the
     model's own logits up to its rounding.
     """
-    model, ids = small(family), tokens(7, 2, 8)
+    model, ids = build(family), tokens(7, 2, 8)
     settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     arguments = settings | {"output_logits": True, "return_dict_in_generate": True}
     settings["mode"] = mode

@@ -9,14 +9,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.models import build, ragged, tokens
+from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit
-from support.small import IDS, KEPT, Snapshot, small
+from support.small import IDS, KEPT, Snapshot
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
-from icl_patch.evaluation import tiny_models
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "generation"
 
@@ -48,7 +47,7 @@ def test_generate_with_our_decoding_method(family: str, update: str, mode: str) 
     """The same call with and without it: the same sequences, and as many scores and logits, of the
     same size.
     """
-    model, ids, mask = small(family), tokens(3, 3, 9), ragged(3, 9, side="left")
+    model, ids, mask = build(family), tokens(3, 3, 9), ragged(3, 9, side="left")
     arguments = {
         "max_new_tokens": 6,
         "do_sample": True,
@@ -105,7 +104,7 @@ class _Counter(BaseStreamer):
 
 
 def test_what_was_not_asked_for_is_not_kept() -> None:
-    model = small("llama", vocab_size=101)
+    model = build("llama", vocab_size=101)
     with ContextPatcher(model, "stable") as patcher:
         counter = _Counter(101)
         model.generate(
@@ -119,7 +118,7 @@ def test_what_was_not_asked_for_is_not_kept() -> None:
 
 def test_the_decoding_method_in_each_arithmetic() -> None:
     """Its logits are those of :meth:`ContextPatcher.generate`, bit for bit, and refused alike."""
-    model, ids = small("llama"), tokens(3, 3, 40)
+    model, ids = build("llama"), tokens(3, 3, 40)
     arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     outputs = {"return_dict_in_generate": True, "output_logits": True}
     chosen = {}
@@ -134,17 +133,17 @@ def test_the_decoding_method_in_each_arithmetic() -> None:
         assert not torch.equal(chosen["model"], chosen["batch_invariant"])
         with pytest.raises(ValueError, match="expected arithmetic auto, model, batch_invariant"):
             patcher.decoding_method(arithmetic="exact")
-    with ContextPatcher(tiny_models.build("llama4")) as patcher:
+    with ContextPatcher(shallow("llama4")) as patcher:
         method = patcher.decoding_method(arithmetic="batch_invariant")
         with pytest.raises(UnsupportedModelError, match="its experts scale their input"):
             patcher.model.generate(ids, **arguments, custom_generate=method)
 
 
 def test_the_decoding_method_of_another_model() -> None:
-    with ContextPatcher(small("llama"), "stable") as patcher:
+    with ContextPatcher(build("llama"), "stable") as patcher:
         method = patcher.decoding_method()
         with pytest.raises(ValueError, match="expected the model that the patcher is attached to"):
-            small("llama", 1).generate(IDS, max_new_tokens=2, custom_generate=method)
+            build("llama", 1).generate(IDS, max_new_tokens=2, custom_generate=method)
     with pytest.raises(ValueError, match="detached"):
         patcher.model.generate(IDS, max_new_tokens=2, custom_generate=method)
 
@@ -155,11 +154,7 @@ def test_an_applied_patch_is_its_tokens_change(family: str, update: str) -> None
     """On its own token the changed weights give the context's logits; on others, those of the
     materialised weights.
     """
-    model = (
-        build(family, 2)
-        if family in ("gemma3", "llama", "llama-tied")
-        else tiny_models.build(family, 2)
-    )
+    model = build(family, 2) if family in ("gemma3", "llama", "llama-tied") else shallow(family, 2)
     before = Snapshot(model)
     with ContextPatcher(model, update) as patcher:
         patch = patcher.compute(tokens(5, 2, 7), tokens(6, 2, 1))
@@ -200,15 +195,11 @@ def test_an_applied_patch_is_its_tokens_change(family: str, update: str) -> None
 
 
 def stock(family: str) -> torch.nn.Module:
-    return (
-        build(family, 2)
-        if family in ("gemma3", "llama", "llama-tied")
-        else tiny_models.build(family, 2)
-    )
+    return build(family, 2) if family in ("gemma3", "llama", "llama-tied") else shallow(family, 2)
 
 
 def test_a_token_is_chosen_and_bad_choices_are_named(tmp_path: Path) -> None:
-    model = small("llama")
+    model = build("llama")
     kept = ragged(2, 3, side="right")  # rows of 3 and 1 tokens
     with ContextPatcher(model, "stable") as patcher:
         patch = patcher.compute(IDS, KEPT, kept_mask=kept)
@@ -251,7 +242,7 @@ def test_a_token_is_chosen_and_bad_choices_are_named(tmp_path: Path) -> None:
 
 
 def test_experts_are_not_changed_for_other_tokens() -> None:
-    with ContextPatcher(tiny_models.build("mixtral", 0), "stable") as patcher:
+    with ContextPatcher(shallow("mixtral", 0), "stable") as patcher:
         patch = patcher.compute(IDS, KEPT)
         with (
             pytest.raises(UnsupportedModelError, match=r"model\.layers\.0 has experts"),

@@ -10,10 +10,9 @@ import torch
 from support.generation import prefilled
 from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit
-from support.small import IDS, Snapshot, small, works
+from support.small import IDS, Snapshot, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
-from icl_patch.evaluation import tiny_models
 from icl_patch.generation.decode_mode_checks import require_shared_cache
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
@@ -78,7 +77,7 @@ def test_a_fast_step_is_what_its_patch_replays(family: str) -> None:
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
-    model = tiny_models.build(family, 1)
+    model = shallow(family, 1)
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
         with pytest.raises(
@@ -91,7 +90,7 @@ def test_what_it_does_not_cover_is_refused_by_name(family: str) -> None:
 
 
 def test_updates_of_two_passes_are_refused() -> None:
-    with ContextPatcher(small("gemma3"), "direct") as patcher:
+    with ContextPatcher(build("gemma3"), "direct") as patcher:
         with pytest.raises(
             ValueError, match="one pass with mode='shared_cache', 'direct' takes two passes"
         ):
@@ -125,7 +124,7 @@ def test_the_trial_notices_a_wrong_stream(
         }[fault]()
 
     monkeypatch.setattr(SharedCacheStreams, "_alone", wrong)
-    model = tiny_models.build(family)
+    model = shallow(family)
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
         with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
@@ -152,14 +151,14 @@ def test_a_fault_that_begins_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(SharedCacheStreams, "_alone", wrong)
     for family in ("llama", "mixtral"):
         expected = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
-        with ContextPatcher(tiny_models.build(family), "stable") as patcher, expected:
+        with ContextPatcher(shallow(family), "stable") as patcher, expected:
             require_shared_cache(patcher.decoder)
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp.experts", "mlp.gate"])
 def test_a_hook_that_is_put_there_later(name: str) -> None:
     """It is tried again: what a hook does to both streams, the writers cannot know of."""
-    model = tiny_models.build("mixtral")
+    model = shallow("mixtral")
     with ContextPatcher(model, "stable") as patcher:
         arguments: dict = {
             "max_new_tokens": 2,
@@ -168,7 +167,7 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
             "eos_token_id": None,
         }
         assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
-        module = model.model.layers[1].get_submodule(name)
+        module = model.model.layers[0].get_submodule(name)
         scaled = (
             (lambda out: (out[0], 1.5 * out[1], out[2]))
             if name == "mlp.gate"
@@ -185,7 +184,7 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
 
 def test_a_forward_that_is_put_there_later() -> None:
     """Is run, and is there afterwards."""
-    model = small("llama")
+    model = build("llama")
     block = model.model.layers[0]
     with ContextPatcher(model, "stable") as patcher:
         before = [
@@ -213,7 +212,7 @@ def test_a_forward_that_is_put_there_later() -> None:
 
 
 def test_something_between_attention_and_its_projection_is_refused() -> None:
-    model = small("llama")
+    model = build("llama")
     attention = model.model.layers[2].self_attn
     hook = attention.o_proj.register_forward_pre_hook(
         lambda _module, args: (2 * args[0],), prepend=True
@@ -232,7 +231,7 @@ def test_something_between_attention_and_its_projection_is_refused() -> None:
 )
 def test_its_cache_has_one_row_a_sequence(way: DecodeMode, rows: int) -> None:
     with ContextPatcher(
-        small("llama"), "exact" if way is DecodeMode.TWO_PASS else "stable"
+        build("llama"), "exact" if way is DecodeMode.TWO_PASS else "stable"
     ) as patcher:
         ids = tokens(0, 3, 7)
         state = prefilled(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)

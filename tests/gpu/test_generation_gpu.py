@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from support.models import ragged, tokens
+from support.models import build, ragged, tokens
 from support.numeric import noise_floor, noise_limit
-from support.small import small
 
 from icl_patch import ContextPatcher, metrics
 
@@ -21,7 +20,7 @@ pytestmark = [
 )
 def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torch.dtype) -> None:
     """Captured once, for the next context too; a compiled one rounds elsewhere."""
-    model = small("llama", 1, dtype).cuda()
+    model = build("llama", 1, dtype).cuda()
     # 10 floors of bf16 are everything
     near = noise_limit(model) if dtype == torch.float32 else 2 * noise_floor(model)
     with ContextPatcher(model, "stable") as patcher:
@@ -60,7 +59,7 @@ def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torc
 
 
 def test_the_exact_step_has_the_models_bits() -> None:
-    model, ids = small("gemma3", 1, torch.bfloat16).cuda(), tokens(7, 3, 9).cuda()
+    model, ids = build("gemma3", 1, torch.bfloat16).cuda(), tokens(7, 3, 9).cuda()
     with ContextPatcher(model, "exact") as patcher:
         for step in patcher.generate(ids, max_new_tokens=8, eos_token_id=None, check_every=1):
             assert step.check is not None
@@ -70,7 +69,7 @@ def test_the_exact_step_has_the_models_bits() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compile", ["cuda_graph", "inductor", "inductor+cuda_graph"])
 def test_a_captured_exact_step_has_the_bits_of_its_replay(compile: str, dtype: torch.dtype) -> None:
-    model, ids = small("gemma3", 1, dtype).cuda(), tokens(7, 3, 9).cuda()
+    model, ids = build("gemma3", 1, dtype).cuda(), tokens(7, 3, 9).cuda()
     with ContextPatcher(model, "exact") as patcher:
         arguments: dict = {"max_new_tokens": 8, "eos_token_id": None, "check_every": 1}
         for step in patcher.generate(ids, compile=compile, **arguments):

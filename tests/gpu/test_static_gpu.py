@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tokens
-from support.small import small
+from support.models import build, tokens
 from support.static import random_example
 
 from icl_patch import static
@@ -28,10 +27,10 @@ def test_every_way_of_a_static_patch(family: str, method: str, tmp_path: Path) -
         "distillation": Distillation(steps=4, check_every=2),
         "state": tmp_path / "state",
     }
-    model = small(family).cuda()
+    model = build(family).cuda()
     patch = fit(model, [example], method, **options)
     again = fit(model, [example], method, **options)  # from the files
-    on_cpu = fit(small(family), [example], method, **{**options, "state": None})
+    on_cpu = fit(build(family), [example], method, **{**options, "state": None})
     for path, change in patch.changes.items():
         assert torch.equal(change.dense().cpu(), again.changes[path].dense().cpu())
         expected = on_cpu.changes[path].dense()

@@ -6,13 +6,12 @@ import threading
 
 import pytest
 import torch
-from support.models import build, tokens
+from support.models import build, shallow, tokens
 from support.numeric import noise_limit
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as TABLE
 from transformers.models.bloom import modeling_bloom
 
 from icl_patch import metrics
-from icl_patch.evaluation import tiny_models
 from icl_patch.models.attention_mask import Visibility, restricted_attention
 from icl_patch.recording.residual_sum import ResidualSum
 
@@ -31,7 +30,7 @@ def nothing_hidden(rows: int, width: int) -> Visibility:
 
 
 def test_nothing_is_left_behind() -> None:
-    before, model = state(), tiny_models.build("bloom")
+    before, model = state(), shallow("bloom")
     with restricted_attention(model, nothing_hidden(2, 3)):
         assert state() != before
     assert state() == before
@@ -70,7 +69,7 @@ def test_another_thread_sees_nothing_of_it() -> None:
 def test_hidden_tokens_are_as_if_they_were_not_there() -> None:
     """Against the model on the other tokens alone, at their positions."""
     for family in ("llama", "gemma2", "bloom", "falcon-rw", "gptj"):
-        model, ids = tiny_models.build(family), tokens(0, 2, 7)
+        model, ids = shallow(family), tokens(0, 2, 7)
         visible = torch.ones(2, 7, dtype=torch.bool)
         visible[:, :3] = False
         with restricted_attention(model, Visibility(visible)):
@@ -94,7 +93,7 @@ def test_alibi_of_given_positions() -> None:
     whole = modeling_bloom.build_alibi_tensor(
         torch.ones(2, 10, dtype=torch.long), 4, torch.float32
     ).reshape(2, 4, 10)
-    with restricted_attention(tiny_models.build("bloom"), Visibility(mask.bool(), None, positions)):
+    with restricted_attention(shallow("bloom"), Visibility(mask.bool(), None, positions)):
         made = modeling_bloom.build_alibi_tensor(mask, 4, torch.float32).reshape(2, 4, 4)
     for row in range(2):
         assert torch.equal(made[row], whole[row][:, positions[row]])

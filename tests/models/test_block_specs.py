@@ -14,7 +14,7 @@ import transformers
 from support import image_models
 from support.generation import prefilled
 from support.growing_context import GrowingContext
-from support.models import EXPERTS, Stock, build, case, ragged, tokens
+from support.models import EXPERTS, Stock, build, case, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit, within_roundings
 from support.quantised import Int8Linear
 from support.small import works
@@ -41,7 +41,7 @@ def form_of(family: str, layer: int = 0, **changes: Any) -> Any:
 
 def test_every_entry_of_the_zoo_has_the_writer_it_names() -> None:
     for family, entry in tiny_models.SUPPORTED.items():
-        writers = {block.spec.writer.value for block in blocks_of(tiny_models.build(family))}
+        writers = {block.spec.writer.value for block in blocks_of(shallow(family))}
         assert entry.writer in writers, family
 
 
@@ -251,7 +251,7 @@ class PackedExperts(nn.Module):
 
 @pytest.mark.parametrize("kind", ["packed", "float8"])
 def test_quantised_experts_are_refused_with_a_cure(kind: str) -> None:
-    model = tiny_models.build("mixtral")
+    model = shallow("mixtral")
     mlp = model.model.layers[0].mlp
     if kind == "packed":
         mlp.experts = PackedExperts(mlp.experts)
@@ -284,7 +284,7 @@ def test_a_window_that_only_the_cache_keeps_is_refused() -> None:
 def test_norms_that_end_a_block_in_fp64(family: str, update: str) -> None:
     """Their scale is fp64 too; the model itself normalises in fp32."""
     model, context, kept = (
-        tiny_models.build(family, 0, torch.float64),
+        shallow(family, 0, torch.float64),
         tokens(0, 2, 11),
         tokens(1, 2, 3),
     )
@@ -304,7 +304,7 @@ IMAGES = {"gemma3-vision": 4, "llava": 16}
 def with_image(
     family: str, dtype: torch.dtype
 ) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
-    count, model = IMAGES[family], tiny_models.build(family, 0, dtype)
+    count, model = IMAGES[family], shallow(family, 0, dtype)
     context, kept = tokens(0, 2, count + 6) % 90 + 1, tokens(1, 2, 4) % 90 + 1
     context[:, 2 : 2 + count] = tiny_models.IMAGE_TOKEN
     pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -506,7 +506,7 @@ def test_an_adapter_is_one_linear_map_with_its_base(update: str) -> None:
 )
 def test_generation_says_what_the_model_says(family: str) -> None:
     model, ids, mask = (
-        tiny_models.build(family, 1, torch.bfloat16),
+        shallow(family, 1, torch.bfloat16),
         tokens(7, 3, 9),
         ragged(3, 9, side="left"),
     )
@@ -545,7 +545,7 @@ def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -
     has no state before it does.
     """
     model, ids, mask = (
-        tiny_models.build(family),
+        shallow(family),
         torch.tensor([[5, 6], [33, 7]]),
         torch.tensor([[True, True], [False, True]]),
     )
@@ -569,7 +569,7 @@ def test_padding_in_a_head_of_one_column_is_no_token(family: str, update: str) -
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gemma4-moe", "bloom", "falcon-rw"])
 def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> None:
     """Padded rows; a context of one token, for which no layer has keys yet; unused columns."""
-    model, ids, mask = tiny_models.build(family), tokens(4, 2, 5), ragged(2, 5, side="left")
+    model, ids, mask = shallow(family), tokens(4, 2, 5), ragged(2, 5, side="left")
     limit = noise_limit(model)
     with ContextPatcher(model, "stable") as patcher:
         for part in (slice(0, 5), slice(4, 5)):
@@ -596,7 +596,7 @@ def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> Non
 @pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "qwen3_next"])
 def test_two_generations_on_a_recurrent_model_do_not_mix(family: str) -> None:
     """Their states belong to their caches, also where a class keeps its state in its modules."""
-    with ContextPatcher(tiny_models.build(family, 2)) as patcher:
+    with ContextPatcher(shallow(family, 2)) as patcher:
         alone = [GrowingContext(patcher, tokens(seed, 2, 6)) for seed in (0, 1)]
         expected = [[step_of(history) for _ in range(3)] for history in alone]
         mixed = [GrowingContext(patcher, tokens(seed, 2, 6)) for seed in (0, 1)]
@@ -629,7 +629,7 @@ def step_of(history: GrowingContext) -> Tensor:
 )
 def test_changes_are_those_of_the_parameters(family: str) -> None:
     """Names and shapes are the model's, and ``norms`` are the sizes of what is materialised."""
-    model, arguments = tiny_models.build(family, 0), case("span")
+    model, arguments = shallow(family, 0), case("span")
     parameters = dict(model.named_parameters())
     with ContextPatcher(model, "direct") as patcher:
         patch = patcher.compute(**arguments)
@@ -650,7 +650,7 @@ def test_changes_are_those_of_the_parameters(family: str) -> None:
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_hold_factors_of_the_active_ones_only(family: str) -> None:
-    model, arguments = tiny_models.build(family, 0), case("span")
+    model, arguments = shallow(family, 0), case("span")
     with ContextPatcher(model, "direct") as patcher:
         patch = patcher.compute(**arguments)
     found = [
@@ -668,7 +668,7 @@ def test_experts_hold_factors_of_the_active_ones_only(family: str) -> None:
 
 
 def test_conv1d_is_transposed() -> None:
-    model = tiny_models.build("gpt2")
+    model = shallow("gpt2")
     assert isinstance(model.transformer.h[0].mlp.c_fc, Conv1D)
 
 
@@ -682,7 +682,7 @@ def test_windows_chunks_and_alibi_count_positions(family: str) -> None:
     """The two-stream pass has every slot, the replay lacks the absorbed ones: they agree, so
     windows, chunks and alibi do.
     """
-    model = tiny_models.build(family, 5)
+    model = shallow(family, 5)
     with ContextPatcher(model, "direct") as patcher:
         for name in ("prefix", "spans"):
             computed = patcher.attached_model.compute(assemble(**case(name, 5)))

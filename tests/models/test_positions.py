@@ -30,11 +30,12 @@ LONGROPE: dict[str, Any] = {
     "rope_theta": 10000.0,
     "original_max_position_embeddings": SWITCH,
 }
+TWO_LAYERS = {"num_hidden_layers": 2}
 LENGTH = {"original_max_position_embeddings": SWITCH}
 
 
 def phi3(**changes: Any) -> PreTrainedModel:
-    return tiny_models.build("phi3", rope_parameters=LONGROPE, **LENGTH, **changes)
+    return tiny_models.build("phi3", rope_parameters=LONGROPE, **LENGTH, **TWO_LAYERS | changes)
 
 
 def gemma3() -> PreTrainedModel:
@@ -43,7 +44,8 @@ def gemma3() -> PreTrainedModel:
         "full_attention": LONGROPE,
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    return tiny_models.build("gemma3", rope_parameters=kinds)
+    types = {"layer_types": ["sliding_attention", "full_attention"]}
+    return tiny_models.build("gemma3", rope_parameters=kinds, **TWO_LAYERS, **types)
 
 
 def phimoe() -> PreTrainedModel:
@@ -51,7 +53,7 @@ def phimoe() -> PreTrainedModel:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     rope = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.7}
     config = transformers.PhimoeConfig(
-        **tiny_models._COMMON, **experts, **LENGTH, rope_parameters=rope
+        **tiny_models._COMMON | TWO_LAYERS, **experts, **LENGTH, rope_parameters=rope
     )
     return randomised(transformers.PhimoeForCausalLM, config)
 

@@ -13,17 +13,7 @@ import torch.nn.functional as F
 import transformers
 from support.models import build, case, ragged, randomised, tokens
 from support.numeric import noise_limit
-from support.small import (
-    IDS,
-    KEPT,
-    Snapshot,
-    checkpointing,
-    families,
-    plain_logits,
-    small,
-    updates,
-    works,
-)
+from support.small import IDS, KEPT, Snapshot, checkpointing, families, plain_logits, updates, works
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
@@ -54,13 +44,13 @@ def test_what_is_no_language_model_is_refused() -> None:
 def test_a_llama_without_a_language_model_head_is_refused(
     kind: str, pad_token_id: int | None
 ) -> None:
-    config = small("llama", pad_token_id=pad_token_id).config
+    config = build("llama", pad_token_id=pad_token_id).config
     with pytest.raises(UnsupportedModelError, match=kind):
         ContextPatcher(getattr(transformers, kind)(config).eval())
 
 
 def test_a_model_on_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small("llama")
+    model = build("llama")
     parameters = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu")]
     monkeypatch.setattr(model, "parameters", lambda: parameters)
     with pytest.raises(UnsupportedModelError, match="on one device, got cpu, cuda:0: load it onto"):
@@ -68,7 +58,7 @@ def test_a_model_on_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_attention_without_a_mask_is_refused() -> None:
-    model = small("llama")
+    model = build("llama")
     for implementation in ("flash_attention_2", "flex_attention", "paged|sdpa"):
         model.config._attn_implementation = implementation
         with pytest.raises(
@@ -93,7 +83,7 @@ class Adapted(nn.Module):
 
 
 def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
-    model = small("llama")
+    model = build("llama")
     with pytest.raises(UnsupportedModelError, match=r"expected .* model\._orig_mod; got Optimized"):
         ContextPatcher(torch.compile(model))
     with pytest.raises(UnsupportedModelError, match=r"expected model\.get_base_model\(\)"):
@@ -107,8 +97,8 @@ def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
 
 def test_weights_and_ids_without_values_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="weights of LlamaForCausalLM in memory, "):
-        ContextPatcher(small("llama").to("meta"))
-    model = small("llama")
+        ContextPatcher(build("llama").to("meta"))
+    model = build("llama")
     with pytest.raises(UnsupportedModelError, match="default device"), torch.device("meta"):
         ContextPatcher(model)
     with ContextPatcher(model) as patcher:
@@ -145,7 +135,7 @@ def test_an_mlp_beyond_the_range_of_fp16_is_refused_with_a_cure(
 
 
 def test_a_patcher_in_place_of_its_model_is_refused(tmp_path: Path) -> None:
-    with ContextPatcher(small("llama")) as patcher:
+    with ContextPatcher(build("llama")) as patcher:
         patcher.compute(IDS, KEPT).save(tmp_path / "patch.safetensors")
         with pytest.raises(TypeError, match="expected a model of transformers, got ContextPatcher"):
             ContextPatch.load(tmp_path / "patch.safetensors", patcher)
@@ -169,7 +159,7 @@ class LeakingAttention(LlamaAttention):
 
 
 def test_attention_that_lets_a_trace_of_hidden_tokens_through_is_refused() -> None:
-    model: Any = small("llama")
+    model: Any = build("llama")
     for layer in model.model.layers:
         layer.self_attn.__class__ = LeakingAttention
     with pytest.raises(UnsupportedModelError, match="lets the reduced rows see absorbed tokens"):
@@ -178,11 +168,11 @@ def test_attention_that_lets_a_trace_of_hidden_tokens_through_is_refused() -> No
 
 def test_an_unknown_update_and_training_are_refused() -> None:
     with pytest.raises(ValueError, match="expected update direct, stable, exact, got 'best'"):
-        ContextPatcher(small("llama"), "best")
+        ContextPatcher(build("llama"), "best")
     with pytest.raises(ValueError, match="dropout"):
-        ContextPatcher(small("llama", attention_dropout=0.1).train())
+        ContextPatcher(build("llama", attention_dropout=0.1).train())
     # without dropout training changes nothing
-    with ContextPatcher(small("llama").train()) as patcher:
+    with ContextPatcher(build("llama").train()) as patcher:
         works(patcher)
 
 
@@ -197,7 +187,7 @@ def test_training_that_changes_what_is_computed_is_refused(reason: str) -> None:
     """When attaching, and when it begins later, in the model or in one block; once it is over
     everything works.
     """
-    model = small("llama", attention_dropout=0.1 if reason == "dropout" else 0.0)
+    model = build("llama", attention_dropout=0.1 if reason == "dropout" else 0.0)
     if reason == "gradient checkpointing":
         checkpointing(model)
     with pytest.raises(ValueError, match=f"training with {reason}"):
@@ -306,7 +296,7 @@ class ThirdReader(LlamaMLP):
 
 
 def disguised(kind: type[nn.Module]) -> nn.Module:
-    model = small("llama")
+    model = build("llama")
     for layer in model.model.layers:
         (layer.mlp if issubclass(kind, LlamaMLP) else layer).__class__ = kind
     return model
@@ -369,7 +359,7 @@ def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
 
 
 def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
-    model = small("llama")
+    model = build("llama")
     model.config.layer_types = ["minimax_m3_sparse"] * 2
     with pytest.raises(
         UnsupportedModelError, match="LlamaForCausalLM finds blocks of its cache by positions"
@@ -398,7 +388,7 @@ def test_a_class_nobody_listed_works_if_its_form_is_known(update: str) -> None:
 
 
 def test_an_mlp_that_two_blocks_share_is_refused() -> None:
-    model = small("llama")
+    model = build("llama")
     model.model.layers[1].mlp = model.model.layers[0].mlp
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1"):
         ContextPatcher(model)
@@ -504,7 +494,7 @@ def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:
 
 def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
     patch = llama_patcher.compute(IDS, KEPT)
-    for model in (small("llama", 7), small("llama", 0, torch.bfloat16), small("gemma3")):
+    for model in (build("llama", 7), build("llama", 0, torch.bfloat16), build("gemma3")):
         with (
             ContextPatcher(model) as other,
             pytest.raises(FingerprintMismatch, match="got one of LlamaForCausalLM"),
@@ -516,7 +506,7 @@ def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
     with pytest.raises(ValueError, match="a part of one"):
         llama_patcher.forward(part.kept_ids, part)
     # computed on these weights, by another update: it is a change of weights like any other
-    with ContextPatcher(small("llama"), "direct") as direct:
+    with ContextPatcher(build("llama"), "direct") as direct:
         assert metrics.linf(direct.forward(KEPT, patch), patch.logits).max() <= noise_limit(
             direct.model
         )
@@ -525,7 +515,7 @@ def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
 def test_a_patch_of_another_tokenizer_is_not_applied() -> None:
     from icl_patch.evaluation.embedded.train import build_tokenizer
 
-    model, other = small("llama"), build_tokenizer()
+    model, other = build("llama"), build_tokenizer()
     other.add_tokens(["<another>"])
     with ContextPatcher(model, tokenizer=build_tokenizer()) as patcher:
         patch = patcher.compute(IDS, KEPT)
@@ -555,7 +545,7 @@ def test_z_is_zero(family: str, update: str) -> None:
     """A token with an embedding of 0, alone: its residual stream is 0 without the context and is
     not with it.
     """
-    model = small(family)
+    model = build(family)
     model.get_input_embeddings().weight.data[5] = 0
     kept = KEPT.clone()
     kept[1, 0] = 5
@@ -569,7 +559,7 @@ def test_z_is_zero(family: str, update: str) -> None:
 
 @updates
 def test_the_token_is_named_by_its_place_among_the_kept_ones(update: str) -> None:
-    model = small("llama")
+    model = build("llama")
     model.get_input_embeddings().weight.data[5] = 0
     kept = KEPT.clone()
     kept[1, 0] = 5
@@ -586,7 +576,7 @@ def test_h_is_zero_for_some_tokens(update: str) -> None:
     """A gate of ReLU that one direction of z closes: the first kept token in which it is closed is
     named.
     """
-    model = small("llama", hidden_act="relu")
+    model = build("llama", hidden_act="relu")
     ids = torch.cat([IDS, KEPT], 1)
     seen: list[Tensor] = []
     with torch.no_grad():
@@ -614,7 +604,7 @@ def test_h_is_zero_everywhere(update: str) -> None:
     """In Gemma the direct update does not touch the output matrix; there it is the norm's input
     that is 0.
     """
-    model = small("gemma3")
+    model = build("gemma3")
     model.model.layers[2].mlp.gate_proj.weight.data.zero_()
     with ContextPatcher(model, update) as patcher:
         condition = (
@@ -634,7 +624,7 @@ def test_a_dead_row_of_the_output_matrix(update: str) -> None:
     """Its norm is 0: no scale can reach through it, which is all a direct update has; the others
     use the matrix.
     """
-    model = small("gemma3")
+    model = build("gemma3")
     model.model.layers[1].mlp.down_proj.weight.data[11] = 0
     with ContextPatcher(model, update) as patcher:
         if update == "direct":
@@ -651,7 +641,7 @@ def test_a_dead_row_of_the_output_matrix(update: str) -> None:
 @updates
 def test_nothing_is_refused_where_nothing_has_to_change(family: str, update: str) -> None:
     """z = 0 and h = 0 do not matter in a block whose attention the context does not change."""
-    model = small(family)
+    model = build(family)
     layer = model.model.layers[0]
     layer.mlp.gate_proj.weight.data.zero_()
     layer.self_attn.o_proj.weight.data.zero_()
@@ -662,7 +652,7 @@ def test_nothing_is_refused_where_nothing_has_to_change(family: str, update: str
 @families
 @updates
 def test_nan_stays_in_its_row(family: str, update: str, tmp_path: Any) -> None:
-    model = small(family, tie_word_embeddings=False)
+    model = build(family, tie_word_embeddings=False)
     inputs = case("prefix")
     inputs |= {name: ids.clamp(max=95) for name, ids in inputs.items() if name.endswith("ids")}
     poisoned = inputs | {"context_ids": inputs["context_ids"].clone()}
@@ -715,7 +705,7 @@ def test_spans_that_are_none(absorbed: Any, llama_patcher: ContextPatcher) -> No
 
 def test_a_block_that_leaves_its_readers_out_over_a_cache() -> None:
     """Detection sees one call without a cache, where they run."""
-    model: Any = small("llama")
+    model: Any = build("llama")
     mlp, own = model.model.layers[1].mlp, model.model.layers[1].mlp.forward
     mlp.forward = lambda x: own(x) if x.shape[1] > 2 else torch.zeros_like(x)
     message = r"layers\.1 does not call its readers mlp\.gate_proj, mlp\.up_proj"
@@ -725,7 +715,7 @@ def test_a_block_that_leaves_its_readers_out_over_a_cache() -> None:
 
 def test_a_tokenizer_that_is_none() -> None:
     with pytest.raises(TypeError, match="expected a tokenizer with a vocabulary, got object"):
-        ContextPatcher(small("llama"), tokenizer=object())
+        ContextPatcher(build("llama"), tokenizer=object())
 
 
 def test_lists_are_no_tensors(llama_patcher: ContextPatcher) -> None:

@@ -78,7 +78,7 @@ for dtype, n in itertools.product(FLOATS.values(), (3, 15, 64, 257, 2049)):
 test_native_linear.check_products()
 print(native.cpu_instructions, digest.hexdigest())
 """
-INSTRUCTIONS = ("portable", "avx2", "avx512", "avx512_bf16")
+INSTRUCTIONS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 # The package chooses its instruction set once: each has a process. Importing transformers takes
 # longer than all that is computed there, so they share it.
 ON_EACH = f"""
@@ -136,7 +136,7 @@ def test_instruction_sets_agree_bit_for_bit(digests: dict[str, str]) -> None:
 def test_an_unknown_instruction_set_is_refused() -> None:
     done = run_on("sse9", "import icl_patch.ops")
     assert done.returncode != 0
-    assert "expected ICL_PATCH_CPU=avx512_bf16, avx512, avx2 or portable" in done.stderr
+    assert "expected ICL_PATCH_CPU=avx512_bf16, avx512, avx2, portable or amx" in done.stderr
     assert "got 'sse9'" in done.stderr
 
 

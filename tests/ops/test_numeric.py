@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.models import case, tokens
+from support.models import build, case, tokens
 from support.numeric import (
     UNIT,
     moved_weights,
@@ -13,7 +13,7 @@ from support.numeric import (
     replay_limit,
     within_roundings,
 )
-from support.small import Snapshot, small
+from support.small import Snapshot
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -90,14 +90,14 @@ def test_what_a_small_fault_does_is_above_it(family: str, update: str) -> None:
 
 def test_it_is_never_zero() -> None:
     """In bf16 a row alone has the bits that it has among others; moved weights give others."""
-    model = small("llama", dtype=torch.bfloat16)
+    model = build("llama", dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(model(IDS[:1]).logits, model(IDS).logits[:1])
     assert UNIT[torch.bfloat16] < noise_floor(model, IDS) < 1
 
 
 def test_an_fp64_model_has_the_noise_of_its_arithmetic() -> None:
-    model = small("llama", dtype=torch.float64)
+    model = build("llama", dtype=torch.float64)
     assert noise_floor(model, dtype=torch.float64) < 1e-13
     assert 1e-8 < noise_floor(model) < 1e-4
 
@@ -113,7 +113,7 @@ def test_a_patch_that_magnifies_noise_has_a_higher_limit() -> None:
 
 
 def test_the_weights_come_back() -> None:
-    model = small("llama")
+    model = build("llama")
     before = Snapshot(model)
     noise_floor(model)
     before.check(model)

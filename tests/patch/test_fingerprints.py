@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tokens
-from support.small import IDS, KEPT, small, works
+from support.models import build, shallow, tokens
+from support.small import IDS, KEPT, works
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch
-from icl_patch.evaluation import tiny_models
 from icl_patch.patch import fingerprints
 from icl_patch.patch.fingerprints import hash_weights, weight_fingerprint, weight_state
 
@@ -172,7 +171,7 @@ def test_products_and_sums_of_other_devices_agree() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_does_not_count() -> None:
-    model = small("llama")
+    model = build("llama")
     expected = weight_fingerprint(model)
     assert weight_fingerprint(model.cuda()) == expected
 
@@ -180,7 +179,7 @@ def test_the_device_does_not_count() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2", "mamba"])
 def test_every_weight_of_a_model_counts(family: str) -> None:
     """One bit of one element of each; buffers that the model computes itself do not."""
-    model = tiny_models.build(family)
+    model = shallow(family)
     before = weight_fingerprint(model)
     for name, tensor in model.state_dict().items():
         data = tensor.view(-1)[-1:].view(torch.uint8)
@@ -196,14 +195,14 @@ def test_every_weight_of_a_model_counts(family: str) -> None:
 
 def test_attaching_changes_no_hash() -> None:
     for family in ("gemma2", "mixtral", "gpt2"):
-        model = tiny_models.build(family)
+        model = shallow(family)
         before = weight_fingerprint(model)
         with ContextPatcher(model, "stable") as patcher:
             assert patcher.fingerprint == patcher.check_weights().fingerprint == before
 
 
 def test_tied_weights_are_read_once() -> None:
-    model = small("llama", tie_word_embeddings=True)
+    model = build("llama", tie_word_embeddings=True)
     assert hash_weights(model)[1] == sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -265,7 +264,7 @@ every_part = pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("through", ["in place", "another tensor", "load_state_dict"])
 def test_changes_that_torch_counts(part: str, through: str, tmp_path: Path) -> None:
     """They are found at once: an older patch is refused; a new one has the new weights' hash."""
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model) as patcher:
         old = patcher.compute(IDS, KEPT)
         if through == "load_state_dict":
@@ -287,7 +286,7 @@ def test_changes_that_torch_does_not_count(part: str, through: str, tmp_path: Pa
     """They are found at the next hash: no patch is saved under a hash of other weights."""
     path = tmp_path / "p.safetensors"
     with torch.inference_mode(through == "inference mode"):
-        model = small("llama")
+        model = build("llama")
     with ContextPatcher(model) as patcher:
         old = patcher.compute(IDS, KEPT)
         old.save(path)
@@ -306,12 +305,12 @@ def test_changes_that_torch_does_not_count(part: str, through: str, tmp_path: Pa
         patcher.compute(IDS, KEPT).save(path)
     ContextPatch.load(path, model)
     with pytest.raises(FingerprintMismatch):
-        ContextPatch.load(path, small("llama"))
+        ContextPatch.load(path, build("llama"))
 
 
 @every_part
 def test_check_weights_finds_them_too(part: str) -> None:
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model) as patcher:
         old, first = patcher.compute(IDS, KEPT), patcher.check_weights()
         write(model.get_submodule(part).weight, ".data")
@@ -324,7 +323,7 @@ def test_check_weights_finds_them_too(part: str) -> None:
 
 
 def test_check_weights_reports_bytes_and_speed() -> None:
-    model = tiny_models.build("gpt2")
+    model = shallow("gpt2")
     check = ContextPatcher(model).check_weights()
     assert not check.changed
     assert check.nbytes == sum(parameter.nbytes for parameter in model.parameters())
@@ -367,7 +366,7 @@ def generate_fast(patcher: ContextPatcher) -> None:
 def test_how_often_weights_are_hashed(update: str, call: Callable, hashes: list[nn.Module]) -> None:
     if (update, call) == ("exact", generate_fast):
         pytest.skip("one pass a step is not exact")
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model, update) as patcher:
         for _ in range(3):
             call(patcher)
@@ -379,7 +378,7 @@ def test_how_often_weights_are_hashed(update: str, call: Callable, hashes: list[
 
 
 def test_saving_and_loading_hash_once_each(hashes: list[nn.Module], tmp_path: Path) -> None:
-    path, model = tmp_path / "p.safetensors", small("llama")
+    path, model = tmp_path / "p.safetensors", build("llama")
     with ContextPatcher(model) as patcher:
         patch = patcher.compute(IDS, KEPT)
     patch.save(path)  # detached, the model still has the weights
@@ -393,7 +392,7 @@ def test_saving_and_loading_hash_once_each(hashes: list[nn.Module], tmp_path: Pa
 def test_positions_of_long_sequences_are_no_weights(hashes: list[nn.Module]) -> None:
     """Some models replace their rotary frequencies as a sequence grows."""
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = small("llama", rope_parameters=scaling, max_position_embeddings=16)
+    model = build("llama", rope_parameters=scaling, max_position_embeddings=16)
     with ContextPatcher(model) as patcher:
         patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
         frequencies = model.model.rotary_emb.inv_freq.clone()
@@ -408,7 +407,7 @@ def test_positions_of_long_sequences_are_no_weights(hashes: list[nn.Module]) -> 
 
 
 def test_a_patch_outlives_its_model(tmp_path: Path) -> None:
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model) as patcher:
         patch = patcher.compute(IDS, KEPT)
     alive = weakref.ref(model)
@@ -416,7 +415,7 @@ def test_a_patch_outlives_its_model(tmp_path: Path) -> None:
     gc.collect()
     assert alive() is None
     patch.save(tmp_path / "p.safetensors")
-    assert ContextPatch.load(tmp_path / "p.safetensors", small("llama")).info == patch.info
+    assert ContextPatch.load(tmp_path / "p.safetensors", build("llama")).info == patch.info
 
 
 def test_copies_of_a_patch(llama_patcher: ContextPatcher) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.models import build, case, tokens
+from support.models import build, case, shallow, tokens
 from support.numeric import noise_limit, within_roundings
 from support.patch_files import read, refuses, write
 from torch import Tensor, nn
@@ -382,6 +382,18 @@ def test_consistent_tensors_that_do_not_fit_the_model(
     write(path, header, tensors)
     with pytest.raises(PatchFormatError):
         ContextPatch.load(path, small("gemma3"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "gemma4-moe"])
+def test_factors_of_experts_are_read_again(family: str, tmp_path: Path) -> None:
+    """Also where experts and router read the residual stream through norms of their own."""
+    path, model = tmp_path / "p.safetensors", shallow(family)
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(**case("prefix"))
+        patch.save(path)
+        for layer, again in zip(patch.layers, ContextPatch.load(path, model).layers, strict=True):
+            assert layer.keys() == again.keys()
+            assert all(torch.equal(layer[name], again[name]) for name in layer)
 
 
 def test_experts_that_no_token_has(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tokens
-from support.small import IDS, KEPT, Snapshot, plain_logits, small, works
+from support.models import build, tokens
+from support.small import IDS, KEPT, Snapshot, plain_logits, works
 from torch import nn
 
 import icl_patch
@@ -36,7 +36,7 @@ def used(model: Any, what: str) -> None:
     "what", ["nothing", "compute", "generate", "a generation that is left", "a cycle"]
 )
 def test_a_patcher_that_is_collected_detaches(what: str) -> None:
-    model = small("llama")
+    model = build("llama")
     before = Snapshot(model)
     used(model, what)
     gc.collect()
@@ -49,7 +49,7 @@ def test_a_patcher_that_is_referred_to_stays() -> None:
     """By a generation that goes on, if by nothing else; and what has been detached is not put back
     a second time.
     """
-    model = small("llama")
+    model = build("llama")
     before = Snapshot(model)
     steps = ContextPatcher(model, "stable").generate(IDS, max_new_tokens=3, eos_token_id=None)
     gc.collect()
@@ -67,7 +67,7 @@ def test_a_patcher_that_is_referred_to_stays() -> None:
 
 def test_a_model_that_nobody_refers_to_is_collected() -> None:
     """Attached or not: what detaching would undo does not keep it."""
-    model = small("llama")
+    model = build("llama")
     patcher, seen = ContextPatcher(model), weakref.ref(model)
     del model, patcher
     gc.collect()
@@ -89,7 +89,7 @@ def test_detach_whoever_attached(family: str) -> None:
     """The patcher knows of it, and the model is what it was; where there is nothing to detach
     nothing happens.
     """
-    model = small(family)
+    model = build(family)
     before = Snapshot(model)
     icl_patch.detach(model)
     before.check(model)
@@ -113,7 +113,7 @@ def test_detach_whoever_attached(family: str) -> None:
 
 
 def test_detach_a_patch_that_is_applied() -> None:
-    model = small("llama")
+    model = build("llama")
     before = Snapshot(model)
     patcher = ContextPatcher(model)
     with patcher.applied(patcher.compute(IDS, KEPT)):
@@ -126,7 +126,7 @@ def test_detach_layers_that_somebody_swapped() -> None:
     """One in a model, one within a module of one's own, beside a patcher; a wrapper is taken for
     the model in it.
     """
-    model: Any = small("llama")
+    model: Any = build("llama")
     before = Snapshot(model)
     u, v = torch.ones(1, 1, 97), torch.ones(1, 1, 48)
     model.lm_head = PatchedLinear(model.lm_head)
@@ -147,7 +147,7 @@ def test_detach_layers_that_somebody_swapped() -> None:
 @torch.no_grad()
 def test_a_copy_of_an_attached_model_is_its_own() -> None:
     """It runs its own weights, waits for no pass of the other, and is detached by itself."""
-    model: Any = small("llama")
+    model: Any = build("llama")
     before, ids = Snapshot(model), tokens(90, 2, 9)
     with ContextPatcher(model) as patcher:
         copied = copy.deepcopy(model)

@@ -45,7 +45,7 @@ def test_every_implementation_of_the_library(family: str, implementation: str) -
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4"])
 def test_experts_under_autocast(family: str) -> None:
-    model, ids = tiny_models.build(family), tokens(0, 2, 8)
+    model, ids = shallow(family), tokens(0, 2, 8)
     settings: dict = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     floor = noise_floor(model, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -83,7 +83,7 @@ def test_a_replay_has_the_bits_of_its_step(family: str) -> None:
     experts that have no factors.
     """
     for seed, rows in enumerate((1, 2, 66)):
-        with ContextPatcher(tiny_models.build(family, seed, torch.bfloat16), "stable") as patcher:
+        with ContextPatcher(shallow(family, seed, torch.bfloat16), "stable") as patcher:
             for step in patcher.generate(
                 tokens(seed, rows, 8), max_new_tokens=3, mode="auto", eos_token_id=None
             ):
@@ -96,7 +96,7 @@ def test_a_step_reads_the_matrices_of_both_streams_at_once(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice a block, in one op, and the base module runs in none; with a hook on it, it does."""
-    model = tiny_models.build(family)
+    model = shallow(family)
     calls: list[tuple[int, ...]] = []
     expert_linear = ops.expert_linear
 
@@ -127,7 +127,7 @@ def test_a_step_reads_the_matrices_of_both_streams_at_once(
 
 
 def test_a_setting_that_is_made_on_attached_experts_is_theirs() -> None:
-    model, ids = tiny_models.build("gpt_oss"), tokens(0, 1, 6)
+    model, ids = shallow("gpt_oss"), tokens(0, 1, 6)
     with ContextPatcher(model) as patcher:
         model.model.layers[0].mlp.experts.limit = 0.1
         with torch.no_grad():
@@ -140,8 +140,8 @@ def test_a_setting_that_is_made_on_attached_experts_is_theirs() -> None:
 
 def test_which_modules_are_experts_and_routers() -> None:
     mixtral, llama4 = (
-        tiny_models.build("mixtral").model.layers[0].mlp,
-        tiny_models.build("llama4").model.layers[0].feed_forward,
+        shallow("mixtral").model.layers[0].mlp,
+        shallow("llama4").model.layers[0].feed_forward,
     )
     assert PatchedExperts.fits(mixtral.experts)
     assert not PatchedScaledExperts.fits(mixtral.experts)
@@ -152,7 +152,7 @@ def test_which_modules_are_experts_and_routers() -> None:
 
 
 def test_a_router_that_is_off_is_the_router() -> None:
-    gate = tiny_models.build("mixtral").model.layers[0].mlp.gate
+    gate = shallow("mixtral").model.layers[0].mlp.gate
     router, z = PatchedRouter(gate), torch.randn(5, 32)
     for mine, stock in zip(router(z), gate(z), strict=True):
         assert torch.equal(mine, stock)
@@ -168,7 +168,7 @@ def test_an_expert_without_factors_is_left_as_it_is() -> None:
     """Factors belong to experts, not to slots: in another order they are the same, and for other
     experts there are none.
     """
-    base = tiny_models.build("mixtral").model.layers[0].mlp.experts
+    base = shallow("mixtral").model.layers[0].mlp.experts
     experts, generator = PatchedExperts(base), torch.Generator().manual_seed(0)
     z, weights = torch.randn(3, 32, generator=generator), torch.rand(3, 2, generator=generator)
     index = torch.tensor([[0, 3], [5, 1], [2, 7]])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tokens
-from support.small import small, works
+from support.models import build, shallow, tokens
+from support.small import works
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -200,7 +200,7 @@ def test_hooks_that_are_set_before_attaching(family: str, update: str) -> None:
     """The same, where a writer is tried with its hook; what attaching refuses names the module
     too.
     """
-    stock: Any = tiny_models.build(family)
+    stock: Any = shallow(family)
     found: dict[str, bool] = {}
     for path in (
         path
@@ -236,7 +236,7 @@ def test_a_hook_before_the_norm_behind_the_sum(update: str) -> None:
 
 def test_the_message_of_a_hook_on_the_mlp() -> None:
     """The exact patch was off by 0.53 without misses."""
-    model: Any = small("llama")
+    model: Any = build("llama")
     with ContextPatcher(model) as patcher:
         for layer in model.model.layers:
             layer.input_layernorm.register_forward_hook(lambda *_: None)
@@ -259,7 +259,7 @@ def test_a_patch_is_replayed_beside_the_hooks_that_it_was_computed_beside(
     loaded: bool, tmp_path: Path
 ) -> None:
     """What only watches may come and go; a loaded patch does not say what there was."""
-    model: Any = small("llama")
+    model: Any = build("llama")
     mlp = model.model.layers[1].mlp
     with ContextPatcher(model) as patcher:
 
@@ -342,7 +342,7 @@ def test_hooks_and_generation(mode: str) -> None:
     the first step or after it.
     """
     update, arguments = MODES[mode]
-    model: Any = small("llama")
+    model: Any = build("llama")
     stock, right = copy.deepcopy(model), set()
     with ContextPatcher(model, update) as patcher:
         for path in ("model.layers.1.mlp", "model.layers.2.mlp.down_proj"):
@@ -372,7 +372,7 @@ def test_hooks_and_generation(mode: str) -> None:
 
 
 def test_a_patch_of_a_step_is_of_its_hooks() -> None:
-    model: Any = small("llama")
+    model: Any = build("llama")
     with ContextPatcher(model, "stable") as patcher:
         handle = KINDS["adds a vector"](model.model.layers[1].mlp)
         (step,) = patcher.generate(CONTEXT, max_new_tokens=1)
@@ -387,7 +387,7 @@ def test_a_patch_of_a_step_is_of_its_hooks() -> None:
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_compiled_step_runs_the_hooks_that_it_was_traced_with() -> None:
-    model: Any = small("llama")
+    model: Any = build("llama")
     with ContextPatcher(model, "stable") as patcher:
         handle = KINDS["adds a vector"](model.model.layers[1].mlp)
         steps = patcher.generate(CONTEXT, compile=True, **ARGUMENTS)
@@ -417,7 +417,7 @@ def on_all_modules(register: Callable[..., Any], hook: Callable[..., Any]) -> It
 @pytest.mark.parametrize("update", ["exact", "stable"])
 def test_hooks_on_all_modules(update: str) -> None:
     """They see the modules of the stock model, each call once; what they change is in the patch."""
-    model: Any = small("llama")
+    model: Any = build("llama")
     stock = copy.deepcopy(model)
     seen: list[str] = []
 
@@ -461,7 +461,7 @@ def test_what_transformers_leaves_on_a_model_costs_nothing(monkeypatch: pytest.M
     """Hooks that stay once hidden states were asked for are no reason to replay a patch; any other
     hook is.
     """
-    model: Any = small("llama")
+    model: Any = build("llama")
     with ContextPatcher(model) as patcher:
         replays: list[int] = []
         replay = patcher.attached_model.replay_logits

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.models import build, case, tokens
 from support.numeric import noise_limit, replay_limit
-from support.small import KEPT, Snapshot, families, plain_logits, small, updates, works
+from support.small import KEPT, Snapshot, families, plain_logits, updates, works
 from support.storages import largest_of
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -37,7 +37,7 @@ def use(patcher: ContextPatcher, stage: str) -> None:
 @updates
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_detach_leaves_the_model_as_it_was(family: str, update: str, attention: str) -> None:
-    model = small(family, attention=attention)
+    model = build(family, attention=attention)
     before = Snapshot(model)
     patcher = ContextPatcher(model, update)
     for stage in ("compute", "forward", "generate"):
@@ -75,7 +75,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -
 def test_an_exception_in_the_middle_leaves_nothing(
     family: str, update: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = small(family)
+    model = build(family)
     before = Snapshot(model)
     patcher = ContextPatcher(model, update)
     patch = patcher.compute(**case("spans"))
@@ -95,7 +95,7 @@ def test_an_exception_in_the_middle_leaves_nothing(
 @families
 @updates
 def test_an_interrupted_generation_leaves_nothing(family: str, update: str) -> None:
-    model = small(family)
+    model = build(family)
     before = Snapshot(model)
     patcher = ContextPatcher(model, update)
     steps = patcher.generate(tokens(3, 2, 5))
@@ -114,7 +114,7 @@ def test_an_interrupted_generation_leaves_nothing(family: str, update: str) -> N
 
 @families
 def test_a_with_block_detaches_whatever_happens(family: str) -> None:
-    model = small(family)
+    model = build(family)
     before = Snapshot(model)
     with ContextPatcher(model) as patcher:
         assert patcher.attached
@@ -128,7 +128,7 @@ def test_a_with_block_detaches_whatever_happens(family: str) -> None:
 @families
 @updates
 def test_attached_and_off_the_model_is_stock(family: str, update: str) -> None:
-    model, ids = small(family), tokens(5, 2, 6)
+    model, ids = build(family), tokens(5, 2, 6)
     before = Snapshot(model)
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
     expected = model.generate(ids, generation_config=settings)
@@ -143,7 +143,7 @@ def test_attached_and_off_the_model_is_stock(family: str, update: str) -> None:
 
 
 def test_one_patcher_at_a_time() -> None:
-    model = small("llama")
+    model = build("llama")
     before = Snapshot(model)
     with ContextPatcher(model) as patcher:
         with pytest.raises(
@@ -167,7 +167,7 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("what", ["one matrix", "an MLP", "a matrix within another"])
 def test_detach_leaves_alone_what_was_replaced_meanwhile(what: str) -> None:
-    model = small("llama")
+    model = build("llama")
     before = dict(model.named_modules())
     patcher = ContextPatcher(model, "stable")
     mlp = model.model.layers[1].mlp
@@ -216,10 +216,10 @@ def test_detach_leaves_alone_what_was_replaced_meanwhile(what: str) -> None:
 )
 def test_a_model_made_in_inference_mode(family: str, update: str, inside: bool) -> None:
     with torch.inference_mode():
-        model = small(family)
+        model = build(family)
     assert next(model.parameters()).is_inference()
     inputs = case("prefix")
-    with ContextPatcher(small(family), update) as patcher:
+    with ContextPatcher(build(family), update) as patcher:
         expected = patcher.compute(**inputs)
     with torch.inference_mode(inside), ContextPatcher(model, update) as patcher:
         patch = patcher.compute(**inputs)
@@ -235,7 +235,7 @@ def test_a_model_made_in_inference_mode(family: str, update: str, inside: bool) 
 
 
 def test_nothing_works_after_detach() -> None:
-    patcher = ContextPatcher(small("llama"))
+    patcher = ContextPatcher(build("llama"))
     patch = patcher.compute(**case("single"))
     patcher.detach()
     for call in (
@@ -258,7 +258,7 @@ def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
     prefix_mask = torch.tensor([[False, True, True], [True] * 3])
     kept_mask = torch.tensor([[True, False], [True, True]])
     spans = [(6, 7), (3, 5)]  # in any order
-    with ContextPatcher(small(family), update) as patcher:
+    with ContextPatcher(build(family), update) as patcher:
         masks = {"context_mask": context_mask, "prefix_mask": prefix_mask, "kept_mask": kept_mask}
         patch = patcher.compute(context, kept, prefix_ids=prefix, absorbed=spans, **masks)
         works(
@@ -301,7 +301,7 @@ def test_what_is_prefix_and_what_is_kept(family: str, update: str) -> None:
 def test_neighbouring_spans_are_one_span(family: str, update: str) -> None:
     """They are run in other calls, so the bits differ, and the mathematics does not."""
     arguments = {"context_ids": tokens(0, 2, 8), "kept_ids": KEPT}
-    with ContextPatcher(small(family), update) as patcher:
+    with ContextPatcher(build(family), update) as patcher:
         one = patcher.compute(**arguments, absorbed=[(2, 7)])
         three = patcher.compute(**arguments, absorbed=[(2, 4), (4, 5), (5, 7)])
         assert torch.equal(one.kept_ids, three.kept_ids)

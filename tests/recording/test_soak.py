@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.small import small
+from support.models import build
 from torch import Tensor
 
 from icl_patch import ContextPatcher
@@ -29,7 +29,7 @@ def test_two_thousand_cycles_take_no_more_memory(update: str) -> None:
     def random_ids(columns: int) -> Tensor:
         return torch.randint(3, 90, (2, columns), generator=generator)
 
-    with ContextPatcher(small("llama"), update) as patcher:
+    with ContextPatcher(build("llama"), update) as patcher:
         for cycle in range(2000):
             patch = patcher.compute(random_ids(9), random_ids(3))
             patcher.forward(patch.kept_ids, patch)

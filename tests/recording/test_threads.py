@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.hammering import CONTEXT, KEPT, hammer, jobs_of, near
-from support.models import tokens
-from support.small import Snapshot, small, works
+from support.models import build, shallow, tokens
+from support.small import Snapshot, works
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher
-from icl_patch.evaluation import tiny_models
 
 # as many as there are kept tokens: no shape tells a replay from a call of the model
 IDS = tokens(5, 2, 3)
@@ -60,7 +59,7 @@ class Stopping(nn.Module):
 
 
 def stopping_model(**changes: Any) -> tuple[Any, Stopping]:
-    model: Any = small("llama", **TINY["llama"] | changes)
+    model: Any = build("llama", **TINY["llama"] | changes)
     stop = Stopping()
     model.model.layers[1].mlp.act_fn = stop
     return model, stop
@@ -115,7 +114,7 @@ def test_what_another_thread_does_in_the_middle_of_a_pass(
 
 @pytest.mark.parametrize(("family", "update"), [("llama", "exact"), ("gemma3", "stable")])
 def test_two_threads_that_do_everything(family: str, update: str) -> None:
-    with ContextPatcher(small(family, **TINY[family]), update) as patcher:
+    with ContextPatcher(build(family, **TINY[family]), update) as patcher:
         assert not hammer(patcher, 12)
 
 
@@ -125,7 +124,7 @@ def test_two_threads_that_do_everything(family: str, update: str) -> None:
     [("llama", "exact"), ("llama", "stable"), ("gemma3", "exact"), ("gemma3", "stable")],
 )
 def test_two_threads_a_thousand_calls_each(family: str, update: str) -> None:
-    with ContextPatcher(small(family, **TINY[family]), update) as patcher:
+    with ContextPatcher(build(family, **TINY[family]), update) as patcher:
         assert not hammer(patcher, 1000)
 
 
@@ -135,10 +134,10 @@ def test_a_model_that_keeps_a_state_in_its_modules(name: str, pool: ThreadPoolEx
     two passes at a time.
     """
     if name == "recurrent_gemma":
-        model: Any = tiny_models.build(name)
+        model: Any = shallow(name)
     else:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-        model = small(
+        model = build(
             "llama", num_hidden_layers=2, max_position_embeddings=12, rope_parameters=rope
         )
     ids = tokens(3, 2, 30) % 32
@@ -341,7 +340,7 @@ def test_the_models_forward_looks_as_it_did() -> None:
 @torch.no_grad()
 def test_an_attached_model_can_be_compiled() -> None:
     """As one graph: what makes calls wait is not in it."""
-    model, ids = small("llama", num_hidden_layers=1), tokens(0, 2, 5)
+    model, ids = build("llama", num_hidden_layers=1), tokens(0, 2, 5)
     expected = model(ids).logits
     with ContextPatcher(model) as patcher:
         compiled = torch.compile(model, backend="eager", fullgraph=True)

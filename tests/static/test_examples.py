@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import tokens
-from support.small import small
+from support.models import build, tokens
 
 from icl_patch import embedded
 from icl_patch.static.block_parts import read_blocks
@@ -66,7 +65,7 @@ def test_answers_are_the_models_own_with_the_context(loaded: tuple) -> None:
 
 
 def test_rows_meet_token_by_token() -> None:
-    model = small("llama")
+    model = build("llama")
     example = Example((5, 6, 7), ((11, 12), (13,)), ((21, 22, 23), (24,)), prefix=(1,))
     rows = [*rows_of([example]), *preserved_rows([(31, 32, 33)])]
     runner = BlockRunner(model, read_blocks(model))
@@ -85,7 +84,7 @@ def test_rows_meet_token_by_token() -> None:
 
 
 def test_block_by_block_is_the_model() -> None:
-    model = small("gemma3")
+    model = build("gemma3")
     runner = BlockRunner(model, read_blocks(model))
     ids = tokens(3, 2, 9)
     with torch.no_grad():

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tokens
-from support.small import small
+from support.models import build, shallow, tokens
 from support.static import random_example
 
 from icl_patch import ContextPatcher, PatchFormatError, UnsupportedModelError, embedded, static
-from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.embedded.tasks import is_held_out
 from icl_patch.static import Distillation, Example, fit
 from icl_patch.static.sequential import _BlockStep
@@ -103,7 +101,7 @@ def test_preserved_texts_stay_as_they_are(loaded: tuple) -> None:
 
 
 def test_the_smallest_rank_that_is_nearly_the_best() -> None:
-    model, example = small("llama"), random_example()
+    model, example = build("llama"), random_example()
     chosen = fit(model, [example], "ridge", rank="auto", parts=("writer",), lambdas=(0.1,))
     assert chosen.report is not None
     assert chosen.report.without is not None
@@ -118,7 +116,7 @@ def test_the_smallest_rank_that_is_nearly_the_best() -> None:
 
 
 def test_the_plan_is_known_before_the_fit() -> None:
-    model, plans = small("llama"), []
+    model, plans = build("llama"), []
     fit(model, [random_example()], rank=2, on_plan=plans.append)
     (plan,) = plans
     assert plan.questions == 8
@@ -131,7 +129,7 @@ def test_the_plan_is_known_before_the_fit() -> None:
 
 
 def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, example = small("llama"), random_example()
+    model, example = build("llama"), random_example()
     whole = fit(model, [example], "ridge", rank=2)
     done: list[int] = []
 
@@ -158,7 +156,7 @@ def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_stopped_choice_of_a_rank_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, example = small("llama"), random_example()
+    model, example = build("llama"), random_example()
     options: dict = {"rank": "auto", "parts": ("writer",), "lambdas": (0.1,)}
     whole, calls = fit(model, [example], "ridge", **options), []
 
@@ -184,12 +182,12 @@ def test_a_stopped_choice_of_a_rank_goes_on(
 
 
 def test_the_state_of_another_fit_is_refused(tmp_path: Path) -> None:
-    model, example = small("llama"), random_example()
+    model, example = build("llama"), random_example()
     fit(model, [example], "ridge", rank=2, state=tmp_path)
     with pytest.raises(ValueError, match="expected blocks of these examples and options"):
         fit(model, [example], "ridge", rank=3, state=tmp_path)
     with pytest.raises(ValueError, match="expected blocks of the weights of this model"):
-        fit(small("llama", seed=1), [example], "ridge", rank=2, state=tmp_path)
+        fit(build("llama", seed=1), [example], "ridge", rank=2, state=tmp_path)
     file = tmp_path / "block-0001.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -201,7 +199,7 @@ def test_the_state_of_another_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_fit_leaves_the_model_as_it_was() -> None:
-    model, example = small("gemma3"), random_example()
+    model, example = build("gemma3"), random_example()
     ids = tokens(5, 2, 7)
     with torch.no_grad():
         before = model(ids).logits
@@ -227,7 +225,7 @@ def test_contexts_that_share_nothing_are_refused(loaded: tuple) -> None:
 
 
 def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
-    model = small("llama")
+    model = build("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"got NaN or infinity in .* of model\.layers\.1"):
@@ -250,7 +248,7 @@ def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
 )
 def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
-        fit(tiny_models.build(name), [random_example()], "ridge", rank=2)
+        fit(shallow(name), [random_example()], "ridge", rank=2)
 
 
 @pytest.mark.parametrize(
@@ -273,18 +271,18 @@ def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> N
 def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> None:
     arguments: dict = {"rank": 2, "method": "ridge", **options}
     with pytest.raises(ValueError, match=message):
-        fit(small("llama"), [random_example()], **arguments)
+        fit(build("llama"), [random_example()], **arguments)
 
 
 def test_a_model_that_is_patched_is_refused() -> None:
-    model = small("llama")
+    model = build("llama")
     with ContextPatcher(model), pytest.raises(TypeError, match="detach the patcher"):
         fit(model, [random_example()], "ridge", rank=2)
 
 
 def test_a_part_that_a_block_lacks_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match="leave 'qk' out of parts"):
-        fit(tiny_models.build("gpt2"), [random_example()], "ridge", parts=("qk",), rank=2)
+        fit(shallow("gpt2"), [random_example()], "ridge", parts=("qk",), rank=2)
 
 
 # -- distillation
@@ -305,7 +303,7 @@ def test_distillation_beats_no_context(loaded: tuple) -> None:
 
 
 def test_a_seed_gives_the_same_distillation() -> None:
-    model, example = small("llama"), random_example()
+    model, example = build("llama"), random_example()
 
     def distilled(seed: int) -> static.StaticPatch:
         options = Distillation(steps=3, seed=seed)
@@ -344,7 +342,7 @@ def test_the_kl_of_a_distillation_is_that_of_the_models(loaded: tuple) -> None:
 
 
 def test_few_of_many_questions_are_held_out_and_all_texts_are_measured() -> None:
-    model = small("llama")
+    model = build("llama")
     texts = tokens(4, 40, 6).tolist()
     options = Distillation(steps=2, learning_rate=0.1, warmup=1)
     patch = fit(
@@ -368,7 +366,7 @@ def test_few_of_many_questions_are_held_out_and_all_texts_are_measured() -> None
 
 
 def test_distillation_starts_from_a_patch() -> None:
-    model, example = small("llama"), random_example()
+    model, example = build("llama"), random_example()
     start = fit(model, [example], "ridge", rank=3)
     slow = Distillation(steps=1, learning_rate=1e-9)
     patch = fit(model, [example], "distill", rank=4, start=start, distillation=slow)
@@ -380,7 +378,7 @@ def test_distillation_starts_from_a_patch() -> None:
 
 
 def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
-    model, example = small("llama"), random_example()
+    model, example = build("llama"), random_example()
     options = Distillation(steps=6, check_every=2, warmup=2)
 
     def distilled(**arguments: Any) -> static.StaticPatch:
@@ -401,7 +399,7 @@ def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
         options = replace(options, seed=3)
         distilled(state=tmp_path)
     with pytest.raises(ValueError, match="with another fingerprint"):
-        model = small("llama", seed=1)
+        model = build("llama", seed=1)
         distilled(state=tmp_path)
 
 

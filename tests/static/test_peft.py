@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.models import tokens
-from support.small import small
+from support.models import build, shallow, tokens
 from support.static import CLOSE, IDS, logits, random_patch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatcher, PatchFormatError, static
-from icl_patch.evaluation import tiny_models
 from icl_patch.patch.peft_export import padded_rank
 from icl_patch.static import LowRank, StaticPatch, from_peft
 
@@ -46,7 +44,7 @@ def imported_peft() -> Any:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_files_are_the_patch(name: str, tmp_path: Path) -> None:
-    model = tiny_models.build(name)
+    model = shallow(name)
     patch = random_patch(model, 0)
     assert patch.to_peft(tmp_path, model) == 8
     with patch.applied(model):
@@ -57,7 +55,7 @@ def test_the_files_are_the_patch(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_peft_computes_the_same_logits(name: str, tmp_path: Path) -> None:
     peft = imported_peft()
-    model = tiny_models.build(name)
+    model = shallow(name)
     patch = random_patch(model, 0)
     patch.to_peft(tmp_path, model)
     plain = logits(model)
@@ -71,7 +69,7 @@ def test_peft_computes_the_same_logits(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_lora_of_peft_is_imported(rslora: bool, tmp_path: Path) -> None:
     peft = imported_peft()
-    model = small("llama")
+    model = build("llama")
     config = peft.LoraConfig(
         r=3,
         lora_alpha=5,
@@ -93,7 +91,7 @@ def test_a_lora_of_peft_is_imported(rslora: bool, tmp_path: Path) -> None:
 
 
 def test_an_exported_patch_comes_back(tmp_path: Path) -> None:
-    model = small("llama")
+    model = build("llama")
     patch = random_patch(model, 0)
     patch.to_peft(tmp_path, model)
     back = from_peft(tmp_path, model)
@@ -104,7 +102,7 @@ def test_an_exported_patch_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_patch_of_one_token_as_a_lora(tmp_path: Path) -> None:
-    model = small("llama")
+    model = build("llama")
     context, kept = tokens(0, 2, 5), tokens(1, 2, 3)
     with ContextPatcher(model, "stable") as patcher:
         patch = patcher.compute(context, kept[:, :1])
@@ -124,7 +122,7 @@ def test_the_patch_of_one_token_as_a_lora(tmp_path: Path) -> None:
 def test_tokens_patches_that_are_no_matrices_name_the_cure(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    with ContextPatcher(tiny_models.build(name), "stable") as patcher:
+    with ContextPatcher(shallow(name), "stable") as patcher:
         patch = patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
     with pytest.raises(ValueError, match=f"one of {kind} .*: .*fit a static patch instead"):
         patch.to_peft(tmp_path / "lora")
@@ -137,7 +135,7 @@ def test_tokens_patches_that_are_no_matrices_name_the_cure(
 @torch.no_grad()
 @pytest.mark.parametrize("through", ["peft", "files"])
 def test_scales_of_norms_are_saved_whole(through: str, tmp_path: Path) -> None:
-    model = small("gemma3")
+    model = build("gemma3")
     context, kept = tokens(0, 2, 5), tokens(1, 2, 3)
     with ContextPatcher(model, "stable") as patcher:
         patch = patcher.compute(context, kept[:, :1])
@@ -170,7 +168,7 @@ def test_ranks_that_vllm_loads() -> None:
 
 
 def test_modules_of_both_layouts_are_refused(tmp_path: Path) -> None:
-    model = tiny_models.build("gpt2")
+    model = shallow("gpt2")
     changes = random_patch(model, 0).changes
     changes["lm_head"] = LowRank(torch.ones(1, 97), torch.ones(1, model.config.n_embd))
     patch = StaticPatch(static.StaticInfo.of(model, None, "random"), changes)
@@ -192,7 +190,7 @@ def test_modules_of_both_layouts_are_refused(tmp_path: Path) -> None:
 def test_loras_that_are_more_than_matrices_are_refused(
     change: dict, message: str, tmp_path: Path
 ) -> None:
-    model = small("llama", num_hidden_layers=1)
+    model = build("llama", num_hidden_layers=1)
     random_patch(model, 0).to_peft(tmp_path, model)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -201,7 +199,7 @@ def test_loras_that_are_more_than_matrices_are_refused(
 
 
 def test_extra_tensors_are_refused(tmp_path: Path) -> None:
-    model = small("llama", num_hidden_layers=1)
+    model = build("llama", num_hidden_layers=1)
     random_patch(model, 0).to_peft(tmp_path, model)
     file = tmp_path / "adapter_model.safetensors"
     tensors = safetensors.torch.load_file(file)
@@ -214,7 +212,7 @@ def test_extra_tensors_are_refused(tmp_path: Path) -> None:
     "other", [{"intermediate_size": 50}, {"num_hidden_layers": 1}], ids=["narrower", "shallower"]
 )
 def test_a_lora_of_a_larger_model_is_refused(other: dict, tmp_path: Path) -> None:
-    model = small("llama", num_hidden_layers=2)
+    model = build("llama", num_hidden_layers=2)
     random_patch(model, 0).to_peft(tmp_path, model)
     with pytest.raises(PatchFormatError, match="expected"):
-        from_peft(tmp_path, small("llama", **{"num_hidden_layers": 2} | other))
+        from_peft(tmp_path, build("llama", **{"num_hidden_layers": 2} | other))

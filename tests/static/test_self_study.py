@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.small import small
+from support.models import build
 from support.static import random_example
 
 from icl_patch import embedded
@@ -51,4 +51,4 @@ def test_a_question_ends_where_all_given_ones_do(loaded: tuple) -> None:
 
 def test_questions_without_a_common_end_are_refused() -> None:
     with pytest.raises(ValueError, match="end with the same token"):
-        self_study(small("llama"), random_example(), 9)
+        self_study(build("llama"), random_example(), 9)

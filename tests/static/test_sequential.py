@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.small import small
+from support.models import build, shallow
 from support.static import ReferenceFit, random_example
 
 from icl_patch import static
-from icl_patch.evaluation import tiny_models
 from icl_patch.models.language_model import layers_of
 from icl_patch.static.fit import fit
 
@@ -30,7 +29,7 @@ def compare(reference: ReferenceFit, patch: static.StaticPatch) -> None:
 
 
 def test_a_llama_with_all_parts() -> None:
-    model, example = small("llama"), random_example()
+    model, example = build("llama"), random_example()
     patch = fit(model, [example], "ridge", parts=static.PARTS, rank=None, folds=1)
     reference = ReferenceFit(model, example, ridge=0.01)
     for layer in (f"model.layers.{index}" for index in range(3)):
@@ -45,7 +44,7 @@ def test_a_llama_with_all_parts() -> None:
 
 
 def test_a_gemma_whose_branches_end_in_norms() -> None:
-    model, example = small("gemma3"), random_example()
+    model, example = build("gemma3"), random_example()
     with torch.no_grad():  # no zeros in the scales, which would leave tokens out
         for name, parameter in model.named_parameters():
             if "post_" in name:
@@ -66,7 +65,7 @@ def test_a_gemma_whose_branches_end_in_norms() -> None:
 
 
 def test_a_gpt2_with_biases_and_transposed_weights() -> None:
-    model, example = tiny_models.build("gpt2"), random_example()
+    model, example = shallow("gpt2"), random_example()
     patch = fit(
         model, [example], "ridge", parts=("o_proj", "readers", "writer"), rank=None, folds=1
     )
@@ -80,7 +79,7 @@ def test_a_gpt2_with_biases_and_transposed_weights() -> None:
 
 
 def test_a_granite_whose_branches_are_multiplied() -> None:
-    model, example = tiny_models.build("granite"), random_example()
+    model, example = shallow("granite"), random_example()
     patch = fit(model, [example], "ridge", parts=("writer",), rank=None, folds=1)
     reference = ReferenceFit(model, example, ridge=0.01)
     multiplier = model.config.residual_multiplier
@@ -96,7 +95,7 @@ def test_a_granite_whose_branches_are_multiplied() -> None:
 
 @pytest.mark.parametrize("name", ["opt", "opt-post-norm", "bloom", "phi3", "olmo2", "llava"])
 def test_other_forms_come_closer_to_the_context(name: str) -> None:
-    model, example = tiny_models.build(name), random_example()
+    model, example = shallow(name), random_example()
     patch = fit(model, [example], "ridge", rank=None, folds=1)
     reference = ReferenceFit(model, example, ridge=0.01)
     last = f"output of {list(layers_of(model))[-1]}"
@@ -108,7 +107,7 @@ def test_other_forms_come_closer_to_the_context(name: str) -> None:
 
 def test_the_report_is_of_questions_that_the_fit_has_not_seen() -> None:
     # With one matrix: a later one sees students of other folds, whose patches know this fold.
-    model, example = small("llama", num_hidden_layers=1), random_example(count=4)
+    model, example = build("llama", num_hidden_layers=1), random_example(count=4)
     parts = ("writer",)
     patch = fit(model, [example], "ridge", parts=parts, rank=4, folds=4, lambdas=(0.1,))
     assert patch.report is not None

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import tokens
+from support.models import build, shallow, tokens
 from support.quantised import Int8Linear
-from support.small import small
 from support.static import CLOSE, IDS, logits, random_patch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, static
-from icl_patch.evaluation import tiny_models
 from icl_patch.patch.fingerprints import weight_fingerprint
 from icl_patch.static import LowRank, StaticInfo, StaticPatch, applied
 
@@ -38,7 +36,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
 def test_applied_and_merged_are_the_changed_weights(name: str) -> None:
-    model = tiny_models.build(name)
+    model = shallow(name)
     patch = random_patch(model, 0)
     if name == "opt":  # its matrices are no children of an MLP module
         path = next(path for path, _ in model.named_modules() if path.endswith("layers.0.fc2"))
@@ -58,7 +56,7 @@ def test_applied_and_merged_are_the_changed_weights(name: str) -> None:
 
 def test_a_quantised_matrix_is_changed_on_top() -> None:
     """Its shape cannot be read; a change lies beside it and leaves it as it is."""
-    model = tiny_models.build("llama")
+    model = shallow("llama")
     changes = random_patch(model, 0).changes
     quantised = copy.deepcopy(model)
     for path in changes:
@@ -74,7 +72,7 @@ def test_a_quantised_matrix_is_changed_on_top() -> None:
 
 
 def test_sums_scales_and_means_are_those_of_the_weights() -> None:
-    model = small("llama")
+    model = build("llama")
     one, other = random_patch(model, 0), random_patch(model, 1, rank=2)
     del other.changes["model.layers.0.mlp.up_proj"]
     cases = {
@@ -91,11 +89,11 @@ def test_sums_scales_and_means_are_those_of_the_weights() -> None:
     with pytest.raises(ValueError, match="at least one patch"):
         static.mean([])
     with pytest.raises(FingerprintMismatch, match="expected two patches of one model"):
-        _ = one + random_patch(small("llama", seed=1), 0)
+        _ = one + random_patch(build("llama", seed=1), 0)
 
 
 def test_truncation_keeps_the_largest_singular_values() -> None:
-    model = small("llama")
+    model = build("llama")
     whole = random_patch(model, 0) + random_patch(model, 1)
     cut = whole.truncated(2)
     for path, change in whole.changes.items():
@@ -107,7 +105,7 @@ def test_truncation_keeps_the_largest_singular_values() -> None:
 
 
 def test_each_row_has_its_patch() -> None:
-    model = small("gemma3")
+    model = build("gemma3")
     patches = [random_patch(model, 0), random_patch(model, 1, rank=1)]
     del patches[1].changes["model.layers.1.mlp.down_proj"]
     expected = [changed_by_hand(model, {1.0: patch}) for patch in patches]
@@ -133,7 +131,7 @@ def test_each_row_has_its_patch() -> None:
 
 
 def test_a_row_does_not_see_the_others_patches() -> None:
-    model = small("llama")
+    model = build("llama")
     one, other = random_patch(model, 0), random_patch(model, 1)
     with applied(model, [one, other], rows=[0, -1, 1]):
         first = logits(model)
@@ -144,7 +142,7 @@ def test_a_row_does_not_see_the_others_patches() -> None:
 
 
 def test_switching_patches_compiles_nothing_again() -> None:
-    model = small("llama", num_hidden_layers=1)
+    model = build("llama", num_hidden_layers=1)
     patches = [random_patch(model, 0), random_patch(model, 1)]
     expected = [changed_by_hand(model, {1.0: patch}) for patch in patches]
     counter = CompileCounterWithBackend("aot_eager")
@@ -164,7 +162,7 @@ def test_switching_patches_compiles_nothing_again() -> None:
 
 
 def test_patches_that_do_not_fit_change_nothing() -> None:
-    model = small("llama")
+    model = build("llama")
     patch = random_patch(model, 0)
     path = "model.layers.1.mlp.down_proj"
     wrong = {
@@ -190,7 +188,7 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
         pass
     assert weight_fingerprint(model) == before
     with pytest.raises(FingerprintMismatch, match="expected a patch of"):
-        patch.merge(small("llama", seed=3))
+        patch.merge(build("llama", seed=3))
     with pytest.raises(ValueError, match="expected patches and rows"), applied(model, [], [0]):
         pass
 
@@ -199,7 +197,7 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
 
 
 def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
-    model = small("llama")
+    model = build("llama")
     patch = static.fit(model, [_example()], "ridge", rank=2)
     file = tmp_path / "patch.safetensors"
     patch.save(file)
@@ -211,7 +209,7 @@ def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
         assert torch.equal(loaded.changes[path].u, change.u)
         assert torch.equal(loaded.changes[path].v, change.v)
     with pytest.raises(FingerprintMismatch):
-        StaticPatch.load(file, small("llama", seed=1))
+        StaticPatch.load(file, build("llama", seed=1))
     with pytest.raises(PatchFormatError, match=r"StaticPatch\.load reads"):
         ContextPatch.load(file)
 
@@ -222,7 +220,7 @@ def _example() -> static.Example:
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    patch, file = random_patch(small("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
+    patch, file = random_patch(build("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
     patch.save(file)
     content = file.read_bytes()
     for at in range(9, len(content), 997):
@@ -236,7 +234,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_patch_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
-    patch, file = random_patch(small("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
+    patch, file = random_patch(build("llama", num_hidden_layers=1), 0), tmp_path / "p.safetensors"
     next(iter(patch.changes.values())).u[0, 0] = float("inf")
     with pytest.raises(PatchFormatError, match="expected finite factors"):
         patch.save(file)
@@ -245,7 +243,7 @@ def test_a_patch_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
 
 def test_a_patch_for_each_token_is_no_static_one(tmp_path: Path) -> None:
     file = tmp_path / "p.safetensors"
-    with ContextPatcher(small("llama")) as patcher:
+    with ContextPatcher(build("llama")) as patcher:
         patcher.compute(tokens(0, 1, 4), tokens(1, 1, 2)).save(file)
     with pytest.raises(PatchFormatError, match=r"ContextPatch\.load reads"):
         StaticPatch.load(file)

@@ -27,20 +27,20 @@ VOCABULARY = 97
 def gemma3(
     seed: int = 0, dtype: torch.dtype = torch.float32, *, attention: str = "sdpa", **changes: object
 ) -> Gemma3ForCausalLM:
-    """Four layers, every other one with a window of 6; head_dim ≠ hidden/heads; scale weights far
+    """Three layers, first and last with a window of 6; head_dim ≠ hidden/heads; scale weights far
     from 0, some exactly -1.
     """
     settings: dict = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 72,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 20,
         "query_pre_attn_scalar": 20,
         "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "max_position_embeddings": 256,
         "pad_token_id": 0,
         "attn_implementation": attention,
@@ -66,12 +66,12 @@ def llama(
     bias: bool = False,
     **changes: object,
 ) -> LlamaForCausalLM:
-    """Four layers, grouped heads, tied or untied embeddings, optional biases in the MLP."""
+    """Three layers, grouped heads, tied or untied embeddings, optional biases in the MLP."""
     settings: dict = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 72,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,

@@ -1,5 +1,5 @@
-"""What the tests of the patcher share: models of two or three layers, and the question whether a
-patcher still works.
+"""What the tests of the patcher share: the parametrizations, and the question whether a patcher
+still works.
 """
 
 import copy
@@ -7,29 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, case, tokens
+from support.models import case, tokens
 from support.numeric import replay_limit
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, metrics
 
 UPDATES = ("direct", "stable", "exact")
-SMALL = {
-    "gemma3": {
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-    "llama": {"num_hidden_layers": 3},
-}
 
-
-def small(
-    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
-) -> nn.Module:
-    return build(family, seed, dtype, **SMALL[family] | changes)
-
-
-families = pytest.mark.parametrize("family", SMALL)
+families = pytest.mark.parametrize("family", ("gemma3", "llama"))
 updates = pytest.mark.parametrize("update", UPDATES)
 
 

@@ -1,0 +1,217 @@
+"""The bf16 products on matrix tiles, whose instructions a model in C++ stands for: the kernel's
+logic, on any processor.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.numeric import UNIT, normal, same_bits, seeded
+from torch import Tensor
+
+HERE = Path(__file__).parents[1] / "support" / "tiles"
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+PROT_NONE = 0  # of mprotect: the memory may not be read
+SHAPES = [(1, 1), (7, 33), (16, 32), (65, 64), (129, 257), (70, 2089)]
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    """Compiled once for the same sources: it takes 4 seconds."""
+    include = [HERE, HERE.parents[2] / "csrc"]
+    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-w"]
+    command = [COMPILER, *flags, *(f"-I{folder}" for folder in include), HERE / "entry.cpp"]
+    digest = hashlib.sha256(" ".join(map(str, command)).encode())
+    for file in sorted(file for folder in include for file in folder.rglob("*") if file.is_file()):
+        digest.update(file.read_bytes())
+    folder = HERE.parents[2] / "build" / "tiles"
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled = folder / f"{digest.hexdigest()[:16]}.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not compiled.exists():
+            subprocess.run([*command, "-o", compiled.with_suffix(".new")], check=True)
+            compiled.with_suffix(".new").rename(compiled)
+    return ctypes.CDLL(str(compiled))
+
+
+def address(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def numbers(*values: int) -> list[ctypes.c_int64]:
+    return [ctypes.c_int64(value) for value in values]
+
+
+def patched_linear(
+    library: ctypes.CDLL,
+    z: Tensor,
+    weight: Tensor,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    cut: int = 0,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """u (rows, rank, N) and v (rows, rank, K) contiguous; rows of weight contiguous."""
+    y = torch.full((len(z), len(weight)), torch.nan, dtype=out_dtype)
+    rank = 0 if u is None else u.shape[1]
+    library.patched_linear(
+        *numbers(len(z), len(weight), z.shape[1], rank, cut),
+        address(z),
+        *numbers(*z.stride()),
+        address(weight),
+        *numbers(weight.stride(0)),
+        *map(address, (slots, bias, u, v)),
+        ctypes.c_bool(out_dtype == torch.bfloat16),
+        address(y),
+    )
+    return y
+
+
+def inputs(rows: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """z, weight and bias in bf16; u and v of rank 2."""
+    rng = seeded(n + k)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    z, weight, bias = (normal(rng, *size, dtype=bf16) for size in ((rows, k), (n, k), (n,)))
+    return z, weight, bias, *(normal(rng, rows, 2, width, dtype=fp32) for width in (n, k))
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_against_the_formula(library: ctypes.CDLL, n: int, k: int) -> None:
+    for rows in (1, 3, 16, 17, 35, 50, 64, 81):
+        z, weight, bias, u, v = inputs(rows, n, k)
+        wide = [x.double() for x in (z, weight, bias, u, v)]
+
+        def total(z: Tensor, weight: Tensor, bias: Tensor, u: Tensor, v: Tensor) -> Tensor:
+            coefficients = torch.einsum("mk,mrk->mr", z, v)
+            return z @ weight.T + bias + torch.einsum("mr,mrn->mn", coefficients, u)
+
+        found = patched_linear(library, z, weight, u, v, bias)
+        size = total(*(x.abs() for x in wide))
+        assert ((found.double() - total(*wide)).abs() <= 16 * UNIT[torch.float32] * size).all()
+        narrow = patched_linear(library, z, weight, u, v, bias, torch.bfloat16)
+        assert same_bits(narrow, found.bfloat16())
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_row_does_not_see_the_others(library: ctypes.CDLL, n: int, k: int) -> None:
+    """Neither their number, from 1 to 64 and beyond, nor its place among them."""
+    z, weight, bias, u, v = inputs(81, n, k)
+    together = patched_linear(library, z, weight, u, v, bias)
+    spans = [(0, rows) for rows in range(1, 65)] + [(place, place + 1) for place in range(1, 81)]
+    for first, end in [*spans, (3, 20), (9, 58), (40, 81)]:
+        rows = slice(first, end)
+        found = patched_linear(library, z[rows], weight, u[rows], v[rows], bias)
+        assert same_bits(found, together[rows]), rows
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_strides_and_threads_do_not_change_a_bit(library: ctypes.CDLL, rows: int) -> None:
+    z, weight, bias, u, v = inputs(rows, 150, 170)
+    plain = patched_linear(library, z, weight, u, v, bias)
+    padded = torch.full((151, 177), torch.nan, dtype=torch.bfloat16)
+    padded[:150, 3:173] = weight
+    spread = torch.full((rows, 170, 2), torch.nan, dtype=torch.bfloat16)
+    spread[..., 0] = z
+    for cut in (0, 16, 48, 144):
+        found = patched_linear(
+            library, spread[..., 0], padded[:150, 3:173], u, v, bias, torch.float32, cut
+        )
+        assert same_bits(found, plain)
+
+
+def test_the_slots_of_experts(library: ctypes.CDLL) -> None:
+    """A pass may take its rows from anywhere and put them back there."""
+    z, weight, *_ = inputs(70, 50, 90)
+    slots = torch.randperm(70, generator=seeded(0))
+    plain = patched_linear(library, z, weight)
+    assert same_bits(patched_linear(library, z, weight, slots=slots), plain)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_recording_has_the_bits_of_the_replay(library: ctypes.CDLL, n: int, k: int) -> None:
+    for pairs in (1, 9, 32, 37):
+        z, weight, _, _, v = inputs(2 * pairs, n, k)
+        v = v[:pairs, :1].contiguous()
+        y, u = torch.full((2 * pairs, n), torch.nan), torch.full((pairs, 1, n), torch.nan)
+        library.record_linear(*numbers(pairs, n, k, 0), *map(address, (z, weight, v, y, u)))
+        z_ctx, z = z[:pairs], z[pairs:]
+        assert same_bits(y[:pairs], patched_linear(library, z_ctx, weight))
+        assert same_bits(y[pairs:], patched_linear(library, z, weight, u, v))
+        plain = patched_linear(library, z, weight)
+        assert same_bits(u[:, 0], y[:pairs] - plain)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_nothing_is_read_beyond_the_weight(library: ctypes.CDLL, n: int, k: int) -> None:
+    """In a process of its own, which dies where memory that it may not read follows the weight."""
+    z, weight, *_ = inputs(3, n, k)
+    room = -(-weight.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    values = torch.frombuffer(memory, dtype=torch.bfloat16)[: room // 2][-weight.numel() :]
+    last = values.view(n, k).copy_(weight)
+    end = ctypes.c_void_p(last.data_ptr() + weight.nbytes)
+    if (child := os.fork()) == 0:
+        refused = ctypes.CDLL(None).mprotect(end, ctypes.c_size_t(mmap.PAGESIZE), PROT_NONE)
+        patched_linear(library, z, last)
+        os._exit(refused != 0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_poisoned_row_stays_alone(library: ctypes.CDLL) -> None:
+    z, weight, bias, u, v = inputs(40, 67, 130)
+    clean = patched_linear(library, z, weight, u, v, bias)
+    z[17, 129] = torch.nan
+    dirty = patched_linear(library, z, weight, u, v, bias)
+    others = torch.arange(40) != 17
+    assert dirty[17].isnan().all() and same_bits(dirty[others], clean[others])
+
+
+@pytest.mark.parametrize("columns", [1, 5, 16])
+def test_the_model_of_the_instruction(library: ctypes.CDLL, columns: int) -> None:
+    """Intel's description of TDPBF16PS step by step: even and odd products are summed apart, each
+    step rounded once; then they are added, and then the sum. Denormal numbers are 0, before and
+    after each step.
+    """
+    rng = seeded(columns)
+
+    def scaled(*size: int, exponent: int) -> Tensor:
+        return normal(rng, *size) * 2.0 ** torch.randint(-3, 4, size, generator=rng) * 2.0**exponent
+
+    # sums of these products lie around the least normal number, 2⁻¹²⁶
+    wide, pairs = (scaled(16, 32, exponent=-64), scaled(16, columns, 2, exponent=-64))
+    start = scaled(16, columns, exponent=-127).float()
+    wide[0] = 2.0**-130  # denormal; beside large numbers only its own flush makes the products 0
+    pairs[:, 0] = 2.0**20
+    wide, pairs = wide.bfloat16(), pairs.bfloat16()
+    found = start.clone()
+    library.multiply_add(*numbers(columns), *map(address, (found, wide, pairs)))
+
+    def flush(x: Tensor) -> Tensor:
+        x = x.float()
+        return torch.where(x.abs() < 2.0**-126, torch.copysign(torch.zeros(()), x), x)
+
+    def by_steps(rounded: Callable[[Tensor], Tensor]) -> Tensor:
+        a, b = rounded(wide).double(), rounded(pairs).double()
+        parts = []
+        for parity in (0, 1):
+            part = torch.zeros(16, columns)
+            for k in range(16):  # products are exact in fp64
+                part = rounded(a[:, 2 * k + parity, None] * b[k, :, parity] + part.double())
+            parts.append(part)
+        return rounded(rounded(start) + rounded(parts[0] + parts[1]))
+
+    assert same_bits(found, by_steps(flush))
+    assert found[0, 0] == flush(start)[0, 0]
+    assert not same_bits(found, by_steps(Tensor.float))
