@@ -161,8 +161,8 @@ def check_compilable(attached: AttachedModel, options: CompileOptions) -> None:
     exact_mixture = attached.update == "exact" and any(block.experts for block in blocks)
     if options.cuda_graph and exact_mixture:
         raise UnsupportedModelError(
-            f"a CUDA graph cannot hold exact steps of {name}: the host reads how many rows an expert"
-            " has; compile='inductor' can"
+            f"a CUDA graph cannot hold exact steps of {name}: the host reads how many rows an"
+            " expert has; compile='inductor' can"
         )
     if any(weight.is_inference() for weight in model.parameters()):
         raise UnsupportedModelError(
