@@ -8,9 +8,10 @@ All ways run in turns, on the same weights and tokens. In the order of the table
 - `recompute and apply` is ours. `exact` is bit-identical to the model on batch-invariant functions
   and takes one pass over a cache that both streams share, eager or compiled; `exact, two passes` is
   bit-identical to the model as it is. `shared cache` and `two streams` are the stable update, over
-  one cache for both streams and over one for each (two passes and two streams only where eight of
-  the case's caches fit into the GPU's memory). `compiled` has a static cache that both streams
-  share and is compiled, and on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
+  one cache for both streams and over one for each (two passes and two streams on a CPU only up to 8
+  rows, on a GPU only where eight of the case's caches fit into its memory). `compiled` has a static
+  cache that both streams share and is compiled, and on a GPU a CUDA graph; `CUDA graph` is the same
+  without the compiler.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph. The time to compile is not
   in the table but below it, with the compiler's caches as they were. `CUDA graph` is not compiled,
@@ -92,7 +93,7 @@ NAIVE = "W + ΔW built, with a cache"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
 _LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
 _SLOW = 3.0  # seconds: a slower step is not repeated for the profiler
-_MOST_ROWS = 8  # of ways that change the weights row by row
+_MOST_ROWS = 8  # of ways that change the weights row by row, and on a CPU of the slow forms of ours
 _WARM_UP = 5  # calls until our step is traced, compiled and, at the fourth, captured
 
 
@@ -236,7 +237,9 @@ Builders = dict[str, Callable[[], Step]]
 
 
 def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
-    """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit."""
+    """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit on a
+    GPU, or there are few rows on a CPU.
+    """
     stable, cuda = models.stable, ids.is_cuda
     builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
     one_pass = reason_against(models.exact.model) is None
@@ -247,7 +250,12 @@ def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
     if one_pass and not (cuda and mixture):
         options = CompileOptions(inductor=True, cuda_graph=cuda)
         builders[EXACT_COMPILED] = lambda: _compiled_step(models.exact, ids, options)
-    if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:
+    fits = (
+        nbytes < torch.cuda.get_device_properties(ids.device).total_memory
+        if cuda
+        else len(ids) <= _MOST_ROWS
+    )
+    if fits:
         builders["recompute and apply, two streams"] = lambda: _decoding_step(
             stable, ids, DecodeMode.TWO_STREAM
         )
