@@ -8,9 +8,10 @@ All ways run in turns, on the same weights and tokens. In the order of the table
 - `recompute and apply` is ours. `exact` is bit-identical to the model on batch-invariant functions
   and takes one pass over a cache that both streams share, eager or compiled; `exact, two passes` is
   bit-identical to the model as it is. `shared cache` and `two streams` are the stable update, over
-  one cache for both streams and over one for each (two passes and two streams only where eight of
-  the case's caches fit into the GPU's memory). `compiled` has a static cache that both streams
-  share and is compiled, and on a GPU a CUDA graph; `CUDA graph` is the same without the compiler.
+  one cache for both streams and over one for each (two passes and two streams on a CPU only up to 8
+  rows, on a GPU only where eight of the case's caches fit into its memory). `compiled` has a static
+  cache that both streams share and is compiled, and on a GPU a CUDA graph; `CUDA graph` is the same
+  without the compiler.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph. The time to compile is not
   in the table but below it, with the compiler's caches as they were. `CUDA graph` is not compiled,
@@ -21,7 +22,8 @@ All ways run in turns, on the same weights and tokens. In the order of the table
   `patcher.forward`, without a cache.
 - `W + ΔW built` is Algorithm 1 with materialised matrices, row by row. `PEFT, factors swapped` is a
   LoRA of rank 1 on the same matrices, one adapter a row. Both take a context step, change the
-  weights, and take a reduced step; computing the update is not timed.
+  weights, and take a reduced step; computing the update is not timed. They change the weights row
+  by row, and are left out beyond 8 rows.
 
 A mixture of experts has our own forms and the plain step only: a patch changes the experts that a
 token chose and no others, and PEFT has no adapter for experts. The plain step runs the experts as
@@ -91,6 +93,7 @@ NAIVE = "W + ΔW built, with a cache"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
 _LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
 _SLOW = 3.0  # seconds: a slower step is not repeated for the profiler
+_MOST_ROWS = 8  # of ways that change the weights row by row, and on a CPU of the slow forms of ours
 _WARM_UP = 5  # calls until our step is traced, compiled and, at the fourth, captured
 
 
@@ -180,7 +183,10 @@ def comparison(
     static = StaticContext(models.plain, ids)
     builders = _ours(models, ids, 8 * cache_bytes(cache))
     builders |= _baselines(models, ids, patch, cache, static)
-    if peft_problem() is None and not shape.experts:
+    row_by_row = not shape.experts and batch <= _MOST_ROWS
+    if row_by_row:
+        builders[NAIVE] = lambda: naive_step(models.plain, patch, plain)
+    if row_by_row and peft_problem() is None:
         builders[PEFT] = lambda: lora_step(twin(models.plain), patch, plain)
     calls = {name: LazyStep(build) for name, build in builders.items()}
     nbytes = weight_bytes(models.plain, patch)
@@ -231,16 +237,25 @@ Builders = dict[str, Callable[[], Step]]
 
 
 def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
-    """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit."""
+    """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit on a
+    GPU, or there are few rows on a CPU.
+    """
     stable, cuda = models.stable, ids.is_cuda
     builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
     one_pass = reason_against(models.exact.model) is None
     if one_pass:
         builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
-    if one_pass and not any(block.experts for block in models.exact.attached_model.blocks):
+    mixture = any(block.experts for block in models.exact.attached_model.blocks)
+    # no CUDA graph can hold a mixture's exact products, which read their rows on the host
+    if one_pass and not (cuda and mixture):
         options = CompileOptions(inductor=True, cuda_graph=cuda)
         builders[EXACT_COMPILED] = lambda: _compiled_step(models.exact, ids, options)
-    if not cuda or nbytes < torch.cuda.get_device_properties(ids.device).total_memory:
+    fits = (
+        nbytes < torch.cuda.get_device_properties(ids.device).total_memory
+        if cuda
+        else len(ids) <= _MOST_ROWS
+    )
+    if fits:
         builders["recompute and apply, two streams"] = lambda: _decoding_step(
             stable, ids, DecodeMode.TWO_STREAM
         )
@@ -274,9 +289,6 @@ def _baselines(
     if dense:
         builders["replay of a given patch"] = lambda: Step(
             lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
-        )
-        builders[NAIVE] = lambda: naive_step(
-            models.plain, patch, plain_step(models.plain, ids, cache)
         )
     return builders
 

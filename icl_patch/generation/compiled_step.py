@@ -20,7 +20,7 @@ from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.models import kv_cache
 from icl_patch.models.forward_override import what_runs
 from icl_patch.recording import forward_passes
-from icl_patch.recording.attached_block import AttachedBlock
+from icl_patch.recording.attached_model import AttachedModel
 
 _BUCKET = 32  # tokens
 _CACHED_STEPS = 2  # steps, with their caches, that are kept for later contexts
@@ -140,14 +140,15 @@ def _traced_objects(model: PreTrainedModel) -> tuple[Any, ...]:
     return (*(x.data_ptr() for x in weights), *what_runs(model))
 
 
-def check_compilable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> None:
-    """Raise unless a step of the model can be compiled.
+def check_compilable(attached: AttachedModel, options: CompileOptions) -> None:
+    """Raise unless a step of the model can go through the compilers.
 
     Raises:
         UnsupportedModelError: the step reads numbers on the host, or has weights that no compiler
             takes.
         ValueError: autocast is on.
     """
+    model, blocks = attached.model, attached.blocks
     name = type(model).__name__
     if torch.is_autocast_enabled(model.device.type):
         raise ValueError(
@@ -156,6 +157,12 @@ def check_compilable(model: PreTrainedModel, blocks: list[AttachedBlock]) -> Non
     if any(isinstance(block.experts, PatchedScaledExperts) for block in blocks):
         raise UnsupportedModelError(
             f"compile does not cover {name}: the host reads how many experts are chosen"
+        )
+    exact_mixture = attached.update == "exact" and any(block.experts for block in blocks)
+    if options.cuda_graph and exact_mixture:
+        raise UnsupportedModelError(
+            f"a CUDA graph cannot hold exact steps of {name}: the host reads how many rows an"
+            " expert has; compile='inductor' can"
         )
     if any(weight.is_inference() for weight in model.parameters()):
         raise UnsupportedModelError(

@@ -6,7 +6,7 @@ were. Shapes: B rows, S tokens so far, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,8 +117,9 @@ class DecodeStep:
             last_logits=1,
         )
         streams = self._both_streams(len(token_ids), return_context_logits, exact)
-        with running_in(self.arithmetic), recording(recorders), streams:
-            logits = model(**model_inputs).logits[:, -1]
+        with recording(recorders), streams:
+            with self._arithmetic():
+                logits = model(**model_inputs).logits[:, -1]
             misses = close_loops(recorders)
             factors = [block.factors() for block in attached.blocks]
         diagnostics = [recorder.diagnostics for recorder in recorders]
@@ -130,6 +131,11 @@ class DecodeStep:
         return StepOutput(
             logits, flag, factors, diagnostics, misses=misses, activations=activations
         )
+
+    def _arithmetic(self) -> AbstractContextManager[None]:
+        if self.streams is None or self.arithmetic == MODEL:
+            return running_in(self.arithmetic)
+        return self.streams.invariant_modules.run()
 
     @contextmanager
     def _both_streams(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from icl_patch import ops
 from icl_patch.activations import ACTIVATIONS
 from icl_patch.layers.linear import PatchedLinear
-from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.patched_module import PatchedModule, like_rows_of, rows_of
 from icl_patch.layers.rms_norm import PatchedRMSNorm, rms_norm_form
 from icl_patch.models.consumers import LINEAR
 from icl_patch.models.forward_override import Forward, untouched
@@ -102,21 +102,21 @@ class _Gated(_Fused):
         return super().fresh and {self.act, self.down, *self.readers} <= set(self.module.children())
 
     def run(self, x: Tensor) -> Tensor:
+        # Both streams (2, B, 1, d) of a shared cache go through the MLP as rows.
+        z = rows_of(x) if x.dim() > 3 else x
         halves = (
-            [reader(x) for reader in self.readers]
+            [reader(z) for reader in self.readers]
             if len(self.readers) == 2
-            else self.readers[0](x).chunk(2, -1)
+            else self.readers[0](z).chunk(2, -1)
         )
         gate, up = halves[::-1] if self.swapped else halves
         if untouched(self.act):
-            width = gate.shape[-1]
-            h = ops.gated_product(
-                gate.reshape(-1, width), up.reshape(-1, width), self.activation
-            ).reshape(gate.shape)
+            h = ops.gated_product(rows_of(gate), rows_of(up), self.activation)
+            h = like_rows_of(gate, h)
         else:  # a hook on the activation must run
             h = self.act(gate) * up
         out: Tensor = self.down(h)
-        return out
+        return out if z is x else like_rows_of(x, out)
 
 
 class FusedModules:

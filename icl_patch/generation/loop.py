@@ -378,7 +378,7 @@ def start(decoder: Decoder, prepared: _Prepared, options: Options) -> DecodeStat
             f"expected a CUDA device with compile={options.compile!r}, got {prepared.ids.device}"
         )
     if compilers:
-        check_compilable(attached.model, attached.blocks)
+        check_compilable(attached, compilers)
     return prefill(
         decoder,
         prepared.ids,

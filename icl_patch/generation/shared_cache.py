@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.invariance.arithmetic import InvariantModules
 from icl_patch.models.attention_mask import Override
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
@@ -77,6 +78,10 @@ class SharedCacheStreams:
     Args:
         model: the attached model. blocks: its blocks.
 
+    Attributes:
+        projections: of every block, the matrix that reads the attention's output.
+        invariant_modules: runs the steps of the batch-invariant arithmetic.
+
     Raises:
         UnsupportedModelError: a block's form, or the way its attention is called, does not allow
             it.
@@ -108,6 +113,10 @@ class SharedCacheStreams:
         ends = [(block.module, self._ending(block)) for block in blocks]
         self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends]
         self._model, self._traced = model, what_runs(model)
+        # of a block that is its own mixture, the block
+        self.invariant_modules = InvariantModules(
+            model, (block.mixture or block.module for block in blocks if block.experts is not None)
+        )
 
     @property
     def fresh(self) -> bool:
@@ -129,8 +138,8 @@ class SharedCacheStreams:
         finally:
             self._reduced = self._slot = None
 
-    def _alone(self, output: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
-        """Keep the attention's output for the reduced rows, in the shape of ``output``.
+    def _alone(self, _output: Tensor, query: Tensor, value: Tensor, _: Any) -> None:
+        """Keep the attention's output for the reduced rows.
 
         A token that attends to itself alone gets its own value, because the softmax of one number
         is 1.
@@ -140,10 +149,8 @@ class SharedCacheStreams:
             newest = value[:, :, -1:]
         else:
             newest = value.index_select(2, slot.clamp(max=value.shape[2] - 1))
-        heads = newest.expand(-1, -1, query.shape[1] // value.shape[1], -1)
-        self._reduced = heads.reshape(
-            output.shape
-        )  # (B, groups, heads of each, ·) -> (B, 1, heads, ·)
+        # (B, groups, heads of each, ·), in the order of the output's elements
+        self._reduced = newest.expand(-1, -1, query.shape[1] // value.shape[1], -1)
 
     def _doubled(self, module: nn.Module) -> Forward:
         """An output projection's forward: (B, 1, ·) of the context rows -> (2, B, 1, d) of both

@@ -2,16 +2,18 @@
 batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.invariance.functions import ATTENTION, ROW_FUNCTIONS, Replacements
+from icl_patch.invariance.functions import ATTENTION, ROW_FUNCTIONS, Replacements, is_own
+from icl_patch.models.forward_override import Forward, overriding
 from icl_patch.models.recurrent_state import is_recurrent
 
 MODEL, BATCH_INVARIANT = "model", "batch_invariant"
@@ -47,22 +49,102 @@ def running_in(arithmetic: str, *, attention: bool = False) -> Iterator[None]:
         yield
         return
     table = {**ROW_FUNCTIONS, **ATTENTION} if attention else ROW_FUNCTIONS
+    with _products(), _Replacing(table):
+        yield
+
+
+@contextmanager
+def _products() -> Iterator[None]:
+    """Within this context our products do not see their batch, and autocast is off."""
     with ExitStack() as stack:
         for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(ops.gemv_products())
-        stack.enter_context(_Replacing(table))
         yield
 
 
 class _Replacing(TorchFunctionMode):
-    """Runs the functions of a table in place of torch's."""
+    """Runs the functions of a table in place of torch's.
 
-    def __init__(self, table: Replacements) -> None:
+    note: called before each call that the table changes.
+    """
+
+    def __init__(self, table: Replacements, note: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self.table = table
+        self.table, self.note = table, note
 
     def __torch_function__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return self.table.get(function, function)(*args, **kwargs or {})
+        replacement = self.table.get(function)
+        if replacement is None:
+            return function(*args, **kwargs or {})
+        if self.note is not None and not is_own(function, args):
+            self.note()
+        return replacement(*args, **kwargs or {})
+
+
+class InvariantModules:
+    """Runs a model's decode steps in the batch-invariant arithmetic, without attention.
+
+    A mode of torch takes time at each call of torch, thousands a step. So only the first step runs
+    in one as a whole. It notes the modules of which the own code calls a function to replace. Later
+    steps enter the mode in these modules only, and in those that the first step did not reach.
+
+    Args:
+        model: the model.
+        mixtures: modules of which the calls depend on the tokens: they always run in the mode.
+    """
+
+    def __init__(self, model: nn.Module, mixtures: Iterable[nn.Module]) -> None:
+        self._model = model
+        self._found, self._is_complete = set(mixtures), False
+        self._mode = _Replacing(ROW_FUNCTIONS)
+        self._running: list[nn.Module] = []  # the modules that run, the innermost last
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Within this context a step runs in the arithmetic."""
+        if self._is_complete:
+            forwards = [(module, self._in_mode(module)) for module in self._found]
+            with _products(), overriding(forwards):
+                yield
+            return
+        reached: set[nn.Module] = set()
+        modules = list(self._model.modules())
+        noting = _Replacing(ROW_FUNCTIONS, lambda: self._found.add(self._running[-1]))
+        followed = [(module, self._followed(module, reached)) for module in modules]
+        with _products(), noting, overriding(followed):
+            yield
+        self._found.update(module for module in modules if module not in reached)
+        self._is_complete = True
+
+    def _followed(self, module: nn.Module, reached: set[nn.Module]) -> Forward:
+        """The module's forward, which notes that it runs."""
+        forward = module.forward
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            reached.add(module)
+            self._running.append(module)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._running.pop()
+
+        return followed
+
+    def _in_mode(self, module: nn.Module) -> Forward:
+        """The module's forward in the mode, which a module inside it does not enter again."""
+        forward = module.forward
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if self._running:
+                return forward(*args, **kwargs)
+            self._running.append(module)
+            try:
+                with self._mode:
+                    return forward(*args, **kwargs)
+            finally:
+                self._running.pop()
+
+        return replaced

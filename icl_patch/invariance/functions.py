@@ -58,13 +58,34 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
     """``x_i W_e`` for the rows i of expert e, which end before ``offs[e]``.
 
     x (M, K), weight (E, K, N), offs (E,) -> (M, N); rows behind the last expert's are 0.
+
+    It is an operator of its own: a compiled step calls it, and does not see that it reads ``offs``
+    on the host.
     """
+    out: Tensor = torch.ops.icl_patch_invariance.grouped_mm(x, weight, offs)
+    return out
+
+
+def _each_group(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     out, start = x.new_zeros(len(x), weight.shape[-1]), 0
-    for expert, end in enumerate(offs.tolist()):
+    # a trace forbids reads on the host of functions that it sees into
+    with torch._C.DisableTorchFunction():
+        ends = offs.tolist()
+    for expert, end in enumerate(ends):
         if end > start:
             out[start:end] = linear(x[start:end], weight[expert].mT)
         start = end
     return out
+
+
+torch.library.define(
+    "icl_patch_invariance::grouped_mm", "(Tensor x, Tensor weight, Tensor offs) -> Tensor"
+)
+torch.library.impl("icl_patch_invariance::grouped_mm", "CompositeExplicitAutograd", _each_group)
+torch.library.register_fake(
+    "icl_patch_invariance::grouped_mm",
+    lambda x, weight, offs: x.new_empty(len(x), weight.shape[-1]),
+)
 
 
 _PRODUCTS: Replacements = {
@@ -257,6 +278,14 @@ def _attend(
         )
     finally:
         torch.set_num_threads(threads)
+
+
+def is_own(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the replacement of ``function`` calls it with the same arguments: it is torch's own
+    for these dtypes.
+    """
+    wide = isinstance(args[0], Tensor) and args[0].dtype in (torch.float32, torch.float64)
+    return wide and function in (torch.rsqrt, Tensor.rsqrt)
 
 
 ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}

@@ -39,6 +39,16 @@ def matches_rows(change: Tensor, x: Tensor) -> bool:
     return change.shape in (x.shape, x.shape[-1:], (x.shape[:-1].numel(), x.shape[-1]))
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """x (..., n) as rows (M, n); x itself if it is."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def like_rows_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows (M, N) in the leading dimensions of x (..., n); the rows themselves if x has rows."""
+    return rows if x.dim() == 2 else rows.reshape(*x.shape[:-1], rows.shape[-1])
+
+
 class Mode(Enum):
     """How a patched module treats its input."""
 

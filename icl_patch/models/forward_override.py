@@ -65,6 +65,7 @@ def what_runs(model: PreTrainedModel) -> list[Any]:
         *_global_forward_pre_hooks,
         *_global_forward_hooks,
         model.config._attn_implementation,
+        model.dtype,
     ]
     for module in model.modules():
         for part in (module, module.base_layer) if isinstance(module, PatchedModule) else (module,):

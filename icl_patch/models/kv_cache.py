@@ -73,8 +73,9 @@ class ReservedLayer(DynamicLayer):
             buffer[..., :start, :] = held
             self._buffers[name] = buffer
         buffer[..., start:stop, :] = states
-        setattr(self, name, buffer[..., :stop, :])
-        return buffer[..., :stop, :]
+        held = buffer[..., :stop, :]
+        setattr(self, name, held)
+        return held
 
 
 def _is_prefix(held: Tensor, buffer: Tensor) -> bool:

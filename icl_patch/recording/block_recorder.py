@@ -190,12 +190,16 @@ class BlockRecorder(ABC):
         self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor
     ) -> None:
         """Keep a reader's factors in ``layer``, and note how far its patched output is off."""
+        self.keep_factors(name, layer, u)
+        self.diagnostics.reader(patched, reference, u)
+
+    def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
+        """Keep a reader's factors in ``layer``: u (B, T, N) and the direction."""
         assert self.direction is not None
         direction = self.direction[1]
         layer.u, layer.v = self.zero_padding(u), direction.v
         condition = f"the input z of {name} is 0"
         self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, layer.u, "input")
-        self.diagnostics.reader(patched, reference, u)
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction v (B, T, K) of the reduced rows of z, computed once a block."""
@@ -212,7 +216,8 @@ class BlockRecorder(ABC):
         """Keep the direction ``flat`` (M, K) of the input z that the readers share."""
         v, inverse = self.zero_padding(self.unflat(flat.v)), self.unflat(flat.inverse_norm2)
         self.direction = (z, ops.Direction(v, inverse))
-        self._flat_direction = flat._replace(v=v.reshape(flat.v.shape))
+        padded = self.valid is not None
+        self._flat_direction = flat._replace(v=v.reshape(flat.v.shape)) if padded else flat
 
     # -- the writer
 
@@ -230,32 +235,34 @@ class BlockRecorder(ABC):
             reference = self.context_written(y_ctx, dtype)
             target = target + self.zero_padding(updates.reader_update(reference, y))
         write = self._write_bias if self.spec.writer is Writer.BIAS else self._write_weight
-        return self.join(y_ctx, write(layer, h, y, target, dtype), plain)
-
-    def _write_bias(
-        self, layer: PatchedLinear, _h: Tensor, y: Tensor, target: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """``y + Δb`` with ``Δb = target``, (B, T, d)."""
-        if not self.exact:
-            layer.bias_change = target
-            return add_bias_change(y, target, dtype)
-        layer.bias_change = target.double()
-        self.open_loop(y, torch.ones_like(target[..., :1]), layer, "bias_change")
-        return add_bias_change(y, layer.bias_change, torch.float64)
-
-    def _write_weight(
-        self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """``y + u (v·h)`` with ``u = target`` and ``v = h / ‖h‖²``, (B, T, d)."""
-        dtype = torch.float64 if self.exact else dtype
         _, h = self.split(h)
-        v, inverse, _ = ops.read_direction(h, dtype if self.exact else None)
+        write(layer, h, y, target)
+        return self.join(y_ctx, self.written(layer, h, y, dtype), plain)
+
+    def written(self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output (B, T, d) of a weight or bias writer with its change, in ``dtype`` or for an
+        exact update in fp64; ``y`` is its plain output.
+        """
+        dtype = torch.float64 if self.exact else dtype
+        if layer.bias_change is not None:
+            return add_bias_change(y, layer.bias_change, dtype)
+        assert layer.u is not None and layer.v is not None
+        return add_low_rank(y, h, layer.u, layer.v, dtype)
+
+    def _write_bias(self, layer: PatchedLinear, _h: Tensor, y: Tensor, target: Tensor) -> None:
+        """Set ``Δb = target``, (B, T, d)."""
+        layer.bias_change = target.double() if self.exact else target
+        if self.exact:
+            self.open_loop(y, torch.ones_like(target[..., :1]), layer, "bias_change")
+
+    def _write_weight(self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor) -> None:
+        """Set ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
+        v, inverse, _ = ops.read_direction(h, torch.float64 if self.exact else None)
         self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, target)
         layer.u, layer.v = target.to(v.dtype), self.zero_padding(v)
         if self.exact:
             gain = (h.double() * layer.v).sum(-1, keepdim=True)
             self.open_loop(y, gain, layer, "u")
-        return add_low_rank(y, h, layer.u, layer.v, dtype)
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype

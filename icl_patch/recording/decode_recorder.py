@@ -7,6 +7,7 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.layers.linear import PatchedLinear
+from icl_patch.layers.patched_module import like_rows_of, rows_of
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Writer
 from icl_patch.recording.attached_block import AttachedBlock
@@ -38,13 +39,22 @@ class DecodeRecorder(TwoStreamRecorder):
         for_inductor: bool = False,
     ) -> None:
         super().__init__(block, update, valid=None)
-        self.patch_index = patch_index
+        self.patch_index, self._rows = patch_index, len(patch_index) // 2
         self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
 
     @property
     def shape(self) -> tuple[int, int]:
         """(B, 1)."""
-        return len(self.patch_index) // 2, 1
+        return self._rows, 1
+
+    @property
+    def rows(self) -> int:
+        """M = B."""
+        return self._rows
+
+    def unflat(self, x: Tensor) -> Tensor:
+        """Rows (B, ...) as (B, 1, ...)."""
+        return x.unsqueeze(1)
 
     def on_residual(self, x: Tensor) -> None:
         """Take one term of the residual stream before the MLP."""
@@ -64,31 +74,36 @@ class DecodeRecorder(TwoStreamRecorder):
         """Of the rows without the context, (M, K)."""
         if not self.for_inductor:
             return super().read_direction(z)
-        v, inverse, coeff = ops.read_direction(z.reshape(-1, z.shape[-1]), for_inductor=True)
+        v, inverse, coeff = ops.read_direction(rows_of(z), for_inductor=True)
         assert coeff is not None
         return ops.Direction(v[self.rows :], inverse[self.rows :], coeff[self.rows :])
+
+    def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
+        """Keep a reader's factors, and both streams' outputs (2B, N)."""
+        self.keep_factors(name, layer, u)
+        self.diagnostics.reader_pair(pair, u)
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output; a weight writer's in one product, which reads W once."""
         linear = layer.linear_map(h)
         if self.spec.writer is not Writer.WEIGHT or self.spec.mixer or linear is None:
             return super().down(layer, h)
-        rows, target = h.reshape(-1, h.shape[-1]), self.writer_target()
+        rows, target = rows_of(h), self.writer_target()
         v, inverse, _ = self.read_direction(rows)
-        layer.u, layer.v = target, self.unflat(v)
+        layer.u, layer.v = target, self.unflat(v)  # of rank 1, a patch for each row
         condition = f"the input h of {self.spec.down} is 0"
         self.diagnostics.refuse_at_zero(condition, self.unflat(inverse), target)
         weight, bias = linear
         output = ops.patched_linear(
             rows,
             weight,
-            target.reshape(self.rows, 1, -1),
-            v.unsqueeze(1),
+            layer.u,
+            layer.v,
             bias,
             index=self.patch_index,
             path=ops.product_path(rows, self.rows),
         )
-        return output.reshape(*h.shape[:-1], output.shape[-1])
+        return like_rows_of(h, output)
 
     def _add_stable(
         self,

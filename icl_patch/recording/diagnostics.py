@@ -95,6 +95,14 @@ class BlockDiagnostics:
         error = (patched.float() - reference.float()).abs().amax(-1) / size.float()
         self._largest("reader_error", error if error.dim() == 2 else error.amax(-1))
 
+    def reader_pair(self, pair: Tensor, change: Tensor) -> None:
+        """:meth:`reader` for the outputs of both streams in one tensor, rows (2M, N)."""
+        if self.valid is None:
+            self.collected.append(("reader_pair", (pair, change)))
+        else:
+            reference, patched = pair.reshape(2, *change.shape)
+            self.reader(patched, reference, change)
+
     def inversion(self, status: Tensor) -> None:
         """Record the status of an RMSNorm inversion, (B, T)."""
         if self.valid is None:
@@ -124,12 +132,12 @@ class BlockDiagnostics:
         self.report = replace(self.report, **{name: value})
 
     def feasibility_checks(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Flags and values of the collected calls: if no flag is True and no value is 0,
+        """Flags and values (B, 1) of the collected calls: if no flag is True and no value is 0,
         :meth:`check` passes.
         """
-        refused = [arguments[1].flatten() for name, arguments in self.collected if name == "refuse"]
+        refused = [arguments[1] for name, arguments in self.collected if name == "refuse"]
         inverses = {
-            id(arguments[1]): arguments[1].flatten()
+            id(arguments[1]): arguments[1]
             for name, arguments in self.collected
             if name == "refuse_at_zero"
         }

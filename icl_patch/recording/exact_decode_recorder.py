@@ -36,12 +36,20 @@ class ExactDecodeRecorder(DecodeRecorder):
         """Take one term of the residual stream before the MLP."""
         BlockRecorder.on_residual(self, x)
 
+    def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
+        """Keep a reader's factors, and its output with the context, which a miss needs."""
+        super().keep_pair(name, layer, pair, u)
+        self.context.readers[name] = self.unflat(pair[: self.rows])
+
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm
         reads it.
         """
-        output = BlockRecorder.down(self, layer, h)
-        return output if self.spec.writer is Writer.SCALE else self._without_reduced(output, h)
+        return BlockRecorder.down(self, layer, h)
+
+    def written(self, _layer: PatchedLinear, _h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """0: the factor is chosen after the pass."""
+        return torch.zeros_like(y, dtype=dtype)
 
     def join_experts(self, x_ctx: Tensor | None, x: Tensor, like: Tensor) -> Tensor:
         """The experts' output with the context, and 0 for the rows without it if the experts are
@@ -60,14 +68,9 @@ class ExactDecodeRecorder(DecodeRecorder):
         self._beside = self.split(found)[1]
 
     def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
-        return self._without_reduced(BlockRecorder._apply_new_scale(self, layer, x), x)
-
-    def _without_reduced(self, output: Tensor, like: Tensor) -> Tensor:
-        """Both streams' output in fp64, rounded as the model rounds it, with 0 for the rows without
-        the context.
-        """
-        with_context = self.split(output)[0].to(like.dtype)
-        return self.join(with_context, torch.zeros_like(with_context), output)
+        """The norm's output with the context, and 0 for the rows without it."""
+        with_context = layer.base_layer(self.split(x)[0])
+        return self.join(with_context, torch.zeros_like(with_context), x)
 
     def open_loop(
         self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0

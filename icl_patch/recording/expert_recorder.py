@@ -33,9 +33,16 @@ def record_experts(
     weights = recorder.split(weights)[1].flatten(0, 1)
     z_ctx, z_own, chosen = (x.flatten(0, 1) for x in (z_ctx, z_own, index_own))
     fused = layer.uses_expert_linear(z, *recorder.shape)
-    read = layer.read(z_own, chosen, fused)
-    if recorder.spec.reads:
-        read = _read(recorder, layer, z, read, layer.read(z_ctx, chosen, fused))
+    if not recorder.spec.reads:
+        read = layer.read(z_own, chosen, fused)
+    elif fused and isinstance(recorder, DecodeRecorder):
+        # Each matrix is read once. A decode step runs in our kernels, which give a row the same
+        # bits beside any other rows.
+        both = layer.read(torch.cat([z_own, z_ctx]), chosen.repeat(2, 1), fused)
+        read = _read(recorder, layer, z, *both.chunk(2))
+    else:
+        parts = (layer.read(part, chosen, fused) for part in (z_own, z_ctx))
+        read = _read(recorder, layer, z, *parts)
     h = layer.inner(read.to(z.dtype) if fused else read)
     output = recorder.unflat(layer.write(h, chosen, weights, fused))
     own = _end(recorder, layer, h, weights, output)

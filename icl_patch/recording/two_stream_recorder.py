@@ -5,6 +5,7 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.layers.linear import PatchedLinear
+from icl_patch.layers.patched_module import like_rows_of, rows_of
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.block_recorder import BlockRecorder, same_place
 
@@ -39,23 +40,27 @@ class TwoStreamRecorder(BlockRecorder):
         linear = layer.linear_map(z)
         if linear is None:
             return super().reader(name, layer, z)
-        rows = z.reshape(-1, z.shape[-1])
+        rows = rows_of(z)
         self.direction_of(rows)
         known = self._recorded.pop(name, None)
         if known is None or not same_place(known[0], z):
-            known = self._record_from(name, linear, z)
+            known = self._record_from(name, linear, z, rows)
         _, output, u = known
-        y_ctx, patched = self.split(output)
-        self.keep_reader(name, layer, y_ctx, patched, self.unflat(u))
-        return output.reshape(*z.shape[:-1], output.shape[-1])
+        self.keep_pair(name, layer, output, self.unflat(u))
+        return like_rows_of(z, output)
+
+    def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
+        """:meth:`keep_reader` for both streams' outputs, rows (2M, N)."""
+        y_ctx, patched = self.split(pair)
+        self.keep_reader(name, layer, y_ctx, patched, u)
 
     def _record_from(
-        self, name: str, linear: tuple[Tensor, Tensor | None], z: Tensor
+        self, name: str, linear: tuple[Tensor, Tensor | None], z: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """z, and y and u of reader ``name``. In Triton's kernels other readers of z that come after
-        it are recorded with it, and kept until they are called.
+        """z, and y and u of reader ``name``; ``rows`` is z as rows. In Triton's kernels other
+        readers of z that come after it are recorded with it, and kept until they are called.
         """
-        rows, direction, apart = z.flatten(0, -2), self._flat_direction, self.spec.separately_normed
+        direction, apart = self._flat_direction, self.spec.separately_normed
         assert direction is not None
         if not ops.has_triton(z.device.type):
             return (z, *ops.record_linear(rows, *linear, direction=direction)[:2])
@@ -79,7 +84,7 @@ class TwoStreamRecorder(BlockRecorder):
 
     def read_direction(self, z: Tensor) -> ops.Direction:
         """Of the rows without the context, (M, K)."""
-        return ops.read_direction(z.reshape(-1, z.shape[-1])[self.rows :])
+        return ops.read_direction(rows_of(z)[self.rows :])
 
     def on_end(self, total: Tensor) -> None:
         """Keep the block's output with the context."""

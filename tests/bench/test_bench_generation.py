@@ -31,6 +31,7 @@ from icl_patch.bench.cases.generation import (
     COMPILED,
     EXACT,
     EXACT_COMPILED,
+    EXACT_TWO_PASSES,
     NAIVE,
     OURS,
     OURS_COMPILED,
@@ -156,6 +157,15 @@ def test_every_way_says_what_the_model_says(
                 found.check(name, wrong)
 
 
+def test_slow_ways_are_for_few_rows() -> None:
+    few, many = (
+        set(generation.comparison(QWEN, batch, 7, torch.float32, CPU).calls) for batch in (8, 9)
+    )
+    slow = {NAIVE, EXACT_TWO_PASSES, "recompute and apply, two streams"}
+    assert few - many == (slow | {PEFT} if generation.peft_problem() is None else slow)
+    assert many < few
+
+
 def test_a_mixture_of_experts() -> None:
     """Our forms and the plain step's; of the experts the bytes of those that were chosen, once."""
     found = generation.comparison(MIXTURE, 1, 7, torch.float32, CPU)
@@ -163,6 +173,7 @@ def test_a_mixture_of_experts() -> None:
         OURS,
         OURS_COMPILED,
         EXACT,
+        EXACT_COMPILED,
         "recompute and apply, two streams",
         "recompute and apply, exact, two passes",
         PLAIN,

@@ -121,7 +121,7 @@ def replays_bit_for_bit(patcher: ContextPatcher, ids: Tensor, **arguments: Any) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "opt-post-norm", "phi3"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "opt-post-norm", "phi3", "qwen2_moe"])
 def test_a_compiled_exact_step_has_the_bits_of_its_replay(
     family: str, dtype: torch.dtype, traces: list[Any]
 ) -> None:
@@ -136,7 +136,9 @@ def test_a_compiled_exact_step_has_the_bits_of_its_replay(
 
 @pytest.mark.stress
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt-post-norm", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt2", "opt-post-norm", "olmo2", "phi3", "qwen2_moe"]
+)
 def test_exact_with_the_whole_compiler(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,3 +444,15 @@ def test_what_cannot_be_compiled() -> None:
         steps_of(patcher)
         with pytest.raises(UnsupportedModelError, match="weights made outside of inference mode"):
             steps_of(patcher, compile=True)
+
+
+def test_no_cuda_graph_holds_exact_steps_of_a_mixture() -> None:
+    graph = compiled_step.CompileOptions(cuda_graph=True)
+    for family, update in (("qwen2_moe", "stable"), ("llama", "exact")):
+        with ContextPatcher(tiny_models.build(family), update) as patcher:
+            compiled_step.check_compilable(patcher.attached_model, graph)
+    with (
+        ContextPatcher(tiny_models.build("qwen2_moe")) as patcher,
+        pytest.raises(UnsupportedModelError, match="how many rows an expert has; compile='indu"),
+    ):
+        compiled_step.check_compilable(patcher.attached_model, graph)
