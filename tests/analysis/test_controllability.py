@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import case, ragged, tokens
-from support.small import small
+from support.models import build, case, ragged, tokens
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, ControllabilityError, controllability
@@ -83,7 +82,7 @@ def test_zero_input(family: str, update: str) -> None:
     """A token with an embedding of 0, alone: ``z = 0`` in the first block, and Lemma 6 has nothing
     to divide by.
     """
-    model = small(family)
+    model = build(family)
     model.get_input_embeddings().weight.data[5] = 0
     kept = KEPT.clone()
     kept[1, 0] = 5
@@ -106,7 +105,7 @@ def test_zero_activations(update: str) -> None:
     """A gate of ReLU that a whole direction of z closes: ``h = 0`` for those tokens, and Lemma 9
     has nothing to divide by.
     """
-    model = small("llama", hidden_act="relu")
+    model = build("llama", hidden_act="relu")
     model.model.layers[1].mlp.gate_proj.weight.data.copy_(
         torch.randn(1, 48, generator=torch.Generator().manual_seed(4)).expand(72, 48)
     )
@@ -126,7 +125,7 @@ def test_a_dead_row_is_in_the_way_of_a_scale_alone(update: str) -> None:
     """``Norm(h)_k = 0``: no scale reaches through it (Lemma 10), an output matrix does (Appendix
     B).
     """
-    model = small("gemma3")
+    model = build("gemma3")
     model.model.layers[1].mlp.down_proj.weight.data[11] = 0
     first, second, third = examine(model, update)
     assert first.output_controllable.all() and third.input_controllable.all()
@@ -157,7 +156,7 @@ def test_definitions_ask_for_every_change_a_patch_for_one(update: str) -> None:
     """Attention that adds nothing: no change is needed, so there is a patch, though the block could
     not take up any other.
     """
-    model = small("llama")
+    model = build("llama")
     layer = model.model.layers[0]
     layer.mlp.gate_proj.weight.data.zero_()
     layer.self_attn.o_proj.weight.data.zero_()
@@ -186,7 +185,7 @@ def test_a_branch_factor_of_zero() -> None:
 
 
 def test_nothing_is_said_about_padding() -> None:
-    model = small("llama")
+    model = build("llama")
     model.get_input_embeddings().weight.data[5] = 0
     kept, mask = KEPT.clone(), ragged(2, 3, side="right")
     kept[1, 2] = 5
@@ -196,7 +195,7 @@ def test_nothing_is_said_about_padding() -> None:
 
 
 def test_the_answers_print_as_a_table() -> None:
-    model = small("llama").eval()
+    model = build("llama").eval()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.zero_()
         model.model.layers[1].mlp.up_proj.weight.zero_()  # h = 0: the output cannot be written
