@@ -211,7 +211,9 @@ def distilled(cell: Cell, **options: Any) -> static.StaticPatch:
     return static_fit(cell, **options)
 
 
-def fit_studied(cell: Cell, method: str, count: int = STUDIED) -> static.StaticPatch:
+def fit_studied(
+    cell: Cell, method: str, count: int = STUDIED, **options: Any
+) -> static.StaticPatch:
     """A fit on the extended sample, o_proj included: more questions bear more steps."""
     settings = static.Distillation(
         STUDIED_STEPS, preserve_batch_size=8, patience=STUDIED_STEPS, seed=cell.seed
@@ -223,6 +225,7 @@ def fit_studied(cell: Cell, method: str, count: int = STUDIED) -> static.StaticP
         distillation=settings,
         parts=ATTENTION,
         preserve=preserved(STUDIED_PRESERVED[method]),
+        **options,
     )
 
 
@@ -265,6 +268,11 @@ METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
     "ridge": lambda cell: patched(static_fit(cell)),
     "ridge with o_proj": lambda cell: patched(static_fit(cell, parts=ATTENTION)),
     "ridge, self-study": lambda cell: patched(fit_studied(cell, "ridge")),
+    "ridge, one weight": lambda cell: patched(static_fit(cell, preserve_first=1.0)),
+    "ridge, self-study, one weight": lambda cell: patched(
+        fit_studied(cell, "ridge", preserve_first=1.0)
+    ),
+    "ridge, self-study, κ = 3": lambda cell: patched(fit_studied(cell, "ridge", kappa=3.0)),
     "distill, nothing preserved": lambda cell: patched(distilled(cell, preserve=())),
     "distill": lambda cell: patched(distilled(cell)),
     "distill, self-study": lambda cell: patched(fit_studied(cell, "distill")),
@@ -283,6 +291,13 @@ GOALS = [("ridge, self-study", *TASKS[i]) for i in (4, 3, 0)]
 GOALS += [
     (method, "format", "flip") for method in ("distill, self-study", "distill, self-study of 512")
 ]
+
+# the weight of preserved texts by block, with the rank of each fit
+WEIGHTS = {
+    "ridge, one weight": 4,
+    "ridge, self-study, one weight": 8,
+    "ridge, self-study, κ = 3": 8,
+}
 
 
 def per_token(cell: Cell) -> dict[str, Any]:
@@ -348,6 +363,13 @@ def grid(full: bool) -> Iterator[Cell]:
     for seed in range(3) if not LLAMA else ():
         for method, kind, name in GOALS:
             yield Cell(kind, name, method, 64, 8, seed)
+        for method in WEIGHTS:
+            for kind, name in (TASKS[3], TASKS[4]) if "study" in method else ():
+                yield Cell(kind, name, method, 64, WEIGHTS[method], seed)
+    for kind, name in tasks_of_model if LLAMA else ():
+        for method, rank in WEIGHTS.items():
+            if "κ" not in method and ("study" not in method or kind == "language"):
+                yield Cell(kind, name, method, 64, rank, 0)
     seeds = (3 if LLAMA else 5) if full else 1
     for seed in range(seeds):
         yield from _regression(seed)
@@ -359,7 +381,7 @@ def grid(full: bool) -> Iterator[Cell]:
         for n in (64, 16) if seed < 2 and not LLAMA else ():
             for kind, name in tasks_of_model:
                 for method in METHODS:
-                    if method not in MAIN and "512" not in method:
+                    if method not in (*MAIN, *WEIGHTS) and "512" not in method:
                         yield Cell(kind, name, method, n, 4, seed)
         for method in RANKED if seed < 2 and not LLAMA else ():
             for kind, name in tasks_of_model if full else [("language", "german")]:

@@ -31,7 +31,9 @@ ORDER = (
     "ridge, nothing preserved",
     "ridge",
     "ridge with o_proj",
+    "ridge, one weight",
     "ridge, self-study",
+    "ridge, self-study, one weight",
     "distill, nothing preserved",
     "distill",
     "distill, self-study",
@@ -40,6 +42,12 @@ ORDER = (
     "another context's patch",
     "shuffled answers",
 )
+# the weight of preserved texts from the first block to the last
+_WEIGHTS = {
+    "ridge, self-study, one weight": "1 in all blocks (`preserve_first=1`)",
+    "ridge, self-study": "10 to 0.1 (the default)",
+    "ridge, self-study, κ = 3": "30 to 0.3 (`kappa=3`)",
+}
 _RANKED = ("ridge", "distill", "another", "shuffled")
 TASKS = {
     "upper": ("format", "upper"),
@@ -155,6 +163,26 @@ def recall_table(entries: list[Entry]) -> str:
     return "\n".join(table_lines(heads, rows))
 
 
+def weights_table(entries: list[Entry]) -> str:
+    """Right answers, and unrelated prompts that keep theirs, by the weight of preserved texts."""
+    tasks = ("german", "few-shot upper")
+    heads = ["weight", *(head for task in tasks for head in (task, *KINDS))]
+    rows = []
+    for method, weight in _WEIGHTS.items():
+        row = [weight]
+        for task in tasks:
+            found = [
+                e
+                for e in entries
+                if (e["method"], e["kind"], e["name"], e["n"]) == (method, *TASKS[task], 64)
+            ]
+            row.append(_mean(found, lambda e: e["quality"]["whole"]))
+            for kind in KINDS.values():
+                row.append(_mean(found, lambda e, kind=kind: e["others"][kind]["whole"]))
+        rows.append(row)
+    return "\n".join(table_lines(heads, rows))
+
+
 def _is_main(entry: Entry) -> bool:
     """Whether a cell has the rank of the tables by N."""
     return entry["method"] not in ("ridge", "distill") or entry["rank"] == 4
@@ -166,11 +194,15 @@ def tables(entries: list[Entry]) -> str:
     tasks = [e for e in entries if e["kind"] not in ("regression", "recall")]
     own = [e for e in tasks if e["model"] == "embedded"]
     by_rank = [e for e in own if e["method"] in ("ridge", "distill") and e["n"] == 64]
+    weights = [e for e in own if e["method"] in _WEIGHTS]
+    own = [e for e in own if e["method"] == "ridge, self-study" or e not in weights]
     found = [table([e for e in own if _is_main(e)])]
     if any(not _is_main(e) for e in by_rank):
         found.append(table(by_rank))
     if llama := [e for e in tasks if e["model"] == "llama"]:
         found.append(table(llama))
+    if any(e["method"] != "ridge, self-study" for e in weights):
+        found.append(weights_table(weights))
     if recall := [e for e in entries if e["kind"] == "recall" and e["seed"] == 0]:
         found.append(recall_table(recall))
     if regression:
