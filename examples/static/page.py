@@ -71,7 +71,7 @@ _DRAWN = {
     "distill, self-study": "tab:green",
 }
 _CONTROLS = ("patch for each token", "no context", "another context's patch", "shuffled answers")
-_MARKERS = "osD^vPX<>*hdp12"
+_MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*", "h", "d", "p", (4, 1, 0), "8")
 
 
 def read(file: Path = DOCS / "static.jsonl") -> dict[str, Entry]:
@@ -254,16 +254,20 @@ def draw_cost(entries: list[Entry], path: Path) -> None:
     prompts that keep their answer.
     """
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    for at, method in enumerate(method for method in ORDER if method not in _CONTROLS):
-        group = [e for e in entries if e["method"] == method and e["n"] == 64 and "others" in e]
-        if {(e["kind"], e["name"]) for e in group} != set(TASKS.values()):
-            continue
-
+    groups = {
+        method: [e for e in entries if e["method"] == method and e["n"] == 64 and "others" in e]
+        for method in ORDER
+        if method not in _CONTROLS
+    }
+    whole = set(TASKS.values())
+    shown = [m for m, group in groups.items() if {(e["kind"], e["name"]) for e in group} == whole]
+    for method, marker in zip(shown, _MARKERS, strict=False):
+        group = groups[method]
         right = over_tasks(group, lambda e: e["quality"]["whole"])
         kept = over_tasks(
             group, lambda e: sum(x["whole"] for x in e["others"].values()) / len(e["others"])
         )
-        style = {"color": _DRAWN.get(method, "black"), "marker": _MARKERS[at % len(_MARKERS)]}
+        style = {"color": _DRAWN.get(method, "black"), "marker": marker}
         seconds = over_tasks(group, lambda e: e["cpu_seconds"])
         axes[0].plot([seconds], [right], linestyle="", **style)
         axes[1].plot([kept], [right], linestyle="", label=method, **style)
