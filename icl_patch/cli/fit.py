@@ -67,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kappa", type=float, default=1.0, help="weight of the preserved texts (default 1)"
     )
     parser.add_argument(
+        "--preserve-first",
+        type=float,
+        default=10.0,
+        metavar="X",
+        help="--method ridge multiplies kappa by X in the first block and divides by X in the last"
+        " (default 10)",
+    )
+    parser.add_argument(
         "--folds", type=common.positive, default=4, metavar="K", help="of the questions (default 4)"
     )
     parser.add_argument(
@@ -79,6 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_max_new_tokens(parser, 64, "of an answer")
     parser.add_argument(
         "--state", type=Path, metavar="DIR", help="continue a stopped fit from its files there"
+    )
+    parser.add_argument(
+        "--hidden-folder",
+        type=Path,
+        metavar="DIR",
+        help="--method ridge keeps the hidden states in this folder instead of in memory",
     )
     common.add_out(parser)
 
@@ -115,10 +129,12 @@ def run(options: argparse.Namespace) -> int:
             rank=options.rank,
             preserve=static.documents(tokenizer, texts),
             kappa=options.kappa,
+            preserve_first=options.preserve_first,
             folds=options.folds,
             distillation=settings,
             start=start,
             state=options.state,
+            hidden_folder=options.hidden_folder,
             max_new_tokens=options.max_new_tokens,
             tokenizer=tokenizer,
             on_plan=lambda plan: print(plan, file=sys.stderr),

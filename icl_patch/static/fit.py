@@ -103,13 +103,17 @@ def fit(
         UnsupportedModelError: the model has a block that cannot hold a static patch.
         ValueError: an option is not known; there are fewer questions than folds; the rank is above
             that of a matrix; contexts share nothing that one patch can hold; activations are NaN;
-            ``group`` or ``hidden_folder`` is given for ``"distill"``; or ``state`` is of another
-            model or fit.
+            ``group`` or ``hidden_folder`` is given for ``"distill"``; ``hidden_folder`` does not
+            exist; or ``state`` is of another model or fit.
         FingerprintMismatch: ``start`` is of another model.
     """
     if method != "ridge" and (group is not None or hidden_folder is not None):
         raise ValueError(
             f'expected method="ridge" with several processes or a hidden_folder, got {method!r}'
+        )
+    if hidden_folder is not None and not Path(hidden_folder).is_dir():
+        raise ValueError(
+            f"expected hidden_folder to be a folder that exists, got {os.fspath(hidden_folder)!r}"
         )
     if not 0 < preserve_first < math.inf:
         raise ValueError(f"expected a positive preserve_first, got {preserve_first}")

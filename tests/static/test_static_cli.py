@@ -38,7 +38,7 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
     if not file.exists():
         arguments = ["--examples", folder / "examples.json", "--preserve", folder / "texts.json"]
         arguments += ["--method", "ridge", "--rank", "full", "--end", "\n", "--json"]
-        arguments += ["--max-new-tokens", "27"]
+        arguments += ["--max-new-tokens", "27", "--hidden-folder", folder]
         status, out, err = run(capsys, "fit", *arguments, "--out", file)
         assert status == 0
         report = json.loads(out)
@@ -140,6 +140,8 @@ def test_inspect_shows_a_static_patch(
         (["--method", "ridge", "--folds", "21"], "expected at least 21 questions"),
         (["--self-study", "19"], "count of at least 20, got 19"),
         (["--rank", "full"], "expected a rank from 1 to 128"),
+        (["--method", "ridge", "--preserve-first", "0"], "expected a positive preserve_first"),
+        (["--method", "ridge", "--hidden-folder", "nowhere"], "to be a folder that exists"),
     ],
 )
 def test_a_refused_fit_writes_nothing(
