@@ -291,13 +291,11 @@ GOALS = [("ridge, self-study", *TASKS[i]) for i in (4, 3, 0)]
 GOALS += [
     (method, "format", "flip") for method in ("distill, self-study", "distill, self-study of 512")
 ]
-
-# the weight of preserved texts by block, with the rank of each fit
-WEIGHTS = {
-    "ridge, one weight": 4,
-    "ridge, self-study, one weight": 8,
-    "ridge, self-study, κ = 3": 8,
-}
+# the weight of preserved texts by block, with the model's own questions
+WEIGHTS = ("ridge, self-study, one weight", "ridge, self-study, κ = 3")
+GOALS += [(method, *TASKS[i]) for method in WEIGHTS for i in (3, 4)]
+# methods that have their places in the grid
+PLACED = {*MAIN, *(goal[0] for goal in GOALS), "ridge, one weight"}
 
 
 def per_token(cell: Cell) -> dict[str, Any]:
@@ -363,13 +361,10 @@ def grid(full: bool) -> Iterator[Cell]:
     for seed in range(3) if not LLAMA else ():
         for method, kind, name in GOALS:
             yield Cell(kind, name, method, 64, 8, seed)
-        for method in WEIGHTS:
-            for kind, name in (TASKS[3], TASKS[4]) if "study" in method else ():
-                yield Cell(kind, name, method, 64, WEIGHTS[method], seed)
     for kind, name in tasks_of_model if LLAMA else ():
-        for method, rank in WEIGHTS.items():
-            if "κ" not in method and ("study" not in method or kind == "language"):
-                yield Cell(kind, name, method, 64, rank, 0)
+        yield Cell(kind, name, "ridge, one weight", 64, 4, 0)
+    if LLAMA:
+        yield Cell("language", "german", WEIGHTS[0], 64, 8, 0)
     seeds = (3 if LLAMA else 5) if full else 1
     for seed in range(seeds):
         yield from _regression(seed)
@@ -381,7 +376,7 @@ def grid(full: bool) -> Iterator[Cell]:
         for n in (64, 16) if seed < 2 and not LLAMA else ():
             for kind, name in tasks_of_model:
                 for method in METHODS:
-                    if method not in (*MAIN, *WEIGHTS) and "512" not in method:
+                    if method not in PLACED:
                         yield Cell(kind, name, method, n, 4, seed)
         for method in RANKED if seed < 2 and not LLAMA else ():
             for kind, name in tasks_of_model if full else [("language", "german")]:

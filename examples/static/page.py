@@ -6,6 +6,7 @@ python examples/static/page.py     # prints the tables, draws the pictures
 import json
 import math
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +196,13 @@ def tables(entries: list[Entry]) -> str:
     own = [e for e in tasks if e["model"] == "embedded"]
     by_rank = [e for e in own if e["method"] in ("ridge", "distill") and e["n"] == 64]
     weights = [e for e in own if e["method"] in _WEIGHTS]
-    own = [e for e in own if e["method"] == "ridge, self-study" or e not in weights]
-    found = [table([e for e in own if _is_main(e)])]
+    varied = [e for e in weights if e["method"] != "ridge, self-study"]
+    found = [table([e for e in own if _is_main(e) and e not in varied])]
     if any(not _is_main(e) for e in by_rank):
         found.append(table(by_rank))
     if llama := [e for e in tasks if e["model"] == "llama"]:
         found.append(table(llama))
-    if any(e["method"] != "ridge, self-study" for e in weights):
+    if varied:
         found.append(weights_table(weights))
     if recall := [e for e in entries if e["kind"] == "recall" and e["seed"] == 0]:
         found.append(recall_table(recall))
@@ -261,7 +262,7 @@ def draw_cost(entries: list[Entry], path: Path) -> None:
     }
     whole = set(TASKS.values())
     shown = [m for m, group in groups.items() if {(e["kind"], e["name"]) for e in group} == whole]
-    for method, marker in zip(shown, _MARKERS, strict=False):
+    for method, marker in zip(shown, cycle(_MARKERS), strict=False):
         group = groups[method]
         right = over_tasks(group, lambda e: e["quality"]["whole"])
         kept = over_tasks(

@@ -270,6 +270,5 @@ class _BlockStep:
             wanted = batch.aligned(after)[answers].double()
             error += float((batch.own(batch.student.hidden)[answers] - wanted).square().sum())
             size += float(wanted.square().sum())
-        sums = self.weight.new_tensor([error, size])
-        error, size = self.runner.summed(sums).tolist()
+        error, size = self.runner.summed(self.weight.new_tensor([error, size])).tolist()
         self.fitted.residual = (error / size) ** 0.5 if size else 0.0

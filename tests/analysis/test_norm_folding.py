@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.models import VOCABULARY, build, case, tokens
 from support.numeric import UNIT, noise_floor, noise_limit, same_bits, within_roundings
-from support.small import Snapshot
+from support.patchers import Snapshot
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.growing_context import GrowingContext
 from support.models import build
 from support.numeric import noise_limit
-from support.small import checkpointing
+from support.patchers import checkpointing
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit
-from support.small import IDS, works
+from support.patchers import IDS, works
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 

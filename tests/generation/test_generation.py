@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import build, case, ragged, tokens
 from support.numeric import noise_floor, noise_limit
-from support.small import IDS, families, updates, works
+from support.patchers import IDS, families, updates, works
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit
-from support.small import IDS, KEPT, Snapshot
+from support.patchers import IDS, KEPT, Snapshot
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 

@@ -10,7 +10,7 @@ import torch
 from support.generation import prefilled
 from support.models import build, ragged, tokens
 from support.numeric import noise_floor, noise_limit
-from support.small import IDS, KEPT, Snapshot, plain_logits, works
+from support.patchers import IDS, KEPT, Snapshot, plain_logits, works
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import (

@@ -10,7 +10,7 @@ import torch
 from support.generation import prefilled
 from support.models import build, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit
-from support.small import IDS, Snapshot, works
+from support.patchers import IDS, Snapshot, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.generation.decode_mode_checks import require_shared_cache

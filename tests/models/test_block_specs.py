@@ -16,8 +16,8 @@ from support.generation import prefilled
 from support.growing_context import GrowingContext
 from support.models import EXPERTS, Stock, build, case, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit, within_roundings
+from support.patchers import works
 from support.quantised import Int8Linear
-from support.small import works
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 import transformers
 from support.models import build, case, ragged, randomised, tokens
 from support.numeric import noise_limit
-from support.small import IDS, KEPT, Snapshot, checkpointing, families, plain_logits, updates, works
+from support.patchers import (
+    IDS,
+    KEPT,
+    Snapshot,
+    checkpointing,
+    families,
+    plain_logits,
+    updates,
+    works,
+)
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP

@@ -3,14 +3,10 @@ the kernel included.
 """
 
 import ctypes
-import fcntl
-import hashlib
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from support.compiled import compiled, needs_compiler
 from support.inversion import ROOT_ULP
 from support.numeric import ULP, normal, seeded
 from support.rows import ROWS, rows_of
@@ -19,9 +15,7 @@ from torch import Tensor
 from icl_patch.ops import InversionStatus as Status
 from icl_patch.ops import reference
 
-HERE = Path(__file__).parents[1] / "support" / "cuda_on_cpu"
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = needs_compiler
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # in the order of DType
 # bytes of shared memory: two long rows fit there, or one, or it is read again each time
 PLENTY, ENOUGH, LITTLE = 1 << 18, 100_000, 1 << 10
@@ -29,22 +23,8 @@ PLENTY, ENOUGH, LITTLE = 1 << 18, 100_000, 1 << 10
 
 @pytest.fixture(scope="module")
 def driver() -> ctypes.CDLL:
-    """Compiled once for the same sources: it takes 16 seconds."""
-    include = [HERE, HERE.parents[2] / "csrc"]
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w"]
-    command = [COMPILER, *flags, *(f"-I{folder}" for folder in include), include[0] / "entry.cpp"]
-    digest = hashlib.sha256(" ".join(map(str, command)).encode())
-    for file in sorted(file for folder in include for file in folder.rglob("*") if file.is_file()):
-        digest.update(file.read_bytes())
-    folder = HERE.parents[2] / "build" / "cuda_on_cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{digest.hexdigest()[:16]}.so"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            subprocess.run([*command, "-o", library.with_suffix(".new")], check=True)
-            library.with_suffix(".new").rename(library)
-    return ctypes.CDLL(str(library))
+    """It takes 16 seconds to compile."""
+    return compiled("cuda_on_cpu", "-O1", "-ffp-contract=off")
 
 
 def apart(x: Tensor, column: int) -> Tensor:

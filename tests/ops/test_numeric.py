@@ -13,7 +13,7 @@ from support.numeric import (
     replay_limit,
     within_roundings,
 )
-from support.small import Snapshot
+from support.patchers import Snapshot
 from torch import Tensor, nn
 from transformers import DynamicCache
 

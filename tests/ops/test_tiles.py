@@ -3,45 +3,25 @@ logic, on any processor.
 """
 
 import ctypes
-import fcntl
-import hashlib
 import mmap
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from support.compiled import compiled, needs_compiler
 from support.numeric import UNIT, normal, same_bits, seeded
 from torch import Tensor
 
-HERE = Path(__file__).parents[1] / "support" / "tiles"
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = needs_compiler
 PROT_NONE = 0  # of mprotect: the memory may not be read
 SHAPES = [(1, 1), (7, 33), (16, 32), (65, 64), (129, 257), (70, 2089)]
 
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    """Compiled once for the same sources: it takes 4 seconds."""
-    include = [HERE, HERE.parents[2] / "csrc"]
-    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-w"]
-    command = [COMPILER, *flags, *(f"-I{folder}" for folder in include), HERE / "entry.cpp"]
-    digest = hashlib.sha256(" ".join(map(str, command)).encode())
-    for file in sorted(file for folder in include for file in folder.rglob("*") if file.is_file()):
-        digest.update(file.read_bytes())
-    folder = HERE.parents[2] / "build" / "tiles"
-    folder.mkdir(parents=True, exist_ok=True)
-    compiled = folder / f"{digest.hexdigest()[:16]}.so"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not compiled.exists():
-            subprocess.run([*command, "-o", compiled.with_suffix(".new")], check=True)
-            compiled.with_suffix(".new").rename(compiled)
-    return ctypes.CDLL(str(compiled))
+    """It takes 4 seconds to compile."""
+    return compiled("tiles", "-O2")
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:

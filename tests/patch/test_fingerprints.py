@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import build, shallow, tokens
-from support.small import IDS, KEPT, works
+from support.patchers import IDS, KEPT, works
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 

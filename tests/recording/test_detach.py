@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import build, tokens
-from support.small import IDS, KEPT, Snapshot, plain_logits, works
+from support.patchers import IDS, KEPT, Snapshot, plain_logits, works
 from torch import nn
 
 import icl_patch

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import build, shallow, tokens
-from support.small import works
+from support.patchers import works
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.models import build, case, tokens
 from support.numeric import noise_limit, replay_limit
-from support.small import KEPT, Snapshot, families, plain_logits, updates, works
+from support.patchers import KEPT, Snapshot, families, plain_logits, updates, works
 from support.storages import largest_of
 from torch import Tensor, nn
 from transformers import GenerationConfig

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from support.hammering import CONTEXT, KEPT, hammer, jobs_of, near
 from support.models import build, shallow, tokens
-from support.small import Snapshot, works
+from support.patchers import Snapshot, works
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher
