@@ -8,7 +8,6 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from icl_patch.models.forward_override import overriding
 from icl_patch.static.block_parts import BlockParts
 from icl_patch.static.examples import Row
+from icl_patch.static.processes import Processes
 
 _CHUNK_TOKENS = 8192  # of one batch: bounds the memory of a pass
 
@@ -34,7 +34,7 @@ class Stream:
 class BlockRunner:
     """The blocks of a model, one at a time. Right-padded rows: causal blocks do not see padding.
 
-    group: the processes that share a fit, each with rows of its own; None: this one alone.
+    processes: those that share a fit, each with rows of its own; None: this one alone.
     folder: for the hidden states between the blocks; None: they stay in memory.
     """
 
@@ -42,17 +42,12 @@ class BlockRunner:
         self,
         model: PreTrainedModel,
         blocks: Sequence[BlockParts],
-        group: dist.ProcessGroup | None = None,
+        processes: Processes | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.model, self.blocks, self.group, self.folder = model, blocks, group, folder
+        self.model, self.blocks, self.folder = model, blocks, folder
+        self.processes = processes or Processes(None, model.device)
         self.layers = [model.get_submodule(block.path) for block in blocks]
-
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the processes."""
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
-        return x
 
     def kept(self, hidden: Tensor) -> Tensor:
         """The hidden states, in a file of the folder if there is one. The file has lost its name
@@ -185,7 +180,8 @@ def make_batches(
     counts = [
         sum(len(row.without) for row in rows if row.preserve is kept) for kept in (True, False)
     ]
-    preserved, others = runner.summed(torch.tensor(counts, device=runner.model.device)).tolist()
+    totals = runner.processes.summed(torch.tensor(counts, device=runner.model.device))
+    preserved, others = totals.tolist()
     preserve_weight = kappa * others / preserved if preserved else 0.0
     order = sorted(range(len(rows)), key=lambda i: (folds[i], len(rows[i].with_context)))
     groups: list[list[int]] = []

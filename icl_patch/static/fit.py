@@ -24,6 +24,7 @@ from icl_patch.static.examples import (
 )
 from icl_patch.static.fit_state import FitState, RidgeOptions
 from icl_patch.static.plan import AUTO_RANKS, Plan, Size, plan_distillation, plan_ridge
+from icl_patch.static.processes import Processes
 from icl_patch.static.report import Quality, StaticReport, measure, measure_streams
 from icl_patch.static.ridge import LAMBDAS, LowRank
 from icl_patch.static.sequential import Progress, fit_blocks
@@ -92,7 +93,7 @@ def fit(
             examples and preserved texts of its own, and a ``state`` folder of its own; all other
             arguments are the same. S and C of a matrix are summed over the processes before it is
             solved, so all get the patch and the report of all rows. All give ``held_out``, or
-            none.
+            none. If one process raises an error, the others raise a ``ProcessError``.
         hidden_folder: a folder on a disk, to which a ridge fit writes the hidden states of all
             tokens between the blocks; by default they are in memory. The plan tells their size.
 
@@ -106,6 +107,7 @@ def fit(
             ``group`` or ``hidden_folder`` is given for ``"distill"``; ``hidden_folder`` does not
             exist; or ``state`` is of another model or fit.
         FingerprintMismatch: ``start`` is of another model.
+        ProcessError: another process of ``group`` has failed; its own error tells the reason.
     """
     if method != "ridge" and (group is not None or hidden_folder is not None):
         raise ValueError(
@@ -117,19 +119,24 @@ def fit(
         )
     if not 0 < preserve_first < math.inf:
         raise ValueError(f"expected a positive preserve_first, got {preserve_first}")
-    job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
-    job.runner.group, job.runner.folder = group, hidden_folder
-    job.prepare(max_new_tokens)
-    if on_plan is not None:
-        on_plan(job.plan(distillation or Distillation()))
-    began = time.perf_counter()
-    if method == "ridge":
-        ridges = tuple(lambdas) if folds > 1 else (_NO_FOLDS_LAMBDA,)
-        changes, report = job.ridge(ridges, preserve_first, state, progress)
-    else:
-        changes, report = job.distill(distillation or Distillation(), start, state, progress)
-    job.check_shared(report)
-    patch = StaticPatch(StaticInfo.of(model, tokenizer, method), changes)
+    processes = Processes(group, model.device)
+    with processes.failing_together():
+        job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
+        job.runner.processes, job.runner.folder = processes, hidden_folder
+        described = job.parts, rank, kappa, folds, preserve_first, lambdas, bool(held_out)
+        info = StaticInfo.of(model, tokenizer, method)
+        processes.check_same(f"weights {info.fingerprint!s:.12}… with {described}")
+        job.prepare(max_new_tokens)
+        if on_plan is not None:
+            on_plan(job.plan(distillation or Distillation()))
+        began = time.perf_counter()
+        if method == "ridge":
+            ridges = tuple(lambdas) if folds > 1 else (_NO_FOLDS_LAMBDA,)
+            changes, report = job.ridge(ridges, preserve_first, state, progress)
+        else:
+            changes, report = job.distill(distillation or Distillation(), start, state, progress)
+        job.check_shared(report)
+    patch = StaticPatch(info, changes)
     seconds = time.perf_counter() - began
     return replace(patch, report=replace(report, seconds=seconds, nbytes=patch.nbytes))
 

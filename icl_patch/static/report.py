@@ -124,7 +124,7 @@ class Tally:
         """The sums over the processes."""
         names = list(vars(self))
         own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
-        total = runner.summed(own.to(runner.model.device)).tolist()
+        total = runner.processes.summed(own.to(runner.model.device)).tolist()
         for name, value in zip(names, total, strict=True):
             setattr(self, name, type(getattr(self, name))(value))
         return self

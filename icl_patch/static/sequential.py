@@ -44,7 +44,7 @@ def fit_blocks(
             step = _BlockStep(runner, index, batches, modules, options)
             known = None if state is None else state.read(index)
             missing = torch.tensor(float(known is None), device=runner.model.device)
-            if runner.summed(missing):  # in one of the processes
+            if runner.processes.summed(missing):  # in one of the processes
                 known = None
             fits.append(step.fit() if known is None else step.advance(known))
         if state is not None and known is None:
@@ -232,7 +232,7 @@ class _BlockStep:
                 weight,
                 self.fold,
                 self.options.folds,
-                None if self.runner.group is None else self.runner.summed,
+                None if self.runner.processes.group is None else self.runner.processes.summed,
             )
         except ValueError as error:
             raise ValueError(f"{part} of {self.block.path}: {error}") from error
@@ -270,5 +270,6 @@ class _BlockStep:
             wanted = batch.aligned(after)[answers].double()
             error += float((batch.own(batch.student.hidden)[answers] - wanted).square().sum())
             size += float(wanted.square().sum())
-        error, size = self.runner.summed(self.weight.new_tensor([error, size])).tolist()
+        sizes = self.weight.new_tensor([error, size])
+        error, size = self.runner.processes.summed(sizes).tolist()
         self.fitted.residual = (error / size) ** 0.5 if size else 0.0
