@@ -23,7 +23,7 @@ from icl_patch.patch.serialization import file_parts, read_file
 from icl_patch.static.block_parts import weight_of
 from icl_patch.static.block_runner import BlockRunner, make_batches
 from icl_patch.static.examples import Row
-from icl_patch.static.report import StaticReport, Tally, measure, plain_logits, spread
+from icl_patch.static.report import StaticReport, Tally, ends_with_context, measure
 from icl_patch.static.ridge import LowRank
 from icl_patch.static.sequential import Progress
 from icl_patch.static.static_linear import StaticLinear
@@ -174,8 +174,8 @@ class _Training:
                 [*held_out, *self.preserve[:_MEASURED_TEXTS]],
             )
         )
-        plain, wanted = measure(self.runner, every)
-        teacher = measure(self.runner, tests)[1]
+        wanted, teacher = (ends_with_context(self.runner, x) for x in (every, tests))
+        plain = measure(self.runner, every, wanted)
         with torch.no_grad():
             questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
         with self._patched() as modules:
@@ -185,13 +185,13 @@ class _Training:
                     self._descend(questions, texts)
                 self.step += 1
                 if self.step % self.options.check_every == 0 or self.step == self.options.steps:
-                    self._note(measure(self.runner, tests, teacher)[0])
+                    self._note(measure(self.runner, tests, teacher))
                     checkpoint.write(self)
                 if progress is not None:
                     progress(self.step, self.options.steps)
             changes = self.best[2]
             _set(modules, changes)
-            tally = measure(self.runner, every, wanted)[0]
+            tally = measure(self.runner, every, wanted)
         return changes, StaticReport(
             held_out=tally.quality(),
             without=plain.quality(),
@@ -247,10 +247,10 @@ class _Training:
         width = max(len(target.ids) for target in drawn)
         ids = torch.stack([F.pad(x.ids, (0, width - len(x.ids))) for x in drawn])
         asked = torch.stack([F.pad(x.asked, (0, width - len(x.ids))) for x in drawn])
-        hidden = torch.stack([F.pad(x.hidden, (0, 0, 0, width - len(x.ids))) for x in drawn])
         with torch.no_grad():
-            wanted = self.runner.logits(ids, hidden)[asked].log_softmax(-1)
-        got = plain_logits(self.runner, ids)[asked].float().log_softmax(-1)
+            hidden = torch.cat([x.hidden[x.asked] for x in drawn])
+            wanted = self.runner.logits(hidden).log_softmax(-1)
+        got = self.runner.logits(self.runner.final(ids)[asked]).log_softmax(-1)
         return (wanted.exp() * (wanted - got)).sum(-1).mean()
 
 
@@ -272,10 +272,8 @@ def targets(runner: BlockRunner, rows: Sequence[Row]) -> list[Target]:
         ValueError: an activation is NaN or infinite.
     """
     found = []
-    for batch in make_batches(runner, rows, [0] * len(rows), 0.0):
-        for index in range(len(runner.blocks)):
-            batch.teacher.hidden = runner.run(index, batch.teacher)
-        hidden = spread(batch, batch.teacher.hidden)
+    batches = make_batches(runner, rows, [0] * len(rows), 0.0)
+    for batch, hidden in zip(batches, ends_with_context(runner, batches), strict=True):
         if not hidden[batch.valid].isfinite().all():
             raise ValueError(
                 "expected finite activations, got NaN or infinity behind the last block in the run"

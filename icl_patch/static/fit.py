@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.static.block_parts import check_parts, matrix_shapes, read_blocks
@@ -17,6 +19,7 @@ from icl_patch.static.block_runner import BlockRunner, make_batches
 from icl_patch.static.distill import Distillation, distill
 from icl_patch.static.examples import (
     Example,
+    Row,
     answered,
     check_rows,
     preserved_rows,
@@ -25,7 +28,7 @@ from icl_patch.static.examples import (
 from icl_patch.static.fit_state import FitState, RidgeOptions
 from icl_patch.static.plan import AUTO_RANKS, Plan, Size, plan_distillation, plan_ridge
 from icl_patch.static.processes import Processes
-from icl_patch.static.report import Quality, StaticReport, measure, measure_streams
+from icl_patch.static.report import Quality, StaticReport, ends_with_context, measure, spread
 from icl_patch.static.ridge import LAMBDAS, LowRank
 from icl_patch.static.sequential import Progress, fit_blocks
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
@@ -95,7 +98,8 @@ def fit(
             solved, so all get the patch and the report of all rows. All give ``held_out``, or
             none. If one process raises an error, the others raise a ``ProcessError``.
         hidden_folder: a folder on a disk, to which a ridge fit writes the hidden states of all
-            tokens between the blocks; by default they are in memory. The plan tells their size.
+            tokens between the blocks, its targets and the masks; by default they are in memory. The
+            plan tells their size.
 
     Returns:
         The patch, with a :class:`icl_patch.static.report.StaticReport`.
@@ -202,14 +206,26 @@ class _Job:
             blocks=len(self.blocks),
             rank=None if isinstance(rank, str) else rank,
             folds=self.folds,
-            rows=len(rows),
-            tokens=sum(len(row.with_context) + len(row.without) for row in rows),
+            rows=rows,
+            masks=self._masks(rows) if self.method == "ridge" else 0,
             on_disk=self.runner.folder is not None,
         )
         if self.method == "distill":
-            return plan_distillation(size, options.steps, options.batch_size)
+            texts = options.preserve_batch_size if self.preserve else 0
+            return plan_distillation(size, options.steps, options.batch_size + texts)
         fits = sum(r <= self.largest_rank for r in AUTO_RANKS) if rank == "auto" else 1
         return plan_ridge(size, len(self.parts), fits)
+
+    @torch.no_grad()
+    def _masks(self, rows: Sequence[Row]) -> int:
+        """Bytes of the masks and position embeddings of all rows, from those of a mean row."""
+        nbytes = 0
+        for lengths in zip(*((len(x.with_context), len(x.without)) for x in rows), strict=True):
+            ids = torch.zeros(1, sum(lengths) // len(rows), dtype=torch.int64)
+            leaves = tree_leaves(self.runner.entered(ids.to(self.model.device))[1])
+            tensors = {id(x): x.nbytes for x in leaves if isinstance(x, Tensor)}
+            nbytes += len(rows) * sum(tensors.values())
+        return nbytes
 
     # -- ridge
 
@@ -254,10 +270,12 @@ class _Job:
             for block, fitted in zip(self.blocks, fits, strict=True)
             for path, change in fitted.changes.items()
         }
-        tally = measure_streams(self.runner, batches)
+        runner, own = self.runner, [batch.student.hidden for batch in batches]
+        ends = [runner.kept(spread(batch, batch.teacher.hidden)) for batch in batches]
+        tally = measure(runner, batches, ends, own)
         report = StaticReport(
             held_out=tally.quality() if self.folds > 1 else None,
-            without=measure(self.runner, batches)[0].quality(),
+            without=measure(runner, batches, ends).quality(),
             cross_fitted=self.folds > 1,
             preserve_kl=tally.preserved_kl(),
             residual=tuple(fitted.residual for fitted in fits),
@@ -274,10 +292,11 @@ class _Job:
         if not self.test_rows:
             return report
         batches = make_batches(self.runner, self.test_rows, [0] * len(self.test_rows), 0.0)
-        without, teacher = measure(self.runner, batches)
+        ends = ends_with_context(self.runner, batches)
+        without = measure(self.runner, batches, ends)
         patch = StaticPatch(StaticInfo("", None, None, "", ""), changes)
         with patch.applied(self.model):
-            tally, _ = measure(self.runner, batches, teacher)
+            tally = measure(self.runner, batches, ends)
         return replace(
             report, held_out=tally.quality(), without=without.quality(), cross_fitted=False
         )

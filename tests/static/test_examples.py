@@ -8,7 +8,7 @@ from support.models import build, tokens
 
 from icl_patch import embedded
 from icl_patch.static.block_parts import read_blocks
-from icl_patch.static.block_runner import BlockRunner, make_batches
+from icl_patch.static.block_runner import BlockRunner, Stream, make_batches
 from icl_patch.static.examples import Example, answered, documents, preserved_rows, rows_of
 
 CHAT = (
@@ -88,10 +88,13 @@ def test_block_by_block_is_the_model() -> None:
     runner = BlockRunner(model, read_blocks(model))
     ids = tokens(3, 2, 9)
     with torch.no_grad():
-        stream = runner.start(ids)
+        stream = Stream(runner, ids)
         for index in range(len(runner.blocks)):
             stream.hidden = runner.run(index, stream)
-        assert torch.equal(runner.logits(ids, stream.hidden), model(ids).logits)
+        expected = model(ids).logits
+        assert torch.equal(runner.final(ids), stream.hidden)
+        # the head's product has other shapes for tokens one by one
+        torch.testing.assert_close(runner.logits(stream.hidden[0]), expected[0])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Fits of the embedded model's tasks, the choice of a rank, going on, and what is refused."""
 
+import errno
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +123,8 @@ def test_hidden_states_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def noted(name: str, **options: Any) -> torch.Tensor:
         assert Path(name).parent == tmp_path
+        # there is room for all of it, so that a full disk is an error now and not a signal later
+        assert Path(name).stat().st_blocks * 512 >= options["size"] * options["dtype"].itemsize
         made.append(options["size"] * options["dtype"].itemsize)
         return from_file(name, **options)
 
@@ -133,11 +137,44 @@ def test_hidden_states_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for path, change in in_memory.changes.items():
         assert torch.equal(change.dense(), on_disk.changes[path].dense())
     assert not list(tmp_path.iterdir())
-    # at first and behind each of three blocks, both streams; two of these are there at a time
-    assert sum(made) == 4 * plans[1].hidden_nbytes / 2
+    # 8 rows of 12 tokens with the context and 7 without it. At first both streams; in each of three
+    # blocks both, and the targets of readers and writer; at the end those with the context.
+    with_context, without = 8 * 12, 8 * 7
+    hidden = with_context + without + 3 * (with_context + 3 * without) + without
+    # four batches, one a fold, with sine and cosine for each position
+    positions = 4 * 2 * (12 + 7)
+    assert sum(made) == 4 * (48 * hidden + 12 * positions)
+    # two states of both streams and the targets at a time; the positions as if a batch were a row,
+    # with their ids
+    states = 4 * 48 * 2 * (with_context + 2 * without)
+    assert plans[1].hidden_nbytes == states + 2 * positions * (4 * 12 + 8 // 2)
     assert plans[0].nbytes == plans[1].nbytes + plans[1].hidden_nbytes
     with pytest.raises(ValueError, match='expected method="ridge" with several processes or'):
         fit(build("llama"), [random_example()], hidden_folder=tmp_path)
+
+
+@pytest.mark.parametrize("method", ["ridge", "distill"])
+def test_logits_are_computed_where_they_are_compared(method: str) -> None:
+    """Those of a context, all tokens at once, would take more memory than the whole fit."""
+    model, sizes = build("llama"), []
+    handle = model.lm_head.register_forward_pre_hook(
+        lambda _, args: sizes.append(args[0].numel() // args[0].shape[-1])
+    )
+    options = Distillation(steps=1)
+    fit(model, [random_example()], method, rank=2, preserve=[(3, 4, 5)], distillation=options)
+    handle.remove()
+    # the answers of 8 questions have 24 tokens; their questions 56, with the context 96
+    assert max(sizes) <= 27
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        fit(build("llama"), [random_example()], "ridge", hidden_folder=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_plan_is_known_before_the_fit() -> None:
