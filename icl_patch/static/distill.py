@@ -22,7 +22,7 @@ from icl_patch.patch.fingerprints import weight_fingerprint
 from icl_patch.patch.serialization import file_parts, read_file
 from icl_patch.static.block_parts import weight_of
 from icl_patch.static.block_runner import BlockRunner, make_batches
-from icl_patch.static.examples import Row
+from icl_patch.static.examples import Row, question_numbers
 from icl_patch.static.report import StaticReport, Tally, ends_with_context, measure
 from icl_patch.static.ridge import LowRank
 from icl_patch.static.sequential import Progress
@@ -92,9 +92,12 @@ def distill(
     Without ``held_out`` every fifth question is held out, at most 32; with fewer than five
     questions none is, and the last step counts.
     """
-    if not held_out and len(rows) >= _HELD_OUT_OF:
-        every = max(_HELD_OUT_OF, math.ceil(len(rows) / _MOST_HELD_OUT))
-        held_out, rows = rows[::every], [row for i, row in enumerate(rows) if i % every]
+    numbers = question_numbers(rows)
+    count = len(set(numbers))
+    if not held_out and count >= _HELD_OUT_OF:
+        every = max(_HELD_OUT_OF, math.ceil(count / _MOST_HELD_OUT))
+        held_out = [row for row, number in zip(rows, numbers, strict=True) if number % every == 0]
+        rows = [row for row, number in zip(rows, numbers, strict=True) if number % every]
     changes = _first(runner, paths, rank, options.seed, start)
     training = _Training(runner, changes, rows, preserve, kappa, options)
     return training.run(held_out, state, progress)
@@ -165,7 +168,7 @@ class _Training:
         self, held_out: Sequence[Row], state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
         """All steps, or until the held-out KL has not fallen for ``patience`` measurements."""
-        checkpoint = _Checkpoint.of(state, self)
+        checkpoint = _Checkpoint.of(state, self, held_out)
         checkpoint.read(self)
         every, tests = (
             make_batches(self.runner, rows, [0] * len(rows), 0.0)
@@ -304,15 +307,19 @@ class _Checkpoint:
     header: dict[str, Any]
 
     @classmethod
-    def of(cls, state: Any, training: _Training) -> "_Checkpoint":
+    def of(cls, state: Any, training: _Training, held_out: Sequence[Row]) -> "_Checkpoint":
         if state is None:
             return cls(None, {})
-        rows = [asdict(row) for row in (*training.rows, *training.preserve)]
+        rows = [asdict(row) for row in (*training.rows, *training.preserve, *held_out)]
+        first = hashlib.sha256()  # of the factors from which it starts
+        for parameter in training.parameters:
+            first.update(parameter.detach().cpu().numpy().data)
         settings = {
             "kind": _KIND,
             "fingerprint": weight_fingerprint(training.runner.model),
             "options": asdict(training.options),
             "shapes": [list(parameter.shape) for parameter in training.parameters],
+            "start": first.hexdigest(),
             "data": hashlib.sha256(json.dumps([rows, training.kappa]).encode()).hexdigest(),
         }
         return cls(Path(state) / "distillation.safetensors", settings)

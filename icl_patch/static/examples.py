@@ -73,9 +73,17 @@ class Example:
             chat: apply the tokenizer's chat template.
 
         Raises:
-            ValueError: ``end`` is not one token; or the tokenizer has no chat template, or one that
-                puts another text in the place of a missing system message.
+            ValueError: questions or answers are no lists of text; ``end`` is not one token; or the
+                tokenizer has no chat template, or one that puts another text in the place of a
+                missing system message.
         """
+        texts = (context, *questions, *(answers or ()))
+        lists = not isinstance(questions, str) and not isinstance(answers, str)
+        if not lists or not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                "expected a context of text, and lists of texts as questions and answers, got"
+                f" {context!r:.40}, {questions!r:.40} and {answers!r:.40}"
+            )
         ids = _encoder(tokenizer)
         ends = (tokenizer.eos_token_id,) if end is None else ids(end)
         if len(ends) != 1 or ends[0] is None:
@@ -260,12 +268,22 @@ def rows_of(examples: Sequence[Example]) -> list[Row]:
     return rows
 
 
+def question_numbers(rows: Sequence[Row]) -> list[int]:
+    """A number for each row, the same for equal questions of several contexts, which must be in one
+    fold: without its context such a row is the same.
+    """
+    known: dict[tuple[bool, Tokens], int] = {}
+    return [known.setdefault((row.preserve, row.without), len(known)) for row in rows]
+
+
 def preserved_rows(texts: Sequence[Sequence[int]]) -> list[Row]:
     """Rows of texts on which the patched model is to stay as it is.
 
     Raises:
         ValueError: a text is empty.
     """
+    if any(isinstance(text, str) for text in texts):
+        raise ValueError("expected ids of texts to preserve, got text: static.documents gives them")
     if not all(len(text) for text in texts):
         raise ValueError("expected texts to preserve of at least one token each, got an empty one")
     return [Row(tuple(text), tuple(text), len(text), 0, (), preserve=True) for text in texts]

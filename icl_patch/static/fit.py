@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from icl_patch.recording.attached_model import check_training
 from icl_patch.static.block_parts import check_parts, matrix_shapes, read_blocks
 from icl_patch.static.block_runner import BlockRunner, make_batches
 from icl_patch.static.distill import Distillation, distill
@@ -23,6 +24,7 @@ from icl_patch.static.examples import (
     answered,
     check_rows,
     preserved_rows,
+    question_numbers,
     rows_of,
 )
 from icl_patch.static.fit_state import FitState, RidgeOptions
@@ -83,7 +85,8 @@ def fit(
             fit has not seen. 1 fits without them, with λ = 0.01.
         lambdas: the values of λ to choose from, relative to the mean square of the input.
         distillation: steps, learning rate and the like, for ``"distill"``.
-        start: a patch from which ``"distill"`` starts, such as a ridge fit or a sum of patches.
+        start: a patch from which ``"distill"`` starts, such as a ridge fit or a sum of patches;
+            its changes are cut to ``rank``.
         held_out: examples on which the patch is measured, and ``"distill"`` stops early, instead of
             a part of ``examples``.
         state: a folder; finished blocks (ridge) or checkpoints (distill) are written to it, and a
@@ -108,23 +111,29 @@ def fit(
         UnsupportedModelError: the model has a block that cannot hold a static patch.
         ValueError: an option is not known; there are fewer questions than folds; the rank is above
             that of a matrix; contexts share nothing that one patch can hold; activations are NaN;
+            the model is training with dropout; ``start`` changes other matrices than those of
+            ``parts``; a held-out question is among the examples;
             ``group`` or ``hidden_folder`` is given for ``"distill"``; ``hidden_folder`` does not
             exist; or ``state`` is of another model or fit.
         FingerprintMismatch: ``start`` is of another model.
         ProcessError: another process of ``group`` has failed; its own error tells the reason.
     """
-    if method != "ridge" and (group is not None or hidden_folder is not None):
-        raise ValueError(
-            f'expected method="ridge" with several processes or a hidden_folder, got {method!r}'
-        )
-    if hidden_folder is not None and not Path(hidden_folder).is_dir():
-        raise ValueError(
-            f"expected hidden_folder to be a folder that exists, got {os.fspath(hidden_folder)!r}"
-        )
-    if not 0 < preserve_first < math.inf:
-        raise ValueError(f"expected a positive preserve_first, got {preserve_first}")
     processes = Processes(group, model.device)
-    with processes.failing_together():
+    with processes.failing_together(), torch.inference_mode(False):
+        if method != "ridge" and (group is not None or hidden_folder is not None):
+            raise ValueError(
+                f'expected method="ridge" with several processes or a hidden_folder, got {method!r}'
+            )
+        if hidden_folder is not None and not Path(hidden_folder).is_dir():
+            raise ValueError(
+                "expected hidden_folder to be a folder that exists, got"
+                f" {os.fspath(hidden_folder)!r}"
+            )
+        if not lambdas or not all(0 < ridge < math.inf for ridge in lambdas):
+            raise ValueError(f"expected positive lambdas, got {tuple(lambdas)}")
+        check_training(model, any(module.training for module in model.modules()))
+        if not 0 < preserve_first < math.inf:
+            raise ValueError(f"expected a positive preserve_first, got {preserve_first}")
         job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
         job.runner.processes, job.runner.folder = processes, hidden_folder
         described = job.parts, rank, kappa, folds, preserve_first, lambdas, bool(held_out)
@@ -164,13 +173,15 @@ class _Job:
             raise ValueError(f"expected method {' or '.join(METHODS)}, got {method!r}")
         if rank == "auto" and (method != "ridge" or folds < 2):
             raise ValueError('expected method="ridge" and at least 2 folds with rank="auto"')
-        if not kappa >= 0 or folds < 1:
+        if not 0 <= kappa < math.inf or folds < 1:
             raise ValueError(f"expected kappa ≥ 0 and folds ≥ 1, got {kappa} and {folds}")
-        questions = sum(len(example.questions) for example in examples)
-        if questions < (folds if method == "ridge" else 1):
+        questions = {(example.prefix, ids) for example in examples for ids in example.questions}
+        if not questions:
+            raise ValueError("expected at least one example, got none")
+        if method == "ridge" and len(questions) < folds:
             raise ValueError(
-                f"expected at least {folds} questions, one a fold, got {questions}: give more, or"
-                " folds=1, which chooses no λ and measures nothing held out"
+                f"expected at least {folds} different questions, one a fold, got {len(questions)}:"
+                " give more, or folds=1, which chooses no λ and measures nothing held out"
             )
         self.model, self.examples, self.method = model, examples, method
         self.parts, self.rank, self.kappa, self.folds = check_parts(parts), rank, kappa, folds
@@ -196,6 +207,11 @@ class _Job:
         self.rows = rows_of(answered(self.model, self.examples, max_new_tokens))
         self.test_rows = rows_of(answered(self.model, self.held_out, max_new_tokens))
         check_rows(self.model, [*self.rows, *self.preserve, *self.test_rows])
+        fitted = {row.without for row in self.rows}
+        if known := sum(row.without in fitted for row in self.test_rows):
+            raise ValueError(
+                f"expected held-out questions that are not among the examples, got {known} that are"
+            )
 
     def plan(self, options: Distillation) -> Plan:
         """The plan of the fit."""
@@ -257,9 +273,8 @@ class _Job:
         self, options: RidgeOptions, state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
         rows = [*self.rows, *self.preserve]
-        batches = make_batches(
-            self.runner, rows, [i % self.folds for i in range(len(rows))], self.kappa
-        )
+        folds = [number % self.folds for number in question_numbers(rows)]
+        batches = make_batches(self.runner, rows, folds, self.kappa)
         known = None
         if state is not None:
             fingerprint = StaticInfo.of(self.model, None, "ridge").fingerprint
@@ -314,6 +329,12 @@ class _Job:
         if start is not None:
             start.check_model(self.model)
         paths = list(matrix_shapes(self.model, self.blocks, self.parts))
+        others = sorted(set(start.changes if start else ()) - set(paths))
+        if others:
+            raise ValueError(
+                f"expected a start that changes matrices of the parts {', '.join(self.parts)}, got"
+                f" one that changes {others[0]} too: give its parts"
+            )
         assert isinstance(self.rank, int)
         return distill(
             self.runner,

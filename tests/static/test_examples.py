@@ -1,6 +1,7 @@
 """Examples: from text, with the model's answers, and as the rows of both runs."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_empty_parts_are_refused(change: dict, message: str) -> None:
     arguments = {"context": (1,), "questions": ((2,), (3,))}
     with pytest.raises(ValueError, match=message):
         Example(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("questions", "answers"),
+    [("3 8 1.", None), (["3 8 1."], "drei"), ([381], None)],
+)
+def test_a_text_is_no_list_of_texts(loaded: tuple, questions: Any, answers: Any) -> None:
+    """Its letters would be taken as questions."""
+    with pytest.raises(ValueError, match="lists of texts as questions and answers"):
+        Example.from_text(loaded[1], "say german\n", questions, answers, end="\n")
 
 
 def test_one_question_cannot_have_two_answers() -> None:

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,7 +318,13 @@ def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"folds": 9}, "expected at least 9 questions, one a fold, got 8"),
+        ({"folds": 9}, "expected at least 9 different questions, one a fold, got 8"),
+        ({"lambdas": ()}, "expected positive lambdas"),
+        ({"lambdas": (0.1, float("nan"))}, "expected positive lambdas"),
+        ({"lambdas": (0.0,)}, "expected positive lambdas"),
+        ({"kappa": float("inf")}, "expected kappa ≥ 0"),
+        ({"preserve": ["text"]}, "expected ids of texts to preserve, got text"),
+        ({"held_out": [random_example()]}, "not among the examples, got 8 that are"),
         ({"rank": 49}, "expected a rank from 1 to 48"),
         ({"rank": 0}, "expected a rank from 1 to 48"),
         ({"rank": None, "method": "distill"}, "expected a rank from 1 to 48"),
@@ -334,6 +342,69 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
     arguments: dict = {"rank": 2, "method": "ridge", **options}
     with pytest.raises(ValueError, match=message):
         fit(build("llama"), [random_example()], **arguments)
+
+
+@pytest.mark.parametrize("method", ["ridge", "distill"])
+def test_no_example_and_a_model_with_dropout_are_refused(method: str) -> None:
+    with pytest.raises(ValueError, match="expected at least one example, got none"):
+        fit(build("llama"), [], method, folds=1)
+    model = shallow("gpt2").train()
+    model.config.attn_pdrop = 0.1
+    with pytest.raises(ValueError, match="expected a model in eval mode"):
+        fit(model, [random_example()], method, rank=2)
+    with pytest.raises(ValueError, match="at least 2 different questions, one a fold, got 1"):
+        example = random_example()
+        assert example.answers is not None
+        doubled = (example.questions[:1] * 2, example.answers[:1] * 2)
+        fit(build("llama"), [Example(example.context, *doubled)], "ridge", folds=2)
+
+
+@pytest.mark.parametrize("method", ["ridge", "distill"])
+def test_a_question_of_several_contexts_is_held_out_in_all(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its context it is one row: a fit that had seen it would be measured on it."""
+    example = random_example(count=7)
+    other = replace(example, context=(7, 8, 9))
+    seen: list[tuple[tuple[int, ...], int]] = []
+    module = sys.modules[f"icl_patch.static.{'fit' if method == 'ridge' else 'distill'}"]
+    plain = module.make_batches
+
+    def noted(runner: Any, rows: Any, folds: Any, kappa: float) -> Any:
+        seen.extend((row.without, fold) for row, fold in zip(rows, folds, strict=True))
+        batch = plain(runner, rows, folds, kappa)
+        kept.append({row.without for row in rows})
+        return batch
+
+    kept: list[set] = []
+    monkeypatch.setattr(module, "make_batches", noted)
+    options = Distillation(steps=1)
+    with suppress(ValueError):  # as contexts of random ids share nothing
+        fit(build("llama"), [example, other], method, rank=2, folds=3, distillation=options)
+    if method == "ridge":
+        assert {fold for _, fold in seen} == {0, 1, 2}
+        assert len(set(seen)) == 7  # each has one fold
+    else:
+        held_out, _, fitted, _ = kept
+        assert held_out
+        assert fitted
+        assert not held_out & fitted
+
+
+def test_fp16_activations_with_a_large_sum_are_finite() -> None:
+    model = build("llama", 0, torch.float16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 100
+    fit(model, [random_example()], "ridge", rank=2, parts=("writer",))
+
+
+def test_a_fit_in_inference_mode() -> None:
+    options, model = Distillation(steps=2), build("llama")
+    with torch.inference_mode():
+        patch = fit(model, [random_example()], rank=2, distillation=options)
+    outside = fit(model, [random_example()], rank=2, distillation=options)
+    for path, change in outside.changes.items():
+        assert torch.equal(patch.changes[path].u, change.u)
 
 
 def test_a_model_that_is_patched_is_refused() -> None:
@@ -437,6 +508,8 @@ def test_distillation_starts_from_a_patch() -> None:
         assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
     truncated = fit(model, [example], "distill", rank=1, start=start, distillation=slow)
     assert truncated.rank == 1
+    with pytest.raises(ValueError, match=r"got one that changes model\.layers\.0\.mlp\.gate_proj"):
+        fit(model, [example], "distill", rank=4, parts=("writer",), start=start)
 
 
 def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
@@ -457,6 +530,10 @@ def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
     assert steps == [5, 6]
     for path, change in whole.changes.items():
         assert torch.equal(change.u, resumed.changes[path].u)
+    with pytest.raises(ValueError, match="with another start"):
+        distilled(state=tmp_path, start=2 * whole)
+    with pytest.raises(ValueError, match="with another data"):
+        distilled(state=tmp_path, held_out=[random_example(3)])
     with pytest.raises(ValueError, match="with another options"):
         options = replace(options, seed=3)
         distilled(state=tmp_path)
