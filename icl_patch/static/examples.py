@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.models.language_model import check_length, check_vocabulary
 
@@ -189,19 +189,25 @@ def greedy(
 def generated_ids(
     model: PreTrainedModel, rows: Sequence[Tokens], max_new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """The new ids of ``model.generate`` for each row of ids."""
+    """The new ids of ``model.generate`` for each row of ids, with these options alone: penalties and
+    beams of the model's generation configuration would give other tokens than its first choice.
+    """
     width = max(map(len, rows))
     check_length(model, width, max_new_tokens)
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     check_vocabulary(model, ids, mask.bool())
     generate: Any = model.generate
-    generated: Tensor = generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        **options,
-    )
+    configured, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        generated: Tensor = generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            **options,
+        )
+    finally:
+        model.generation_config = configured
     new: list[list[int]] = generated[:, width:].tolist()
     return new
 

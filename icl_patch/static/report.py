@@ -174,6 +174,8 @@ def _compared(with_context: Tensor, patched: Tensor, labels: Tensor) -> Tensor:
     (3, n) fp64.
     """
     wanted, got = (x.float().log_softmax(-1) for x in (with_context, patched))
+    if wanted.isnan().any():
+        raise ValueError("expected finite logits, got NaN or infinity in the run with the context")
     kl = (wanted.exp() * (wanted - got)).sum(-1)
     tvd = (wanted.exp() - got.exp()).abs().sum(-1) / 2
     return torch.stack([kl.double(), tvd.double(), (got.argmax(-1) == labels).double()])
@@ -201,8 +203,19 @@ def measure(
 def ends_with_context(runner: BlockRunner, batches: Iterable[Batch]) -> list[Tensor]:
     """The last hidden states (B, T, d) of the runs with the context, at the student's tokens; the
     model must not be patched.
+
+    Raises:
+        ValueError: an activation is NaN or infinite.
     """
-    return [spread(batch, runner.final(batch.teacher.ids)) for batch in batches]
+    ends = []
+    for batch in batches:
+        ends.append(spread(batch, runner.final(batch.teacher.ids)))
+        if not ends[-1][batch.valid].isfinite().all():
+            raise ValueError(
+                "expected finite activations, got NaN or infinity behind the last block in the run"
+                " with the context"
+            )
+    return ends
 
 
 def spread(batch: Batch, hidden: Tensor) -> Tensor:

@@ -65,6 +65,22 @@ def test_answers_are_the_models_own_with_the_context(loaded: tuple) -> None:
     assert answered(model, [given], 27) == [given]
 
 
+def test_answers_are_the_first_choices_whatever_the_model_generates_by_default() -> None:
+    model, example = build("llama"), Example((5, 6), ((7, 8), (9, 10)), end=(0,))
+    (plain,) = answered(model, [example], 8)
+    assert plain.answers is not None
+    first = plain.answers[0][0]
+    for name, value in (
+        ("repetition_penalty", 5.0),
+        ("num_beams", 3),
+        ("suppress_tokens", [first]),
+    ):
+        model = build("llama")
+        setattr(model.generation_config, name, value)
+        assert answered(model, [example], 8) == [plain]
+        assert getattr(model.generation_config, name) == value
+
+
 def test_rows_meet_token_by_token() -> None:
     model = build("llama")
     example = Example((5, 6, 7), ((11, 12), (13,)), ((21, 22, 23), (24,)), prefix=(1,))

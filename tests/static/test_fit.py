@@ -300,6 +300,15 @@ def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
     assert not (tmp_path / "distilled").exists()
 
 
+@pytest.mark.parametrize("method", ["ridge", "distill"])
+def test_logits_that_are_nan_are_refused(method: str) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5] = float("nan")
+    with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity in the run"):
+        fit(model, [random_example()], method, rank=2, distillation=Distillation(steps=1))
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
