@@ -115,8 +115,8 @@ def _first(
     changes = {}
     for path in paths:
         out_features, in_features = weight_of(runner.model.get_submodule(path)).shape
-        v = torch.randn(rank, in_features, generator=generator) / in_features**0.5
-        u = torch.zeros(rank, out_features)
+        v = torch.randn(rank, in_features, generator=generator, dtype=torch.float32)
+        v, u = v / in_features**0.5, torch.zeros(rank, out_features, dtype=torch.float32)
         known = None if start is None else start.get(path)
         if known is not None:
             given = known.truncated(rank)

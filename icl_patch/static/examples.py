@@ -189,8 +189,8 @@ def greedy(
 def generated_ids(
     model: PreTrainedModel, rows: Sequence[Tokens], max_new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """The new ids of ``model.generate`` for each row of ids, with these options alone: penalties and
-    beams of the model's generation configuration would give other tokens than its first choice.
+    """The new ids of ``model.generate`` for each row of ids, with these options alone: penalties
+    and beams of the model's generation configuration give other tokens than its first choice.
     """
     width = max(map(len, rows))
     check_length(model, width, max_new_tokens)

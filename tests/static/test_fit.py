@@ -416,6 +416,17 @@ def test_a_fit_in_inference_mode() -> None:
         assert torch.equal(patch.changes[path].u, change.u)
 
 
+def test_factors_are_fp32_under_another_default(tmp_path: Path) -> None:
+    model = build("llama")
+    torch.set_default_dtype(torch.float64)
+    try:
+        patch = fit(model, [random_example()], rank=2, distillation=Distillation(steps=2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    patch.save(tmp_path / "patch.safetensors")
+    assert static.StaticPatch.load(tmp_path / "patch.safetensors", model).rank == 2
+
+
 def test_a_model_that_is_patched_is_refused() -> None:
     model = build("llama")
     with ContextPatcher(model), pytest.raises(TypeError, match="detach the patcher"):
