@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, tokens
+from support.models import build, shallow, tokens
+from support.static import IDS
 
 from icl_patch import embedded
 from icl_patch.static.block_parts import read_blocks
@@ -112,6 +113,15 @@ def test_block_by_block_is_the_model() -> None:
         assert torch.equal(runner.final(ids), stream.hidden)
         # the head's product has other shapes for tokens one by one
         torch.testing.assert_close(runner.logits(stream.hidden[0]), expected[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gpt_bigcode", "granite", "llava"])
+def test_a_pass_that_ends_at_the_last_block_is_the_models(name: str) -> None:
+    model = shallow(name)
+    runner = BlockRunner(model, read_blocks(model))
+    with torch.no_grad():
+        got = runner.logits(runner.final(IDS).flatten(0, 1))
+        torch.testing.assert_close(got, model(IDS).logits.flatten(0, 1))
 
 
 @pytest.mark.parametrize(
