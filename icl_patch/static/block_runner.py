@@ -78,10 +78,13 @@ class BlockRunner:
         if self.folder is None or not hidden.numel():
             return hidden
         with NamedTemporaryFile(dir=self.folder) as file:
+            content = hidden.detach().cpu().contiguous().flatten()
+            # by a write: a full disk is an error here, and a fatal signal in mapped memory
+            file.write(content.view(torch.uint8).numpy().data)
+            file.flush()
             size = hidden.numel()
-            os.posix_fallocate(file.fileno(), 0, hidden.nbytes)  # a full disk would kill a write
             mapped = torch.from_file(file.name, shared=True, size=size, dtype=hidden.dtype)
-        return mapped.view(hidden.shape).copy_(hidden)
+        return mapped.view(hidden.shape)
 
     def entered(self, ids: Tensor, keep: bool = False) -> tuple[Tensor, Inputs]:
         """The hidden states (B, T, d) of ids (B, T) before the first block, and the further inputs
