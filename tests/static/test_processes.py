@@ -132,7 +132,11 @@ def failing(rank: int, folder: Path, fault: str, connection: Any) -> None:
 @pytest.mark.parametrize(
     ("fault", "own", "others"),
     [
-        ("few questions", ("ValueError", "at least 5 questions"), "an error in process 1"),
+        (
+            "few questions",
+            ("ValueError", "at least 5 different questions"),
+            "an error in process 1",
+        ),
         ("progress", ("KeyError", "a bar that fails"), "an error in process 1"),
         ("end", None, "one that has ended"),
         ("rank", ("ValueError", "the same model and options"), "the same model and options"),

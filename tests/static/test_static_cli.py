@@ -137,7 +137,7 @@ def test_inspect_shows_a_static_patch(
     ("options", "message"),
     [
         (["--rank", "129"], "expected a rank from 1 to 128"),
-        (["--method", "ridge", "--folds", "21"], "expected at least 21 questions"),
+        (["--method", "ridge", "--folds", "21"], "expected at least 21 different questions"),
         (["--self-study", "19"], "count of at least 20, got 19"),
         (["--rank", "full"], "expected a rank from 1 to 128"),
         (["--method", "ridge", "--preserve-first", "0"], "expected a positive preserve_first"),
