@@ -21,6 +21,8 @@ def run(options: argparse.Namespace) -> int:
     """Merge the patch and save the model with its tokenizer."""
     from icl_patch.static import StaticPatch
 
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"expected a folder to write the model to, got the file {options.out}")
     model, tokenizer = common.load(options)
     patch = StaticPatch.load(options.file, model, tokenizer)
     patch.merge(model).save_pretrained(options.out)

@@ -114,7 +114,7 @@ def fit(
             the model is training with dropout; ``start`` changes other matrices than those of
             ``parts``; a held-out question is among the examples;
             ``group`` or ``hidden_folder`` is given for ``"distill"``; ``hidden_folder`` does not
-            exist; or ``state`` is of another model or fit.
+            exist; or ``state`` is no folder, or of another model or fit.
         FingerprintMismatch: ``start`` is of another model.
         ProcessError: another process of ``group`` has failed; its own error tells the reason.
     """
@@ -129,6 +129,8 @@ def fit(
                 "expected hidden_folder to be a folder that exists, got"
                 f" {os.fspath(hidden_folder)!r}"
             )
+        if state is not None and Path(state).exists() and not Path(state).is_dir():
+            raise ValueError(f"expected state to be a folder, got the file {os.fspath(state)!r}")
         if not lambdas or not all(0 < ridge < math.inf for ridge in lambdas):
             raise ValueError(f"expected positive lambdas, got {tuple(lambdas)}")
         check_training(model, any(module.training for module in model.modules()))

@@ -199,7 +199,7 @@ class StaticPatch:
             name = getattr(model.config, "_name_or_path", "") or type(model).__name__
             raise FingerprintMismatch(
                 f"expected a patch of {name} (weights {got[:12]}…), got one of {self.info.model}"
-                f" (weights {self.info.fingerprint[:12]}…)"
+                f" (weights {self.info.fingerprint[:12]}…): with other weights, or another dtype"
             )
 
     # -- files
