@@ -298,6 +298,6 @@ def preserved_rows(texts: Sequence[Sequence[int]]) -> list[Row]:
 def check_rows(model: PreTrainedModel, rows: Sequence[Row]) -> None:
     """Raises ValueError unless the model has the ids and the positions of all rows."""
     for row in rows:
-        ids = torch.tensor([row.with_context])
+        ids = torch.tensor([[*row.with_context, *row.labels[-1:]]])  # an answer's end is no input
         check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
-        check_length(model, ids.shape[1])
+        check_length(model, len(row.with_context))

@@ -355,6 +355,8 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
 def test_no_example_and_a_model_with_dropout_are_refused(method: str) -> None:
     with pytest.raises(ValueError, match="expected at least one example, got none"):
         fit(build("llama"), [], method, folds=1)
+    with pytest.raises(ValueError, match="expected ids from 0 to 96, got 5 to 200"):
+        fit(build("llama"), [Example((5,), ((6,),), ((200,),))], method, folds=1)
     model = shallow("gpt2").train()
     model.config.attn_pdrop = 0.1
     with pytest.raises(ValueError, match="expected a model in eval mode"):
