@@ -5,6 +5,7 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from support.static import random_example
 from icl_patch import ContextPatcher, PatchFormatError, UnsupportedModelError, embedded, static
 from icl_patch.evaluation.embedded.tasks import is_held_out
 from icl_patch.static import Distillation, Example, fit
+from icl_patch.static.block_parts import read_blocks
+from icl_patch.static.block_runner import BlockRunner, make_batches
+from icl_patch.static.examples import rows_of
+from icl_patch.static.report import Quality, ends_with_context, measure
 from icl_patch.static.sequential import _BlockStep
 
 
@@ -530,6 +535,47 @@ def test_distillation_starts_from_a_patch() -> None:
     assert truncated.rank == 1
     with pytest.raises(ValueError, match=r"got one that changes model\.layers\.0\.mlp\.gate_proj"):
         fit(model, [example], "distill", rank=4, parts=("writer",), start=start)
+
+
+def test_sums_of_patches_on_the_tasks_of_both(loaded: tuple) -> None:
+    """The sum of two ridge patches serves neither task; a fit on the examples of both serves both,
+    and a distillation from the sum comes closer.
+    """
+    model, tokenizer = loaded
+    generator = torch.Generator().manual_seed(1)
+    letters = [
+        "".join("bcdfghklmnprst"[i] for i in torch.randint(14, (4,), generator=generator).tolist())
+        for _ in range(34)
+    ]
+    questions, answers = [f"{word}>" for word in letters], [word.upper() for word in letters]
+    encode = partial(Example.from_text, tokenizer, "mode upper\n", end="\n")
+    examples = [german(tokenizer, False, 24), encode(questions[:24], answers[:24])]
+    tests = [german(tokenizer, True, 10), encode(questions[24:], answers[24:])]
+    runner = BlockRunner(model, read_blocks(model))
+
+    def qualities(patch: static.StaticPatch) -> list[Quality]:
+        found = []
+        for test in tests:
+            batches = make_batches(runner, rows_of([test]), [0] * 10, 0.0)
+            ends = ends_with_context(runner, batches)
+            with patch.applied(model):
+                quality = measure(runner, batches, ends).quality()
+            assert quality is not None
+            found.append(quality)
+        return found
+
+    patches = [fit(model, [example], "ridge", rank=8) for example in examples]
+    alone = [qualities(patch)[at] for at, patch in enumerate(patches)]
+    summed = qualities(patches[0] + patches[1])
+    joint = qualities(fit(model, examples, "ridge", rank=16))
+    options = Distillation(steps=10)
+    start = patches[0] + patches[1]
+    refitted = qualities(fit(model, examples, rank=16, start=start, distillation=options))
+    for own, both, one, after in zip(alone, summed, joint, refitted, strict=True):
+        assert min(own.whole, one.whole) >= 0.9
+        assert both.whole <= 0.1
+        assert both.kl > 10 * max(own.kl, one.kl)
+        assert both.kl > 2 * after.kl
 
 
 def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
