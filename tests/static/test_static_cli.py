@@ -1,6 +1,7 @@
 """The commands of static patches: fit, generate, apply, export."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,20 @@ def test_apply_and_export_are_the_patch(
         status, _, err = run(capsys, "export", patch_file, *option, "--out", tmp_path / "other")
         assert status == 2
         assert "expected no --row" in err
+
+
+def test_a_model_that_cannot_be_written_leaves_nothing(
+    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # room for the small files
+    try:
+        status, _, err = run(capsys, "apply", patch_file, "--out", tmp_path / "some" / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2
+    assert "cannot be written to" in err
+    assert not list((tmp_path / "some").iterdir())
 
 
 def test_inspect_shows_a_static_patch(
