@@ -89,6 +89,15 @@ def test_against_the_formula(kind: str, dtype: torch.dtype, transposed: bool) ->
             assert same_bits(out, wide.to(out_dtype or dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_factors_in_half_precision(dtype: torch.dtype) -> None:
+    z, weight, bias = inputs(5, 129, 257, torch.float32, False)
+    u, v = (x.to(dtype) for x in factors("ranks", 5, 129, 257)[:2] if x is not None)
+    want, size = by_formula(z, weight, u, v, bias, None)
+    got = patched_linear(z, weight, u, v, bias)
+    assert ((got.double() - want).abs() <= 16 * UNIT[torch.float32] * size).all()
+
+
 @both_layouts
 @every_dtype
 def test_a_row_does_not_see_the_others(dtype: torch.dtype, transposed: bool) -> None:
