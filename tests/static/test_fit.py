@@ -195,6 +195,15 @@ def test_the_plan_is_known_before_the_fit() -> None:
     assert "8 questions, 152 tokens" in str(plan)
 
 
+def test_masks_are_in_the_plan() -> None:
+    model, plans = build("llama"), []
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        fit(model, [random_example()], "ridge", rank=2, on_plan=plans.append)
+    # eager attention takes a number in fp32 for every pair of a row's tokens
+    assert plans[1].hidden_nbytes - plans[0].hidden_nbytes == 8 * 4 * (12**2 + 7**2)
+
+
 def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = build("llama"), random_example()
     whole = fit(model, [example], "ridge", rank=2)
