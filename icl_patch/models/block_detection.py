@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -362,17 +363,17 @@ class _Reading:
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
-        sums = [
-            found
-            for residual in residuals
-            for mlp in holders
-            for found in self._sums(residual, mlp, holders, made)
-        ]
-        sums += [self._fitted(residual, mlp, made) for residual in residuals for mlp in holders]
-        misfit, best = sums[0]
-        for off, found in sums[1:]:
+        pairs = list(product(residuals, holders))
+        sums = chain(
+            (found for pair in pairs for found in self._sums(*pair, holders, made)),
+            (self._fitted(*pair, made) for pair in pairs),
+        )
+        misfit, best = next(sums)
+        for off, found in sums:
+            if misfit <= torch.finfo(made.now.dtype).eps / 4:
+                break
             # a later one must be clearly closer: the writer stands before the modules that hold it
-            if misfit > torch.finfo(made.now.dtype).eps / 4 and off < misfit / 2:
+            if off < misfit / 2:
                 misfit, best = off, found
         if misfit == torch.inf:
             raise self._refuse(

@@ -77,6 +77,8 @@ def low_rank_term(z: Tensor, u: Tensor, v: Tensor, index: Tensor | None = None) 
     """
     dtype = accumulation_dtype(z, u, v)
     z, u, v = z.to(dtype), u.to(dtype), v.to(dtype)
+    if index is None and u.dim() == 3 and len(u) == 1:
+        return z @ v[0].T @ u[0]
     if u.dim() == 2:
         u, v = u.unsqueeze(1), v.unsqueeze(1)
     if index is not None:
