@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from icl_patch import ContextPatcher
 from icl_patch.bench.cases import linear, throughput
 from icl_patch.bench.cases.random_models import twin
-from icl_patch.bench.results import environment, file_name, write_whole
+from icl_patch.bench.results import environment, file_name
+from icl_patch.patch.atomic_file import write_atomically
 
 # Matrix, rows and rank of the calls that Nsight Compute profiles.
 HEADLINE = (
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         ncu = Path(arguments[2]).read_text(encoding="utf-8", errors="replace")
         target = Path(arguments[1]) / f"{file_name(environment(device)['device'])}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, page(device, ncu))
+        write_atomically(target, [page(device, ncu).encode()])
         print(f"profile: {target}")
         return 0
     print("expected kernels (with a CUDA device), or page FOLDER and a text file", file=sys.stderr)

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +19,7 @@ import torch
 import icl_patch
 from icl_patch.bench.harness import UNFINISHED, Case, cell, format_seconds
 from icl_patch.ops import native
+from icl_patch.patch.atomic_file import write_atomically
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -133,8 +133,9 @@ class Results:
     def write(self) -> None:
         """Write the JSON file and the table, each atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(self.to_dict(), indent=1) + "\n")
-        write_whole(self.path.with_suffix(".md"), page(self.to_dict()))
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        write_atomically(self.path, [text.encode()])
+        write_atomically(self.path.with_suffix(".md"), [page(self.to_dict()).encode()])
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of the JSON file."""
@@ -144,16 +145,6 @@ class Results:
             "skipped": self.skipped,
             "rows": self.rows,
         }
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees all of the old text or all of the new."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)  # noqa: PTH101
-    Path(file.name).replace(path)
 
 
 def _by_case(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -16,8 +16,9 @@ import torch
 
 from icl_patch.bench import BENCHMARKS, plots
 from icl_patch.bench.harness import UNFINISHED, Case, Comparison, describe, reason
-from icl_patch.bench.results import Results, load_all, page, write_whole
+from icl_patch.bench.results import Results, load_all, page
 from icl_patch.bench.timing import Timing, compare
+from icl_patch.patch.atomic_file import write_atomically
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def redraw(folder: Path) -> list[Path]:
     for benchmark in BENCHMARKS:
         for data in load_all(folder, benchmark):
             path = folder / f"{data['file']}.md"
-            write_whole(path, page(data))
+            write_atomically(path, [page(data).encode()])
             written += [path, *plots.draw(data, folder)]
     return written
 

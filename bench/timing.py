@@ -125,15 +125,15 @@ def _event_timer(call: Call, device: torch.device) -> Callable[[], float]:
     return seconds
 
 
-def _graph_timer(
-    call: InTurn, least_seconds: float = 2e-3, most_calls: int = 1000
-) -> Callable[[], float]:
-    """Replays of a graph that takes every input at least once and lasts ``least_seconds``."""
+def _graph_timer(call: InTurn) -> Callable[[], float]:
+    """Replays of a graph that takes every input at least once and lasts 2 ms, of up to 1,000
+    calls.
+    """
     count = len(call.inputs)
     graph = captured(call, count)
-    again = int(least_seconds / max(_elapsed(graph.replay), 1e-6))
+    again = int(2e-3 / max(_elapsed(graph.replay), 1e-6))
     if again > 1:
-        count *= min(again, max(1, most_calls // count))
+        count *= min(again, max(1, 1000 // count))
         graph = captured(call, count)
     graph.replay()
     return lambda: _elapsed(graph.replay) / count

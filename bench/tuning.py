@@ -21,7 +21,7 @@ from icl_patch.bench.cases.linear import (
     random_operands,
 )
 from icl_patch.bench.harness import reason, relative_error
-from icl_patch.bench.results import environment, write_whole
+from icl_patch.bench.results import environment
 from icl_patch.bench.timing import InTurn, compare
 from icl_patch.kernels.compilation import tuning
 from icl_patch.kernels.ops.linear import launch_linear
@@ -37,6 +37,7 @@ from icl_patch.kernels.runtime.config import (
     parse,
     slug,
 )
+from icl_patch.patch.atomic_file import write_atomically
 
 # Numbers of rows a path is measured at: one configuration serves them all, as it fixes the order of
 # summation.
@@ -106,9 +107,9 @@ def write(
         for entry in choose(options, chosen, measuring, progress):
             chosen.append(entry)
             unfinished = head | {"measured": len(chosen)}
-            write_whole(path, dump(unfinished, in_place_of(known, chosen)))
+            write_atomically(path, [dump(unfinished, in_place_of(known, chosen)).encode()])
     entries = in_place_of(known, chosen)
-    write_whole(path, dump(head, entries))
+    write_atomically(path, [dump(head, entries).encode()])
     return path, entries
 
 

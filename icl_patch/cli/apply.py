@@ -1,7 +1,11 @@
 """``icl-patch apply``: a model with a static patch in its weights, as a folder."""
 
 import argparse
+import os
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from icl_patch.cli import common
 
@@ -21,10 +25,30 @@ def run(options: argparse.Namespace) -> int:
     """Merge the patch and save the model with its tokenizer."""
     from icl_patch.static import StaticPatch
 
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"expected a folder to write the model to, got the file {options.out}")
     model, tokenizer = common.load(options)
     patch = StaticPatch.load(options.file, model, tokenizer)
-    patch.merge(model).save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
+    _save(options.out, patch.merge(model), tokenizer)
     result = {"folder": str(options.out), "matrices": len(patch.changes), "rank": patch.rank}
     common.print_result(options, result, f"{options.out}: the model with {patch!r}")
     return 0
+
+
+def _save(folder: Path, *parts: Any) -> None:
+    """Write model and tokenizer to a folder, which gets its files when all of them are written.
+
+    Raises:
+        OSError: there is no room, or the folder cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=".icl-patch-") as place:
+        written = Path(place) / "model"
+        try:
+            for part in parts:
+                part.save_pretrained(written)
+        except SafetensorError as error:
+            raise OSError(f"the model cannot be written to {folder}: {error}") from error
+        shutil.copytree(written, folder, copy_function=os.replace, dirs_exist_ok=True)

@@ -201,12 +201,18 @@ def attach(options: argparse.Namespace, model: Any, tokenizer: Any) -> "ContextP
 def context_text(options: argparse.Namespace) -> str | None:
     """The context that the options give, if they give one."""
     if options.context_file is not None:
-        return _read_text(options.context_file)
+        return read_text(options.context_file)
     context: str | None = options.context
     return context
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: it is not UTF-8.
+        OSError: it cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -171,7 +171,7 @@ def read_examples(
 
 def _read_json(file: Path, kind: type) -> list[Any]:
     """A list of JSON values of one kind, not empty."""
-    value = json.loads(file.read_text(encoding="utf-8"))
+    value = json.loads(common.read_text(file))
     if not isinstance(value, list) or not value or not all(isinstance(x, kind) for x in value):
         raise ValueError(f"expected a list of {kind.__name__} in {file}, got {value!r:.80}")
     return value

@@ -211,3 +211,8 @@ class PatchedModule(nn.Module):
             f"{type(self.base_layer).__name__}({self.base_layer.extra_repr()}),"
             f" mode={self.mode.value}"
         )
+
+
+def with_base(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The module, and the base module of a patched one."""
+    return (module, module.base_layer) if isinstance(module, PatchedModule) else (module,)

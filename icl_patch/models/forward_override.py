@@ -13,7 +13,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.layers.patched_module import PatchedModule, is_hooked
+from icl_patch.layers.patched_module import PatchedModule, is_hooked, with_base
 from icl_patch.models.block_spec import Block
 
 Forward = Callable[..., Any]
@@ -68,7 +68,7 @@ def what_runs(model: PreTrainedModel) -> list[Any]:
         model.dtype,
     ]
     for module in model.modules():
-        for part in (module, module.base_layer) if isinstance(module, PatchedModule) else (module,):
+        for part in with_base(module):
             names = vars(part)
             found += (part, *part._forward_pre_hooks, *part._forward_hooks, names.get("forward"))
             found += (x for x in names.values() if isinstance(x, bool | int | float | str))

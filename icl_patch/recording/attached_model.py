@@ -98,7 +98,7 @@ class AttachedModel:
         self.model, self.update, self.tokenizer = model, update, tokenizer
         check_language_model(model)
         check_attention(model)
-        _check_training(model, model.training)
+        check_training(model, model.training)
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
@@ -174,7 +174,7 @@ class AttachedModel:
                 f" {self.model.dtype}: attach again"
             )
         if self.model.training or any(block.module.training for block in self.blocks):
-            _check_training(self.model, True)
+            check_training(self.model, True)
 
     # -- compute
 
@@ -472,7 +472,7 @@ class AttachedModel:
             patch.check_tokenizer(self.tokenizer_fingerprint)
 
 
-def _check_training(model: PreTrainedModel, training: bool) -> None:
+def check_training(model: PreTrainedModel, training: bool) -> None:
     """Raises ValueError if training changes the model's outputs."""
     if training and _drops(model):
         raise ValueError("expected a model in eval mode, got one that is training with dropout")

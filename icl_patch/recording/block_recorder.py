@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, d residual width; M = B·T rows of a matrix product.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -29,6 +30,20 @@ from icl_patch.models.block_spec import Writer
 from icl_patch.recording import updates
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.diagnostics import BlockDiagnostics
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """An exact writer's fp64 output ``base + factor · gain``, with a factor that is still to be
+    chosen.
+    """
+
+    base: Tensor
+    gain: Tensor
+    factor: Tensor
+    holder: Any  # the module that holds the factor, under this name
+    name: str
+    padding: Tensor | float  # the factor of columns of padding
 
 
 class BlockRecorder(ABC):
@@ -51,6 +66,7 @@ class BlockRecorder(ABC):
         self.valid, self.context = valid, context
         self.exact = update == "exact"
         self.diagnostics = BlockDiagnostics(block.block.path, valid)
+        self.loop: OpenLoop | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
         self.direction: tuple[Tensor, ops.Direction] | None = None  # of which input, (B, T, K)
         self._flat_direction: ops.Direction | None = None  # the same for rows (M, K)
@@ -386,8 +402,11 @@ class BlockRecorder(ABC):
     def open_loop(
         self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0
     ) -> None:
-        """Hand over ``base + factor · gain`` of an exact writer, see :class:`ClosingRecorder`."""
-        raise AssertionError("only a closing recorder chooses an exact writer's factor")
+        """Keep an exact writer's output ``base + factor · gain`` until the factor is chosen, which
+        is attribute ``name`` of ``holder``.
+        """
+        factor = getattr(holder, name)
+        self.loop = OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
 
 
 def same_place(x: Tensor, y: Tensor) -> bool:

@@ -2,28 +2,12 @@
 unmodified model has left the activations with the context.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.recording import updates
-from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
 from icl_patch.recording.block_recorder import BlockRecorder
-
-
-@dataclass(frozen=True)
-class OpenLoop:
-    """An exact writer's fp64 output ``base + factor · gain``; the block's end sets the factor."""
-
-    base: Tensor
-    gain: Tensor
-    factor: Tensor
-    holder: Any  # the module that holds the factor, under this name
-    name: str
-    padding: Tensor | float  # the factor of columns of padding
 
 
 class ClosingRecorder(BlockRecorder):
@@ -34,12 +18,6 @@ class ClosingRecorder(BlockRecorder):
         valid: (B, T) bool, the columns that hold kept tokens.
         context: the block's activations with the context, of the same tokens.
     """
-
-    def __init__(
-        self, block: AttachedBlock, update: str, valid: Tensor, context: BlockActivations
-    ) -> None:
-        super().__init__(block, update, valid, context)
-        self._open: OpenLoop | None = None
 
     def split(self, x: Tensor) -> tuple[None, Tensor]:
         """The rows without the context, (B, T, ·)."""
@@ -54,18 +32,9 @@ class ClosingRecorder(BlockRecorder):
         assert self.context.written is not None
         return self.context.written
 
-    def open_loop(
-        self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0
-    ) -> None:
-        """Hand over ``base + factor · gain`` of an exact writer, for :meth:`on_end` to choose the
-        factor, which is attribute ``name`` of ``holder``.
-        """
-        factor = getattr(holder, name)
-        self._open = OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
-
     def on_end(self, total: Tensor) -> Tensor | None:
         """Choose an exact writer's factor so that the rounded sum is the context's output."""
-        target, loop, total = self.context.output, self._open, total.as_subclass(Tensor)
+        target, loop, total = self.context.output, self.loop, total.as_subclass(Tensor)
         assert target is not None
         if loop is None:
             return None

@@ -21,14 +21,12 @@ from icl_patch.models.block_spec import Writer
 from icl_patch.models.trace import first_tensor
 from icl_patch.recording import updates
 from icl_patch.recording.block_recorder import BlockRecorder
-from icl_patch.recording.closing_recorder import OpenLoop
 from icl_patch.recording.decode_recorder import DecodeRecorder
 
 
 class ExactDecodeRecorder(DecodeRecorder):
     """A decode step's recorder; :func:`close_loops` chooses the writer's factor after the pass."""
 
-    loop: OpenLoop | None = None
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
 
@@ -71,13 +69,6 @@ class ExactDecodeRecorder(DecodeRecorder):
         """The norm's output with the context, and 0 for the rows without it."""
         with_context = layer.base_layer(self.split(x)[0])
         return self.join(with_context, torch.zeros_like(with_context), x)
-
-    def open_loop(
-        self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0
-    ) -> None:
-        """Keep an exact writer's output ``base + factor · gain`` for :func:`close_loops`."""
-        factor = getattr(holder, name)
-        self.loop = OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
 
     def on_end(self, total: Tensor) -> None:
         """Take the block's sum of both streams: the target, and the residual."""

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.attachment import set_forward
-from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.patched_module import PatchedModule, with_base
 
 HookIds = tuple[tuple[str, Any], ...]
 # transformers installs these when hidden states are first asked for; they stay and change nothing
@@ -38,7 +38,7 @@ class Hooks:
 
     def __init__(self, model: nn.Module, forwards: Mapping[nn.Module, Any]) -> None:
         parts = [
-            (path, part) for path, module in model.named_modules() for part in _with_base(module)
+            (path, part) for path, module in model.named_modules() for part in with_base(module)
         ]
         self._patched = [(path, part) for path, part in parts if isinstance(part, PatchedModule)]
         self._forwards = [(path, part, forwards.get(part)) for path, part in parts]
@@ -102,10 +102,6 @@ class Hooks:
                 hooks.update(before)
             for part, now, _ in replaced:
                 set_forward(part, now)
-
-
-def _with_base(module: nn.Module) -> tuple[nn.Module, ...]:
-    return (module, module.base_layer) if isinstance(module, PatchedModule) else (module,)
 
 
 def _is_replaced(forward: tuple[str, nn.Module, Any]) -> bool:

@@ -16,6 +16,7 @@ from icl_patch.static.distill import Distillation
 from icl_patch.static.examples import Example, documents
 from icl_patch.static.fit import Plan, fit
 from icl_patch.static.peft_import import from_peft
+from icl_patch.static.processes import ProcessError
 from icl_patch.static.report import Quality, StaticReport
 from icl_patch.static.ridge import LowRank
 from icl_patch.static.self_study import self_study
@@ -27,6 +28,7 @@ __all__ = [
     "Example",
     "LowRank",
     "Plan",
+    "ProcessError",
     "Quality",
     "RowMap",
     "StaticInfo",

@@ -2,72 +2,95 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from icl_patch.models.forward_override import overriding
 from icl_patch.static.block_parts import BlockParts
 from icl_patch.static.examples import Row
+from icl_patch.static.processes import Processes
 
-_CHUNK_TOKENS = 8192  # of one batch: bounds the memory of a pass
+CHUNK_TOKENS = 8192  # of one batch: bounds the memory of a pass
 
 
-@dataclass(eq=False)
+Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
 class Stream:
-    """Rows of ids on their way through the blocks: the hidden states (B, T, d) before the next
-    block, and the further inputs that the model gives each block.
-    """
+    """Rows of ids (B, T) on their way through the blocks; they start when they are first needed."""
 
-    ids: Tensor
-    hidden: Tensor
-    inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    def __init__(self, runner: "BlockRunner", ids: Tensor) -> None:
+        self.runner, self.ids = runner, ids
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The further inputs that the model gives each block."""
+        first, inputs = self.runner.entered(self.ids, keep=True)
+        vars(self).setdefault("hidden", first)
+        return inputs
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """The hidden states (B, T, d) before the next block."""
+        _ = self.inputs  # which starts the stream
+        first: Tensor = vars(self)["hidden"]
+        return first
+
+
+class _LastBlock(Exception):
+    """Ends a pass at the last block: the logits behind it are not needed."""
 
 
 class BlockRunner:
     """The blocks of a model, one at a time. Right-padded rows: causal blocks do not see padding.
 
-    group: the processes that share a fit, each with rows of its own; None: this one alone.
-    folder: for the hidden states between the blocks; None: they stay in memory.
+    processes: those that share a fit, each with rows of its own; None: this one alone.
+    folder: for the hidden states between the blocks and the masks; None: they stay in memory.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         blocks: Sequence[BlockParts],
-        group: dist.ProcessGroup | None = None,
+        processes: Processes | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.model, self.blocks, self.group, self.folder = model, blocks, group, folder
+        self.model, self.blocks, self.folder = model, blocks, folder
+        self.processes = processes or Processes(None, model.device)
         self.layers = [model.get_submodule(block.path) for block in blocks]
-
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the processes."""
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
-        return x
 
     def kept(self, hidden: Tensor) -> Tensor:
         """The hidden states, in a file of the folder if there is one. The file has lost its name
         already, so it goes with the tensor.
+
+        Raises:
+            OSError: there is no room for the file.
         """
-        if self.folder is None:
+        if self.folder is None or not hidden.numel():
             return hidden
         with NamedTemporaryFile(dir=self.folder) as file:
+            content = hidden.detach().cpu().contiguous().flatten()
+            # by a write: a full disk is an error here, and a fatal signal in mapped memory
+            file.write(content.view(torch.uint8).numpy().data)
+            file.flush()
             size = hidden.numel()
             mapped = torch.from_file(file.name, shared=True, size=size, dtype=hidden.dtype)
-        return mapped.view(hidden.shape).copy_(hidden)
+        return mapped.view(hidden.shape)
 
-    def start(self, ids: Tensor) -> Stream:
-        """The stream of ids (B, T) before the first block."""
-        inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    def entered(self, ids: Tensor, keep: bool = False) -> tuple[Tensor, Inputs]:
+        """The hidden states (B, T, d) of ids (B, T) before the first block, and the further inputs
+        of each block; with ``keep`` in the folder, if there is one.
+        """
+        inputs: Inputs = []
         first: list[Tensor] = []
 
         def note(block: BlockParts) -> Any:
@@ -76,28 +99,53 @@ class BlockRunner:
                 hidden = args[0] if args else kwargs.pop("hidden_states")
                 first.append(hidden)
                 inputs.append((args[1:], kwargs))
+                if len(inputs) == len(self.blocks):
+                    raise _LastBlock
                 return (hidden,) if block.returns_tuple else hidden
 
             return forward
 
-        self._forward(ids, [note(block) for block in self.blocks])
-        return Stream(ids, self.kept(first[0]), inputs)
+        with suppress(_LastBlock):
+            self._forward(ids, [note(block) for block in self.blocks])
+        if not keep or self.folder is None:
+            return first[0], inputs
+        files: dict[int, Tensor] = {}  # the blocks share their masks
+
+        def kept(x: Tensor) -> Tensor:
+            if x.dim() > 2 and id(x) not in files:
+                files[id(x)] = self.kept(x)
+            return files.get(id(x), x)
+
+        return self.kept(first[0]), tree_map_only(Tensor, kept, inputs)
 
     def run(self, index: int, stream: Stream, hidden: Tensor | None = None) -> Tensor:
         """The hidden states after block ``index``."""
+        device = stream.ids.device
         args, kwargs = stream.inputs[index]
-        hidden = (stream.hidden if hidden is None else hidden).to(stream.ids.device)
+        if self.folder is not None:
+            args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
+        hidden = (stream.hidden if hidden is None else hidden).to(device)
         out = self.layers[index](hidden, *args, **kwargs)
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
-    def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """(B, T, V) fp32, from the hidden states after the last block."""
+    def final(self, ids: Tensor) -> Tensor:
+        """The hidden states (B, T, d) behind the last block, of ids (B, T)."""
+        stream = Stream(self, ids)
+        hidden, stream.inputs = self.entered(ids)
+        for index in range(len(self.blocks)):
+            hidden = self.run(index, stream, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, V) fp32, from hidden states (n, d) of single tokens after the last block."""
 
         def give(block: BlockParts) -> Any:
-            return lambda *_, **__: (hidden,) if block.returns_tuple else hidden
+            return lambda *_, **__: (x,) if block.returns_tuple else x
 
-        return self._forward(ids, [give(block) for block in self.blocks]).float()
+        x = hidden.unsqueeze(1)
+        ids = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
+        return self._forward(ids, [give(block) for block in self.blocks])[:, 0].float()
 
     def _forward(self, ids: Tensor, forwards: list[Any]) -> Tensor:
         with overriding(zip(self.layers, forwards, strict=True)):
@@ -164,6 +212,12 @@ class Batch:
         ]
         return values
 
+    @property
+    def measured(self) -> Tensor:
+        """(B, T) bool: the answers' tokens, and all of preserved texts."""
+        texts = self.valid & ~self.answer.any(1, keepdim=True)
+        return self.answer | texts
+
     def own(self, x: Tensor) -> Tensor:
         """The student's values (B, T, n) at its tokens, (tokens, n)."""
         values: Tensor = x.to(self.valid.device).reshape(*self.valid.shape, -1)[self.valid]
@@ -185,12 +239,13 @@ def make_batches(
     counts = [
         sum(len(row.without) for row in rows if row.preserve is kept) for kept in (True, False)
     ]
-    preserved, others = runner.summed(torch.tensor(counts, device=runner.model.device)).tolist()
+    totals = runner.processes.summed(torch.tensor(counts, device=runner.model.device))
+    preserved, others = totals.tolist()
     preserve_weight = kappa * others / preserved if preserved else 0.0
     order = sorted(range(len(rows)), key=lambda i: (folds[i], len(rows[i].with_context)))
     groups: list[list[int]] = []
     for i in order:
-        full = groups and (len(groups[-1]) + 1) * len(rows[i].with_context) > _CHUNK_TOKENS
+        full = groups and (len(groups[-1]) + 1) * len(rows[i].with_context) > CHUNK_TOKENS
         if not groups or full or folds[groups[-1][0]] != folds[i]:
             groups.append([])
         groups[-1].append(i)
@@ -219,8 +274,8 @@ def _batch(runner: BlockRunner, rows: list[Row], fold: int, preserve_weight: flo
     return Batch(
         rows=rows,
         fold=fold,
-        teacher=runner.start(pad([row.with_context for row in rows]).to(device)),
-        student=runner.start(student),
+        teacher=Stream(runner, pad([row.with_context for row in rows]).to(device)),
+        student=Stream(runner, student),
         valid=valid,
         place=torch.where(valid, place, 0),
         answer=valid & (column >= start),

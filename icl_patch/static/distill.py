@@ -22,8 +22,8 @@ from icl_patch.patch.fingerprints import weight_fingerprint
 from icl_patch.patch.serialization import file_parts, read_file
 from icl_patch.static.block_parts import weight_of
 from icl_patch.static.block_runner import BlockRunner, make_batches
-from icl_patch.static.examples import Row
-from icl_patch.static.report import StaticReport, Tally, measure, plain_logits, spread
+from icl_patch.static.examples import Row, question_numbers
+from icl_patch.static.report import StaticReport, Tally, ends_with_context, measure
 from icl_patch.static.ridge import LowRank
 from icl_patch.static.sequential import Progress
 from icl_patch.static.static_linear import StaticLinear
@@ -92,9 +92,12 @@ def distill(
     Without ``held_out`` every fifth question is held out, at most 32; with fewer than five
     questions none is, and the last step counts.
     """
-    if not held_out and len(rows) >= _HELD_OUT_OF:
-        every = max(_HELD_OUT_OF, math.ceil(len(rows) / _MOST_HELD_OUT))
-        held_out, rows = rows[::every], [row for i, row in enumerate(rows) if i % every]
+    numbers = question_numbers(rows)
+    count = len(set(numbers))
+    if not held_out and count >= _HELD_OUT_OF:
+        every = max(_HELD_OUT_OF, math.ceil(count / _MOST_HELD_OUT))
+        held_out = [row for row, number in zip(rows, numbers, strict=True) if number % every == 0]
+        rows = [row for row, number in zip(rows, numbers, strict=True) if number % every]
     changes = _first(runner, paths, rank, options.seed, start)
     training = _Training(runner, changes, rows, preserve, kappa, options)
     return training.run(held_out, state, progress)
@@ -112,8 +115,8 @@ def _first(
     changes = {}
     for path in paths:
         out_features, in_features = weight_of(runner.model.get_submodule(path)).shape
-        v = torch.randn(rank, in_features, generator=generator) / in_features**0.5
-        u = torch.zeros(rank, out_features)
+        v = torch.randn(rank, in_features, generator=generator, dtype=torch.float32)
+        v, u = v / in_features**0.5, torch.zeros(rank, out_features, dtype=torch.float32)
         known = None if start is None else start.get(path)
         if known is not None:
             given = known.truncated(rank)
@@ -165,7 +168,7 @@ class _Training:
         self, held_out: Sequence[Row], state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
         """All steps, or until the held-out KL has not fallen for ``patience`` measurements."""
-        checkpoint = _Checkpoint.of(state, self)
+        checkpoint = _Checkpoint.of(state, self, held_out)
         checkpoint.read(self)
         every, tests = (
             make_batches(self.runner, rows, [0] * len(rows), 0.0)
@@ -174,8 +177,8 @@ class _Training:
                 [*held_out, *self.preserve[:_MEASURED_TEXTS]],
             )
         )
-        plain, wanted = measure(self.runner, every)
-        teacher = measure(self.runner, tests)[1]
+        wanted, teacher = (ends_with_context(self.runner, x) for x in (every, tests))
+        plain = measure(self.runner, every, wanted)
         with torch.no_grad():
             questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
         with self._patched() as modules:
@@ -185,13 +188,13 @@ class _Training:
                     self._descend(questions, texts)
                 self.step += 1
                 if self.step % self.options.check_every == 0 or self.step == self.options.steps:
-                    self._note(measure(self.runner, tests, teacher)[0])
+                    self._note(measure(self.runner, tests, teacher))
                     checkpoint.write(self)
                 if progress is not None:
                     progress(self.step, self.options.steps)
             changes = self.best[2]
             _set(modules, changes)
-            tally = measure(self.runner, every, wanted)[0]
+            tally = measure(self.runner, every, wanted)
         return changes, StaticReport(
             held_out=tally.quality(),
             without=plain.quality(),
@@ -247,10 +250,10 @@ class _Training:
         width = max(len(target.ids) for target in drawn)
         ids = torch.stack([F.pad(x.ids, (0, width - len(x.ids))) for x in drawn])
         asked = torch.stack([F.pad(x.asked, (0, width - len(x.ids))) for x in drawn])
-        hidden = torch.stack([F.pad(x.hidden, (0, 0, 0, width - len(x.ids))) for x in drawn])
         with torch.no_grad():
-            wanted = self.runner.logits(ids, hidden)[asked].log_softmax(-1)
-        got = plain_logits(self.runner, ids)[asked].float().log_softmax(-1)
+            hidden = torch.cat([x.hidden[x.asked] for x in drawn])
+            wanted = self.runner.logits(hidden).log_softmax(-1)
+        got = self.runner.logits(self.runner.final(ids)[asked]).log_softmax(-1)
         return (wanted.exp() * (wanted - got)).sum(-1).mean()
 
 
@@ -266,21 +269,10 @@ class Target:
 
 
 def targets(runner: BlockRunner, rows: Sequence[Row]) -> list[Target]:
-    """The targets of rows: at the answers' tokens, or at all tokens of a preserved text.
-
-    Raises:
-        ValueError: an activation is NaN or infinite.
-    """
+    """The targets of rows: at the answers' tokens, or at all tokens of a preserved text."""
     found = []
-    for batch in make_batches(runner, rows, [0] * len(rows), 0.0):
-        for index in range(len(runner.blocks)):
-            batch.teacher.hidden = runner.run(index, batch.teacher)
-        hidden = spread(batch, batch.teacher.hidden)
-        if not hidden[batch.valid].isfinite().all():
-            raise ValueError(
-                "expected finite activations, got NaN or infinity behind the last block in the run"
-                " with the context"
-            )
+    batches = make_batches(runner, rows, [0] * len(rows), 0.0)
+    for batch, hidden in zip(batches, ends_with_context(runner, batches), strict=True):
         for at, row in enumerate(batch.rows):
             kept = batch.valid[at]
             asked = kept if row.preserve else batch.answer[at]
@@ -306,15 +298,19 @@ class _Checkpoint:
     header: dict[str, Any]
 
     @classmethod
-    def of(cls, state: Any, training: _Training) -> "_Checkpoint":
+    def of(cls, state: Any, training: _Training, held_out: Sequence[Row]) -> "_Checkpoint":
         if state is None:
             return cls(None, {})
-        rows = [asdict(row) for row in (*training.rows, *training.preserve)]
+        rows = [asdict(row) for row in (*training.rows, *training.preserve, *held_out)]
+        first = hashlib.sha256()  # of the factors from which it starts
+        for parameter in training.parameters:
+            first.update(parameter.detach().cpu().numpy().data)
         settings = {
             "kind": _KIND,
             "fingerprint": weight_fingerprint(training.runner.model),
             "options": asdict(training.options),
             "shapes": [list(parameter.shape) for parameter in training.parameters],
+            "start": first.hexdigest(),
             "data": hashlib.sha256(json.dumps([rows, training.kappa]).encode()).hexdigest(),
         }
         return cls(Path(state) / "distillation.safetensors", settings)

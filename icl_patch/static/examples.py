@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.models.language_model import check_length, check_vocabulary
 
@@ -73,9 +73,17 @@ class Example:
             chat: apply the tokenizer's chat template.
 
         Raises:
-            ValueError: ``end`` is not one token; or the tokenizer has no chat template, or one that
-                puts another text in the place of a missing system message.
+            ValueError: questions or answers are no lists of text; ``end`` is not one token; or the
+                tokenizer has no chat template, or one that puts another text in the place of a
+                missing system message.
         """
+        texts = (context, *questions, *(answers or ()))
+        lists = not isinstance(questions, str) and not isinstance(answers, str)
+        if not lists or not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                "expected a context of text, and lists of texts as questions and answers, got"
+                f" {context!r:.40}, {questions!r:.40} and {answers!r:.40}"
+            )
         ids = _encoder(tokenizer)
         ends = (tokenizer.eos_token_id,) if end is None else ids(end)
         if len(ends) != 1 or ends[0] is None:
@@ -181,19 +189,25 @@ def greedy(
 def generated_ids(
     model: PreTrainedModel, rows: Sequence[Tokens], max_new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """The new ids of ``model.generate`` for each row of ids."""
+    """The new ids of ``model.generate`` for each row of ids, with these options alone: penalties
+    and beams of the model's generation configuration give other tokens than its first choice.
+    """
     width = max(map(len, rows))
     check_length(model, width, max_new_tokens)
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     check_vocabulary(model, ids, mask.bool())
     generate: Any = model.generate
-    generated: Tensor = generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        **options,
-    )
+    configured, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        generated: Tensor = generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            **options,
+        )
+    finally:
+        model.generation_config = configured
     new: list[list[int]] = generated[:, width:].tolist()
     return new
 
@@ -260,12 +274,22 @@ def rows_of(examples: Sequence[Example]) -> list[Row]:
     return rows
 
 
+def question_numbers(rows: Sequence[Row]) -> list[int]:
+    """A number for each row, the same for equal questions of several contexts, which must be in one
+    fold: without its context such a row is the same.
+    """
+    known: dict[tuple[bool, Tokens], int] = {}
+    return [known.setdefault((row.preserve, row.without), len(known)) for row in rows]
+
+
 def preserved_rows(texts: Sequence[Sequence[int]]) -> list[Row]:
     """Rows of texts on which the patched model is to stay as it is.
 
     Raises:
         ValueError: a text is empty.
     """
+    if any(isinstance(text, str) for text in texts):
+        raise ValueError("expected ids of texts to preserve, got text: static.documents gives them")
     if not all(len(text) for text in texts):
         raise ValueError("expected texts to preserve of at least one token each, got an empty one")
     return [Row(tuple(text), tuple(text), len(text), 0, (), preserve=True) for text in texts]
@@ -274,6 +298,6 @@ def preserved_rows(texts: Sequence[Sequence[int]]) -> list[Row]:
 def check_rows(model: PreTrainedModel, rows: Sequence[Row]) -> None:
     """Raises ValueError unless the model has the ids and the positions of all rows."""
     for row in rows:
-        ids = torch.tensor([row.with_context])
+        ids = torch.tensor([[*row.with_context, *row.labels[-1:]]])  # an answer's end is no input
         check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
-        check_length(model, ids.shape[1])
+        check_length(model, len(row.with_context))

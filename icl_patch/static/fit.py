@@ -10,21 +10,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from icl_patch.recording.attached_model import check_training
 from icl_patch.static.block_parts import check_parts, matrix_shapes, read_blocks
 from icl_patch.static.block_runner import BlockRunner, make_batches
 from icl_patch.static.distill import Distillation, distill
 from icl_patch.static.examples import (
     Example,
+    Row,
     answered,
     check_rows,
     preserved_rows,
+    question_numbers,
     rows_of,
 )
 from icl_patch.static.fit_state import FitState, RidgeOptions
 from icl_patch.static.plan import AUTO_RANKS, Plan, Size, plan_distillation, plan_ridge
-from icl_patch.static.report import Quality, StaticReport, measure, measure_streams
+from icl_patch.static.processes import Processes
+from icl_patch.static.report import Quality, StaticReport, ends_with_context, measure, spread
 from icl_patch.static.ridge import LAMBDAS, LowRank
 from icl_patch.static.sequential import Progress, fit_blocks
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
@@ -79,7 +85,8 @@ def fit(
             fit has not seen. 1 fits without them, with λ = 0.01.
         lambdas: the values of λ to choose from, relative to the mean square of the input.
         distillation: steps, learning rate and the like, for ``"distill"``.
-        start: a patch from which ``"distill"`` starts, such as a ridge fit or a sum of patches.
+        start: a patch from which ``"distill"`` starts, such as a ridge fit or a sum of patches;
+            its changes are cut to ``rank``.
         held_out: examples on which the patch is measured, and ``"distill"`` stops early, instead of
             a part of ``examples``.
         state: a folder; finished blocks (ridge) or checkpoints (distill) are written to it, and a
@@ -92,9 +99,10 @@ def fit(
             examples and preserved texts of its own, and a ``state`` folder of its own; all other
             arguments are the same. S and C of a matrix are summed over the processes before it is
             solved, so all get the patch and the report of all rows. All give ``held_out``, or
-            none.
+            none. If one process raises an error, the others raise a ``ProcessError``.
         hidden_folder: a folder on a disk, to which a ridge fit writes the hidden states of all
-            tokens between the blocks; by default they are in memory. The plan tells their size.
+            tokens between the blocks, its targets and the masks; by default they are in memory. The
+            plan tells their size.
 
     Returns:
         The patch, with a :class:`icl_patch.static.report.StaticReport`.
@@ -103,33 +111,47 @@ def fit(
         UnsupportedModelError: the model has a block that cannot hold a static patch.
         ValueError: an option is not known; there are fewer questions than folds; the rank is above
             that of a matrix; contexts share nothing that one patch can hold; activations are NaN;
+            the model is training with dropout; ``start`` changes other matrices than those of
+            ``parts``; a held-out question is among the examples;
             ``group`` or ``hidden_folder`` is given for ``"distill"``; ``hidden_folder`` does not
-            exist; or ``state`` is of another model or fit.
+            exist; or ``state`` is no folder, or of another model or fit.
         FingerprintMismatch: ``start`` is of another model.
+        ProcessError: another process of ``group`` has failed; its own error tells the reason.
     """
-    if method != "ridge" and (group is not None or hidden_folder is not None):
-        raise ValueError(
-            f'expected method="ridge" with several processes or a hidden_folder, got {method!r}'
-        )
-    if hidden_folder is not None and not Path(hidden_folder).is_dir():
-        raise ValueError(
-            f"expected hidden_folder to be a folder that exists, got {os.fspath(hidden_folder)!r}"
-        )
-    if not 0 < preserve_first < math.inf:
-        raise ValueError(f"expected a positive preserve_first, got {preserve_first}")
-    job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
-    job.runner.group, job.runner.folder = group, hidden_folder
-    job.prepare(max_new_tokens)
-    if on_plan is not None:
-        on_plan(job.plan(distillation or Distillation()))
-    began = time.perf_counter()
-    if method == "ridge":
-        ridges = tuple(lambdas) if folds > 1 else (_NO_FOLDS_LAMBDA,)
-        changes, report = job.ridge(ridges, preserve_first, state, progress)
-    else:
-        changes, report = job.distill(distillation or Distillation(), start, state, progress)
-    job.check_shared(report)
-    patch = StaticPatch(StaticInfo.of(model, tokenizer, method), changes)
+    processes = Processes(group, model.device)
+    with processes.failing_together(), torch.inference_mode(False):
+        if method != "ridge" and (group is not None or hidden_folder is not None):
+            raise ValueError(
+                f'expected method="ridge" with several processes or a hidden_folder, got {method!r}'
+            )
+        if hidden_folder is not None and not Path(hidden_folder).is_dir():
+            raise ValueError(
+                "expected hidden_folder to be a folder that exists, got"
+                f" {os.fspath(hidden_folder)!r}"
+            )
+        if state is not None and Path(state).exists() and not Path(state).is_dir():
+            raise ValueError(f"expected state to be a folder, got the file {os.fspath(state)!r}")
+        if not lambdas or not all(0 < ridge < math.inf for ridge in lambdas):
+            raise ValueError(f"expected positive lambdas, got {tuple(lambdas)}")
+        check_training(model, any(module.training for module in model.modules()))
+        if not 0 < preserve_first < math.inf:
+            raise ValueError(f"expected a positive preserve_first, got {preserve_first}")
+        job = _Job(model, examples, method, parts, rank, preserve, kappa, folds, held_out)
+        job.runner.processes, job.runner.folder = processes, hidden_folder
+        described = job.parts, rank, kappa, folds, preserve_first, lambdas, bool(held_out)
+        info = StaticInfo.of(model, tokenizer, method)
+        processes.check_same(f"weights {info.fingerprint!s:.12}… with {described}")
+        job.prepare(max_new_tokens)
+        if on_plan is not None:
+            on_plan(job.plan(distillation or Distillation()))
+        began = time.perf_counter()
+        if method == "ridge":
+            ridges = tuple(lambdas) if folds > 1 else (_NO_FOLDS_LAMBDA,)
+            changes, report = job.ridge(ridges, preserve_first, state, progress)
+        else:
+            changes, report = job.distill(distillation or Distillation(), start, state, progress)
+        job.check_shared(report)
+    patch = StaticPatch(info, changes)
     seconds = time.perf_counter() - began
     return replace(patch, report=replace(report, seconds=seconds, nbytes=patch.nbytes))
 
@@ -153,13 +175,15 @@ class _Job:
             raise ValueError(f"expected method {' or '.join(METHODS)}, got {method!r}")
         if rank == "auto" and (method != "ridge" or folds < 2):
             raise ValueError('expected method="ridge" and at least 2 folds with rank="auto"')
-        if not kappa >= 0 or folds < 1:
+        if not 0 <= kappa < math.inf or folds < 1:
             raise ValueError(f"expected kappa ≥ 0 and folds ≥ 1, got {kappa} and {folds}")
-        questions = sum(len(example.questions) for example in examples)
-        if questions < (folds if method == "ridge" else 1):
+        questions = {(example.prefix, ids) for example in examples for ids in example.questions}
+        if not questions:
+            raise ValueError("expected at least one example, got none")
+        if method == "ridge" and len(questions) < folds:
             raise ValueError(
-                f"expected at least {folds} questions, one a fold, got {questions}: give more, or"
-                " folds=1, which chooses no λ and measures nothing held out"
+                f"expected at least {folds} different questions, one a fold, got {len(questions)}:"
+                " give more, or folds=1, which chooses no λ and measures nothing held out"
             )
         self.model, self.examples, self.method = model, examples, method
         self.parts, self.rank, self.kappa, self.folds = check_parts(parts), rank, kappa, folds
@@ -185,6 +209,11 @@ class _Job:
         self.rows = rows_of(answered(self.model, self.examples, max_new_tokens))
         self.test_rows = rows_of(answered(self.model, self.held_out, max_new_tokens))
         check_rows(self.model, [*self.rows, *self.preserve, *self.test_rows])
+        fitted = {row.without for row in self.rows}
+        if known := sum(row.without in fitted for row in self.test_rows):
+            raise ValueError(
+                f"expected held-out questions that are not among the examples, got {known} that are"
+            )
 
     def plan(self, options: Distillation) -> Plan:
         """The plan of the fit."""
@@ -195,14 +224,26 @@ class _Job:
             blocks=len(self.blocks),
             rank=None if isinstance(rank, str) else rank,
             folds=self.folds,
-            rows=len(rows),
-            tokens=sum(len(row.with_context) + len(row.without) for row in rows),
+            rows=rows,
+            masks=self._masks(rows) if self.method == "ridge" else 0,
             on_disk=self.runner.folder is not None,
         )
         if self.method == "distill":
-            return plan_distillation(size, options.steps, options.batch_size)
+            texts = options.preserve_batch_size if self.preserve else 0
+            return plan_distillation(size, options.steps, options.batch_size + texts)
         fits = sum(r <= self.largest_rank for r in AUTO_RANKS) if rank == "auto" else 1
         return plan_ridge(size, len(self.parts), fits)
+
+    @torch.no_grad()
+    def _masks(self, rows: Sequence[Row]) -> int:
+        """Bytes of the masks and position embeddings of all rows, from those of a mean row."""
+        nbytes = 0
+        for lengths in zip(*((len(x.with_context), len(x.without)) for x in rows), strict=True):
+            ids = torch.zeros(1, sum(lengths) // len(rows), dtype=torch.int64)
+            leaves = tree_leaves(self.runner.entered(ids.to(self.model.device))[1])
+            tensors = {id(x): x.nbytes for x in leaves if isinstance(x, Tensor)}
+            nbytes += len(rows) * sum(tensors.values())
+        return nbytes
 
     # -- ridge
 
@@ -234,9 +275,8 @@ class _Job:
         self, options: RidgeOptions, state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
         rows = [*self.rows, *self.preserve]
-        batches = make_batches(
-            self.runner, rows, [i % self.folds for i in range(len(rows))], self.kappa
-        )
+        folds = [number % self.folds for number in question_numbers(rows)]
+        batches = make_batches(self.runner, rows, folds, self.kappa)
         known = None
         if state is not None:
             fingerprint = StaticInfo.of(self.model, None, "ridge").fingerprint
@@ -247,10 +287,12 @@ class _Job:
             for block, fitted in zip(self.blocks, fits, strict=True)
             for path, change in fitted.changes.items()
         }
-        tally = measure_streams(self.runner, batches)
+        runner, own = self.runner, [batch.student.hidden for batch in batches]
+        ends = [runner.kept(spread(batch, batch.teacher.hidden)) for batch in batches]
+        tally = measure(runner, batches, ends, own)
         report = StaticReport(
             held_out=tally.quality() if self.folds > 1 else None,
-            without=measure(self.runner, batches)[0].quality(),
+            without=measure(runner, batches, ends).quality(),
             cross_fitted=self.folds > 1,
             preserve_kl=tally.preserved_kl(),
             residual=tuple(fitted.residual for fitted in fits),
@@ -267,10 +309,11 @@ class _Job:
         if not self.test_rows:
             return report
         batches = make_batches(self.runner, self.test_rows, [0] * len(self.test_rows), 0.0)
-        without, teacher = measure(self.runner, batches)
+        ends = ends_with_context(self.runner, batches)
+        without = measure(self.runner, batches, ends)
         patch = StaticPatch(StaticInfo("", None, None, "", ""), changes)
         with patch.applied(self.model):
-            tally, _ = measure(self.runner, batches, teacher)
+            tally = measure(self.runner, batches, ends)
         return replace(
             report, held_out=tally.quality(), without=without.quality(), cross_fitted=False
         )
@@ -288,6 +331,12 @@ class _Job:
         if start is not None:
             start.check_model(self.model)
         paths = list(matrix_shapes(self.model, self.blocks, self.parts))
+        others = sorted(set(start.changes if start else ()) - set(paths))
+        if others:
+            raise ValueError(
+                f"expected a start that changes matrices of the parts {', '.join(self.parts)}, got"
+                f" one that changes {others[0]} too: give its parts"
+            )
         assert isinstance(self.rank, int)
         return distill(
             self.runner,

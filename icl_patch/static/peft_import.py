@@ -1,6 +1,7 @@
 """A LoRA folder of PEFT as a static patch."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import PatchFormatError
 from icl_patch.models.language_model import family_of
 from icl_patch.patch.peft_export import CONFIG, PREFIX, WEIGHTS
+from icl_patch.patch.serialization import check_finite
 from icl_patch.static.ridge import LowRank
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 
@@ -23,6 +25,13 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    # the others, as PiSSA, change the weights of the model too when they are loaded
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 
 
@@ -35,8 +44,9 @@ def from_peft(folder: str | os.PathLike[str], model: PreTrainedModel) -> StaticP
             shapes are checked.
 
     Raises:
-        PatchFormatError: a file is no LoRA; it changes more than matrices (DoRA, biases, whole
-            modules); or it fits no matrix of the model.
+        PatchFormatError: a file is no LoRA, or not finite; it changes more than matrices (DoRA,
+            biases, whole modules; PiSSA and its like, which change the model when they are loaded,
+            unless PEFT has converted them); or it fits no matrix of the model.
         OSError: a file cannot be read.
     """
     config = _read_config(Path(folder) / CONFIG)
@@ -44,6 +54,7 @@ def from_peft(folder: str | os.PathLike[str], model: PreTrainedModel) -> StaticP
         tensors = safetensors.torch.load((Path(folder) / WEIGHTS).read_bytes())
     except SafetensorError as error:
         raise PatchFormatError(f"expected a safetensors file in {folder}: {error}") from error
+    check_finite(tensors)
     changes = {}
     pattern = re.compile(re.escape(PREFIX) + r"(.+)\.lora_A\.weight")
     for name in list(tensors):
@@ -76,6 +87,16 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise PatchFormatError(f"expected JSON in {file}: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise PatchFormatError(f"expected a LoRA's configuration in {file}")
+    numbers = [config.get(name) for name in ("r", "lora_alpha")]
+    patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    if not all(isinstance(pattern, dict) for pattern in patterns) or not all(
+        isinstance(x, (int, float)) and 0 < x < math.inf
+        for x in (*numbers, *(x for pattern in patterns for x in pattern.values()))
+    ):
+        raise PatchFormatError(
+            f"expected positive numbers r and lora_alpha, and patterns of them, in {file}, got"
+            f" {numbers} and {patterns!s:.80}"
+        )
     for name, allowed in _REFUSED.items():
         if config.get(name) not in allowed:
             raise PatchFormatError(

@@ -1,13 +1,16 @@
 """The quality of a static patch beside the model with its context, and its cost."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from icl_patch.models.language_model import vocabulary
 from icl_patch.static.block_runner import Batch, BlockRunner
+
+LOGITS = 2**24  # that are compared at a time: bounds the memory
 
 
 @dataclass(frozen=True)
@@ -105,18 +108,38 @@ class Tally:
 
     def add(self, batch: Batch, with_context: Tensor, patched: Tensor) -> None:
         """Add a batch's logits (B, T, V), both at the student's tokens."""
-        wanted, got = (x.float().log_softmax(-1) for x in (with_context, patched))
-        kl = (wanted.exp() * (wanted - got)).sum(-1).double()
-        answer = batch.answer
-        right = got.argmax(-1) == batch.labels
+        asked = batch.measured
+        self._count(batch, _compared(with_context[asked], patched[asked], batch.labels[asked]))
+
+    def add_hidden(
+        self, runner: BlockRunner, batch: Batch, with_context: Tensor, patched: Tensor
+    ) -> None:
+        """Add a batch's hidden states (B, T, d) behind the last block; their logits are computed
+        some at a time.
+        """
+        asked = batch.measured
+        count = max(1, LOGITS // vocabulary(runner.model))
+        parts = (x.to(asked.device)[asked].split(count) for x in (with_context, patched))
+        found = [
+            _compared(runner.logits(wanted), runner.logits(got), labels)
+            for wanted, got, labels in zip(*parts, batch.labels[asked].split(count), strict=True)
+        ]
+        self._count(batch, torch.cat(found, 1))
+
+    def _count(self, batch: Batch, found: Tensor) -> None:
+        """Add the values (3, n) of the batch's measured tokens."""
+        answer, measured = batch.answer, batch.measured
+        values = found.new_zeros(3, *measured.shape)
+        values[:, measured] = found
+        kl, tvd, right = values
         self.kl += float(kl[answer].sum())
-        self.tvd += float((wanted.exp() - got.exp()).abs().sum(-1)[answer].sum() / 2)
+        self.tvd += float(tvd[answer].sum())
         self.right += float(right[answer].sum())
         self.tokens += int(answer.sum())
         asked = answer.any(1)
-        self.whole += float((right | ~answer).all(1)[asked].sum())
+        self.whole += float((right.bool() | ~answer).all(1)[asked].sum())
         self.questions += int(asked.sum())
-        preserved = batch.valid & ~asked.unsqueeze(1)
+        preserved = measured & ~answer
         self.preserve_kl += float(kl[preserved].sum())
         self.preserved += int(preserved.sum())
 
@@ -124,7 +147,7 @@ class Tally:
         """The sums over the processes."""
         names = list(vars(self))
         own = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
-        total = runner.summed(own.to(runner.model.device)).tolist()
+        total = runner.processes.summed(own.to(runner.model.device)).tolist()
         for name, value in zip(names, total, strict=True):
             setattr(self, name, type(getattr(self, name))(value))
         return self
@@ -146,15 +169,53 @@ class Tally:
         return self.preserve_kl / self.preserved if self.preserved else None
 
 
+def _compared(with_context: Tensor, patched: Tensor, labels: Tensor) -> Tensor:
+    """KL, total variation distance, and whether the label is the first choice, of logits (n, V):
+    (3, n) fp64.
+    """
+    wanted, got = (x.float().log_softmax(-1) for x in (with_context, patched))
+    if wanted.isnan().any():
+        raise ValueError("expected finite logits, got NaN or infinity in the run with the context")
+    kl = (wanted.exp() * (wanted - got)).sum(-1)
+    tvd = (wanted.exp() - got.exp()).abs().sum(-1) / 2
+    return torch.stack([kl.double(), tvd.double(), (got.argmax(-1) == labels).double()])
+
+
 @torch.no_grad()
-def measure_streams(runner: BlockRunner, batches: Iterable[Batch]) -> Tally:
-    """The tally of batches that have gone through all blocks."""
+def measure(
+    runner: BlockRunner,
+    batches: Iterable[Batch],
+    with_context: Iterable[Tensor],
+    own: Iterable[Tensor] | None = None,
+) -> Tally:
+    """The tally of batches, from the last hidden states (B, T, d) of each at the student's tokens:
+    with the context, see :func:`ends_with_context`, and without it; by default those of the model
+    as it is now, patched or not.
+    """
     tally = Tally()
-    for batch in batches:
-        with_context = runner.logits(batch.student.ids, spread(batch, batch.teacher.hidden))
-        own = batch.student.hidden.to(batch.place.device)
-        tally.add(batch, with_context, runner.logits(batch.student.ids, own))
+    own = (runner.final(batch.student.ids) for batch in batches) if own is None else own
+    for batch, wanted, got in zip(batches, with_context, own, strict=True):
+        tally.add_hidden(runner, batch, wanted, got)
     return tally.summed(runner)
+
+
+@torch.no_grad()
+def ends_with_context(runner: BlockRunner, batches: Iterable[Batch]) -> list[Tensor]:
+    """The last hidden states (B, T, d) of the runs with the context, at the student's tokens; the
+    model must not be patched.
+
+    Raises:
+        ValueError: an activation is NaN or infinite.
+    """
+    ends = []
+    for batch in batches:
+        ends.append(spread(batch, runner.final(batch.teacher.ids)))
+        if not ends[-1][batch.valid].isfinite().all():
+            raise ValueError(
+                "expected finite activations, got NaN or infinity behind the last block in the run"
+                " with the context"
+            )
+    return ends
 
 
 def spread(batch: Batch, hidden: Tensor) -> Tensor:
@@ -162,27 +223,6 @@ def spread(batch: Batch, hidden: Tensor) -> Tensor:
     row = torch.arange(len(hidden), device=batch.place.device).unsqueeze(1)
     values: Tensor = hidden.to(row.device)[row, batch.place]
     return values
-
-
-@torch.no_grad()
-def measure(
-    runner: BlockRunner, batches: Sequence[Batch], teacher: Sequence[Tensor] | None = None
-) -> tuple[Tally, list[Tensor]]:
-    """The tally of the model as it is now, patched or not, on its batches.
-
-    teacher: the logits with the context of each batch, from an earlier call. Without them they are
-        computed; the model must then not be patched.
-    """
-    tally, kept = Tally(), []
-    for at, batch in enumerate(batches):
-        if teacher is None:
-            full = plain_logits(runner, batch.teacher.ids)
-            wanted = spread(batch, full)
-        else:
-            wanted = teacher[at]
-        kept.append(wanted)
-        tally.add(batch, wanted, plain_logits(runner, batch.student.ids))
-    return tally.summed(runner), kept
 
 
 def plain_logits(runner: BlockRunner, ids: Tensor) -> Tensor:

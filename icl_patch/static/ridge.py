@@ -69,6 +69,14 @@ class Moments(ABC):
         """The moments of both sets of rows."""
 
     @abstractmethod
+    def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "Moments":
+        """The sum over processes."""
+
+    @abstractmethod
+    def size(self) -> Tensor:
+        """``Σ w a·a`` of the rows."""
+
+    @abstractmethod
     def solve(self, ridge: float) -> "Solution":
         """The ridge solution for λ."""
 
@@ -93,9 +101,23 @@ class PrimalMoments(Moments):
         """Sums."""
         return PrimalMoments(self.s + other.s, self.c + other.c, self.t + other.t)
 
+    def __iadd__(self, other: "PrimalMoments") -> "PrimalMoments":
+        """Sums, in the memory of this one."""
+        for own, more in ((self.s, other.s), (self.c, other.c), (self.t, other.t)):
+            own += more
+        return self
+
+    def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "PrimalMoments":
+        """Sums, in the memory of this one."""
+        return PrimalMoments(*(over_processes(x) for x in (self.s, self.c, self.t)))
+
+    def size(self) -> Tensor:
+        """The trace of S."""
+        return self.s.trace()
+
     def solve(self, ridge: float) -> "Solution":
         """A Cholesky factorisation of K x K."""
-        rho = ridge * self.s.diagonal().mean()
+        rho = ridge * self.size() / len(self.s)
         system = self.s + rho * torch.eye(len(self.s), dtype=self.s.dtype, device=self.s.device)
         change = torch.cholesky_solve(self.c.T, torch.linalg.cholesky(system)).T
         return Solution(change, change, self.c.T)
@@ -123,10 +145,18 @@ class DualMoments(Moments):
             torch.cat([self.inputs, other.inputs]), torch.cat([self.targets, other.targets])
         )
 
+    def summed(self, over_processes: Callable[[Tensor], Tensor]) -> "DualMoments":
+        """Raises TypeError: the rows of the other processes are not there."""
+        raise TypeError("expected primal moments, which add up over processes, got rows")
+
+    def size(self) -> Tensor:
+        """From the inputs of the rows."""
+        return self.inputs.square().sum()
+
     def solve(self, ridge: float) -> "Solution":
         """A Cholesky factorisation of n x n."""
         gram = self.inputs @ self.inputs.T
-        rho = ridge * gram.diagonal().sum() / self.inputs.shape[1]
+        rho = ridge * self.size() / self.inputs.shape[1]
         system = gram + rho * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         mixture = torch.cholesky_solve(self.targets, torch.linalg.cholesky(system))  # (n, N)
         return Solution(mixture.T @ self.inputs, mixture.T, gram @ self.targets)
@@ -141,41 +171,51 @@ class DualMoments(Moments):
         return residual.T @ residual
 
 
-def moments_of(
-    inputs: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    fold: Tensor,
-    folds: int,
-    summed: Callable[[Tensor], Tensor] | None = None,
-) -> list[Moments]:
-    """The moments of each fold's rows, in fp64.
+def moments(inputs: Tensor, targets: Tensor, weights: Tensor, dual: bool) -> Moments:
+    """The moments of rows a (n, K), t (n, N) with weights w (n,), in fp64, in one of the two forms.
 
-    Rows with a target that is not finite, or with weight 0, are left out. Fewer rows than
-    elements of an input take the dual form, unless they are summed over processes.
+    Rows with a target that is not finite, or with weight 0, are left out.
+
+    Raises:
+        ValueError: an input is not finite.
+    """
+    kept = targets.isfinite().all(-1) & (weights > 0)
+    root = weights[kept].double().sqrt().unsqueeze(1)
+    h, t = root * inputs[kept].double(), root * targets[kept].double()
+    if not h.isfinite().all():
+        raise ValueError("expected finite inputs that are not all 0, got NaN or infinity")
+    return DualMoments(h, t) if dual else PrimalMoments(h.T @ h, t.T @ h, t.T @ t)
+
+
+def summed(
+    by_fold: Sequence[Moments], over_processes: Callable[[Tensor], Tensor] | None = None
+) -> list[Moments]:
+    """The moments of each fold, primal ones summed over processes that have rows of their own.
+
+    Raises:
+        ValueError: no row is left, or the inputs are all 0.
+    """
+    found = [own if over_processes is None else own.summed(over_processes) for own in by_fold]
+    if not any(float(own.size()) for own in found):
+        raise ValueError("expected finite inputs that are not all 0, got none with a target")
+    return found
+
+
+def moments_of(
+    inputs: Tensor, targets: Tensor, weights: Tensor, fold: Tensor, folds: int
+) -> list[Moments]:
+    """The moments of each fold's rows; fewer rows than elements of an input take the dual form.
 
     Args:
         inputs: a (n, K); targets: t (n, N); weights: w (n,).
         fold: (n,) int64, from 0 to ``folds`` − 1.
-        summed: the sum of a tensor over processes that have rows of their own.
 
     Raises:
         ValueError: no row is left, or the inputs are all 0 or not finite.
     """
-    kept = targets.isfinite().all(-1) & (weights > 0)
-    root = weights[kept].double().sqrt().unsqueeze(1)
-    scaled, wanted, fold = root * inputs[kept].double(), root * targets[kept].double(), fold[kept]
-    if not len(scaled) or not scaled.any() or not scaled.isfinite().all():
-        raise ValueError(
-            f"expected finite inputs that are not all 0, got {len(scaled)} rows with a target"
-        )
-    rows = [(scaled[fold == k], wanted[fold == k]) for k in range(folds)]
-    if summed is None and len(scaled) < scaled.shape[1]:
-        return [DualMoments(h, t) for h, t in rows]
-    products = [(h.T @ h, t.T @ h, t.T @ t) for h, t in rows]
-    if summed is not None:
-        products = [(summed(s), summed(c), summed(t)) for s, c, t in products]
-    return [PrimalMoments(*some) for some in products]
+    dual = len(inputs) < inputs.shape[1]
+    rows = [fold == k for k in range(folds)]
+    return summed([moments(inputs[k], targets[k], weights[k], dual) for k in rows])
 
 
 def sums(by_fold: Sequence[Moments]) -> list[Moments]:

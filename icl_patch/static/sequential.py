@@ -1,6 +1,6 @@
 """The sequential ridge fit: block after block, each on the model that is patched up to it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from icl_patch.ops.reference import InversionStatus
 from icl_patch.static.block_parts import BlockParts, OutputMatrix, norm_scale, weight_of
 from icl_patch.static.block_runner import Batch, BlockRunner
 from icl_patch.static.fit_state import BlockFit, FitState, RidgeOptions
-from icl_patch.static.ridge import Solution, choose_ridge, moments_of, sums
+from icl_patch.static.ridge import Moments, Solution, choose_ridge, moments, summed, sums
 from icl_patch.static.static_linear import StaticLinear
 
 Progress = Callable[[int, int], None]
@@ -44,7 +44,7 @@ def fit_blocks(
             step = _BlockStep(runner, index, batches, modules, options)
             known = None if state is None else state.read(index)
             missing = torch.tensor(float(known is None), device=runner.model.device)
-            if runner.summed(missing):  # in one of the processes
+            if runner.processes.summed(missing):  # in one of the processes
                 known = None
             fits.append(step.fit() if known is None else step.advance(known))
         if state is not None and known is None:
@@ -93,10 +93,8 @@ class _BlockStep:
         self.after: list[Tensor] = []  # the teachers' hidden states behind the block
         self.fitted = BlockFit(by_fold=[{} for _ in range(options.folds)])
         factor = preserve_factor(options.preserve_first, index, len(runner.blocks))
-        self.weight = torch.cat([batch.weights(factor) for batch in batches])
-        self.fold = torch.cat(
-            [batch.valid.sum().new_full((int(batch.valid.sum()),), batch.fold) for batch in batches]
-        )
+        self.weights = [batch.weights(factor) for batch in batches]
+        self.count = sum(int((weight > 0).sum()) for weight in self.weights)
 
     # -- the block's passes
 
@@ -110,32 +108,31 @@ class _BlockStep:
             paths["qk"] = block.qk[0]
         return paths | ({} if block.final_norm is None else {"sum": block.final_norm})
 
-    def _pass(self, teacher: bool, names: set[str]) -> dict[str, Tensor]:
-        """Values of one pass at all tokens, (n, ·) by name: inputs of modules, the block's input
-        ``x`` and its ``sum``.
+    def _pass(self, teacher: bool, names: set[str]) -> Iterator[dict[str, Tensor]]:
+        """Values of one pass at the tokens of each batch, (n, ·) by name: inputs of modules, the
+        block's input ``x`` and its ``sum``.
         """
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
         paths = {name: path for name, path in self._paths().items() if name in names}
-        with self.runner.taps(self.index, paths) as taps:
-            for batch in self.batches:
-                self._set(None if teacher else batch.fold)
-                stream = batch.teacher if teacher else batch.student
+        for batch in self.batches:
+            self._set(None if teacher else batch.fold)
+            stream = batch.teacher if teacher else batch.student
+            with self.runner.taps(self.index, paths) as taps:
                 out = self.runner.run(self.index, stream)
-                if teacher:
-                    self.after.append(self.runner.kept(out))
-                values = {"x": stream.hidden, "sum": out, **taps}
-                for name in names:
-                    value = values[name]
-                    found[name].append(batch.aligned(value) if teacher else batch.own(value))
-        result = {name: torch.cat(values) for name, values in found.items()}
-        for name, value in result.items():
-            if not value.sum().isfinite():
-                run = "with" if teacher else "without"
+            if teacher:
+                self.after.append(self.runner.kept(out))
+            values = {"x": stream.hidden, "sum": out, **taps}
+            at_tokens = batch.aligned if teacher else batch.own
+            found = {name: at_tokens(values[name]) for name in names}
+            self._check(found, "with" if teacher else "without")
+            yield found
+
+    def _check(self, found: dict[str, Tensor], run: str) -> None:
+        for name, value in found.items():
+            if not value.isfinite().all():
                 raise ValueError(
                     f"expected finite activations, got NaN or infinity in {name!r} of"
                     f" {self.block.path} in the run {run} the context"
                 )
-        return result
 
     def _set(self, fold: int | None) -> None:
         """Apply the changes fitted so far without a fold; None: no changes."""
@@ -152,13 +149,16 @@ class _BlockStep:
     def fit(self) -> BlockFit:
         """Fit the parts in order, each on the block with the changes of the parts before it."""
         parts = self.options.parts
-        target = self._pass(True, {name for part in parts for name in _TARGETS[part]})
+        names = {name for part in parts for name in _TARGETS[part]}
+        targets = [
+            {name: self.runner.kept(value) for name, value in found.items()}
+            for found in self._pass(True, names)
+        ]
         for part in parts:
-            own = self._pass(False, _READ[part])
             if part in ("readers", "qk"):
-                self._fit_inputs(part, own, target)
+                self._fit_inputs(part, targets)
             else:
-                self._fit_output(part, own, target)
+                self._fit_output(part, targets)
         self._finish()
         return self.fitted
 
@@ -168,81 +168,103 @@ class _BlockStep:
         self.after = [
             self.runner.kept(self.runner.run(self.index, batch.teacher)) for batch in self.batches
         ]
-        self.fitted = known.to(self.weight.device)
+        self.fitted = known.to(self.runner.model.device)
         self._finish()
         return self.fitted
 
-    def _fit_inputs(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    def _rows(
+        self, part: str, targets: Sequence[dict[str, Tensor]]
+    ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor], Tensor]]:
+        """For each batch its values without the context, those with it, and its weights."""
+        device = self.runner.model.device
+        passes = self._pass(False, _READ[part])
+        for own, target, weight in zip(passes, targets, self.weights, strict=True):
+            yield own, {name: x.to(device) for name, x in target.items()}, weight
+
+    def _fit_inputs(self, part: str, targets: Sequence[dict[str, Tensor]]) -> None:
         """Matrices that read one input z: ``ΔW = W D``, D the ridge regression of ``z_ctx − z`` on
         z.
         """
         name = "z" if part == "readers" else "qk"
         paths = self.block.matrices(part)
         weights = {path: weight_of(self.modules[path].base_layer) for path in paths}
-        change = target[name].double() - own[name].double()
-        solutions = self._solve(
-            part, own[name], change, self.weight, torch.cat(list(weights.values()))
+        rows = (
+            (own[name], target[name].double() - own[name].double(), weight)
+            for own, target, weight in self._rows(part, targets)
         )
+        solutions = self._solve(part, rows, torch.cat(list(weights.values())))
         self._keep({path: (solutions, weights[path]) for path in paths})
 
-    def _fit_output(self, part: str, own: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    def _fit_output(self, part: str, targets: Sequence[dict[str, Tensor]]) -> None:
         """A matrix that writes: Δ is the ridge regression of the change that its output needs on
         its input.
         """
         attention = part == "o_proj"
         output = self.block.attention_output if attention else self.block.writer
         assert output is not None
-        before = own["x" if attention else "hidden"]
-        after = target["hidden" if attention else "sum"]
-        inputs = own["o" if attention else "h"]
-        wanted = (after.double() - before.double()) / output.multiplier
-        lacking, weight = self._lacking(output, inputs, wanted)
-        self._keep({output.path: (self._solve(part, inputs, lacking, weight), None)})
+        before, after, inputs = ("x", "hidden", "o") if attention else ("hidden", "sum", "h")
+        rows = (
+            (
+                own[inputs],
+                *self._lacking(
+                    output,
+                    own[inputs],
+                    (target[after].double() - own[before].double()) / output.multiplier,
+                    weight,
+                ),
+            )
+            for own, target, weight in self._rows(part, targets)
+        )
+        self._keep({output.path: (self._solve(part, rows), None)})
 
     def _lacking(
-        self, output: OutputMatrix, inputs: Tensor, wanted: Tensor
+        self, output: OutputMatrix, inputs: Tensor, wanted: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The change of ``W a`` for which the branch gives ``wanted``, or comes closest to it
-        through the norm behind it; and the tokens' weights.
+        through the norm behind it; and the tokens' weights there.
         """
         with torch.no_grad():
             given = self.modules[output.path].base_layer(inputs).double()
         if output.norm is None:
-            return wanted - given, self.weight
+            return wanted - given, weight
         scale, eps = norm_scale(self.layer, output)
         wanted = wanted.where(scale != 0, 0.0)  # no W changes an element that the scale drops
         rms = given.square().mean(-1).sqrt()
         solved = ops.invert_rmsnorm(wanted, scale, rms, eps, given)
         reached = (solved.status == InversionStatus.EASY) | (solved.status == InversionStatus.HARD)
-        return solved.hidden.double() - given, self.weight * reached / rms.square()
+        return solved.hidden.double() - given, weight * reached / rms.square()
 
     def _solve(
         self,
         part: str,
-        inputs: Tensor,
-        targets: Tensor,
-        weight: Tensor,
+        rows: Iterable[tuple[Tensor, Tensor, Tensor]],
         left: Tensor | None = None,
     ) -> list[Solution]:
-        """The solutions without each fold, and that of all rows at the end."""
+        """The solutions without each fold, and that of all rows at the end; from the inputs,
+        targets and weights of each batch.
+        """
+        processes, found = self.runner.processes, dict[int, Moments]()
         try:
-            by_fold = moments_of(
-                inputs,
-                targets,
-                weight,
-                self.fold,
-                self.options.folds,
-                None if self.runner.group is None else self.runner.summed,
+            for batch, (inputs, targets, weight) in zip(self.batches, rows, strict=True):
+                dual = processes.group is None and self.count < inputs.shape[1]
+                some = moments(inputs, targets, weight, dual)
+                if batch.fold in found:
+                    found[batch.fold] += some
+                else:
+                    found[batch.fold] = some
+            by_fold = summed(
+                [found[k] for k in range(self.options.folds)],
+                None if processes.group is None else processes.summed,
             )
         except ValueError as error:
             raise ValueError(f"{part} of {self.block.path}: {error}") from error
-        moments, ridge = sums(by_fold), self.options.lambdas[0]
+        entries, ridge = sums(by_fold), self.options.lambdas[0]
         if self.options.folds > 1:
             ridge, self.fitted.explained[part] = choose_ridge(
-                by_fold, moments[:-1], self.options.lambdas, left
+                by_fold, entries[:-1], self.options.lambdas, left
             )
         self.fitted.ridges[part] = ridge
-        return [entry.solve(ridge) for entry in moments]
+        return [entry.solve(ridge) for entry in entries]
 
     def _keep(self, found: dict[str, tuple[list[Solution], Tensor | None]]) -> None:
         for path, (solutions, left) in found.items():
@@ -270,5 +292,6 @@ class _BlockStep:
             wanted = batch.aligned(after)[answers].double()
             error += float((batch.own(batch.student.hidden)[answers] - wanted).square().sum())
             size += float(wanted.square().sum())
-        error, size = self.runner.summed(self.weight.new_tensor([error, size])).tolist()
+        sizes = torch.tensor([error, size], dtype=torch.float64, device=self.runner.model.device)
+        error, size = self.runner.processes.summed(sizes).tolist()
         self.fitted.residual = (error / size) ** 0.5 if size else 0.0

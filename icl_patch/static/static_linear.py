@@ -36,7 +36,7 @@ class StaticLinear(PatchedLinear):
             return super()._replay(z)
         assert self.u is not None and self.v is not None
         flat = z.reshape(-1, z.shape[-1])
-        if len(flat) % len(self.rows):
+        if (len(flat) if z.dim() < 3 else z.shape[0]) % len(self.rows):
             raise ValueError(
                 f"expected a row map of 1 or {z.shape[0]} entries, one for each row of the batch,"
                 f" got {len(self.rows)}"

@@ -149,9 +149,11 @@ class StaticPatch:
 
         Raises:
             FingerprintMismatch, PatchFormatError: as :meth:`applied`; nothing is changed then.
-            TypeError: a matrix is not a plain weight of an ``nn.Linear`` or a Conv1D.
+            TypeError: a matrix is not a plain weight of an ``nn.Linear`` or a Conv1D, or it is the
+                weight of another module too, as that of a head tied to the embeddings.
         """
         self.check_model(model)
+        self._check_own_weights(model)
         changed = []
         for path, change in self._on(model).items():
             linear = StaticLinear(model.get_submodule(path))
@@ -160,6 +162,20 @@ class StaticPatch:
         for module, merged in changed:
             module.load_state_dict(merged.state_dict())
         return model
+
+    def _check_own_weights(self, model: PreTrainedModel) -> None:
+        for path in self.changes:
+            weight = getattr(model.get_submodule(path), "weight", None)
+            holders = [
+                name
+                for name, part in model.named_modules()
+                if any(own is weight for own in part._parameters.values())
+            ]
+            if len(holders) > 1:
+                raise TypeError(
+                    f"expected a weight of {path} alone to merge into, got one that"
+                    f" {' and '.join(holders)} share: use applied, or untie them"
+                )
 
     def _on(self, model: PreTrainedModel) -> dict[str, LowRank]:
         return {
@@ -183,7 +199,7 @@ class StaticPatch:
             name = getattr(model.config, "_name_or_path", "") or type(model).__name__
             raise FingerprintMismatch(
                 f"expected a patch of {name} (weights {got[:12]}…), got one of {self.info.model}"
-                f" (weights {self.info.fingerprint[:12]}…)"
+                f" (weights {self.info.fingerprint[:12]}…): with other weights, or another dtype"
             )
 
     # -- files
@@ -279,7 +295,7 @@ class RowMap:
         Raises:
             ValueError: there is no such patch, or the number of entries changes.
         """
-        if len(rows) != len(self._rows) or not all(-1 <= row < self._count for row in rows):
+        if len(rows) != len(self._rows) or not set(rows) <= set(range(-1, self._count)):
             raise ValueError(
                 f"expected {len(self._rows)} numbers from -1 to {self._count - 1}, got"
                 f" {list(rows)!s:.80}"

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from support.models import VOCABULARY, build, case, tokens
-from support.numeric import UNIT, noise_floor, noise_limit, same_bits, within_roundings
+from support.numeric import (
+    NOISE_FLOORS,
+    UNIT,
+    moved_weights,
+    noise_floor,
+    noise_limit,
+    same_bits,
+    within_roundings,
+)
 from support.patchers import Snapshot
 from torch import Tensor, nn
 from transformers import (
@@ -362,11 +370,16 @@ def unfolded(z: Tensor, norm: nn.Module | None, family: str) -> Tensor:
 def test_patches_of_a_folded_and_an_unfolded_model_agree(family: str, update: str) -> None:
     """``u = W (z_ctx - z)`` and the writer's factors are the same; ``v`` is that of the folded
     input; both replay to the same logits.
+
+    Each kind of factor has a noise floor of its own, over all blocks: the scales of a direct and of
+    an exact update divide the rounding of the residual stream by activations.
     """
     model = MODELS[family]()
     inputs, path, limit = case("prefix"), NORMS[family], noise_limit(model)
     with ContextPatcher(model, update) as patcher:
         plain = patcher.compute(**inputs)
+    with moved_weights(model), ContextPatcher(model, update) as patcher:
+        moved = patcher.compute(**inputs)
     norms = [
         (
             None
@@ -381,6 +394,13 @@ def test_patches_of_a_folded_and_an_unfolded_model_agree(family: str, update: st
     mask = plain.kept_mask
     assert metrics.linf(folded.logits, plain.logits)[mask].max() <= limit
     assert metrics.linf(replayed, plain.logits)[mask].max() <= limit
+    floors = {
+        name: max(
+            off(*(layer[name][mask] if layer[name].dim() > 2 else layer[name] for layer in pair))
+            for pair in zip(moved.layers, plain.layers, strict=True)
+        )
+        for name in plain.layers[0]
+    }
     for one, other, norm in zip(plain.layers, folded.layers, norms, strict=True):
         assert one.keys() == other.keys()
         assert ("readers.v" in one) == (path is not None)
@@ -392,9 +412,8 @@ def test_patches_of_a_folded_and_an_unfolded_model_agree(family: str, update: st
                 z, z_folded = (v / v.square().sum(-1, keepdim=True) for v in (first, second))
                 assert off(unfolded(z_folded, norm, family), z) <= limit
                 assert off(second, first) > 0.01
-            # that scale divides by activations
-            elif update != "direct" or family != "gemma3" or "norm" not in name:
-                assert off(second, first) <= limit, name
+            else:
+                assert off(second, first) <= max(limit, NOISE_FLOORS * floors[name]), name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "neox-sequential"])

@@ -1,6 +1,7 @@
 """``verify --all-families``: what it measures, what it prints, and the table of models."""
 
 import json
+from pathlib import Path
 
 import pytest
 from support.numeric import noise_limit
@@ -60,6 +61,7 @@ def test_the_command(
     assert "contexts, got MODEL, --keep-last\n" in capsys.readouterr().err
 
 
-def test_the_table_of_models_names_all_of_them() -> None:
+def test_the_page_of_models_names_all_of_them() -> None:
     table = report.support_markdown()
+    assert table in (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     assert all(name in table for name in [*tiny_models.SUPPORTED, *tiny_models.REFUSED])

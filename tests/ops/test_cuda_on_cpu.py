@@ -28,9 +28,9 @@ def driver() -> ctypes.CDLL:
 
 
 def apart(x: Tensor, column: int) -> Tensor:
-    """x with a column in every ``column``-th place, and NaN between them."""
-    spread = torch.full((*x.shape, column), torch.nan, dtype=x.dtype)
-    spread[..., 0] = x
+    """x with a number in every ``column``-th place, and NaN between and behind them."""
+    spread = torch.full((x.numel() * max(column, 1),), torch.nan, dtype=x.dtype)
+    spread[column * torch.arange(x.numel())] = x.flatten()
     return spread
 
 
@@ -232,3 +232,11 @@ def test_every_dtype_and_columns_apart(
                 torch.equal(getattr(got, name), getattr(plain, name)) for name in vars(plain)
             )
         assert plain.status.tolist() == [Status.EASY] * 2
+
+
+def test_one_number_for_all_columns(driver: ctypes.CDLL) -> None:
+    """As an expanded tensor is given: with stride 0."""
+    g, m, rms = torch.full((2, 33), 0.3), torch.full((33,), 1.2), torch.ones(2)
+    plain, got = (Driver(driver)(g, m, rms, 1e-6, column=column) for column in (1, 0))
+    assert all(torch.equal(getattr(got, name), getattr(plain, name)) for name in vars(plain))
+    assert plain.status.tolist() == [Status.EASY] * 2

@@ -8,14 +8,17 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.numeric import check_refused
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -37,39 +40,6 @@ EVERYTHING = dict(
         *specialisations.other_launches(),
     ]
 )
-
-
-def test_in_the_interpreter() -> None:
-    """In a process of its own: triton is interpreted or not from its import on."""
-    command = [
-        sys.executable,
-        "-P",
-        "-W",
-        "ignore",
-        "-m",
-        "pytest",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        str(CHECKS),
-    ]
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=CHECKS.parent.parent,
-        check=False,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
 
 
 # Compiled ahead of time; tools/kernel_resources.py compiles every configuration
@@ -163,6 +133,13 @@ def test_the_weight_is_read_in_large_pieces(name: str) -> None:
     for variant in ("rank 1", "Conv1D"):
         ptx = aot.compile_ahead(EVERYTHING[f"untuned: {name}, {variant}"], 90).asm["ptx"]
         assert "cp.async.cg.shared.global" in ptx
+
+
+def test_the_weight_of_conv1d_has_its_outputs_side_by_side() -> None:
+    launch = EVERYTHING["untuned: gemv bfloat16 N ≤ 4096, Conv1D"]
+    names = [parameter.name for parameter in launch.kernel.params]
+    given = dict(zip(names, launch.arguments, strict=True))
+    assert (given["stride_wn"], given["stride_wk"]) == (1, 4096)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -610,6 +587,21 @@ def test_what_is_wrong_is_refused_after_a_good_call(name: str, runs: list[str]) 
     assert not runs
 
 
+def test_a_dispatch_mode_sees_the_op(runs: list[str]) -> None:
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, _: Any, args: tuple, kwargs: Any = None) -> Any:
+            seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    x = torch.ones(4, 8)
+    with Seen():
+        kernels.rms_norm(x, x[0], 1e-6)
+    assert any("rms_norm" in name for name in seen)
+    assert runs == ["kernel"]
+
+
 def test_two_ops_on_the_same_tensors(runs: list[str]) -> None:
     hidden, weight = torch.ones(4, 8), torch.ones(8)
     assert kernels.norm_pair(hidden, weight, 1e-6).delta.shape == (2, 8)
@@ -655,7 +647,83 @@ def test_tensors_that_no_kernel_serves() -> None:
         check_refused(ValueError, "expected tensors on cuda, got cpu", call)
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_launch_is_on_the_device_of_its_inputs(
+    monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    current, seen = [1], []
+
+    @contextmanager
+    def within(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", within)
+    kernel = {(1,): lambda *_, **__: seen.append(current[-1])}
+    x: Any = SimpleNamespace(device=torch.device("cuda", index), data_ptr=lambda: 0)
+    launching.Launch(kernel, 1, (torch.float32,), (), (), num_warps=1)(x)
+    assert seen == [index]
+
+
+def test_each_stream_and_each_graph_has_its_own_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, zeros = SimpleNamespace(cuda_stream=1, synchronize=lambda: None), torch.zeros
+    for name in ("_counters", "_free_counters"):
+        monkeypatch.setattr(launching, name, {})
+    monkeypatch.setattr(launching, "_counter_blocks", [])
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    taken = []
+    for number, captured in ((1, False), (2, False), (2, True), (2, True), (1, True)):
+        stream.cuda_stream = number
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=captured: c)
+        taken.append(launching.counters(5, torch.device("cuda")))
+    stream.cuda_stream = 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert launching.counters(5, torch.device("cuda")) is taken[0]
+    places = [x.data_ptr() + 4 * i for x in taken for i in range(5)]
+    assert len(set(places)) == len(places)
+
+
 def test_paths() -> None:
     assert [kernels.product_path(rows) for rows in (0, 1, 16, 17, 512)] == ["gemv"] * 3 + [
         "gemm"
     ] * 2
+
+
+# Last: it takes longest
+
+
+def test_in_the_interpreter() -> None:
+    """In a process of its own: triton is interpreted or not from its import on."""
+    command = [
+        sys.executable,
+        "-P",
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        str(CHECKS),
+    ]
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=CHECKS.parent.parent,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout

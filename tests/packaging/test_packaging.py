@@ -75,6 +75,12 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.parametrize("name", ["icl_patch", "icl_patch.kernels", "icl_patch.ops"])
+def test_every_exported_name_is_there(name: str) -> None:
+    package = pytest.importorskip(name)
+    assert [entry for entry in package.__all__ if not hasattr(package, entry)] == []
+
+
 def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     needed = {

@@ -1,14 +1,16 @@
 """Examples: from text, with the model's answers, and as the rows of both runs."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from support.models import build, tokens
+from support.models import build, shallow, tokens
+from support.static import IDS
 
 from icl_patch import embedded
 from icl_patch.static.block_parts import read_blocks
-from icl_patch.static.block_runner import BlockRunner, make_batches
+from icl_patch.static.block_runner import BlockRunner, Stream, make_batches
 from icl_patch.static.examples import Example, answered, documents, preserved_rows, rows_of
 
 CHAT = (
@@ -64,6 +66,22 @@ def test_answers_are_the_models_own_with_the_context(loaded: tuple) -> None:
     assert answered(model, [given], 27) == [given]
 
 
+def test_answers_are_the_first_choices_whatever_the_model_generates_by_default() -> None:
+    model, example = build("llama"), Example((5, 6), ((7, 8), (9, 10)), end=(0,))
+    (plain,) = answered(model, [example], 8)
+    assert plain.answers is not None
+    first = plain.answers[0][0]
+    for name, value in (
+        ("repetition_penalty", 5.0),
+        ("num_beams", 3),
+        ("suppress_tokens", [first]),
+    ):
+        model = build("llama")
+        setattr(model.generation_config, name, value)
+        assert answered(model, [example], 8) == [plain]
+        assert getattr(model.generation_config, name) == value
+
+
 def test_rows_meet_token_by_token() -> None:
     model = build("llama")
     example = Example((5, 6, 7), ((11, 12), (13,)), ((21, 22, 23), (24,)), prefix=(1,))
@@ -88,10 +106,22 @@ def test_block_by_block_is_the_model() -> None:
     runner = BlockRunner(model, read_blocks(model))
     ids = tokens(3, 2, 9)
     with torch.no_grad():
-        stream = runner.start(ids)
+        stream = Stream(runner, ids)
         for index in range(len(runner.blocks)):
             stream.hidden = runner.run(index, stream)
-        assert torch.equal(runner.logits(ids, stream.hidden), model(ids).logits)
+        expected = model(ids).logits
+        assert torch.equal(runner.final(ids), stream.hidden)
+        # the head's product has other shapes for tokens one by one
+        torch.testing.assert_close(runner.logits(stream.hidden[0]), expected[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gpt_bigcode", "granite", "llava"])
+def test_a_pass_that_ends_at_the_last_block_is_the_models(name: str) -> None:
+    model = shallow(name)
+    runner = BlockRunner(model, read_blocks(model))
+    with torch.no_grad():
+        got = runner.logits(runner.final(IDS).flatten(0, 1))
+        torch.testing.assert_close(got, model(IDS).logits.flatten(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +138,16 @@ def test_empty_parts_are_refused(change: dict, message: str) -> None:
     arguments = {"context": (1,), "questions": ((2,), (3,))}
     with pytest.raises(ValueError, match=message):
         Example(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("questions", "answers"),
+    [("3 8 1.", None), (["3 8 1."], "drei"), ([381], None)],
+)
+def test_a_text_is_no_list_of_texts(loaded: tuple, questions: Any, answers: Any) -> None:
+    """Its letters would be taken as questions."""
+    with pytest.raises(ValueError, match="lists of texts as questions and answers"):
+        Example.from_text(loaded[1], "say german\n", questions, answers, end="\n")
 
 
 def test_one_question_cannot_have_two_answers() -> None:

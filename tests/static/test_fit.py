@@ -1,7 +1,11 @@
 """Fits of the embedded model's tasks, the choice of a rank, going on, and what is refused."""
 
+import resource
 import shutil
+import sys
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,10 @@ from support.static import random_example
 from icl_patch import ContextPatcher, PatchFormatError, UnsupportedModelError, embedded, static
 from icl_patch.evaluation.embedded.tasks import is_held_out
 from icl_patch.static import Distillation, Example, fit
+from icl_patch.static.block_parts import read_blocks
+from icl_patch.static.block_runner import BlockRunner, make_batches
+from icl_patch.static.examples import rows_of
+from icl_patch.static.report import Quality, ends_with_context, measure
 from icl_patch.static.sequential import _BlockStep
 
 
@@ -133,11 +141,45 @@ def test_hidden_states_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for path, change in in_memory.changes.items():
         assert torch.equal(change.dense(), on_disk.changes[path].dense())
     assert not list(tmp_path.iterdir())
-    # at first and behind each of three blocks, both streams; two of these are there at a time
-    assert sum(made) == 4 * plans[1].hidden_nbytes / 2
+    # 8 rows of 12 tokens with the context and 7 without it. At first both streams; in each of three
+    # blocks both, and the targets of readers and writer; at the end those with the context.
+    with_context, without = 8 * 12, 8 * 7
+    hidden = with_context + without + 3 * (with_context + 3 * without) + without
+    # four batches, one a fold, with sine and cosine for each position
+    positions = 4 * 2 * (12 + 7)
+    assert sum(made) == 4 * (48 * hidden + 12 * positions)
+    # two states of both streams and the targets at a time; the positions as if a batch were a row,
+    # with their ids
+    states = 4 * 48 * 2 * (with_context + 2 * without)
+    assert plans[1].hidden_nbytes == states + 2 * positions * (4 * 12 + 8 // 2)
     assert plans[0].nbytes == plans[1].nbytes + plans[1].hidden_nbytes
     with pytest.raises(ValueError, match='expected method="ridge" with several processes or'):
         fit(build("llama"), [random_example()], hidden_folder=tmp_path)
+
+
+@pytest.mark.parametrize("method", ["ridge", "distill"])
+def test_logits_are_computed_where_they_are_compared(method: str) -> None:
+    """Those of a context, all tokens at once, would take more memory than the whole fit."""
+    model, sizes = build("llama"), []
+    handle = model.lm_head.register_forward_pre_hook(
+        lambda _, args: sizes.append(args[0].numel() // args[0].shape[-1])
+    )
+    options = Distillation(steps=1)
+    fit(model, [random_example()], method, rank=2, preserve=[(3, 4, 5)], distillation=options)
+    handle.remove()
+    # the answers of 8 questions have 24 tokens; their questions 56, with the context 96
+    assert max(sizes) <= 27
+
+
+def test_a_file_without_room_is_an_error(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            fit(build("llama"), [random_example()], "ridge", hidden_folder=tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_plan_is_known_before_the_fit() -> None:
@@ -261,6 +303,15 @@ def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
     assert not (tmp_path / "distilled").exists()
 
 
+@pytest.mark.parametrize("method", ["ridge", "distill"])
+def test_logits_that_are_nan_are_refused(method: str) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5] = float("nan")
+    with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity in the run"):
+        fit(model, [random_example()], method, rank=2, distillation=Distillation(steps=1))
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -279,7 +330,13 @@ def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"folds": 9}, "expected at least 9 questions, one a fold, got 8"),
+        ({"folds": 9}, "expected at least 9 different questions, one a fold, got 8"),
+        ({"lambdas": ()}, "expected positive lambdas"),
+        ({"lambdas": (0.1, float("nan"))}, "expected positive lambdas"),
+        ({"lambdas": (0.0,)}, "expected positive lambdas"),
+        ({"kappa": float("inf")}, "expected kappa ≥ 0"),
+        ({"preserve": ["text"]}, "expected ids of texts to preserve, got text"),
+        ({"held_out": [random_example()]}, "not among the examples, got 8 that are"),
         ({"rank": 49}, "expected a rank from 1 to 48"),
         ({"rank": 0}, "expected a rank from 1 to 48"),
         ({"rank": None, "method": "distill"}, "expected a rank from 1 to 48"),
@@ -297,6 +354,82 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
     arguments: dict = {"rank": 2, "method": "ridge", **options}
     with pytest.raises(ValueError, match=message):
         fit(build("llama"), [random_example()], **arguments)
+
+
+@pytest.mark.parametrize("method", ["ridge", "distill"])
+def test_no_example_and_a_model_with_dropout_are_refused(method: str) -> None:
+    with pytest.raises(ValueError, match="expected at least one example, got none"):
+        fit(build("llama"), [], method, folds=1)
+    with pytest.raises(ValueError, match="expected ids from 0 to 96, got 5 to 200"):
+        fit(build("llama"), [Example((5,), ((6,),), ((200,),))], method, folds=1)
+    model = shallow("gpt2").train()
+    model.config.attn_pdrop = 0.1
+    with pytest.raises(ValueError, match="expected a model in eval mode"):
+        fit(model, [random_example()], method, rank=2)
+    with pytest.raises(ValueError, match="at least 2 different questions, one a fold, got 1"):
+        example = random_example()
+        assert example.answers is not None
+        doubled = (example.questions[:1] * 2, example.answers[:1] * 2)
+        fit(build("llama"), [Example(example.context, *doubled)], "ridge", folds=2)
+
+
+@pytest.mark.parametrize("method", ["ridge", "distill"])
+def test_a_question_of_several_contexts_is_held_out_in_all(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its context it is one row: a fit that had seen it would be measured on it."""
+    example = random_example(count=7)
+    other = replace(example, context=(7, 8, 9))
+    seen: list[tuple[tuple[int, ...], int]] = []
+    module = sys.modules[f"icl_patch.static.{'fit' if method == 'ridge' else 'distill'}"]
+    plain = module.make_batches
+
+    def noted(runner: Any, rows: Any, folds: Any, kappa: float) -> Any:
+        seen.extend((row.without, fold) for row, fold in zip(rows, folds, strict=True))
+        batch = plain(runner, rows, folds, kappa)
+        kept.append({row.without for row in rows})
+        return batch
+
+    kept: list[set] = []
+    monkeypatch.setattr(module, "make_batches", noted)
+    options = Distillation(steps=1)
+    with suppress(ValueError):  # as contexts of random ids share nothing
+        fit(build("llama"), [example, other], method, rank=2, folds=3, distillation=options)
+    if method == "ridge":
+        assert {fold for _, fold in seen} == {0, 1, 2}
+        assert len(set(seen)) == 7  # each has one fold
+    else:
+        held_out, _, fitted, _ = kept
+        assert held_out
+        assert fitted
+        assert not held_out & fitted
+
+
+def test_fp16_activations_with_a_large_sum_are_finite() -> None:
+    model = build("llama", 0, torch.float16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 100
+    fit(model, [random_example()], "ridge", rank=2, parts=("writer",))
+
+
+def test_a_fit_in_inference_mode() -> None:
+    options, model = Distillation(steps=2), build("llama")
+    with torch.inference_mode():
+        patch = fit(model, [random_example()], rank=2, distillation=options)
+    outside = fit(model, [random_example()], rank=2, distillation=options)
+    for path, change in outside.changes.items():
+        assert torch.equal(patch.changes[path].u, change.u)
+
+
+def test_factors_are_fp32_under_another_default(tmp_path: Path) -> None:
+    model = build("llama")
+    torch.set_default_dtype(torch.float64)
+    try:
+        patch = fit(model, [random_example()], rank=2, distillation=Distillation(steps=2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    patch.save(tmp_path / "patch.safetensors")
+    assert static.StaticPatch.load(tmp_path / "patch.safetensors", model).rank == 2
 
 
 def test_a_model_that_is_patched_is_refused() -> None:
@@ -400,6 +533,49 @@ def test_distillation_starts_from_a_patch() -> None:
         assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
     truncated = fit(model, [example], "distill", rank=1, start=start, distillation=slow)
     assert truncated.rank == 1
+    with pytest.raises(ValueError, match=r"got one that changes model\.layers\.0\.mlp\.gate_proj"):
+        fit(model, [example], "distill", rank=4, parts=("writer",), start=start)
+
+
+def test_sums_of_patches_on_the_tasks_of_both(loaded: tuple) -> None:
+    """The sum of two ridge patches serves neither task; a fit on the examples of both serves both,
+    and a distillation from the sum comes closer.
+    """
+    model, tokenizer = loaded
+    generator = torch.Generator().manual_seed(1)
+    letters = [
+        "".join("bcdfghklmnprst"[i] for i in torch.randint(14, (4,), generator=generator).tolist())
+        for _ in range(34)
+    ]
+    questions, answers = [f"{word}>" for word in letters], [word.upper() for word in letters]
+    encode = partial(Example.from_text, tokenizer, "mode upper\n", end="\n")
+    examples = [german(tokenizer, False, 24), encode(questions[:24], answers[:24])]
+    tests = [german(tokenizer, True, 10), encode(questions[24:], answers[24:])]
+    runner = BlockRunner(model, read_blocks(model))
+
+    def qualities(patch: static.StaticPatch) -> list[Quality]:
+        found = []
+        for test in tests:
+            batches = make_batches(runner, rows_of([test]), [0] * 10, 0.0)
+            ends = ends_with_context(runner, batches)
+            with patch.applied(model):
+                quality = measure(runner, batches, ends).quality()
+            assert quality is not None
+            found.append(quality)
+        return found
+
+    patches = [fit(model, [example], "ridge", rank=8) for example in examples]
+    alone = [qualities(patch)[at] for at, patch in enumerate(patches)]
+    summed = qualities(patches[0] + patches[1])
+    joint = qualities(fit(model, examples, "ridge", rank=16))
+    options = Distillation(steps=10)
+    start = patches[0] + patches[1]
+    refitted = qualities(fit(model, examples, rank=16, start=start, distillation=options))
+    for own, both, one, after in zip(alone, summed, joint, refitted, strict=True):
+        assert min(own.whole, one.whole) >= 0.9
+        assert both.whole <= 0.1
+        assert both.kl > 10 * max(own.kl, one.kl)
+        assert both.kl > 2 * after.kl
 
 
 def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
@@ -420,6 +596,10 @@ def test_a_stopped_distillation_goes_on(tmp_path: Path) -> None:
     assert steps == [5, 6]
     for path, change in whole.changes.items():
         assert torch.equal(change.u, resumed.changes[path].u)
+    with pytest.raises(ValueError, match="with another start"):
+        distilled(state=tmp_path, start=2 * whole)
+    with pytest.raises(ValueError, match="with another data"):
+        distilled(state=tmp_path, held_out=[random_example(3)])
     with pytest.raises(ValueError, match="with another options"):
         options = replace(options, seed=3)
         distilled(state=tmp_path)

@@ -185,6 +185,12 @@ def test_modules_of_both_layouts_are_refused(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=None"),
         ({"peft_type": "IA3"}, "expected a LoRA's configuration"),
         ({"r": 4}, "of rank 4"),
+        ({"r": None}, "expected positive numbers r and lora_alpha"),
+        ({"lora_alpha": float("nan")}, "expected positive numbers r and lora_alpha"),
+        ({"rank_pattern": [2]}, "expected positive numbers r and lora_alpha"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=True"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights=True"),
+        ({"use_qalora": True}, "use_qalora=False"),
     ],
 )
 def test_loras_that_are_more_than_matrices_are_refused(
@@ -195,6 +201,17 @@ def test_loras_that_are_more_than_matrices_are_refused(
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(PatchFormatError, match=message):
+        from_peft(tmp_path, model)
+
+
+def test_a_lora_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model = build("llama", num_hidden_layers=1)
+    random_patch(model, 0).to_peft(tmp_path, model)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    next(iter(tensors.values()))[0, 0] = float("inf")
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(PatchFormatError, match="expected finite factors"):
         from_peft(tmp_path, model)
 
 

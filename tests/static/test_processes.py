@@ -1,6 +1,8 @@
 """A ridge fit whose rows are shared by two processes, beside the fit of all rows in one."""
 
 import multiprocessing
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ OPTIONS: Any = {"method": "ridge", "rank": 3, "folds": 2}
 # fp32 passes over other batches, block after block (2e-7 was measured); half of the rows make
 # another patch altogether
 TOLERANCE = 1e-4
+ALONE = ("few questions", "progress", "end")  # faults that only their process sees
 Changes = dict[str, np.ndarray]
 Result = tuple[Changes, dict[str, Any]]
 
@@ -92,6 +95,76 @@ def test_two_processes_give_the_fit_of_all_rows(tmp_path: Path) -> None:
     # a block that is missing in one process is fitted again by both
     for changes, _ in shared(tmp_path, resumed=True):
         assert difference(changes, results[0][0]) < TOLERANCE
+
+
+def failing(rank: int, folder: Path, fault: str, connection: Any) -> None:
+    """A fit of two processes, the second of which fails."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
+    )
+    example, options = part_of(rank), {**OPTIONS, "group": dist.group.WORLD}
+
+    def stop(done: int, _total: int) -> None:
+        if done == 2:
+            raise KeyError("a bar that fails")
+
+    def end(done: int, _total: int) -> None:
+        if done == 2:
+            os._exit(9)
+
+    if rank == 1:
+        options |= {
+            "few questions": {"folds": 5},
+            "progress": {"progress": stop},
+            "end": {"progress": end},
+            "rank": {"rank": 4},
+            "held out": {"held_out": [random_example(2)]},
+        }[fault]
+    try:
+        static.fit(build("llama"), [example], **options)
+        connection.send("no error")
+    except (ValueError, KeyError, RuntimeError) as error:
+        connection.send((type(error).__name__, str(error)))
+    time.sleep(60)  # a process that ended would be noticed by the others
+
+
+@pytest.mark.parametrize(
+    ("fault", "own", "others"),
+    [
+        (
+            "few questions",
+            ("ValueError", "at least 5 different questions"),
+            "an error in process 1",
+        ),
+        ("progress", ("KeyError", "a bar that fails"), "an error in process 1"),
+        ("end", None, "one that has ended"),
+        ("rank", ("ValueError", "the same model and options"), "the same model and options"),
+        ("held out", ("ValueError", "the same model and options"), "the same model and options"),
+    ],
+)
+def test_an_error_in_one_process_ends_the_others(
+    fault: str, own: tuple[str, str] | None, others: str, tmp_path: Path
+) -> None:
+    pipes = [FORK.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        FORK.Process(target=failing, args=(rank, tmp_path, fault, pipes[rank][1]))
+        for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for (receiver, _), expected in zip(pipes, ((None, others), own), strict=True):
+            if expected is None:
+                continue
+            assert receiver.poll(30), "this process waits for ever"
+            kind, message = receiver.recv()
+            assert kind == (expected[0] or ("ProcessError" if fault in ALONE else "ValueError"))
+            assert expected[1] in message
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def test_distillation_over_processes_is_refused(tmp_path: Path) -> None:

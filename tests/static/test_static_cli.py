@@ -1,6 +1,7 @@
 """The commands of static patches: fit, generate, apply, export."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -110,10 +111,30 @@ def test_apply_and_export_are_the_patch(
     limit = 100 * torch.finfo(torch.float32).eps * expected.abs().max()
     assert (imported - expected).abs().max() <= limit
     assert (merged - expected).abs().max() <= limit
+    status, _, err = run(capsys, "apply", patch_file, "--out", patch_file)
+    assert status == 2
+    assert "expected a folder to write the model to, got the file" in err
+    status, _, err = run(capsys, "apply", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16")
+    assert status == 1
+    assert "with other weights, or another dtype" in err
     for option in (("--row", "0"), ("--scales",)):
         status, _, err = run(capsys, "export", patch_file, *option, "--out", tmp_path / "other")
         assert status == 2
         assert "expected no --row" in err
+
+
+def test_a_model_that_cannot_be_written_leaves_nothing(
+    patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # room for the small files
+    try:
+        status, _, err = run(capsys, "apply", patch_file, "--out", tmp_path / "some" / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2
+    assert "cannot be written to" in err
+    assert not list((tmp_path / "some").iterdir())
 
 
 def test_inspect_shows_a_static_patch(
@@ -137,11 +158,12 @@ def test_inspect_shows_a_static_patch(
     ("options", "message"),
     [
         (["--rank", "129"], "expected a rank from 1 to 128"),
-        (["--method", "ridge", "--folds", "21"], "expected at least 21 questions"),
+        (["--method", "ridge", "--folds", "21"], "expected at least 21 different questions"),
         (["--self-study", "19"], "count of at least 20, got 19"),
         (["--rank", "full"], "expected a rank from 1 to 128"),
         (["--method", "ridge", "--preserve-first", "0"], "expected a positive preserve_first"),
         (["--method", "ridge", "--hidden-folder", "nowhere"], "to be a folder that exists"),
+        (["--state", __file__], "expected state to be a folder, got the file"),
     ],
 )
 def test_a_refused_fit_writes_nothing(
@@ -149,18 +171,19 @@ def test_a_refused_fit_writes_nothing(
 ) -> None:
     out = tmp_path / "patch.safetensors"
     arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", *options]
-    status, _, err = run(capsys, *arguments, "--out", out, "--state", tmp_path / "state")
+    state = [] if "--state" in options else ["--state", tmp_path / "state"]
+    status, _, err = run(capsys, *arguments, "--out", out, *state)
     assert status == 2
     assert message in err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]'])
+@pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ"])
 def test_files_without_examples_are_refused(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     file, out = tmp_path / "examples.json", tmp_path / "patch.safetensors"
-    file.write_text(content)
+    file.write_bytes(content.encode("latin1"))
     status, _, err = run(capsys, "fit", "--examples", file, "--out", out)
     assert status == 2
     assert "icl-patch fit: expected" in err

@@ -121,12 +121,28 @@ def test_each_row_has_its_patch() -> None:
         assert close(got[2], expected[0][2])
         with pytest.raises(ValueError, match="expected 3 numbers from -1 to 1"):
             row_map.set([2, 0, 0])
-        with pytest.raises(ValueError, match="expected a row map of 1 or 2 entries"):
-            logits(model, IDS[:2, :5])
+        with pytest.raises(ValueError, match="expected 3 numbers from -1 to 1"):
+            row_map.set([0.5, 0, 0])  # type: ignore[list-item]
+        for ids in (IDS[:2, :5], IDS[:2]):  # of 12 tokens, three entries would each get four
+            with pytest.raises(ValueError, match="expected a row map of 1 or 2 entries"):
+                logits(model, ids)
     with applied(model, patches, rows=[1]) as row_map:
         assert close(logits(model), expected[1])
         row_map.set([-1])
         assert close(logits(model), plain)
+    assert torch.equal(logits(model), plain)
+
+
+def test_a_shared_weight_is_not_merged_into() -> None:
+    """The embeddings would change with the head, which they do not where the patch is applied."""
+    model = build("llama-tied")
+    change = {"lm_head": LowRank(torch.ones(1, 97), torch.ones(1, 48))}
+    patch = StaticPatch(StaticInfo.of(model, None, "random"), change)
+    plain = logits(model)
+    with patch.applied(model):
+        assert not close(logits(model), plain)
+    with pytest.raises(TypeError, match=r"that model\.embed_tokens and lm_head share"):
+        patch.merge(model)
     assert torch.equal(logits(model), plain)
 
 

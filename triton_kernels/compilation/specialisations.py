@@ -127,8 +127,9 @@ def expert_launches(capability: int | None = None) -> Iterator[tuple[str, Launch
                 )
 
 
-def other_launches(dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Launch]]:
+def other_launches() -> Iterator[tuple[str, Launch]]:
     """The kernels without a configuration, for rows of 5376 and 21504 elements."""
+    dtype = torch.bfloat16
     for width in (5376, 21504):
         z, wide = _empty(4, width, dtype=dtype), _empty(4, width)
         yield f"coefficients K = {width}", plan_coefficients(z, _empty(4, 16, width), None)

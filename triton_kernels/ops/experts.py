@@ -136,10 +136,9 @@ def launch_experts(
     expert: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    config: Config | None = None,
 ) -> Tensor:
     """:func:`expert_linear`, straight to the kernel."""
-    return cached_launch(_plan, (x, weight, expert, bias), out_dtype, config)
+    return cached_launch(_plan, (x, weight, expert, bias), out_dtype)
 
 
 def _plan(
@@ -148,10 +147,9 @@ def _plan(
     expert: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
-    config: Config | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     _check(x, weight, expert, bias, out_dtype)
-    config = config or config_for(gpu_name(x.device), weight.dtype, weight.shape[1], GEMV)
+    config = config_for(gpu_name(x.device), weight.dtype, weight.shape[1], GEMV)
     launch = plan_experts(x, weight, expert, bias, out_dtype or x.dtype, config)
     return lambda x, weight, expert, bias: launch(x, weight, bias, expert)
 
