@@ -572,6 +572,7 @@ def test_generate_streams(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
 def test_an_interrupt_while_importing_leaves_no_traceback(module: str) -> None:
     script = f"""
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
