@@ -204,9 +204,9 @@ def static_fit(cell: Cell, sample: static.Example | None = None, **options: Any)
     return static.fit(model()[0], [sample], **{**defaults, **options})
 
 
-def distilled(cell: Cell, **options: Any) -> static.StaticPatch:
+def distilled(cell: Cell, steps: int = 50, **options: Any) -> static.StaticPatch:
     """Distillation with the cell's seed."""
-    settings = static.Distillation(seed=cell.seed)
+    settings = static.Distillation(steps, seed=cell.seed)
     options = {"method": "distill", "distillation": settings, **options}
     return static_fit(cell, **options)
 
@@ -275,6 +275,8 @@ METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
     "ridge, self-study, κ = 3": lambda cell: patched(fit_studied(cell, "ridge", kappa=3.0)),
     "distill, nothing preserved": lambda cell: patched(distilled(cell, preserve=())),
     "distill": lambda cell: patched(distilled(cell)),
+    "distill, 15 steps": lambda cell: patched(distilled(cell, steps=15)),
+    "distill, 20 steps": lambda cell: patched(distilled(cell, steps=20)),
     "distill, self-study": lambda cell: patched(fit_studied(cell, "distill")),
     "distill, self-study of 512": lambda cell: patched(fit_studied(cell, "distill", 512)),
     "ridge, then distill": lambda cell: patched(distilled(cell, start=static_fit(cell))),

@@ -36,6 +36,8 @@ ORDER = (
     "ridge, self-study",
     "ridge, self-study, one weight",
     "distill, nothing preserved",
+    "distill, 15 steps",
+    "distill, 20 steps",
     "distill",
     "distill, self-study",
     "distill, self-study of 512",

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -30,20 +29,31 @@ class Stream:
 
     def __init__(self, runner: "BlockRunner", ids: Tensor) -> None:
         self.runner, self.ids = runner, ids
+        self._inputs: Inputs | None = None
+        self._hidden: Tensor | None = None
 
-    @cached_property
+    def _start(self) -> None:
+        if self._inputs is None:
+            self._hidden, self._inputs = self.runner.entered(self.ids, keep=True)
+
+    @property
     def inputs(self) -> Inputs:
         """The further inputs that the model gives each block."""
-        first, inputs = self.runner.entered(self.ids, keep=True)
-        vars(self).setdefault("hidden", first)
-        return inputs
+        self._start()
+        assert self._inputs is not None
+        return self._inputs
 
-    @cached_property
+    @property
     def hidden(self) -> Tensor:
         """The hidden states (B, T, d) before the next block."""
-        _ = self.inputs  # which starts the stream
-        first: Tensor = vars(self)["hidden"]
-        return first
+        self._start()
+        assert self._hidden is not None
+        return self._hidden
+
+    @hidden.setter
+    def hidden(self, hidden: Tensor) -> None:
+        self._start()
+        self._hidden = hidden
 
 
 class _LastBlock(Exception):
@@ -124,17 +134,20 @@ class BlockRunner:
         args, kwargs = stream.inputs[index]
         if self.folder is not None:
             args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
-        hidden = (stream.hidden if hidden is None else hidden).to(device)
+        return self._block(
+            index, (stream.hidden if hidden is None else hidden).to(device), args, kwargs
+        )
+
+    def _block(self, index: int, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
         out = self.layers[index](hidden, *args, **kwargs)
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
     def final(self, ids: Tensor) -> Tensor:
         """The hidden states (B, T, d) behind the last block, of ids (B, T)."""
-        stream = Stream(self, ids)
-        hidden, stream.inputs = self.entered(ids)
-        for index in range(len(self.blocks)):
-            hidden = self.run(index, stream, hidden)
+        hidden, inputs = self.entered(ids)
+        for index, (args, kwargs) in enumerate(inputs):
+            hidden = self._block(index, hidden, args, kwargs)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -170,14 +170,13 @@ class _Training:
         """All steps, or until the held-out KL has not fallen for ``patience`` measurements."""
         checkpoint = _Checkpoint.of(state, self, held_out)
         checkpoint.read(self)
-        every, tests = (
-            make_batches(self.runner, rows, [0] * len(rows), 0.0)
-            for rows in (
-                [*held_out, *self.preserve],
-                [*held_out, *self.preserve[:_MEASURED_TEXTS]],
-            )
+        rows = (
+            [*held_out, *self.preserve[:_MEASURED_TEXTS]],
+            self.preserve[_MEASURED_TEXTS:],
         )
-        wanted, teacher = (ends_with_context(self.runner, x) for x in (every, tests))
+        tests, rest = (make_batches(self.runner, x, [0] * len(x), 0.0) for x in rows)
+        every = tests + rest
+        wanted = ends_with_context(self.runner, every)
         plain = measure(self.runner, every, wanted)
         with torch.no_grad():
             questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
@@ -188,7 +187,7 @@ class _Training:
                     self._descend(questions, texts)
                 self.step += 1
                 if self.step % self.options.check_every == 0 or self.step == self.options.steps:
-                    self._note(measure(self.runner, tests, teacher))
+                    self._note(measure(self.runner, tests, wanted[: len(tests)]))
                     checkpoint.write(self)
                 if progress is not None:
                     progress(self.step, self.options.steps)
@@ -251,7 +250,7 @@ class _Training:
         ids = torch.stack([F.pad(x.ids, (0, width - len(x.ids))) for x in drawn])
         asked = torch.stack([F.pad(x.asked, (0, width - len(x.ids))) for x in drawn])
         with torch.no_grad():
-            hidden = torch.cat([x.hidden[x.asked] for x in drawn])
+            hidden = torch.cat([x.hidden for x in drawn])
             wanted = self.runner.logits(hidden).log_softmax(-1)
         got = self.runner.logits(self.runner.final(ids)[asked]).log_softmax(-1)
         return (wanted.exp() * (wanted - got)).sum(-1).mean()
@@ -259,8 +258,8 @@ class _Training:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A row without its context: ids (T,); the tokens (T,) bool at which the loss is taken; and the
-    last hidden states (T, d) of the run with the context.
+    """A row without its context: ids (T,); the tokens (T,) bool at which the loss is taken, n of
+    them; and there the last hidden states (n, d) of the run with the context.
     """
 
     ids: Tensor
@@ -276,7 +275,7 @@ def targets(runner: BlockRunner, rows: Sequence[Row]) -> list[Target]:
         for at, row in enumerate(batch.rows):
             kept = batch.valid[at]
             asked = kept if row.preserve else batch.answer[at]
-            found.append(Target(batch.student.ids[at][kept], asked[kept], hidden[at][kept]))
+            found.append(Target(batch.student.ids[at][kept], asked[kept], hidden[at][asked]))
     return found
 
 

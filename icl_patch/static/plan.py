@@ -150,11 +150,11 @@ def plan_distillation(size: Size, steps: int, batch_size: int) -> Plan:
     """
     share = min(1.0, batch_size / max(len(size.rows), 1))
     step = round(share * size.without)
-    at_once = size.blocks * size.a_pass(step) + size.compared(round(share * size.measured))
-    at_once = max(at_once, size.a_pass(min(CHUNK_TOKENS, size.with_context)))
+    activations = size.blocks * size.a_pass(step) + size.compared(round(share * size.measured))
+    activations = max(activations, size.a_pass(min(CHUNK_TOKENS, size.with_context)))
     kept = 2 * size.model.dtype.itemsize * size.without * size.hidden
     operations = 2.0 * size.weights * (size.with_context + size.without + 3 * steps * step)
-    return size.plan(operations, 4 * 5 * size.factors + kept + at_once)
+    return size.plan(operations, 4 * 5 * size.factors + kept + activations)
 
 
 def _speed(model: PreTrainedModel) -> float:
