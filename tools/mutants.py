@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
@@ -80,9 +81,11 @@ class Fault:
         return text[: self.offset] + self.new + text[end:]
 
 
-def _is_idle(part: ast.stmt) -> bool:
+def _is_idle(part: ast.stmt, owner: ast.AST) -> bool:
     is_text = isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
-    return is_text or isinstance(part, ast.Pass)
+    is_hint = isinstance(part, ast.AnnAssign) and part.value is None
+    has_fields = isinstance(owner, ast.ClassDef) and (owner.decorator_list or owner.bases)
+    return is_text or isinstance(part, ast.Pass) or (is_hint and not has_fields)
 
 
 class _Meaning(ast.NodeTransformer):
@@ -94,7 +97,7 @@ class _Meaning(ast.NodeTransformer):
         """Without strings that stand alone, ``pass``, and the type hints of ``node``."""
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [part for part in body if not _is_idle(part)]  # type: ignore[attr-defined]
+            node.body = [part for part in body if not _is_idle(part, node)]  # type: ignore[attr-defined]
         for name in ("annotation", "returns"):
             if getattr(node, name, None) is not None:
                 setattr(node, name, ast.Constant(None))
@@ -118,9 +121,10 @@ class _Meaning(ast.NodeTransformer):
 
 
 def meaning(path: str, text: str) -> str | None:
-    """A file's code without layout and comments; None if it is no Python."""
+    """A file's code without layout and comments; None if it is none, for a brace has no other."""
     if not path.endswith(".py"):
-        return re.sub(r"\s+", " ", re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S))
+        code = re.sub(r"\s+", " ", re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S))
+        return code if code.count("{") == code.count("}") else None
     try:
         compile(text, path, "exec", dont_inherit=True)
         return ast.dump(_Meaning().visit(ast.parse(text)))
@@ -150,7 +154,7 @@ def plausible(old: str, new: str) -> bool:
     return (
         words <= {"and", "or", "not", "if", "True", "False", "None", "pass"}
         and "\n" not in new.rstrip("\n")
-        and not re.match(r"\s*(from|import|def|class|@|#include|struct|namespace|template)", old)
+        and not re.match(r"\s*(from|import|def|class|@|#|struct|namespace|template)", old)
     )
 
 
@@ -260,6 +264,10 @@ class Copy:
             text=True,
             preexec_fn=lambda: resource.setrlimit(*limit),
         )
+        if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+            raise SystemExit(
+                f"expected tests in {tests}, pytest found none: mend tools/mutants.toml"
+            )
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M)
         return done.returncode, failed[1] if failed else f"exit status {done.returncode}"
 

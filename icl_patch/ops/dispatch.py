@@ -182,7 +182,10 @@ class Op:
             self.native_if is None or self.native_if(*args, **options)
         ):
             return self._native(*map(_as_native, args))
-        return self.reference(*args, **options)
+        if args[0].is_meta or not torch.is_autocast_enabled(args[0].device.type):
+            return self.reference(*args, **options)
+        with torch.autocast(args[0].device.type, enabled=False):  # the kernels do not see it
+            return self.reference(*args, **options)
 
 
 def _as_native(x: Any) -> Any:

@@ -347,6 +347,18 @@ def test_gradients(layout: str) -> None:
         )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_autocast_rounds_nothing_even_where_gradients_are_wanted(layout: str) -> None:
+    """There plain torch computes, whose products autocast would round."""
+    case = linear_case(layout, (5, 17, 33), 2)
+    arguments = {"u": case.u.requires_grad_(), "v": case.v, "index": case.index}
+    plain = plain_map(case)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ops.add_low_rank(plain, case.z, **arguments), ops.patched_linear(**case.arguments)
+    assert torch.equal(found[0], ops.add_low_rank(plain, case.z, **arguments))
+    assert torch.equal(found[1], ops.patched_linear(**case.arguments))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives(name: str) -> None:
     check_derivatives(name)
