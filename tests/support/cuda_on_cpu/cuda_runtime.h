@@ -47,10 +47,17 @@ struct Barrier {
   unsigned arrived = 0, generation = 0;
 };
 
-struct Fiber {
+using Place = void*[5];  // of __builtin_setjmp, which makes no system call, as swapcontext does
+
+struct Start {
   ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[kStack]};
-  bool done = false;
+  char stack[kStack];
+};
+
+struct Fiber {
+  Place place;
+  std::unique_ptr<Start> start{new Start};  // apart: the scheduler reads the rest of all fibers
+  bool begun = false, done = false;
   const Barrier* at = nullptr;  // where it waits, for the generation after this one
   unsigned generation = 0;
 
@@ -62,13 +69,25 @@ struct Block {
   std::vector<Barrier> warps;
   std::vector<double> exchanged;
   Barrier all;
-  ucontext_t scheduler;
+  Place scheduler;
   unsigned current = 0;
   void (*run)(void*) = nullptr;
   void* argument = nullptr;
 };
 
 inline Block* block = nullptr;
+
+// Each in a function of its own, as the builtins ask for.
+[[noreturn]] __noinline__ inline void go_to(Place& place) { __builtin_longjmp(place, 1); }
+__noinline__ inline void leave(Place& place, Place& next) {
+  if (!__builtin_setjmp(place)) go_to(next);
+}
+__noinline__ inline void run(Fiber& fiber) {
+  if (__builtin_setjmp(block->scheduler)) return;
+  if (fiber.begun) go_to(fiber.place);
+  fiber.begun = true;
+  setcontext(&fiber.start->context);
+}
 
 inline void wait(Barrier& barrier, unsigned size) {
   if (++barrier.arrived == size) {
@@ -79,13 +98,14 @@ inline void wait(Barrier& barrier, unsigned size) {
   Fiber& fiber = block->fibers[block->current];
   fiber.at = &barrier;
   fiber.generation = barrier.generation;
-  swapcontext(&fiber.context, &block->scheduler);
+  leave(fiber.place, block->scheduler);
   fiber.at = nullptr;
 }
 
 inline void begin() {
   block->run(block->argument);
   block->fibers[block->current].done = true;
+  go_to(block->scheduler);
 }
 
 }  // namespace emulated
@@ -130,13 +150,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, 
   emulated::block = &block;
   for (unsigned b = 0; b < config->gridDim.x; ++b) {
     for (emulated::Fiber& fiber : block.fibers) {
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = emulated::kStack;
-      fiber.context.uc_link = &block.scheduler;
-      fiber.done = false;
+      ucontext_t& context = fiber.start->context;
+      getcontext(&context);
+      context.uc_stack.ss_sp = fiber.start->stack;
+      context.uc_stack.ss_size = emulated::kStack;
+      fiber.begun = fiber.done = false;
       fiber.at = nullptr;
-      makecontext(&fiber.context, emulated::begin, 0);
+      makecontext(&context, emulated::begin, 0);
     }
     const bool backwards = ++turn % 2;
     for (unsigned left = threads; left;) {
@@ -146,7 +166,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, 
       block.current = backwards ? threads - 1 - next : next;
       threadIdx.x = block.current;
       blockIdx.x = b;
-      swapcontext(&block.scheduler, &block.fibers[block.current].context);
+      emulated::run(block.fibers[block.current]);
       left -= block.fibers[block.current].done;
     }
   }
