@@ -32,7 +32,8 @@ from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
 from icl_patch.kernels.runtime import config, launching
 from icl_patch.kernels.runtime.config import DTYPES, PATHS, TunedConfig, config_for
 
-CHECKS = Path(__file__).parents[1] / "support" / "kernel_checks.py"
+TESTS = Path(__file__).parents[1]
+CHECKS = [TESTS / "support" / name for name in ("kernel_checks.py", "interpreter_checks.py")]
 EVERYTHING = dict(
     [
         *specialisations.linear_launches(),
@@ -708,9 +709,10 @@ def test_in_the_interpreter() -> None:
         "--noconftest",
         "-p",
         "no:cacheprovider",
-        str(CHECKS),
+        *map(str, CHECKS),
     ]
     environment = os.environ | {
+        "ICL_PATCH_OPS": "triton",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -720,7 +722,7 @@ def test_in_the_interpreter() -> None:
         capture_output=True,
         text=True,
         env=environment,
-        cwd=CHECKS.parent.parent,
+        cwd=TESTS,
         check=False,
     )
     print(done.stdout)

@@ -2,6 +2,7 @@
 them.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -24,13 +25,17 @@ def patched_linear(*arguments: Tensor | torch.dtype | None) -> Tensor:
     return torch.ops.icl_patch.patched_linear(*arguments)
 
 
-def inputs(
-    rows: int, n: int, k: int, dtype: torch.dtype, transposed: bool, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    rng = seeded(seed)
-    z, bias = normal(rng, rows, k, dtype=dtype), normal(rng, n, dtype=dtype)
+@functools.cache
+def parameters(n: int, k: int, dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Tensor]:
+    rng = seeded(0)
     weight = normal(rng, k, n, dtype=dtype).T if transposed else normal(rng, n, k, dtype=dtype)
-    return z, weight, bias
+    return weight, normal(rng, n, dtype=dtype)
+
+
+def inputs(
+    rows: int, n: int, k: int, dtype: torch.dtype, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return normal(seeded(1), rows, k, dtype=dtype), *parameters(n, k, dtype, transposed)
 
 
 def factors(
@@ -77,16 +82,21 @@ def test_against_the_formula(kind: str, dtype: torch.dtype, transposed: bool) ->
     """The fp32 sum is within a few roundings of its terms, and any other output is that sum rounded
     once.
     """
-    for rows, (n, k) in itertools.product((1, 2, 3, 5, 16, 35), SHAPES):
-        z, weight, bias = inputs(rows, n, k, dtype, transposed)
-        u, v, index = factors(kind, rows, n, k)
-        wide = patched_linear(z, weight, u, v, bias, index, torch.float32)
-        want, size = by_formula(z, weight, u, v, bias, index)
-        assert wide.dtype == torch.float32
-        assert ((wide.double() - want).abs() <= 16 * UNIT[torch.float32] * size).all()
-        for out_dtype in (None, torch.bfloat16, torch.float16):
-            out = patched_linear(z, weight, u, v, bias, index, out_dtype)
-            assert same_bits(out, wide.to(out_dtype or dtype))
+    for n, k in SHAPES:
+        all_z, weight, bias = inputs(35, n, k, dtype, transposed)
+        all_u, all_v, all_index = factors(kind, 35, n, k)
+        want, size = by_formula(all_z, weight, all_u, all_v, bias, all_index)
+        for rows in (1, 2, 3, 5, 16, 35):
+            z, index = all_z[:rows], None if all_index is None else all_index[:rows]
+            of_rows = slice(rows if kind in ("row", "ranks") else None)
+            u, v = (None if x is None else x[of_rows] for x in (all_u, all_v))
+            wide = patched_linear(z, weight, u, v, bias, index, torch.float32)
+            assert wide.dtype == torch.float32
+            error = (wide.double() - want[:rows]).abs()
+            assert (error <= 16 * UNIT[torch.float32] * size[:rows]).all()
+            for out_dtype in (None, torch.bfloat16, torch.float16):
+                out = patched_linear(z, weight, u, v, bias, index, out_dtype)
+                assert same_bits(out, wide.to(out_dtype or dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -132,17 +142,20 @@ def test_a_row_without_a_patch_has_the_bits_of_the_plain_map(
 @both_layouts
 @every_dtype
 def test_recording_has_the_bits_of_the_replay(dtype: torch.dtype, transposed: bool) -> None:
-    for rows, (n, k) in itertools.product((1, 2, 3, 8, 19), SHAPES):
-        z_pair, weight, bias = inputs(2 * rows, n, k, dtype, transposed)
-        _, v, _ = factors("row", rows, n, k)
-        y, u = torch.ops.icl_patch.record_linear(z_pair, weight, v, bias)
-        z_ctx, z = z_pair[:rows], z_pair[rows:]
-        assert same_bits(y[:rows], patched_linear(z_ctx, weight, None, None, bias))
-        assert same_bits(y[rows:], patched_linear(z, weight, u, v, bias))
-        exact = (z_ctx.double() - z.double()) @ weight.double().T
-        size = (z_ctx.double().abs() + z.double().abs()) @ weight.double().abs().T
-        assert u.dtype == torch.float32
-        assert ((u.double() - exact).abs() <= 16 * UNIT[torch.float32] * size).all()
+    for n, k in SHAPES:
+        all_z, weight, bias = inputs(2 * 19, n, k, dtype, transposed)
+        _, all_v, _ = factors("row", 19, n, k)
+        wide_ctx, wide = all_z.double().chunk(2)
+        exact = (wide_ctx - wide) @ weight.double().T
+        size = (wide_ctx.abs() + wide.abs()) @ weight.double().abs().T
+        for rows in (1, 2, 3, 8, 19):
+            z_ctx, z, v = all_z[:rows], all_z[19 : 19 + rows], all_v[:rows]
+            y, u = torch.ops.icl_patch.record_linear(torch.cat([z_ctx, z]), weight, v, bias)
+            assert same_bits(y[:rows], patched_linear(z_ctx, weight, None, None, bias))
+            assert same_bits(y[rows:], patched_linear(z, weight, u, v, bias))
+            assert u.dtype == torch.float32
+            error = (u.double() - exact[:rows]).abs()
+            assert (error <= 16 * UNIT[torch.float32] * size[:rows]).all()
 
 
 @every_dtype

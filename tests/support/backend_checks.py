@@ -1,5 +1,5 @@
-"""What a patched model must do in whichever implementation runs its products; ``test_dispatch.py``
-starts this in a process of its own.
+"""What a patched model must do in whichever implementation runs its products:
+``test_dispatch.py`` calls it in plain torch, ``interpreter_checks.py`` in Triton's interpreter.
 """
 
 import inspect
@@ -117,14 +117,10 @@ def check_linears_of_one_input_share_an_op() -> None:
     assert all(torch.equal(x, y) for x, y in zip(together, apart, strict=True))
 
 
-def main(backend: str) -> None:
+def check_backend(backend: str) -> None:
     assert dispatch.backend == backend
     if backend == "torch":
         check_plain_torch()
-    else:
-        from support import interpreter
-
-        interpreter.speed_up()
     row_ops.check_all(widths=(1, 70) if backend == "torch" else (70,))
     for dtype in (torch.float64, torch.float32):
         # the sizes of the kernel itself are those of kernel_checks.py
@@ -152,7 +148,3 @@ def main(backend: str) -> None:
             print(name, update, error)
             assert error <= limit
             assert update != "exact" or torch.equal(logits, computed.logits)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

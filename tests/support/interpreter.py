@@ -10,6 +10,7 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
+@cache
 def speed_up() -> None:
     """The interpreter computes the same from half the time: nearly all of it goes to Python objects
     that are made again for each operation.
@@ -64,11 +65,11 @@ def _build_types_once() -> None:
             types[key] = vars(self)
         self.__dict__ = types[key]
 
-    def tensor_once(self: Any, handle: Any, type: Any) -> None:
-        if "of_tensors" not in vars(type):
-            init_tensor(self, None, type)
-            type.of_tensors = dict(vars(self))
-        vars(self).update(type.of_tensors, handle=handle)
+    def tensor_once(self: Any, handle: Any, kind: Any) -> None:
+        if "of_tensors" not in vars(kind):
+            init_tensor(self, None, kind)
+            kind.of_tensors = dict(vars(self))
+        vars(self).update(kind.of_tensors, handle=handle)
 
     core.block_type.__init__ = type_once
     core.tensor.__init__ = tensor_once
