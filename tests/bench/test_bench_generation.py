@@ -52,7 +52,7 @@ on_cuda = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-QWEN = RandomModel("tiny qwen", Qwen3Config, 48, 72, 2, 4, 2, 12, 97)
+QWEN = RandomModel("tiny qwen", Qwen3Config, 48, 72, 1, 4, 2, 12, 97)
 
 
 class Mixed(RandomModel):
@@ -65,7 +65,7 @@ class Mixed(RandomModel):
 
 
 GEMMA = Mixed("tiny gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 97, 8)
-MIXTURE = RandomModel("tiny mixture", Qwen3MoeConfig, 48, 24, 2, 4, 2, 12, 97, experts=6, chosen=2)
+MIXTURE = RandomModel("tiny mixture", Qwen3MoeConfig, 48, 24, 1, 4, 2, 12, 97, experts=6, chosen=2)
 LLAMA = RandomModel("tiny llama", LlamaConfig, 24, 40, 1, 2, 1, 12, 61)
 
 
