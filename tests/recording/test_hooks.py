@@ -148,8 +148,8 @@ THREE_BLOCKS = {
 }
 # By update: what is right on every module beside the writer's and its readers' input.
 RIGHT = {
-    "exact": ("watches", "adds a vector"),
-    "stable": ("watches", "adds a vector", "scales", "cuts off", "rounds"),
+    "exact": ("adds a vector",),
+    "stable": ("adds a vector", "scales", "cuts off", "rounds"),
 }
 
 
