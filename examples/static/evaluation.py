@@ -212,7 +212,7 @@ def distilled(cell: Cell, steps: int = 50, **options: Any) -> static.StaticPatch
 
 
 def fit_studied(
-    cell: Cell, method: str, count: int = STUDIED, **options: Any
+    cell: Cell, method: str, count: int = STUDIED, texts: int = 0, **options: Any
 ) -> static.StaticPatch:
     """A fit on the extended sample, o_proj included: more questions bear more steps."""
     settings = static.Distillation(
@@ -224,7 +224,7 @@ def fit_studied(
         method=method,
         distillation=settings,
         parts=ATTENTION,
-        preserve=preserved(STUDIED_PRESERVED[method]),
+        preserve=preserved(texts or STUDIED_PRESERVED[method]),
         **options,
     )
 
@@ -272,7 +272,11 @@ METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
     "ridge, self-study, one weight": lambda cell: patched(
         fit_studied(cell, "ridge", preserve_first=1.0)
     ),
+    "ridge, self-study of 512, weight 3": lambda cell: patched(
+        fit_studied(cell, "ridge", 512, texts=400, preserve_first=3.0)
+    ),
     "ridge, self-study, κ = 3": lambda cell: patched(fit_studied(cell, "ridge", kappa=3.0)),
+    "auto": lambda cell: patched(distilled(cell, method="auto")),
     "distill, nothing preserved": lambda cell: patched(distilled(cell, preserve=())),
     "distill": lambda cell: patched(distilled(cell)),
     "distill, 15 steps": lambda cell: patched(distilled(cell, steps=15)),
@@ -296,8 +300,9 @@ GOALS += [
 # the weight of preserved texts by block, with the model's own questions
 WEIGHTS = ("ridge, self-study, one weight", "ridge, self-study, κ = 3")
 GOALS += [(method, *TASKS[i]) for method in WEIGHTS for i in (3, 4)]
+GOALS += [("ridge, self-study of 512, weight 3", *TASKS[4])]
 # methods that have their places in the grid
-PLACED = {*MAIN, *(goal[0] for goal in GOALS), "ridge, one weight"}
+PLACED = {*MAIN, *(goal[0] for goal in GOALS), "ridge, one weight", "auto"}
 
 
 def per_token(cell: Cell) -> dict[str, Any]:
@@ -373,6 +378,8 @@ def grid(full: bool) -> Iterator[Cell]:
         for n in (64, 16, 4, 1, 256) if full and not LLAMA else (64, 16, 4):
             for kind, name in tasks_of_model:
                 yield Cell(kind, name, "patch for each token", 1, None, seed)
+                if seed < 3:
+                    yield Cell(kind, name, "auto", n, 4, seed)
                 for method in MAIN:
                     yield Cell(kind, name, method, n, 8 if "study" in method else 4, seed)
         for n in (64, 16) if seed < 2 and not LLAMA else ():

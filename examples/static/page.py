@@ -35,6 +35,8 @@ ORDER = (
     "ridge, one weight",
     "ridge, self-study",
     "ridge, self-study, one weight",
+    "ridge, self-study of 512, weight 3",
+    "auto",
     "distill, nothing preserved",
     "distill, 15 steps",
     "distill, 20 steps",
@@ -51,7 +53,7 @@ _WEIGHTS = {
     "ridge, self-study": "10 to 0.1 (the default)",
     "ridge, self-study, κ = 3": "30 to 0.3 (`kappa=3`)",
 }
-_RANKED = ("ridge", "distill", "another", "shuffled")
+_RANKED = ("auto", "ridge", "distill", "another", "shuffled")
 TASKS = {
     "upper": ("format", "upper"),
     "halves": ("format", "halves"),
@@ -188,7 +190,7 @@ def weights_table(entries: list[Entry]) -> str:
 
 def _is_main(entry: Entry) -> bool:
     """Whether a cell has the rank of the tables by N."""
-    return entry["method"] not in ("ridge", "distill") or entry["rank"] == 4
+    return entry["method"] not in ("ridge", "distill", "auto") or entry["rank"] == 4
 
 
 def tables(entries: list[Entry]) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 HELP = "fit one change of weights that stands for a context, for every token"
 # As in static, which imports torch.
-METHODS = ("ridge", "distill")
+METHODS = ("auto", "ridge", "distill")
 PARTS = ("readers", "writer", "o_proj", "qk")
 
 
@@ -52,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the model writes further questions, up to N an example",
     )
-    parser.add_argument("--method", choices=METHODS, default="distill", help="default: distill")
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default="auto",
+        help="auto (the default): both, and of the two patches the better one",
+    )
     parser.add_argument(
         "--parts",
         nargs="+",
@@ -71,19 +76,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=10.0,
         metavar="X",
-        help="--method ridge multiplies kappa by X in the first block and divides by X in the last"
+        help="ridge multiplies kappa by X in the first block and divides by X in the last"
         " (default 10)",
     )
     parser.add_argument(
         "--folds", type=common.positive, default=4, metavar="K", help="of the questions (default 4)"
     )
     parser.add_argument(
-        "--steps", type=common.positive, default=50, help="of --method distill (default 50)"
+        "--steps", type=common.positive, default=50, help="of distillation (default 50)"
     )
     parser.add_argument(
-        "--learning-rate", type=float, default=1e-2, help="of --method distill (default 0.01)"
+        "--learning-rate", type=float, default=1e-2, help="of distillation (default 0.01)"
     )
-    parser.add_argument("--start", type=Path, metavar="FILE", help="a patch to distill from")
+    parser.add_argument(
+        "--start", type=Path, metavar="FILE", help="a patch to start --method distill from"
+    )
     common.add_max_new_tokens(parser, 64, "of an answer")
     parser.add_argument(
         "--state", type=Path, metavar="DIR", help="continue a stopped fit from its files there"

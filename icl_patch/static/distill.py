@@ -29,7 +29,7 @@ from icl_patch.static.sequential import Progress
 from icl_patch.static.static_linear import StaticLinear
 
 _KIND = "static_distillation"
-_HELD_OUT_OF = 5  # one question in five is held out for early stopping,
+HELD_OUT_OF = 5  # one question in five is held out for early stopping,
 _MOST_HELD_OUT = 32  # of many questions no more than these
 _FINAL_RATE = 0.02  # of the learning rate
 _MEASURED_TEXTS = 32  # preserved texts that are measured between the steps; at the end all are
@@ -94,8 +94,8 @@ def distill(
     """
     numbers = question_numbers(rows)
     count = len(set(numbers))
-    if not held_out and count >= _HELD_OUT_OF:
-        every = max(_HELD_OUT_OF, math.ceil(count / _MOST_HELD_OUT))
+    if not held_out and count >= HELD_OUT_OF:
+        every = max(HELD_OUT_OF, math.ceil(count / _MOST_HELD_OUT))
         held_out = [row for row, number in zip(rows, numbers, strict=True) if number % every == 0]
         rows = [row for row, number in zip(rows, numbers, strict=True) if number % every]
     changes = _first(runner, paths, rank, options.seed, start)
@@ -181,6 +181,9 @@ class _Training:
         with torch.no_grad():
             questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
         with self._patched() as modules:
+            if self.step == 0 and any(bool(change.u.any()) for change in self.changes.values()):
+                _set(modules, self.changes)  # the best may be the patch that it starts from
+                self._note(measure(self.runner, tests, wanted[: len(tests)]))
             while not self._ended():
                 with torch.enable_grad():
                     _set(modules, self.changes)

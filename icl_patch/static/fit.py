@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.recording.attached_model import check_training
 from icl_patch.static.block_parts import check_parts, matrix_shapes, read_blocks
 from icl_patch.static.block_runner import BlockRunner, make_batches
-from icl_patch.static.distill import Distillation, distill
+from icl_patch.static.distill import HELD_OUT_OF, Distillation, distill
 from icl_patch.static.examples import (
     Example,
     Row,
@@ -35,7 +35,7 @@ from icl_patch.static.ridge import LAMBDAS, LowRank
 from icl_patch.static.sequential import Progress, fit_blocks
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 
-METHODS = ("ridge", "distill")
+METHODS = ("auto", "ridge", "distill")
 _AUTO_GAIN = 0.95  # the smallest rank with this share of the best rank's gain in KL
 _NO_FOLDS_LAMBDA = 1e-2
 
@@ -43,7 +43,7 @@ _NO_FOLDS_LAMBDA = 1e-2
 def fit(
     model: PreTrainedModel,
     examples: Sequence[Example],
-    method: str = "distill",
+    method: str = "auto",
     *,
     parts: Iterable[str] = ("readers", "writer"),
     rank: int | str | None = 8,
@@ -71,7 +71,10 @@ def fit(
         examples: contexts and questions; where they have no answers, the model answers greedily
             with the context, with at most ``max_new_tokens``.
         method: ``"distill"``, gradient descent on the KL divergence to the model with its context;
-            ``"ridge"``, a sequence of ridge regressions, forward passes only.
+            ``"ridge"``, a sequence of ridge regressions, forward passes only; ``"auto"``, both,
+            and of the two patches the one with the smaller held-out KL + κ KL on the preserved
+            texts. With fewer than five questions and no ``held_out``, ridge alone: too few for
+            distillation to hold some out.
         parts: the matrices that may change: ``"readers"`` of the MLP, its ``"writer"``, attention's
             output ``"o_proj"``, and ``"qk"``, its queries and keys.
         rank: of each change; None for no limit; ``"auto"`` (ridge only): the smallest of 1, 2, 4, …
@@ -81,12 +84,13 @@ def fit(
         kappa: the weight of all preserved tokens beside that of all other tokens.
         preserve_first: ridge multiplies κ by it in the first block and divides by it in the last,
             geometrically between them; 1: the same weight in all blocks.
-        folds: the questions are split into as many; λ and the report come from the questions that a
-            fit has not seen. 1 fits without them, with λ = 0.01.
+        folds: a ridge fit splits the questions into as many; λ and the report come from the
+            questions that a fit has not seen. 1 fits without them, with λ = 0.01. ``"auto"`` takes
+            fewer folds if there are fewer questions.
         lambdas: the values of λ to choose from, relative to the mean square of the input.
         distillation: steps, learning rate and the like, for ``"distill"``.
         start: a patch from which ``"distill"`` starts, such as a ridge fit or a sum of patches;
-            its changes are cut to ``rank``.
+            its changes are cut to ``rank``. Only with this method.
         held_out: examples on which the patch is measured, and ``"distill"`` stops early, instead of
             a part of ``examples``.
         state: a folder; finished blocks (ridge) or checkpoints (distill) are written to it, and a
@@ -113,8 +117,9 @@ def fit(
             that of a matrix; contexts share nothing that one patch can hold; activations are NaN;
             the model is training with dropout; ``start`` changes other matrices than those of
             ``parts``; a held-out question is among the examples;
-            ``group`` or ``hidden_folder`` is given for ``"distill"``; ``hidden_folder`` does not
-            exist; or ``state`` is no folder, or of another model or fit.
+            ``group`` or ``hidden_folder`` is given for another method than ``"ridge"``, or
+            ``start`` for another than ``"distill"``; ``hidden_folder`` does not exist; or ``state``
+            is no folder, or of another model or fit.
         FingerprintMismatch: ``start`` is of another model.
         ProcessError: another process of ``group`` has failed; its own error tells the reason.
     """
@@ -124,6 +129,8 @@ def fit(
             raise ValueError(
                 f'expected method="ridge" with several processes or a hidden_folder, got {method!r}'
             )
+        if method != "distill" and start is not None:
+            raise ValueError(f'expected method="distill" with a start, got {method!r}')
         if hidden_folder is not None and not Path(hidden_folder).is_dir():
             raise ValueError(
                 "expected hidden_folder to be a folder that exists, got"
@@ -142,18 +149,25 @@ def fit(
         info = StaticInfo.of(model, tokenizer, method)
         processes.check_same(f"weights {info.fingerprint!s:.12}… with {described}")
         job.prepare(max_new_tokens)
+        settings = distillation or Distillation()
         if on_plan is not None:
-            on_plan(job.plan(distillation or Distillation()))
+            on_plan(job.plan(settings))
         began = time.perf_counter()
-        if method == "ridge":
-            ridges = tuple(lambdas) if folds > 1 else (_NO_FOLDS_LAMBDA,)
-            changes, report = job.ridge(ridges, preserve_first, state, progress)
-        else:
-            changes, report = job.distill(distillation or Distillation(), start, state, progress)
+        found = {}
+        for each in job.methods:
+            folder = state if state is None or method != "auto" else Path(state) / each
+            if each == "ridge":
+                found[each] = job.ridge(lambdas, preserve_first, folder, progress)
+            else:
+                found[each] = job.distill(settings, start, folder, progress)
+        losses = {each: report.loss(kappa) for each, (_, report) in found.items()}
+        chosen = min(losses, key=losses.__getitem__)
+        changes, report = found[chosen]
         job.check_shared(report)
-    patch = StaticPatch(info, changes)
-    seconds = time.perf_counter() - began
-    return replace(patch, report=replace(report, seconds=seconds, nbytes=patch.nbytes))
+    patch = StaticPatch(replace(info, method=chosen), changes)
+    seconds, compared = time.perf_counter() - began, losses if len(losses) > 1 else {}
+    report = replace(report, seconds=seconds, nbytes=patch.nbytes, losses=compared)
+    return replace(patch, report=report)
 
 
 class _Job:
@@ -172,7 +186,7 @@ class _Job:
         held_out: Sequence[Example],
     ) -> None:
         if method not in METHODS:
-            raise ValueError(f"expected method {' or '.join(METHODS)}, got {method!r}")
+            raise ValueError(f"expected method {', '.join(METHODS)}, got {method!r}")
         if rank == "auto" and (method != "ridge" or folds < 2):
             raise ValueError('expected method="ridge" and at least 2 folds with rank="auto"')
         if not 0 <= kappa < math.inf or folds < 1:
@@ -185,7 +199,12 @@ class _Job:
                 f"expected at least {folds} different questions, one a fold, got {len(questions)}:"
                 " give more, or folds=1, which chooses no λ and measures nothing held out"
             )
-        self.model, self.examples, self.method = model, examples, method
+        self.methods: tuple[str, ...] = (method,)
+        if method == "auto":
+            has_held_out = held_out or len(questions) >= HELD_OUT_OF
+            self.methods = ("ridge", "distill") if has_held_out else ("ridge",)
+            folds = min(folds, len(questions))
+        self.model, self.examples = model, examples
         self.parts, self.rank, self.kappa, self.folds = check_parts(parts), rank, kappa, folds
         self.preserve, self.held_out = preserved_rows(preserve), held_out
         self.blocks = read_blocks(model)
@@ -197,7 +216,7 @@ class _Job:
 
     def _check_rank(self) -> None:
         rank, most = self.rank, self.largest_rank
-        if rank == "auto" or (rank is None and self.method == "ridge"):
+        if rank == "auto" or (rank is None and self.methods == ("ridge",)):
             return
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
             raise ValueError(
@@ -216,7 +235,7 @@ class _Job:
             )
 
     def plan(self, options: Distillation) -> Plan:
-        """The plan of the fit."""
+        """The plan of the fit; of two the sum of their seconds, and the larger memory."""
         rows, rank = [*self.rows, *self.preserve], self.rank
         size = Size(
             model=self.model,
@@ -225,14 +244,18 @@ class _Job:
             rank=None if isinstance(rank, str) else rank,
             folds=self.folds,
             rows=rows,
-            masks=self._masks(rows) if self.method == "ridge" else 0,
+            masks=self._masks(rows) if "ridge" in self.methods else 0,
             on_disk=self.runner.folder is not None,
         )
-        if self.method == "distill":
+        plans = []
+        if "ridge" in self.methods:
+            fits = sum(r <= self.largest_rank for r in AUTO_RANKS) if rank == "auto" else 1
+            plans.append(plan_ridge(size, len(self.parts), fits))
+        if "distill" in self.methods:
             texts = options.preserve_batch_size if self.preserve else 0
-            return plan_distillation(size, options.steps, options.batch_size + texts)
-        fits = sum(r <= self.largest_rank for r in AUTO_RANKS) if rank == "auto" else 1
-        return plan_ridge(size, len(self.parts), fits)
+            plans.append(plan_distillation(size, options.steps, options.batch_size + texts))
+        nbytes, seconds = max(plan.nbytes for plan in plans), sum(plan.seconds for plan in plans)
+        return replace(plans[0], nbytes=nbytes, seconds=seconds)
 
     @torch.no_grad()
     def _masks(self, rows: Sequence[Row]) -> int:
@@ -250,12 +273,13 @@ class _Job:
     @torch.no_grad()
     def ridge(
         self,
-        lambdas: tuple[float, ...],
+        lambdas: Sequence[float],
         preserve_first: float,
         state: Any,
         progress: Progress | None,
     ) -> tuple[dict[str, LowRank], StaticReport]:
         """The sequential fit; for ``rank="auto"`` one of each rank, with a folder of its own."""
+        lambdas = tuple(lambdas) if self.folds > 1 else (_NO_FOLDS_LAMBDA,)
         if self.rank != "auto":
             assert not isinstance(self.rank, str)
             options = RidgeOptions(self.parts, self.rank, self.folds, lambdas, preserve_first)

@@ -1,7 +1,8 @@
 """The quality of a static patch beside the model with its context, and its cost."""
 
+import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class StaticReport:
             out of fold.
         steps: of the optimiser, 0 for a ridge fit.
         seconds: of the fit; nbytes: of the patch.
+        losses: of ``method="auto"``, method -> :meth:`loss`; the smallest was chosen.
     """
 
     held_out: Quality | None
@@ -63,6 +65,13 @@ class StaticReport:
     steps: int
     seconds: float
     nbytes: int
+    losses: dict[str, float] = field(default_factory=dict)
+
+    def loss(self, kappa: float) -> float:
+        """Held-out KL + κ KL on the preserved texts; infinite if nothing was held out."""
+        if self.held_out is None:
+            return math.inf
+        return self.held_out.kl + kappa * (self.preserve_kl or 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON types."""
@@ -95,6 +104,9 @@ class StaticReport:
                 f"residual of the last block {self.residual[-1]:.2f}, largest in block {worst}:"
                 f" {self.residual[worst]:.2f}"
             )
+        if self.losses:
+            losses = (f"{method} {loss:.3f}" for method, loss in self.losses.items())
+            lines.append(f"chosen by the KL of both: {', '.join(losses)}")
         lines.append(f"{self.seconds:.1f} s, {self.nbytes:,} bytes")
         return "\n".join(lines)
 

@@ -75,7 +75,7 @@ def test_the_code_of_a_page_runs(
     for block in code:
         for name in MODELS:
             block = block.replace(f'"{name}"', repr(str(embedded.MODEL_DIR)))
-        block = block.replace("example, 256)", "example, 32)")  # questions that the model writes
+        block = block.replace("example, 256)", "example, 24)")  # questions that the model writes
         exec(compile(block + AFTER, page, "exec"), namespace)
     prints = re.findall(r"^ *print\(.*\)(?:  # (.*))?$", "".join(code), re.M)
     shown = capsys.readouterr().out.splitlines()
@@ -105,6 +105,8 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
             continue
         if arguments[0] == "verify" and "--max-new-tokens" not in arguments:
             arguments += ["--max-new-tokens", "6"]  # 25 take 4 seconds
+        if arguments[0] == "fit":
+            arguments += ["--steps", "10"]  # 50 take 3 seconds
         assert main(arguments) == 0, arguments
         ran.append(arguments[0])
     static = ["fit", "generate", "apply", "export"]

@@ -20,6 +20,8 @@ from icl_patch.static import Distillation, Example, fit
 from icl_patch.static.block_parts import read_blocks
 from icl_patch.static.block_runner import BlockRunner, make_batches
 from icl_patch.static.examples import rows_of
+from icl_patch.static.fit import METHODS
+from icl_patch.static.plan import Plan
 from icl_patch.static.report import Quality, ends_with_context, measure
 from icl_patch.static.sequential import _BlockStep
 
@@ -350,7 +352,9 @@ def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> N
         ({"rank": 0}, "expected a rank from 1 to 48"),
         ({"rank": None, "method": "distill"}, "expected a rank from 1 to 48"),
         ({"rank": "auto", "method": "distill"}, 'with rank="auto"'),
-        ({"method": "guess"}, "expected method ridge or distill"),
+        ({"rank": "auto", "method": "auto"}, 'with rank="auto"'),
+        ({"rank": None, "method": "auto"}, "expected a rank from 1 to 48"),
+        ({"method": "guess"}, "expected method auto, ridge, distill, got 'guess'"),
         ({"parts": ("reader",)}, "expected parts among readers, writer"),
         ({"parts": ()}, "expected parts among readers, writer"),
         ({"kappa": -1.0}, "expected kappa ≥ 0"),
@@ -515,6 +519,7 @@ def test_few_of_many_questions_are_held_out_and_all_texts_are_measured() -> None
     patch = fit(
         model,
         [random_example(count=200)],
+        "distill",
         rank=2,
         preserve=texts,
         distillation=options,
@@ -544,6 +549,59 @@ def test_distillation_starts_from_a_patch() -> None:
     assert truncated.rank == 1
     with pytest.raises(ValueError, match=r"got one that changes model\.layers\.0\.mlp\.gate_proj"):
         fit(model, [example], "distill", rank=4, parts=("writer",), start=start)
+
+
+def test_auto_takes_the_better_of_both(loaded: tuple, tmp_path: Path) -> None:
+    """Each method wins where the other is held back."""
+    model, tokenizer = loaded
+    example, texts = german(tokenizer, False, 10), other_prompts(tokenizer, 3)
+    slow, usual = Distillation(steps=1, learning_rate=1e-9), Distillation(steps=10)
+    plans: list[Plan] = []
+    fitted = partial(fit, model, [example], rank=2, preserve=texts, kappa=0.5, folds=2)
+    for settings, lambdas, wanted in ((slow, (1e-2,), "ridge"), (usual, (1e9,), "distill")):
+        options: dict = {"distillation": settings, "lambdas": lambdas}
+        patch = fitted(**options, state=tmp_path / wanted, on_plan=plans.append)
+        alone = {each: fitted(each, **options, on_plan=plans.append) for each in METHODS[1:]}
+        losses = {}
+        for each, own in alone.items():
+            report = own.report
+            losses[each] = report.held_out.kl + 0.5 * report.preserve_kl
+        assert patch.report.losses == losses and patch.info.method == wanted
+        assert f"ridge {losses['ridge']:.3f}, distill" in str(patch.report)
+        assert all(
+            torch.equal(change.dense(), alone[wanted].changes[path].dense())
+            for path, change in patch.changes.items()
+        )
+        names = {path.name for path in (tmp_path / wanted).iterdir()}
+        assert names == {"ridge", "distill"}
+        both, ridge, distillation = plans[-3:]
+        assert both.nbytes == max(ridge.nbytes, distillation.nbytes)
+        assert both.hidden_nbytes == ridge.hidden_nbytes > 0
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_of_few_questions_auto_makes_a_ridge_fit(count: int) -> None:
+    model, example = build("llama"), random_example(count=count)
+    patch = fit(model, [example], rank=2)
+    expected = fit(model, [example], "ridge", rank=2, folds=count)
+    assert patch.info.method == "ridge" and patch.report.losses == {}
+    for path, change in patch.changes.items():
+        assert torch.equal(change.dense(), expected.changes[path].dense())
+    for method in ("auto", "ridge"):
+        with pytest.raises(ValueError, match='expected method="distill" with a start'):
+            fit(model, [example], method, rank=2, start=patch)
+
+
+def test_the_patch_it_starts_from_may_be_the_best(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    example = german(tokenizer, False, 10)
+    start = fit(model, [example], "ridge", rank=2, folds=2)
+    wild = Distillation(steps=1, learning_rate=10.0)
+    patch = fit(model, [example], "distill", rank=2, start=start, distillation=wild)
+    assert patch.report.steps == 0
+    for path, change in patch.changes.items():
+        expected = start.changes[path].dense()
+        assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_sums_of_patches_on_the_tasks_of_both(loaded: tuple) -> None:
@@ -579,7 +637,9 @@ def test_sums_of_patches_on_the_tasks_of_both(loaded: tuple) -> None:
     joint = qualities(fit(model, examples, "ridge", rank=16))
     options = Distillation(steps=10)
     start = patches[0] + patches[1]
-    refitted = qualities(fit(model, examples, rank=16, start=start, distillation=options))
+    refitted = qualities(
+        fit(model, examples, "distill", rank=16, start=start, distillation=options)
+    )
     for own, both, one, after in zip(alone, summed, joint, refitted, strict=True):
         assert min(own.whole, one.whole) >= 0.9
         assert both.whole <= 0.1
