@@ -71,7 +71,7 @@ def batch_invariant_logits(
 def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> None:
     model = shallow(family, 1, dtype)
     with ContextPatcher(model) as patcher:
-        steps = list(steps_of(patcher, arithmetic="batch_invariant"))
+        steps = list(steps_of(patcher, 3, arithmetic="batch_invariant"))
         for step in steps:
             patch = step.patch
             assert (step.mode, patch.passes) == ("shared_cache", 1)

@@ -122,11 +122,11 @@ def test_what_a_block_picks_of_what_all_have(family: str, monkeypatch: pytest.Mo
         return made[-1]
 
     monkeypatch.setattr(traced_step, "Regions", seen)
-    layers = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    layers = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
     if family == "gemma3n":
         layers |= {
-            "intermediate_size": [48] * 8,
-            "activation_sparsity_pattern": [0.0] * 8,
+            "intermediate_size": [48] * 6,
+            "activation_sparsity_pattern": [0.0] * 6,
             "num_kv_shared_layers": 0,
         }
     with ContextPatcher(tiny_models.build(family, **layers), "stable") as patcher:

@@ -71,15 +71,15 @@ def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -
 
 @families
 @updates
-@pytest.mark.parametrize("stage", ["compute", "forward", "generate"])
 def test_an_exception_in_the_middle_leaves_nothing(
-    family: str, update: str, stage: str, monkeypatch: pytest.MonkeyPatch
+    family: str, update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(family)
     before = Snapshot(model)
     patcher = ContextPatcher(model, update)
     patch = patcher.compute(**case("spans"))
-    for error in (RuntimeError("broken"), KeyboardInterrupt()):
+    errors = (RuntimeError("broken"), KeyboardInterrupt())
+    for stage, error in itertools.product(("compute", "forward", "generate"), errors):
         # in the second of three blocks
         with pytest.raises(type(error)), failing(monkeypatch, 3, error):
             if stage == "forward":

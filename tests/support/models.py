@@ -103,19 +103,40 @@ def build(
     return FAMILIES[name](seed, dtype, **changes)
 
 
+# Of models whose first two layers are not of each kind that they have, or that say the kind of each
+# layer in a setting of their own.
+_SHARED_CACHE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+_SHALLOW: dict[str, dict] = {
+    "bloom": {"n_layer": 2},
+    "bloom-post-norm": {"n_layer": 2},
+    "gpt_bigcode": {"n_layer": 2},
+    "xglm": {"num_layers": 2},
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "gemma3n": {
+        **_SHARED_CACHE,
+        "intermediate_size": [48] * 3,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0],
+        "altup_num_inputs": 3,  # a list of two matrices, shorter than that of the blocks
+    },
+    "gemma4": _SHARED_CACHE,
+    "gemma4-moe": _SHARED_CACHE,
+    "llama4": {"moe_layers": [0], "no_rope_layers": [1, 0]},
+}
+
+
 def shallow(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model of the zoo with two layers; with all four where the first two are not of each kind
-    that the model has.
+    """A model of the zoo with two layers; with three where the first two are not of each kind that
+    the model has.
     """
-    entry = tiny_models.SUPPORTED[name]
-    kinds = {key for key in entry.settings if "layer" in key and key != "do_layer_norm_before"}
-    types = entry.settings.get("layer_types", ())
-    if entry.images or name == "recurrent_gemma" or kinds - {"layer_types", "n_layer"}:
-        return tiny_models.build(name, seed, dtype)
+    settings = tiny_models.SUPPORTED[name].settings
+    types = settings.get("text_config", settings).get("layer_types", ())
     changes: dict = {"layer_types": types[:2]} if types else {}
     assert set(types[:2]) == set(types)
-    depth = "n_layer" if "n_layer" in kinds else "num_hidden_layers"
-    return tiny_models.build(name, seed, dtype, **changes, **{depth: 2})
+    changes |= {"num_hidden_layers": 2} | _SHALLOW.get(name, {})
+    return tiny_models.build(name, seed, dtype, **changes)
 
 
 def randomised(

@@ -91,14 +91,26 @@ def replay_limit(patcher: ContextPatcher, patch: ContextPatch) -> float:
     It has more where a factor divides by something small, such as activations or the weights of
     experts. A patch of two passes was recorded in the replay's own shapes, and rounds as that does.
     """
-    if patcher not in _LIMITS:
-        _LIMITS[patcher] = noise_limit(patcher.model)
+    limit = _untouched_limit(patcher)
     if patch.passes == 2:
-        return _LIMITS[patcher]
+        return limit
     expected = patcher.attached_model.replay(patch)[0]
     with moved_weights(patcher.model):
         off = metrics.linf(patcher.attached_model.replay(patch)[0], expected)[patch.kept_mask]
-    return max(_LIMITS[patcher], NOISE_FLOORS * float(off.max()))
+    return max(limit, NOISE_FLOORS * float(off.max()))
+
+
+def is_noise(off: Tensor, patcher: ContextPatcher, patch: ContextPatch) -> bool:
+    """Whether the largest error of a replay is within :func:`replay_limit`. The patched model's
+    noise takes two more replays: it is measured only where the untouched one's is not enough.
+    """
+    return bool(off <= _untouched_limit(patcher)) or bool(off <= replay_limit(patcher, patch))
+
+
+def _untouched_limit(patcher: ContextPatcher) -> float:
+    if patcher not in _LIMITS:
+        _LIMITS[patcher] = noise_limit(patcher.model)
+    return _LIMITS[patcher]
 
 
 @contextmanager
