@@ -278,6 +278,25 @@ class LooksTwice(LlamaDecoderLayer):
         return self.last_norm(hidden_states) + attended / 2
 
 
+class Inside(nn.Module):
+    """Carries the residual stream around an MLP and its norm, and bends it."""
+
+    def __init__(self, norm: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = norm, mlp
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return (hidden_states + self.mlp(self.norm(hidden_states))).tanh()
+
+
+class Outside(LlamaDecoderLayer):
+    """A multiple of what :class:`Inside` gives."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        return 1.3 * self.mlp(hidden_states + attended)
+
+
 class OwnProduct(LlamaMLP):
     """The output matrix is used, the module is not."""
 
@@ -328,6 +347,14 @@ def test_a_block_that_does_something_else_is_refused(kind: type[nn.Module], upda
     with pytest.raises(UnsupportedModelError):
         ContextPatcher(model, update)
     before.check(model)
+
+
+def test_a_residual_stream_inside_the_module_around_the_writer_is_none_to_write_to() -> None:
+    model = disguised(Outside)
+    for layer in model.model.layers:
+        layer.mlp = Inside(layer.post_attention_layernorm, layer.mlp)
+    with pytest.raises(UnsupportedModelError, match="not its residual stream plus what its MLP"):
+        ContextPatcher(model)
 
 
 def test_a_block_that_hands_on_more_than_its_sum() -> None:
