@@ -380,6 +380,8 @@ def grid(full: bool) -> Iterator[Cell]:
                 yield Cell(kind, name, "patch for each token", 1, None, seed)
                 if seed < 3:
                     yield Cell(kind, name, "auto", n, 4, seed)
+                if LLAMA:
+                    yield Cell(kind, name, "ridge, then distill", n, 4, seed)
                 for method in MAIN:
                     yield Cell(kind, name, method, n, 8 if "study" in method else 4, seed)
         for n in (64, 16) if seed < 2 and not LLAMA else ():
