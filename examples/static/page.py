@@ -188,6 +188,29 @@ def weights_table(entries: list[Entry]) -> str:
     return "\n".join(table_lines(heads, rows))
 
 
+def default_table(entries: list[Entry]) -> str:
+    """The default beside both of its methods, over the tasks of both models, three seeds."""
+    compared = [e for e in entries if e["rank"] == 4 and e["seed"] < 3]
+    rows = []
+    for n in (4, 16, 64):
+        for method in ("ridge", "distill", "auto"):
+            row = [method, str(n)]
+            for model in ("embedded", "llama"):
+                cells = [
+                    e for e in compared if (e["method"], e["n"], e["model"]) == (method, n, model)
+                ]
+                row += [_mean(cells, lambda e: e["quality"]["whole"]), _mean(cells, _kept)]
+                row.append(_mean(cells, lambda e: e["cpu_seconds"], 1))
+            rows.append(row)
+    heads = ["method", "N", *("right", "kept", "CPU s"), *("Llama: right", "kept", "CPU s")]
+    return "\n".join(table_lines(heads, rows))
+
+
+def _kept(entry: Entry) -> float:
+    """The share of unrelated prompts that keep their answer, the mean over their kinds."""
+    return sum(x["whole"] for x in entry["others"].values()) / len(entry["others"])
+
+
 def _is_main(entry: Entry) -> bool:
     """Whether a cell has the rank of the tables by N."""
     return entry["method"] not in ("ridge", "distill", "auto") or entry["rank"] == 4
@@ -206,6 +229,8 @@ def tables(entries: list[Entry]) -> str:
         found.append(table(by_rank))
     if llama := [e for e in tasks if e["model"] == "llama"]:
         found.append(table(llama))
+    if any(e["method"] == "auto" for e in tasks):
+        found.append(default_table(tasks))
     if varied:
         found.append(weights_table(weights))
     if recall := [e for e in entries if e["kind"] == "recall" and e["seed"] == 0]:
@@ -269,9 +294,7 @@ def draw_cost(entries: list[Entry], path: Path) -> None:
     for method, marker in zip(shown, cycle(_MARKERS), strict=False):
         group = groups[method]
         right = over_tasks(group, lambda e: e["quality"]["whole"])
-        kept = over_tasks(
-            group, lambda e: sum(x["whole"] for x in e["others"].values()) / len(e["others"])
-        )
+        kept = over_tasks(group, _kept)
         style = {"color": _DRAWN.get(method, "black"), "marker": marker}
         seconds = over_tasks(group, lambda e: e["cpu_seconds"])
         axes[0].plot([seconds], [right], linestyle="", **style)

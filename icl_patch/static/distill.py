@@ -181,9 +181,6 @@ class _Training:
         with torch.no_grad():
             questions, texts = (targets(self.runner, x) for x in (self.rows, self.preserve))
         with self._patched() as modules:
-            if self.step == 0 and any(bool(change.u.any()) for change in self.changes.values()):
-                _set(modules, self.changes)  # the best may be the patch that it starts from
-                self._note(measure(self.runner, tests, wanted[: len(tests)]))
             while not self._ended():
                 with torch.enable_grad():
                     _set(modules, self.changes)

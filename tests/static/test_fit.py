@@ -592,18 +592,6 @@ def test_of_few_questions_auto_makes_a_ridge_fit(count: int) -> None:
             fit(model, [example], method, rank=2, start=patch)
 
 
-def test_the_patch_it_starts_from_may_be_the_best(loaded: tuple) -> None:
-    model, tokenizer = loaded
-    example = german(tokenizer, False, 10)
-    start = fit(model, [example], "ridge", rank=2, folds=2)
-    wild = Distillation(steps=1, learning_rate=10.0)
-    patch = fit(model, [example], "distill", rank=2, start=start, distillation=wild)
-    assert patch.report.steps == 0
-    for path, change in patch.changes.items():
-        expected = start.changes[path].dense()
-        assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
-
-
 def test_sums_of_patches_on_the_tasks_of_both(loaded: tuple) -> None:
     """The sum of two ridge patches serves neither task; a fit on the examples of both serves both,
     and a distillation from the sum comes closer.
