@@ -74,9 +74,10 @@ _DRAWN = {
     "ridge, self-study": "tab:red",
     "distill": "tab:blue",
     "distill, self-study": "tab:green",
+    "auto": "tab:purple",
 }
 _CONTROLS = ("patch for each token", "no context", "another context's patch", "shuffled answers")
-_MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*", "h", "d", "p", (4, 1, 0), "8")
+_MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*", "h", "d", "p", (4, 1, 0), "8", (3, 1, 0), (6, 1, 0))
 
 
 def read(file: Path = DOCS / "static.jsonl") -> dict[str, Entry]:
@@ -266,14 +267,14 @@ def draw_quality(entries: list[Entry], path: Path) -> None:
         own = [e for e in entries if (e["kind"], e["name"]) == task]
         _lines(axis, own, lambda entry: entry["quality"]["whole"])
         axis.set(title=title, xscale="log", xlabel="given questions", ylim=(-0.03, 1.03))
-        axis.set(xlim=(3, 330))
-        axis.set_xticks([4, 16, 64, 256], ["4", "16", "64", "256"])
+        axis.set(xlim=(0.8, 330))
+        axis.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("whole answers right")
     handles = {h.get_label(): h for axis in axes for h in axis.get_lines()}
     figure.legend(
-        handles=list(handles.values()), loc="outside lower center", ncols=6, frameon=False
+        handles=list(handles.values()), loc="outside lower center", ncols=7, frameon=False
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -300,6 +301,8 @@ def draw_cost(entries: list[Entry], path: Path) -> None:
         axes[0].plot([seconds], [right], linestyle="", **style)
         axes[1].plot([kept], [right], linestyle="", label=method, **style)
     axes[0].set(xscale="log", xlabel="CPU seconds of the fit", ylabel="whole answers right")
+    axes[0].set_xticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
+    axes[0].minorticks_off()
     axes[1].set(xlabel="unrelated prompts that keep their answer", xlim=(-0.03, 1.03))
     for axis in axes:
         axis.grid(alpha=0.3)
