@@ -77,7 +77,8 @@ _DRAWN = {
     "auto": "tab:purple",
 }
 _CONTROLS = ("patch for each token", "no context", "another context's patch", "shuffled answers")
-_MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*", "h", "d", "p", (4, 1, 0), "8", (3, 1, 0), (6, 1, 0))
+_MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*", "h", "d", "p", "8")
+_MARKERS += tuple((points, 1, 0) for points in (4, 3, 6))
 
 
 def read(file: Path = DOCS / "static.jsonl") -> dict[str, Entry]:
