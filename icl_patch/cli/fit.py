@@ -66,7 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the matrices that may change (default: readers writer)",
     )
     parser.add_argument(
-        "--rank", type=rank, default=8, metavar="R", help="a number, auto or full (default: 8)"
+        "--rank",
+        type=rank,
+        default=8,
+        metavar="R",
+        help="a number (default: 8); with --method ridge also auto or full",
     )
     parser.add_argument(
         "--kappa", type=float, default=1.0, help="weight of the preserved texts (default 1)"

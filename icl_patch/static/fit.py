@@ -77,16 +77,16 @@ def fit(
             distillation to hold some out.
         parts: the matrices that may change: ``"readers"`` of the MLP, its ``"writer"``, attention's
             output ``"o_proj"``, and ``"qk"``, its queries and keys.
-        rank: of each change; None for no limit; ``"auto"`` (ridge only): the smallest of 1, 2, 4, …
-            32 with 95 % of the gain in held-out KL of the best.
+        rank: of each change; with ``method="ridge"`` also None, no limit, or ``"auto"``, the
+            smallest of 1, 2, 4, … 32 with 95 % of the gain in held-out KL of the best.
         preserve: ids of texts on which the patched model is to stay as it is. Without any, prompts
             that have nothing to do with the examples may suffer.
         kappa: the weight of all preserved tokens beside that of all other tokens.
         preserve_first: ridge multiplies κ by it in the first block and divides by it in the last,
             geometrically between them; 1: the same weight in all blocks.
         folds: a ridge fit splits the questions into as many; λ and the report come from the
-            questions that a fit has not seen. 1 fits without them, with λ = 0.01. ``"auto"`` takes
-            fewer folds if there are fewer questions.
+            questions that a fit has not seen. 1 fits without them, with λ = 0.01; ``"auto"`` then
+            needs ``held_out``. It takes fewer folds if there are fewer questions.
         lambdas: the values of λ to choose from, relative to the mean square of the input.
         distillation: steps, learning rate and the like, for ``"distill"``.
         start: a patch from which ``"distill"`` starts, such as a ridge fit or a sum of patches;
@@ -203,6 +203,11 @@ class _Job:
         if method == "auto":
             has_held_out = held_out or len(questions) >= HELD_OUT_OF
             self.methods = ("ridge", "distill") if has_held_out else ("ridge",)
+            if folds == 1 and len(self.methods) > 1 and not held_out:
+                raise ValueError(
+                    'expected at least 2 folds or held_out with method="auto", got folds=1, which'
+                    " measures no ridge fit: choose a method, or give held_out"
+                )
             folds = min(folds, len(questions))
         self.model, self.examples = model, examples
         self.parts, self.rank, self.kappa, self.folds = check_parts(parts), rank, kappa, folds
@@ -211,16 +216,17 @@ class _Job:
         self.largest_rank = min(
             min(shape) for shape in matrix_shapes(model, self.blocks, self.parts).values()
         )
-        self._check_rank()
+        self._check_rank(method)
         self.runner = BlockRunner(model, self.blocks)
 
-    def _check_rank(self) -> None:
+    def _check_rank(self, method: str) -> None:
         rank, most = self.rank, self.largest_rank
-        if rank == "auto" or (rank is None and self.methods == ("ridge",)):
+        if rank == "auto" or (rank is None and method == "ridge"):
             return
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
             raise ValueError(
                 f"expected a rank from 1 to {most}, the largest that every matrix has, got {rank!r}"
+                + (': no limit needs method="ridge"' if rank is None else "")
             )
 
     def prepare(self, max_new_tokens: int) -> None:

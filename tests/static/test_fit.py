@@ -353,7 +353,8 @@ def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> N
         ({"rank": None, "method": "distill"}, "expected a rank from 1 to 48"),
         ({"rank": "auto", "method": "distill"}, 'with rank="auto"'),
         ({"rank": "auto", "method": "auto"}, 'with rank="auto"'),
-        ({"rank": None, "method": "auto"}, "expected a rank from 1 to 48"),
+        ({"rank": None, "method": "auto"}, "expected a rank from 1 to 48.*None: no limit needs"),
+        ({"folds": 1, "method": "auto"}, "expected at least 2 folds or held_out with method"),
         ({"method": "guess"}, "expected method auto, ridge, distill, got 'guess'"),
         ({"parts": ("reader",)}, "expected parts among readers, writer"),
         ({"parts": ()}, "expected parts among readers, writer"),
@@ -587,6 +588,8 @@ def test_of_few_questions_auto_makes_a_ridge_fit(count: int) -> None:
     assert patch.info.method == "ridge" and patch.report.losses == {}
     for path, change in patch.changes.items():
         assert torch.equal(change.dense(), expected.changes[path].dense())
+    with pytest.raises(ValueError, match='no limit needs method="ridge"'):
+        fit(model, [example], rank=None)
     for method in ("auto", "ridge"):
         with pytest.raises(ValueError, match='expected method="distill" with a start'):
             fit(model, [example], method, rank=2, start=patch)
