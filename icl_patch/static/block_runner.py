@@ -147,7 +147,7 @@ class BlockRunner:
         """The hidden states (B, T, d) behind the last block, of ids (B, T)."""
         hidden, inputs = self.entered(ids)
         for index, (args, kwargs) in enumerate(inputs):
-            hidden = self._block(index, hidden, args, kwargs)
+            hidden = self._block(index, hidden.to(ids.device), args, kwargs)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

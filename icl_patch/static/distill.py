@@ -29,7 +29,7 @@ from icl_patch.static.sequential import Progress
 from icl_patch.static.static_linear import StaticLinear
 
 _KIND = "static_distillation"
-HELD_OUT_OF = 5  # one question in five is held out for early stopping,
+_HELD_OUT_OF = 5  # one question in five is held out for early stopping,
 _MOST_HELD_OUT = 32  # of many questions no more than these
 _FINAL_RATE = 0.02  # of the learning rate
 _MEASURED_TEXTS = 32  # preserved texts that are measured between the steps; at the end all are
@@ -94,8 +94,8 @@ def distill(
     """
     numbers = question_numbers(rows)
     count = len(set(numbers))
-    if not held_out and count >= HELD_OUT_OF:
-        every = max(HELD_OUT_OF, math.ceil(count / _MOST_HELD_OUT))
+    if not held_out and count >= _HELD_OUT_OF:
+        every = max(_HELD_OUT_OF, math.ceil(count / _MOST_HELD_OUT))
         held_out = [row for row, number in zip(rows, numbers, strict=True) if number % every == 0]
         rows = [row for row, number in zip(rows, numbers, strict=True) if number % every]
     changes = _first(runner, paths, rank, options.seed, start)

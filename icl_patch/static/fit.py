@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.recording.attached_model import check_training
 from icl_patch.static.block_parts import check_parts, matrix_shapes, read_blocks
 from icl_patch.static.block_runner import BlockRunner, make_batches
-from icl_patch.static.distill import HELD_OUT_OF, Distillation, distill
+from icl_patch.static.distill import Distillation, distill
 from icl_patch.static.examples import (
     Example,
     Row,
@@ -38,6 +38,7 @@ from icl_patch.static.static_patch import StaticInfo, StaticPatch
 METHODS = ("auto", "ridge", "distill")
 _AUTO_GAIN = 0.95  # the smallest rank with this share of the best rank's gain in KL
 _NO_FOLDS_LAMBDA = 1e-2
+_COMPARED = 16  # the fewest questions of which distillation holds out enough to compare
 
 
 def fit(
@@ -73,8 +74,8 @@ def fit(
         method: ``"distill"``, gradient descent on the KL divergence to the model with its context;
             ``"ridge"``, a sequence of ridge regressions, forward passes only; ``"auto"``, both,
             and of the two patches the one with the smaller held-out KL + κ KL on the preserved
-            texts. With fewer than five questions and no ``held_out``, ridge alone: too few for
-            distillation to hold some out.
+            texts. With fewer than 16 questions and no ``held_out``, ridge alone: distillation would
+            be measured on one or two.
         parts: the matrices that may change: ``"readers"`` of the MLP, its ``"writer"``, attention's
             output ``"o_proj"``, and ``"qk"``, its queries and keys.
         rank: of each change; with ``method="ridge"`` also None, no limit, or ``"auto"``, the
@@ -201,7 +202,7 @@ class _Job:
             )
         self.methods: tuple[str, ...] = (method,)
         if method == "auto":
-            has_held_out = held_out or len(questions) >= HELD_OUT_OF
+            has_held_out = held_out or len(questions) >= _COMPARED
             self.methods = ("ridge", "distill") if has_held_out else ("ridge",)
             if folds == 1 and len(self.methods) > 1 and not held_out:
                 raise ValueError(
