@@ -3,6 +3,8 @@ PYTHON ?= python3
 SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -name '*.pyc' ! -name '*.so' ! -path 'bench/results/*' | sort)
 RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
+# The tests start a hundred processes: without bytecode each would compile torch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: FORCE help demo test oldest stress mutants kernels bits bits-compare bench bench-compare sweep figures papers static gpu gpu-full tune profile lint format train clean
