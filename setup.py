@@ -168,9 +168,10 @@ def ninja_file(compiler: str, cuda: Path | None) -> str:
     """What ninja builds in OBJECTS. The report of a compiler goes to a log beside its object file:
     ptxas tells registers and spills.
     """
-    commands = cpu_commands(compiler, cuda)
-    if cuda:
+    commands = {}
+    if cuda:  # first, because it takes longest: ninja starts in this order
         commands["cuda.o"] = (CSRC / "cuda" / "rmsnorm_inverse.cu", cuda_command(cuda))
+    commands |= cpu_commands(compiler, cuda)
     log = "> $out.log 2>&1 || (cat $out.log; false)"
     lines = [
         "rule compile",

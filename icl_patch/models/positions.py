@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from icl_patch.models.forward_override import overriding
+from icl_patch.models.module_search import modules_holding
 
 _FROM_PADDING = "create_position_ids_from_input_ids"
 _NO_LIMIT = 2**62  # more tokens than there can be
@@ -52,11 +53,11 @@ def _rope_types(module: nn.Module) -> dict[str | None, str]:
 
 def _rotaries(model: nn.Module, kind: str) -> list[Any]:
     """The rotary embeddings that have this ``rope_type`` for some type of layer at least."""
-    found = []
-    for module in model.modules():
-        if any(kind in rope_type for rope_type in _rope_types(module).values()):
-            found.append(module)
-    return found
+    return [
+        module
+        for module in modules_holding(model, ("rope_type",))
+        if any(kind in rope_type for rope_type in _rope_types(module).values())
+    ]
 
 
 def switch_lengths(model: nn.Module) -> frozenset[int]:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.models.kv_cache import new_cache
+from icl_patch.models.module_search import modules_holding
 
 # Attributes in which modules keep a recurrent state of their own.
 _STATES = ("conv1d_state", "recurrent_states")
@@ -18,7 +19,10 @@ _KEPT = "icl_patch_module_states"
 
 def _holders(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
-        (module, name) for module in model.modules() for name in _STATES if name in vars(module)
+        (module, name)
+        for module in modules_holding(model, _STATES)
+        for name in _STATES
+        if name in vars(module)
     ]
 
 

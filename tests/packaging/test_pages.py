@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from icl_patch import embedded
+from icl_patch import embedded, static
 from icl_patch.cli.main import _parser, main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -71,11 +71,13 @@ def test_the_code_of_a_page_runs(
     patched.
     """
     monkeypatch.chdir(tmp_path)
-    code, namespace = blocks(page, "python"), {"__name__": "__main__"}
+    few_steps = static.Distillation(steps=10)  # 50 take 5 seconds
+    code, namespace = blocks(page, "python"), {"__name__": "__main__", "FEW_STEPS": few_steps}
     for block in code:
         for name in MODELS:
             block = block.replace(f'"{name}"', repr(str(embedded.MODEL_DIR)))
         block = block.replace("example, 256)", "example, 24)")  # questions that the model writes
+        block = re.sub(r"(static\.fit\(.*)\)", r"\1, distillation=FEW_STEPS)", block)
         exec(compile(block + AFTER, page, "exec"), namespace)
     prints = re.findall(r"^ *print\(.*\)(?:  # (.*))?$", "".join(code), re.M)
     shown = capsys.readouterr().out.splitlines()

@@ -555,7 +555,7 @@ def test_auto_takes_the_better_of_both(loaded: tuple, tmp_path: Path) -> None:
     """Each method wins where the other is held back."""
     model, tokenizer = loaded
     example, texts = german(tokenizer, False, 16), other_prompts(tokenizer, 3)
-    slow, usual = Distillation(steps=1, learning_rate=1e-9), Distillation(steps=10)
+    slow, usual = Distillation(steps=1, learning_rate=1e-9), Distillation(steps=4)
     plans: list[Plan] = []
     fitted = partial(fit, model, [example], rank=2, preserve=texts, kappa=0.5, folds=2)
     for settings, lambdas, wanted in ((slow, (1e-2,), "ridge"), (usual, (1e9,), "distill")):
