@@ -258,7 +258,9 @@ def record_content(record: Record, name: str, path: Path) -> None:
 
 
 def command_lines() -> dict[str, list[str]]:
-    """The recorded commands by name, in their order: ``inspect`` reads the file of ``extract``."""
+    """The recorded commands by name, in their order: ``inspect`` and ``replay`` read the file of
+    ``extract``.
+    """
     upper, file = ["--context", "mode upper\n"], "patch.safetensors"
     extract = ["extract", *upper, "--kept", "fmrp>", "--out", file]
     generate = ["generate", "--context", "mode upper\nfmrp>", "--max-new-tokens", "4"]
@@ -267,6 +269,7 @@ def command_lines() -> dict[str, list[str]]:
     for update in UPDATES:
         found[f"extract {update}"] = [*extract, "--update", update]
         found[f"inspect {update}"] = ["inspect", file, "--model", "embedded"]
+        found[f"replay {update}"] = ["replay", "--patch", file]
         found[f"generate {update}"] = [*generate, "--update", update]
         for dtype in ("fp32", "bf16"):
             found[f"verify {update} {dtype}"] = [*verify, "--update", update, "--dtype", dtype]

@@ -57,13 +57,7 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, its device, dtype and seed, for :func:`load`."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="local folder or hub id (default: the embedded model)",
-    )
-    add_revision_and_device(parser)
+    add_model_of_patch(parser)
     parser.add_argument(
         "--dtype",
         type=dtype,
@@ -73,6 +67,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the random number generators (default 0)"
     )
+
+
+def add_model_of_patch(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and its device, where a patch file says the dtype."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="local folder or hub id (default: the embedded model)",
+    )
+    add_revision_and_device(parser)
 
 
 def add_revision_and_device(parser: argparse.ArgumentParser) -> None:
@@ -220,6 +225,15 @@ def read_text(path: Path) -> str:
             f"expected UTF-8 text in {path}, got byte 0x{error.object[error.start]:02x} at"
             f" {error.start}: convert it, as by iconv -f LATIN1 -t UTF-8"
         ) from error
+
+
+def check_patch_file(path: Path) -> None:
+    """Raises ValueError unless there is such a file."""
+    if path.is_dir():
+        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))[:3]) or "none"
+        raise ValueError(f"expected a patch file, got the folder {path}; files there: {held}")
+    if not path.exists():
+        raise ValueError(f"expected a patch file, there is no {path}: icl-patch extract writes one")
 
 
 def import_torch() -> Any:

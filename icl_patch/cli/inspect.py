@@ -1,4 +1,4 @@
-"""``icl-patch inspect``: the contents of a patch file; with ``--model``, its replay."""
+"""``icl-patch inspect``: the contents of a patch file."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from icl_patch.cli import common
 if TYPE_CHECKING:
     from icl_patch.patch.context_patch import ContextPatch
 
-HELP = "read a patch file; with --model, check it and replay it"
+HELP = "read a patch file; with --model, check that it fits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,17 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="folder, hub id, or 'embedded': check that the patch fits it, and replay it",
+        help="folder, hub id, or 'embedded': check that the patch fits it, and show it as text",
     )
     common.add_revision_and_device(parser)
     parser.set_defaults(seed=0)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the file's entries and the size of its changes, and replay it on ``--model``."""
+    """Print the file's entries and the size of its changes, and check them against ``--model``."""
     if options.model is None and (options.revision, options.device) != (None, None):
         raise ValueError("expected --model with --revision or --device")
-    _check_file(options.file)
+    common.check_patch_file(options.file)
     common.import_torch()
     with common.stage("importing transformers"):
         from icl_patch.evaluation.report import table
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if read_file(options.file)[0].get("kind") == "static":
         return _static(options)
     patch = ContextPatch.load(options.file)
-    model, tokenizer = _load(options, patch)
+    tokenizer = _tokenizer(options, patch)
     entries: dict[str, Any] = {
         "file": str(options.file),
         **vars(patch.info),
@@ -57,9 +57,6 @@ def run(options: argparse.Namespace) -> int:
     ]
     ids = {name: getattr(patch, name).tolist() for name in ("kept_ids", "prefix_ids")}
     result = {**entries, **ids, "norms": norms}
-    if model is not None:
-        result["next_tokens"] = _replay(options, model, tokenizer)
-        shown.append(f"replayed, next token of each row: {result['next_tokens']}")
     common.print_result(options, result, *shown)
     return 0
 
@@ -87,27 +84,21 @@ def _static(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_file(path: Path) -> None:
-    if path.is_dir():
-        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))[:3]) or "none"
-        raise ValueError(f"expected a patch file, got the folder {path}; files there: {held}")
-    if not path.exists():
-        raise ValueError(f"expected a patch file, there is no {path}: icl-patch extract writes one")
-
-
-def _load(options: argparse.Namespace, patch: "ContextPatch") -> tuple[Any, Any]:
-    """The model of ``--model`` or None, and a tokenizer or None: the model's, else the one that the
+def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:
+    """A tokenizer or None: that of ``--model``, which the patch must fit, else the one that the
     patch was computed with if it is on this machine.
     """
-    import torch
     from transformers import AutoTokenizer
 
     from icl_patch.evaluation import embedded
     from icl_patch.patch.fingerprints import tokenizer_fingerprint
+    from icl_patch.patch.serialization import DTYPES
 
     if options.model is not None:
-        options.dtype = getattr(torch, patch.info.dtype.removeprefix("torch."))
-        return common.load(options)
+        options.dtype = DTYPES[patch.info.dtype]
+        model, tokenizer = common.load(options)
+        type(patch).load(options.file, model, tokenizer)
+        return tokenizer
     where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -115,8 +106,8 @@ def _load(options: argparse.Namespace, patch: "ContextPatch") -> tuple[Any, Any]
         )
         patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
     except (OSError, ValueError):
-        return None, None
-    return None, tokenizer
+        return None
+    return tokenizer
 
 
 def _texts(patch: "ContextPatch", tokenizer: Any) -> dict[str, Any]:
@@ -133,21 +124,3 @@ def _texts(patch: "ContextPatch", tokenizer: Any) -> dict[str, Any]:
             else [str(tokenizer.decode(row)) for row in rows]
         )
     return found
-
-
-def _replay(options: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
-    """The token that each row's replay chooses after its last kept token."""
-    import torch
-
-    from icl_patch.patch.context_patch import ContextPatch
-    from icl_patch.patcher import ContextPatcher
-
-    patch = ContextPatch.load(options.file, model, tokenizer)
-    with (
-        common.stage("attaching and replaying"),
-        ContextPatcher(model, patch.info.update, tokenizer=tokenizer) as patcher,
-    ):
-        logits = patcher.forward(patch.kept_ids, patch)
-    last = patch.kept_mask.sum(1) - 1
-    chosen = logits[torch.arange(len(last)), last].argmax(-1)
-    return [str(tokenizer.decode([token_id])) for token_id in chosen.tolist()]

@@ -30,6 +30,7 @@ from icl_patch.cli import (
     fit,
     generate,
     inspect,
+    replay,
     verify,
 )
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
@@ -132,6 +133,7 @@ def _commands() -> dict[str, Command]:
         "generate": generate,
         "extract": extract,
         "inspect": inspect,
+        "replay": replay,
         "fit": fit,
         "apply": apply,
         "export": export,

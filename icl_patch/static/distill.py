@@ -92,7 +92,7 @@ def distill(
     Without ``held_out`` every fifth question is held out, at most 32; with fewer than five
     questions none is, and the last step counts.
     """
-    numbers = question_numbers(rows)
+    numbers = question_numbers(row.question for row in rows)
     count = len(set(numbers))
     if not held_out and count >= _HELD_OUT_OF:
         every = max(_HELD_OUT_OF, math.ceil(count / _MOST_HELD_OUT))

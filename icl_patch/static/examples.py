@@ -1,6 +1,6 @@
 """Examples of a context's effect: a context, questions about it, and the answers with it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,6 +243,11 @@ class Row:
         """How much further back a token after the prefix stands in the run with the context."""
         return len(self.with_context) - len(self.without)
 
+    @property
+    def question(self) -> tuple[bool, Tokens]:
+        """What two rows share that are the same without their contexts."""
+        return self.preserve, self.without
+
 
 def rows_of(examples: Sequence[Example]) -> list[Row]:
     """A row for each question of answered examples, in the order of the questions.
@@ -274,12 +279,10 @@ def rows_of(examples: Sequence[Example]) -> list[Row]:
     return rows
 
 
-def question_numbers(rows: Sequence[Row]) -> list[int]:
-    """A number for each row, the same for equal questions of several contexts, which must be in one
-    fold: without its context such a row is the same.
-    """
+def question_numbers(questions: Iterable[tuple[bool, Tokens]]) -> list[int]:
+    """A number for each :attr:`Row.question`; equal ones share it, and so their fold."""
     known: dict[tuple[bool, Tokens], int] = {}
-    return [known.setdefault((row.preserve, row.without), len(known)) for row in rows]
+    return [known.setdefault(question, len(known)) for question in questions]
 
 
 def preserved_rows(texts: Sequence[Sequence[int]]) -> list[Row]:

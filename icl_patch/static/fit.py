@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,9 @@ def fit(
         group: the processes of ``torch.distributed`` that make one ridge fit together: each gives
             examples and preserved texts of its own, and a ``state`` folder of its own; all other
             arguments are the same. S and C of a matrix are summed over the processes before it is
-            solved, so all get the patch and the report of all rows. All give ``held_out``, or
-            none. If one process raises an error, the others raise a ``ProcessError``.
+            solved, so all get the patch and the report of all rows. Equal questions of several
+            processes are in the same fold. All give ``held_out``, or none. If one process raises an
+            error, the others raise a ``ProcessError``.
         hidden_folder: a folder on a disk, to which a ridge fit writes the hidden states of all
             tokens between the blocks, its targets and the masks; by default they are in memory. The
             plan tells their size.
@@ -306,8 +308,7 @@ class _Job:
         self, options: RidgeOptions, state: Any, progress: Progress | None
     ) -> tuple[dict[str, LowRank], StaticReport]:
         rows = [*self.rows, *self.preserve]
-        folds = [number % self.folds for number in question_numbers(rows)]
-        batches = make_batches(self.runner, rows, folds, self.kappa)
+        batches = make_batches(self.runner, rows, self._folds_of(rows), self.kappa)
         known = None
         if state is not None:
             fingerprint = StaticInfo.of(self.model, None, "ridge").fingerprint
@@ -334,6 +335,16 @@ class _Job:
             nbytes=0,
         )
         return changes, self._on_held_out(changes, report)
+
+    def _folds_of(self, rows: Sequence[Row]) -> list[int]:
+        """The fold of each row, among those of all processes: equal questions share one, wherever
+        they are.
+        """
+        processes = self.runner.processes
+        everywhere = processes.gathered([row.question for row in rows])
+        before = sum(map(len, everywhere[: processes.rank]))
+        numbers = question_numbers(chain.from_iterable(everywhere))
+        return [number % self.folds for number in numbers[before:][: len(rows)]]
 
     def _on_held_out(self, changes: dict[str, LowRank], report: StaticReport) -> StaticReport:
         """The report with the patch measured on the examples given for that, if there are any."""

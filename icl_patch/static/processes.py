@@ -1,11 +1,16 @@
-"""The processes of ``torch.distributed`` that share a fit: their sums, and an error in one."""
+"""The processes of ``torch.distributed`` that share a fit: their sums and values, and an error in
+one.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class ProcessError(RuntimeError):
@@ -20,6 +25,7 @@ class Processes:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
+        self.rank = 0 if group is None else dist.get_rank(group)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the processes, in its own memory.
@@ -31,6 +37,20 @@ class Processes:
             self._report(failed=False)
             self._reduce(x)
         return x
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all processes, in the order of their ranks.
+
+        Raises:
+            ProcessError: another process has failed or ended.
+        """
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        self._report(failed=False)
+        with _ended_processes_named():
+            dist.all_gather_object(found, value, group=self.group)
+        return found
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -51,15 +71,11 @@ class Processes:
 
     def check_same(self, description: str) -> None:
         """Raises ValueError unless all processes give the same description of a fit."""
-        if self.group is None:
-            return
-        found: list[str | None] = [None] * dist.get_world_size(self.group)
-        self._report(failed=False)
-        dist.all_gather_object(found, description, group=self.group)
-        if len(set(found)) != 1:
+        found = set(self.gathered(description))
+        if len(found) != 1:
             raise ValueError(
                 "expected the same model and options in all processes, got"
-                f" {' and '.join(sorted(set(map(str, found))))}"
+                f" {' and '.join(sorted(found))}"
             )
 
     def _report(self, failed: bool) -> None:
@@ -67,7 +83,7 @@ class Processes:
         each sum, so that a process that fails is heard wherever the others are.
         """
         flags = torch.zeros(dist.get_world_size(self.group), device=self.device)
-        flags[dist.get_rank(self.group)] = float(failed)
+        flags[self.rank] = float(failed)
         self._reduce(flags)
         others = [rank for rank, flag in enumerate(flags.tolist()) if flag]
         if others:
@@ -77,9 +93,15 @@ class Processes:
             )
 
     def _reduce(self, x: Tensor) -> None:
-        try:
+        with _ended_processes_named():
             dist.all_reduce(x, group=self.group)
-        except RuntimeError as error:
-            raise ProcessError(
-                f"expected all processes of the group to go on, got one that has ended: {error}"
-            ) from error
+
+
+@contextmanager
+def _ended_processes_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessError(
+            f"expected all processes of the group to go on, got one that has ended: {error}"
+        ) from error

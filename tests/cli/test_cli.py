@@ -230,11 +230,58 @@ def test_extract_then_inspect(capsys: pytest.CaptureFixture, tmp_path: Path, upd
     )
     summary = json.loads(out)
     assert status == 0
-    assert summary["next_tokens"] == [prompt.answer[0]]
+    assert summary["kept_text"] == [prompt.question]
     assert len(summary["norms"]["mlp.gate_proj"]) == summary["layers"] == 6
     status, out, _ = run(capsys, "inspect", str(file))
     assert status == 0
     assert "mlp.up_proj" in out
+
+
+def test_replay_says_what_the_model_says_with_the_context(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """Rows of different lengths behind a prefix, in the dtype of the file."""
+    file = tmp_path / "rows.safetensors"
+    model, tokenizer = embedded.load()
+    model.bfloat16()
+    rows = [("mode ", "upper\n", "fmrp>FMR"), ("mode ", "flip\n", "bcdf>")]
+    prefix, context, kept = (
+        tokenizer(
+            list(texts),
+            padding=True,
+            padding_side=side,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        for texts, side in zip(zip(*rows, strict=True), ("left", "left", "right"), strict=True)
+    )
+
+    def following(text: str, kept: str) -> list[str]:
+        ids = tokenizer(text + kept, add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            found = model(ids).logits[0, -len(kept) :].argmax(-1).tolist()
+        return [tokenizer.decode([token]) for token in found]
+
+    with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
+        patch = patcher.compute(
+            context.input_ids,
+            kept.input_ids,
+            prefix_ids=prefix.input_ids,
+            context_mask=context.attention_mask.bool(),
+            kept_mask=kept.attention_mask.bool(),
+        )
+    patch.save(file)
+    status, out, _ = run(capsys, "replay", "--patch", str(file), "--json")
+    assert status == 0
+    shown = json.loads(out)["rows"]
+    assert [row["kept"] for row in shown] == [list(question) for *_, question in rows]
+    for row, (before, between, question) in zip(shown, rows, strict=True):
+        assert row["replayed"] == following(before + between, question)
+        assert row["without"] == following(before, question)
+        assert row["replayed"] != row["without"]
+    assert shown[0]["replayed"][-4:] == list("FMRP")
+    _, out, _ = run(capsys, "replay", "--patch", str(file))
+    assert "next without the context" in out and "'P'" in out
 
 
 def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -264,6 +311,7 @@ def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) ->
         (["verify", str(Path(__file__).parent)], 2, "there is no config.json in it"),
         (["inspect", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
         (["inspect", str(embedded.MODEL_DIR)], 2, "files there: model.safetensors"),
+        (["replay", "--patch", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
         (["verify", "--context-file", "/nowhere/at/all"], 2, "No such file"),
         (["verify", "--context", "a", "--keep-last", "9"], 2, "more than 10 tokens"),
         (["verify", "--chat"], 2, "chat template"),
@@ -395,7 +443,7 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    names = ("demo", "verify", "generate", "extract", "inspect")
+    names = ("demo", "verify", "generate", "extract", "inspect", "replay")
     names += ("fit", "apply", "export", "bench", "tune")
     assert tuple(re.findall(r"^    (\w+)", shown, re.M)) == names
 

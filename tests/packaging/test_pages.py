@@ -112,7 +112,7 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         assert main(arguments) == 0, arguments
         ran.append(arguments[0])
     static = ["fit", "generate", "apply", "export"]
-    usage = ["verify", "verify", "verify", "generate", "extract", "inspect"]
+    usage = ["verify", "verify", "verify", "generate", "extract", "inspect", "replay"]
     assert ran == [*static, *usage, "fit", "generate", "export"]
     assert (tmp_path / "figure.png").exists()
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,15 @@ Changes = dict[str, np.ndarray]
 Result = tuple[Changes, dict[str, Any]]
 
 
-def part_of(rank: int) -> static.Example:
-    """Questions 0, 1, 4, 5 or 2, 3, 6, 7: each stays in the fold that it has among all."""
-    example = random_example()
+# The questions of each process: each of them in the fold that it has among all; and with two that
+# both have, at other places.
+EACH_ONCE = ((0, 1, 4, 5), (2, 3, 6, 7))
+TWO_IN_BOTH = ((0, 1, 2, 3, 4), (3, 5, 6, 7, 0))
+
+
+def part_of(rank: int, parts: tuple[tuple[int, ...], ...] = EACH_ONCE) -> static.Example:
+    example, kept = random_example(), parts[rank]
     assert example.answers is not None
-    kept = [i for i in range(8) if i // 2 % 2 == rank]
     questions, answers = (tuple(x[i] for i in kept) for x in (example.questions, example.answers))
     return static.Example(example.context, questions, answers, example.prefix)
 
@@ -41,11 +46,13 @@ def result(patch: static.StaticPatch) -> Result:
     return changes, patch.report.to_json()
 
 
-def share(rank: int, folder: Path, resumed: bool, connection: Any) -> None:
+def join_group(rank: int, store: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / f'store{resumed}'}", rank=rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+
+def share(rank: int, connection: Any, folder: Path, resumed: bool = False) -> None:
+    join_group(rank, folder / f"store{resumed}")
     state = folder / f"state{rank}"
     if resumed and rank == 0:
         (state / "block-0001.safetensors").unlink()
@@ -56,10 +63,18 @@ def share(rank: int, folder: Path, resumed: bool, connection: Any) -> None:
     dist.destroy_process_group()
 
 
-def shared(folder: Path, resumed: bool = False) -> list[Result]:
+def share_questions(rank: int, connection: Any, folder: Path) -> None:
+    join_group(rank, folder / "store")
+    part = part_of(rank, TWO_IN_BOTH)
+    patch = static.fit(build("llama"), [part], group=dist.group.WORLD, **OPTIONS)
+    connection.send(result(patch))
+    dist.destroy_process_group()
+
+
+def results_of(target: Callable[..., None], *given: Any) -> list[Result]:
     pipes = [FORK.Pipe() for _ in range(2)]
     processes = [
-        FORK.Process(target=share, args=(rank, folder, resumed, pipes[rank][1])) for rank in (0, 1)
+        FORK.Process(target=target, args=(rank, pipes[rank][1], *given)) for rank in (0, 1)
     ]
     for process in processes:
         process.start()
@@ -83,7 +98,7 @@ def test_two_processes_give_the_fit_of_all_rows(tmp_path: Path) -> None:
     # preserved texts follow the questions: 0 and 1 are in the folds 0 and 1 in both
     expected, report = result(static.fit(model, [random_example()], preserve=TEXTS, **OPTIONS))
     half, _ = result(static.fit(model, [part_of(0)], preserve=TEXTS[:2], **OPTIONS))
-    results = shared(tmp_path)
+    results = results_of(share, tmp_path)
     for changes, own in results:
         assert difference(changes, expected) < TOLERANCE
         assert own["residual"] == pytest.approx(report["residual"], rel=TOLERANCE)
@@ -93,16 +108,23 @@ def test_two_processes_give_the_fit_of_all_rows(tmp_path: Path) -> None:
         assert own["ridges"] == report["ridges"]
     assert difference(half, expected) > 0.1
     # a block that is missing in one process is fitted again by both
-    for changes, _ in shared(tmp_path, resumed=True):
+    for changes, _ in results_of(share, tmp_path, True):
         assert difference(changes, results[0][0]) < TOLERANCE
+
+
+def test_questions_that_both_processes_have_are_in_one_fold(tmp_path: Path) -> None:
+    """As in one process, although each has them at another place."""
+    parts = [part_of(rank, TWO_IN_BOTH) for rank in (0, 1)]
+    expected, report = result(static.fit(build("llama"), parts, **OPTIONS))
+    for changes, own in results_of(share_questions, tmp_path):
+        assert difference(changes, expected) < TOLERANCE
+        assert own["held_out"] == pytest.approx(report["held_out"], rel=TOLERANCE)
+        assert own["ridges"] == report["ridges"]
 
 
 def failing(rank: int, folder: Path, fault: str, connection: Any) -> None:
     """A fit of two processes, the second of which fails."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
-    )
+    join_group(rank, folder / "store")
     example, options = part_of(rank), {**OPTIONS, "group": dist.group.WORLD}
 
     def stop(done: int, _total: int) -> None:

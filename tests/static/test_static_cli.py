@@ -152,6 +152,9 @@ def test_inspect_shows_a_static_patch(
     status, out, _ = run(capsys, "inspect", patch_file)
     assert status == 0
     assert "20 questions, cross-fitted" in out
+    status, _, err = run(capsys, "replay", "--patch", patch_file)
+    assert status == 2
+    assert "expected a patch of one change per token" in err
 
 
 @pytest.mark.parametrize(

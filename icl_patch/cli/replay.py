@@ -1,0 +1,90 @@
+"""``icl-patch replay``: a patch file's kept tokens without their context, each with its own changed
+weights.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from icl_patch.cli import common
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from icl_patch.patch.context_patch import ContextPatch
+
+HELP = "run the kept tokens of a patch file with their changed weights, without the context"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    common.add_model_of_patch(parser)
+    parser.add_argument(
+        "--patch", type=Path, metavar="FILE", required=True, help="as icl-patch extract writes it"
+    )
+    parser.set_defaults(seed=0)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print which token follows each kept token: without its context, and with its patch too."""
+    common.check_patch_file(options.patch)
+    common.import_torch()
+    with common.stage("importing transformers"):
+        from icl_patch.evaluation.report import table
+        from icl_patch.patch.context_patch import ContextPatch
+        from icl_patch.patch.serialization import DTYPES, read_file
+        from icl_patch.patcher import ContextPatcher
+
+    if read_file(options.patch)[0].get("kind") == "static":
+        raise ValueError(
+            f"expected a patch of one change per token, got the static patch {options.patch}:"
+            " icl-patch generate --patch uses it"
+        )
+    options.dtype = DTYPES[ContextPatch.load(options.patch).info.dtype]
+    model, tokenizer = common.load(options)
+    patch = ContextPatch.load(options.patch, model, tokenizer)
+    without = _next_without_context(model, patch)
+    with (
+        common.stage("attaching and replaying"),
+        ContextPatcher(model, patch.info.update, tokenizer=tokenizer) as patcher,
+    ):
+        following = patcher.forward(patch.kept_ids, patch).argmax(-1)
+
+    def texts(ids: Any) -> list[str]:
+        return [str(tokenizer.decode([token])) for token in ids.tolist()]
+
+    rows = [
+        {
+            "kept": texts(patch.kept_ids[row][kept]),
+            "without": texts(without[row]),
+            "replayed": texts(following[row][kept]),
+        }
+        for row, kept in enumerate(patch.kept_mask)
+    ]
+    columns = ["kept token", "next without the context", "next with its change of weights"]
+    shown = [
+        table(
+            f"{options.patch}, row {number}",
+            columns,
+            [list(map(repr, tokens)) for tokens in zip(*row.values(), strict=True)],
+        )
+        for number, row in enumerate(rows)
+    ]
+    common.print_result(options, {"patch": str(options.patch), "rows": rows}, *shown)
+    return 0
+
+
+def _next_without_context(model: "PreTrainedModel", patch: "ContextPatch") -> list[Any]:
+    """The likeliest next token (T,) int64 after each kept token of each row, by the unpatched model
+    without the context.
+    """
+    import torch
+
+    found = []
+    for row, kept in enumerate(patch.kept_mask):
+        prefix = patch.prefix_ids[row][patch.prefix_mask[row]]
+        ids = torch.cat([prefix, patch.kept_ids[row][kept]])[None].to(model.device)
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prefix) :]
+        found.append(logits.argmax(-1))
+    return found
