@@ -8,6 +8,7 @@ were. Shapes: B rows, S tokens so far, V vocabulary.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import MediaPositions, inputs, names_of, over_columns
 from icl_patch.models.forward_override import (
     Forward,
+    Overrides,
     is_plain_linear,
     linear_forward,
     overridable,
-    overriding,
     plain_linears,
 )
 from icl_patch.models.language_model import check_vocabulary
@@ -82,6 +83,10 @@ class DecodeStep:
     patch_index: Tensor
     arithmetic: str = MODEL
     for_inductor: bool = False
+
+    @cached_property
+    def _overrides(self) -> Overrides:
+        return Overrides([*self.linears, *self.fused])
 
     def for_compiler(self) -> "DecodeStep":
         """The same step for a compiler, which fuses small operations but cannot see into ours. An
@@ -151,7 +156,7 @@ class DecodeStep:
             else:
                 one_token = OneToken(self.inputs.mask, batch=batch)
                 stack.enter_context(restricted_attention(model, one_token))
-            stack.enter_context(overriding([*self.linears, *self.fused]))
+            stack.enter_context(self._overrides)
             if self.shared_inputs is not None:
                 stack.enter_context(self.shared_inputs.one_pass())
             head = model.get_output_embeddings()
@@ -160,7 +165,7 @@ class DecodeStep:
                 # (2B, 1, d) -> (B, 1, V).
                 forward = linear_forward(head) if is_plain_linear(head) else head.forward
                 reduced = forward if return_context_logits else lambda x: forward(x[-batch:])
-                stack.enter_context(overriding([(head, reduced)]))
+                stack.enter_context(Overrides([(head, reduced)]))
             yield
 
 

@@ -27,10 +27,10 @@ from icl_patch.models.attention_mask import Override
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
     Forward,
+    Overrides,
     is_plain_linear,
     linear_forward,
     overridable,
-    overriding,
     what_runs,
 )
 from icl_patch.models.language_model import vocabulary
@@ -111,7 +111,7 @@ class SharedCacheStreams:
             if block.mixture is not None
         ]
         ends = [(block.module, self._ending(block)) for block in blocks]
-        self._forwards: list[tuple[nn.Module, Forward]] = [*outputs, *mixtures, *ends]
+        self._overrides = Overrides([*outputs, *mixtures, *ends])
         self._model, self._traced = model, what_runs(model)
         # of a block that is its own mixture, the block
         self.invariant_modules = InvariantModules(
@@ -133,7 +133,7 @@ class SharedCacheStreams:
         """
         self._slot, self._context_only = slot, context_only
         try:
-            with _attending(self._alone), overriding(self._forwards):
+            with _attending(self._alone), self._overrides:
                 yield
         finally:
             self._reduced = self._slot = None

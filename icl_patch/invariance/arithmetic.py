@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.invariance.functions import ATTENTION, ROW_FUNCTIONS, Replacements, is_own
-from icl_patch.models.forward_override import Forward, overriding
+from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.models.recurrent_state import is_recurrent
 
 MODEL, BATCH_INVARIANT = "model", "batch_invariant"
@@ -98,26 +98,28 @@ class InvariantModules:
 
     def __init__(self, model: nn.Module, mixtures: Iterable[nn.Module]) -> None:
         self._model = model
-        self._found, self._is_complete = set(mixtures), False
+        self._found = set(mixtures)
+        self._overrides: Overrides | None = None  # of the modules found; None in the first step
+        self._forwards: dict[nn.Module, Forward] = {}  # theirs, within this step
         self._mode = _Replacing(ROW_FUNCTIONS)
         self._running: list[nn.Module] = []  # the modules that run, the innermost last
 
     @contextmanager
     def run(self) -> Iterator[None]:
         """Within this context a step runs in the arithmetic."""
-        if self._is_complete:
-            forwards = [(module, self._in_mode(module)) for module in self._found]
-            with _products(), overriding(forwards):
+        if self._overrides is not None:
+            self._forwards = {module: module.forward for module in self._found}
+            with _products(), self._overrides:
                 yield
             return
         reached: set[nn.Module] = set()
         modules = list(self._model.modules())
         noting = _Replacing(ROW_FUNCTIONS, lambda: self._found.add(self._running[-1]))
         followed = [(module, self._followed(module, reached)) for module in modules]
-        with _products(), noting, overriding(followed):
+        with _products(), noting, Overrides(followed):
             yield
         self._found.update(module for module in modules if module not in reached)
-        self._is_complete = True
+        self._overrides = Overrides((module, self._in_mode(module)) for module in self._found)
 
     def _followed(self, module: nn.Module, reached: set[nn.Module]) -> Forward:
         """The module's forward, which notes that it runs."""
@@ -135,9 +137,9 @@ class InvariantModules:
 
     def _in_mode(self, module: nn.Module) -> Forward:
         """The module's forward in the mode, which a module inside it does not enter again."""
-        forward = module.forward
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
+            forward = self._forwards[module]
             if self._running:
                 return forward(*args, **kwargs)
             self._running.append(module)

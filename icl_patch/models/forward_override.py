@@ -3,8 +3,7 @@ cheaper than a hook.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,35 +23,53 @@ def overridable(module: nn.Module) -> bool:
     return "forward" not in vars(module)
 
 
-@contextmanager
-def overriding(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
-    """Within this context each module runs the function beside it as its forward, in this thread.
+class Overrides:
+    """Within ``with`` each module runs the function beside it as its forward, in this thread.
 
-    Other threads, and this one afterwards, run the forward that was there before.
+    Other threads, and this one afterwards, run the forward that was there before. What every token
+    needs is made once and entered again: the functions are most of what a step leaves for Python's
+    garbage collector, and a collection takes as long as many steps. Not to be entered within
+    itself.
     """
-    done: list[tuple[dict[str, Any], Any]] = []
-    try:
+
+    def __init__(self, forwards: Iterable[tuple[nn.Module, Forward]]) -> None:
+        self._thread = [0]
+        self._places: list[tuple[nn.Module, Forward, list[Forward]]] = []
         for module, forward in forwards:
-            names = vars(module)
-            done.append((names, names.get("forward")))
-            names["forward"] = _in_this_thread(forward, module.forward)
-        yield
-    finally:
-        for names, before in reversed(done):
+            others: list[Forward] = [module.forward]
+            self._places.append((module, _choosing(self._thread, forward, others), others))
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        assert not self._before
+        self._thread[0] = threading.get_ident()
+        try:
+            for module, chosen, others in self._places:
+                names = vars(module)
+                others[0] = module.forward
+                self._before.append(names.get("forward"))
+                names["forward"] = chosen
+        except BaseException:  # an interrupt
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            names = vars(self._places[len(self._before) - 1][0])
+            before = self._before.pop()
             if before is None:
-                del names["forward"]
+                names.pop("forward", None)
             else:
                 names["forward"] = before
 
 
-def _in_this_thread(forward: Forward, others: Forward) -> Forward:
-    """``forward`` in this thread, ``others`` in any other one."""
-    thread = threading.get_ident()
+def _choosing(thread: list[int], forward: Forward, others: list[Forward]) -> Forward:
+    """``forward`` in that thread, ``others`` in any other one."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (forward if threading.get_ident() == thread else others)(*args, **kwargs)
+        return (forward if threading.get_ident() == thread[0] else others[0])(*args, **kwargs)
 
-    chosen.__wrapped__ = others  # type: ignore[attr-defined]  # inspect.signature looks there
+    chosen.__wrapped__ = others[0]  # type: ignore[attr-defined]  # inspect.signature looks there
     chosen.is_override = True  # type: ignore[attr-defined]
     return chosen
 

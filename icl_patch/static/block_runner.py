@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from icl_patch.models.forward_override import overriding
+from icl_patch.models.forward_override import Overrides
 from icl_patch.static.block_parts import BlockParts
 from icl_patch.static.examples import Row
 from icl_patch.static.processes import Processes
@@ -161,7 +161,7 @@ class BlockRunner:
         return self._forward(ids, [give(block) for block in self.blocks])[:, 0].float()
 
     def _forward(self, ids: Tensor, forwards: list[Any]) -> Tensor:
-        with overriding(zip(self.layers, forwards, strict=True)):
+        with Overrides(zip(self.layers, forwards, strict=True)):
             out: Tensor = self.model(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False
             ).logits

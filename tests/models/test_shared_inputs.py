@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from icl_patch import ops
-from icl_patch.models.forward_override import overriding
+from icl_patch.models.forward_override import Overrides
 from icl_patch.models.shared_inputs import SharedInputs
 
 
@@ -48,7 +48,7 @@ def linears(model: nn.Module) -> list[nn.Linear]:
 @torch.no_grad()
 def step(shared: SharedInputs, model: nn.Module, x: Tensor) -> Tensor:
     forwards = [(module, shared.forward_of(module)) for module in linears(model)]
-    with overriding(forwards), shared.one_pass():
+    with Overrides(forwards), shared.one_pass():
         return model(x)
 
 
