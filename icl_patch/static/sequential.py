@@ -252,6 +252,9 @@ class _BlockStep:
                     found[batch.fold] += some
                 else:
                     found[batch.fold] = some
+            for k in range(self.options.folds):
+                if k not in found:  # its rows are in other processes
+                    found[k] = moments(inputs[:0], targets[:0], weight[:0], dual)
             by_fold = summed(
                 [found[k] for k in range(self.options.folds)],
                 None if processes.group is None else processes.summed,

@@ -31,6 +31,7 @@ Result = tuple[Changes, dict[str, Any]]
 # both have, at other places.
 EACH_ONCE = ((0, 1, 4, 5), (2, 3, 6, 7))
 TWO_IN_BOTH = ((0, 1, 2, 3, 4), (3, 5, 6, 7, 0))
+ONE_FOLD_IN_ONE = ((0, 1, 2, 3, 4), (2, 4))
 
 
 def part_of(rank: int, parts: tuple[tuple[int, ...], ...] = EACH_ONCE) -> static.Example:
@@ -63,9 +64,11 @@ def share(rank: int, connection: Any, folder: Path, resumed: bool = False) -> No
     dist.destroy_process_group()
 
 
-def share_questions(rank: int, connection: Any, folder: Path) -> None:
+def share_questions(
+    rank: int, connection: Any, folder: Path, parts: tuple[tuple[int, ...], ...]
+) -> None:
     join_group(rank, folder / "store")
-    part = part_of(rank, TWO_IN_BOTH)
+    part = part_of(rank, parts)
     patch = static.fit(build("llama"), [part], group=dist.group.WORLD, **OPTIONS)
     connection.send(result(patch))
     dist.destroy_process_group()
@@ -112,11 +115,16 @@ def test_two_processes_give_the_fit_of_all_rows(tmp_path: Path) -> None:
         assert difference(changes, results[0][0]) < TOLERANCE
 
 
-def test_questions_that_both_processes_have_are_in_one_fold(tmp_path: Path) -> None:
-    """As in one process, although each has them at another place."""
-    parts = [part_of(rank, TWO_IN_BOTH) for rank in (0, 1)]
-    expected, report = result(static.fit(build("llama"), parts, **OPTIONS))
-    for changes, own in results_of(share_questions, tmp_path):
+@pytest.mark.parametrize("parts", [TWO_IN_BOTH, ONE_FOLD_IN_ONE])
+def test_questions_that_both_processes_have_are_in_one_fold(
+    parts: tuple[tuple[int, ...], ...], tmp_path: Path
+) -> None:
+    """As in one process, although each has them at another place, or one has those of one fold
+    alone.
+    """
+    examples = [part_of(rank, parts) for rank in (0, 1)]
+    expected, report = result(static.fit(build("llama"), examples, **OPTIONS))
+    for changes, own in results_of(share_questions, tmp_path, parts):
         assert difference(changes, expected) < TOLERANCE
         assert own["held_out"] == pytest.approx(report["held_out"], rel=TOLERANCE)
         assert own["ridges"] == report["ridges"]
