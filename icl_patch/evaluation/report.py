@@ -10,6 +10,7 @@ from typing import Any
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.architecture_suite import FamilyReport
@@ -25,15 +26,17 @@ _ENDS = {
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A table for a terminal, its values formatted by :func:`format_value`."""
+    """A table for a terminal, its values formatted by :func:`format_value`. Square brackets in them
+    are no markup: a token may be ``[/INST]``.
+    """
     rows = [[format_value(value) for value in row] for row in rows]
     note = FLOOR_NOTE if any("0 here" in row for row in rows) else None
-    result = Table(title=title, title_justify="left", title_style="bold")
+    result = Table(title=Text(title), title_justify="left", title_style="bold")
     result.caption, result.caption_justify = note, "left"
     for column in columns:
         result.add_column(column, overflow="fold")
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*map(Text, row))
     return result
 
 

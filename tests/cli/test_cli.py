@@ -654,6 +654,13 @@ def test_the_version_names_the_native_library() -> None:
     assert f"native library: {'yes' if native.is_loaded else 'no'}" in shown
 
 
+def test_tokens_in_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture) -> None:
+    shown = report.table("a[/b].safetensors", ["kept", "next"], [["'[/INST]'", "'[red]'"]])
+    common.print_result(argparse.Namespace(json=False), {}, shown)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("a[/b].safetensors", "'[/INST]'", "'[red]'"))
+
+
 def test_a_noise_floor_of_zero_is_no_promise() -> None:
     rows = report.table("t", ["floor"], [[report.format_floor(0.0)]])
     shown = report.to_markdown([rows])
