@@ -28,7 +28,7 @@ from icl_patch.static.examples import (
     question_numbers,
     rows_of,
 )
-from icl_patch.static.fit_state import FitState, RidgeOptions
+from icl_patch.static.fit_state import FitState, RidgeOptions, digest
 from icl_patch.static.plan import AUTO_RANKS, Plan, Size, plan_distillation, plan_ridge
 from icl_patch.static.processes import Processes
 from icl_patch.static.report import Quality, StaticReport, ends_with_context, measure, spread
@@ -102,11 +102,12 @@ def fit(
         on_plan: called with the :class:`Plan` before the fit starts.
         progress: called with (done, total).
         group: the processes of ``torch.distributed`` that make one ridge fit together: each gives
-            examples and preserved texts of its own, and a ``state`` folder of its own; all other
-            arguments are the same. S and C of a matrix are summed over the processes before it is
-            solved, so all get the patch and the report of all rows. Equal questions of several
-            processes are in the same fold. All give ``held_out``, or none. If one process raises an
-            error, the others raise a ``ProcessError``.
+            examples and preserved texts of its own, and a ``state`` folder of its own, which serves
+            only with the same examples in all of them; all other arguments are the same. S and C of
+            a matrix are summed over the processes before it is solved, so all get the patch and the
+            report of all rows. Equal questions of several processes are in the same fold. All give
+            ``held_out``, or none. If one process raises an error, the others raise a
+            ``ProcessError``.
         hidden_folder: a folder on a disk, to which a ridge fit writes the hidden states of all
             tokens between the blocks, its targets and the masks; by default they are in memory. The
             plan tells their size.
@@ -309,10 +310,11 @@ class _Job:
     ) -> tuple[dict[str, LowRank], StaticReport]:
         rows = [*self.rows, *self.preserve]
         batches = make_batches(self.runner, rows, self._folds_of(rows), self.kappa)
+        digests = self.runner.processes.gathered(digest(rows))
         known = None
         if state is not None:
             fingerprint = StaticInfo.of(self.model, None, "ridge").fingerprint
-            known = FitState.of(state, str(fingerprint), rows, options, self.kappa)
+            known = FitState.of(state, str(fingerprint), digests, options, self.kappa)
         fits = fit_blocks(self.runner, batches, options, known, progress)
         changes = {
             f"{block.path}.{path}": change

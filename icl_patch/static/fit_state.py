@@ -61,6 +61,15 @@ class BlockFit:
         )
 
 
+def digest(rows: Sequence[Row]) -> str:
+    """SHA-256 of rows."""
+    return _sha256([asdict(row) for row in rows])
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class FitState:
     """A folder with a file for each finished block.
@@ -68,7 +77,7 @@ class FitState:
     Attributes:
         folder: where the files are; it is made when the first one is written.
         fingerprint: of the model's weights.
-        data: SHA-256 of the rows and the options.
+        data: SHA-256 of the rows of all processes, and of the options.
     """
 
     folder: Path
@@ -80,14 +89,12 @@ class FitState:
         cls,
         folder: str | os.PathLike[str],
         fingerprint: str,
-        rows: Sequence[Row],
+        rows: Sequence[str],
         options: RidgeOptions,
         kappa: float,
     ) -> "FitState":
-        """The state of a fit of these rows."""
-        description = [[asdict(row) for row in rows], asdict(options), kappa]
-        digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
-        return cls(Path(folder), fingerprint, digest)
+        """The state of a fit; rows: the :func:`digest` of each process's."""
+        return cls(Path(folder), fingerprint, _sha256([rows, asdict(options), kappa]))
 
     def _file(self, index: int) -> Path:
         return self.folder / f"block-{index:04d}.safetensors"

@@ -74,7 +74,22 @@ def share_questions(
     dist.destroy_process_group()
 
 
-def results_of(target: Callable[..., None], *given: Any) -> list[Result]:
+def change_questions(rank: int, connection: Any, folder: Path) -> None:
+    """A fit with a state, and another one that gives the second process a question less."""
+    join_group(rank, folder / "store")
+    said = "nothing"
+    for name, parts in (("first", EACH_ONCE), ("second", (EACH_ONCE[0], EACH_ONCE[1][:3]))):
+        state = folder / ("both" if rank == 0 else name)
+        options = {**OPTIONS, "group": dist.group.WORLD, "state": state}
+        try:
+            static.fit(build("llama"), [part_of(rank, parts)], **options)
+        except (ValueError, RuntimeError) as error:
+            said = f"{name} {type(error).__name__} {error}"
+    connection.send(said)
+    dist.destroy_process_group()
+
+
+def results_of(target: Callable[..., None], *given: Any) -> list[Any]:
     pipes = [FORK.Pipe() for _ in range(2)]
     processes = [
         FORK.Process(target=target, args=(rank, pipes[rank][1], *given)) for rank in (0, 1)
@@ -128,6 +143,12 @@ def test_questions_that_both_processes_have_are_in_one_fold(
         assert difference(changes, expected) < TOLERANCE
         assert own["held_out"] == pytest.approx(report["held_out"], rel=TOLERANCE)
         assert own["ridges"] == report["ridges"]
+
+
+def test_a_state_is_of_the_questions_of_all_processes(tmp_path: Path) -> None:
+    own, other = results_of(change_questions, tmp_path)
+    assert own.startswith("second ValueError expected blocks of these examples and options")
+    assert other.startswith("second ProcessError") and "an error in process 0" in other
 
 
 def failing(rank: int, folder: Path, fault: str, connection: Any) -> None:
