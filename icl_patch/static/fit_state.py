@@ -105,8 +105,10 @@ class FitState:
         tensors = {}
         for name, changes in (("all", fitted.changes), *self._folds(fitted)):
             for path, change in changes.items():
-                tensors[f"{name}.{path}.u"] = change.u.contiguous().cpu()
-                tensors[f"{name}.{path}.v"] = change.v.contiguous().cpu()
+                # of one fold both are the same tensor, which a file cannot hold twice
+                for part, x in (("u", change.u), ("v", change.v)):
+                    copied = x.clone(memory_format=torch.contiguous_format)
+                    tensors[f"{name}.{path}.{part}"] = copied.cpu()
         header: dict[str, Any] = {
             "kind": _KIND,
             "fingerprint": self.fingerprint,

@@ -206,9 +206,10 @@ def test_masks_are_in_the_plan() -> None:
     assert plans[1].hidden_nbytes - plans[0].hidden_nbytes == 8 * 4 * (12**2 + 7**2)
 
 
-def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("folds", [1, 2])
+def test_a_stopped_fit_goes_on(folds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = build("llama"), random_example()
-    whole = fit(model, [example], "ridge", rank=2)
+    whole = fit(model, [example], "ridge", rank=2, folds=folds)
     done: list[int] = []
 
     def stop(at: int, _total: int) -> None:
@@ -216,11 +217,11 @@ def test_a_stopped_fit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(model, [example], "ridge", rank=2, state=tmp_path, progress=stop)
+        fit(model, [example], "ridge", rank=2, folds=folds, state=tmp_path, progress=stop)
     assert len(list(tmp_path.iterdir())) == 2
     solve = _BlockStep.fit
     monkeypatch.setattr(_BlockStep, "fit", lambda step: done.append(step.index) or solve(step))
-    resumed = fit(model, [example], "ridge", rank=2, state=tmp_path)
+    resumed = fit(model, [example], "ridge", rank=2, folds=folds, state=tmp_path)
     assert done == [2]
     for path, change in whole.changes.items():
         assert torch.equal(change.u, resumed.changes[path].u)
