@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -339,14 +340,14 @@ class _Job:
         return changes, self._on_held_out(changes, report)
 
     def _folds_of(self, rows: Sequence[Row]) -> list[int]:
-        """The fold of each row, among those of all processes: equal questions share one, wherever
-        they are.
+        """The fold of each row: equal questions share one, wherever they are.
+
+        The preserved texts of all processes follow the questions of all, as in one process.
         """
-        processes = self.runner.processes
-        everywhere = processes.gathered([row.question for row in rows])
-        before = sum(map(len, everywhere[: processes.rank]))
-        numbers = question_numbers(chain.from_iterable(everywhere))
-        return [number % self.folds for number in numbers[before:][: len(rows)]]
+        everywhere = self.runner.processes.gathered([row.question for row in rows])
+        questions = sorted(chain.from_iterable(everywhere), key=itemgetter(0))
+        numbers = dict(zip(questions, question_numbers(questions), strict=True))
+        return [numbers[row.question] % self.folds for row in rows]
 
     def _on_held_out(self, changes: dict[str, LowRank], report: StaticReport) -> StaticReport:
         """The report with the patch measured on the examples given for that, if there are any."""
