@@ -6,7 +6,7 @@ were. Shapes: B rows, S tokens so far, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -150,23 +150,26 @@ class DecodeStep:
         ``context_only`` the head gets the context stream alone, because both have the same bits.
         """
         model = self.decoder.attached.model
-        with ExitStack() as stack:
-            if self.streams is not None:
-                stack.enter_context(self.streams.run(self.inputs.slot, context_only=context_only))
-            else:
-                one_token = OneToken(self.inputs.mask, batch=batch)
-                stack.enter_context(restricted_attention(model, one_token))
-            stack.enter_context(self._overrides)
-            if self.shared_inputs is not None:
-                stack.enter_context(self.shared_inputs.one_pass())
-            head = model.get_output_embeddings()
-            if overridable(head):
-                # The head is the widest matrix of all: run it only on the rows that need logits,
-                # (2B, 1, d) -> (B, 1, V).
-                forward = linear_forward(head) if is_plain_linear(head) else head.forward
-                reduced = forward if return_context_logits else lambda x: forward(x[-batch:])
-                stack.enter_context(Overrides([(head, reduced)]))
+        attention: AbstractContextManager[None]
+        if self.streams is not None:
+            attention = self.streams.run(self.inputs.slot, context_only=context_only)
+        else:
+            attention = restricted_attention(model, OneToken(self.inputs.mask, batch=batch))
+        shared = nullcontext() if self.shared_inputs is None else self.shared_inputs.one_pass()
+        # not by an ExitStack: an interrupt between entering and noting would leave the forwards
+        with attention, self._overrides, shared, self._head(batch, return_context_logits):
             yield
+
+    def _head(self, batch: int, return_context_logits: bool) -> Overrides:
+        """The head is the widest matrix of all: it runs only on the rows that need logits,
+        (2B, 1, d) -> (B, 1, V).
+        """
+        head = self.decoder.attached.model.get_output_embeddings()
+        if not overridable(head):
+            return Overrides(())
+        forward = linear_forward(head) if is_plain_linear(head) else head.forward
+        reduced = forward if return_context_logits else lambda x: forward(x[-batch:])
+        return Overrides([(head, reduced)])
 
 
 @dataclass(frozen=True, eq=False)

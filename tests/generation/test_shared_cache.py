@@ -4,6 +4,8 @@ stream would be noticed.
 
 import gc
 import re
+import sys
+from types import FrameType
 
 import pytest
 import torch
@@ -275,3 +277,37 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
         assert cache == batch * 42 * 2 * 2 * 128 * 2 * 4
         beyond = held() - before - cache - decoded.logits.untyped_storage().nbytes()
     assert beyond <= 0.01 * parameters, (beyond, parameters)
+
+
+def test_an_interrupt_before_the_model_runs_leaves_no_forward() -> None:
+    """At each of our calls, and of contextlib's, while a step replaces the forwards."""
+    model = build("llama")
+    places = "contextlib.py", "forward_override.py", "shared_cache.py", "decode_step.py"
+    calls, at, ran = 0, 0, False
+    model.model.embed_tokens.register_forward_pre_hook(lambda *_: sys.setprofile(None))
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.endswith(places)
+        if calls == at:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with ContextPatcher(model, "stable") as patcher:
+
+        def generated(interrupted: bool = False) -> list[int]:
+            steps = patcher.generate(IDS, max_new_tokens=2, mode="shared_cache")
+            if interrupted:
+                sys.setprofile(interrupt)
+            return [token for step in steps for token in step.token_ids.tolist()]
+
+        before = [vars(module).get("forward") for module in model.modules()]
+        expected = generated()
+        while not ran:
+            calls, at = 0, at + 1
+            try:
+                generated(interrupted=True)
+                ran = True
+            except KeyboardInterrupt:
+                assert [vars(module).get("forward") for module in model.modules()] == before, at
+        assert at > 20 and generated() == expected
