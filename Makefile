@@ -3,7 +3,7 @@ PYTHON ?= python3
 SOURCES := $(shell find icl_patch triton_kernels csrc bench tools -type f ! -name '*.pyc' ! -name '*.so' ! -path 'bench/results/*' | sort)
 RUN := build/python
 RESULTS := $(or $(ICL_RESULTS),bench/results)
-# The tests start a hundred processes: without bytecode each would compile torch and transformers anew.
+# The tests start a hundred processes. Without bytecode each compiles torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

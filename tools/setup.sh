@@ -35,8 +35,8 @@ else
     if ! cmp -s requirements.txt .venv/requirements.txt; then
         echo "setup: installing the pinned requirements into .venv" >&2
         # without bytecode of modules that are never imported, half a minute's work
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt ||
-            fail "installing requirements.txt failed; see above"
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+            -r requirements.txt || fail "installing requirements.txt failed; see above"
         cp requirements.txt .venv/requirements.txt
     fi
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . ||

@@ -97,7 +97,7 @@ def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:
     if options.model is not None:
         options.dtype = DTYPES[patch.info.dtype]
         model, tokenizer = common.load(options)
-        type(patch).load(options.file, model, tokenizer)
+        patch.fitted_to(model, tokenizer)
         return tokenizer
     where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model
     try:

@@ -40,9 +40,10 @@ def run(options: argparse.Namespace) -> int:
             f"expected a patch of one change per token, got the static patch {options.patch}:"
             " icl-patch generate --patch uses it"
         )
-    options.dtype = DTYPES[ContextPatch.load(options.patch).info.dtype]
+    patch = ContextPatch.load(options.patch)
+    options.dtype = DTYPES[patch.info.dtype]
     model, tokenizer = common.load(options)
-    patch = ContextPatch.load(options.patch, model, tokenizer)
+    patch = patch.fitted_to(model, tokenizer)
     without = _next_without_context(model, patch)
     with (
         common.stage("attaching and replaying"),

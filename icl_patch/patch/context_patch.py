@@ -369,13 +369,21 @@ class ContextPatch:
         patch = cls(
             info=info, layers=layers, layer_indices=tuple(header["layers"]), blocks=blocks, **ids
         )
+        return patch.fitted_to(model, tokenizer)
+
+    def fitted_to(
+        self, model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> "ContextPatch":
+        """This patch, checked against the given ones, on the model's device; raises as
+        :meth:`load`.
+        """
         if tokenizer is not None:
-            patch.check_tokenizer(tokenizer_fingerprint(tokenizer))
-        if model is not None:
-            patch.check_model(model)
-            check_fit(patch, model)
-            patch = patch.to(model.device)
-        return patch
+            self.check_tokenizer(tokenizer_fingerprint(tokenizer))
+        if model is None:
+            return self
+        self.check_model(model)
+        check_fit(self, model)
+        return self.to(model.device)
 
     def check_tokenizer(self, fingerprint: str) -> None:
         """Raises FingerprintMismatch if the patch records another tokenizer than this hash."""

@@ -93,11 +93,11 @@ def distill(
     questions none is, and the last step counts.
     """
     numbers = question_numbers(row.question for row in rows)
-    count = len(set(numbers))
+    count = len(numbers)
     if not held_out and count >= _HELD_OUT_OF:
         every = max(_HELD_OUT_OF, math.ceil(count / _MOST_HELD_OUT))
-        held_out = [row for row, number in zip(rows, numbers, strict=True) if number % every == 0]
-        rows = [row for row, number in zip(rows, numbers, strict=True) if number % every]
+        held_out = [row for row in rows if numbers[row.question] % every == 0]
+        rows = [row for row in rows if numbers[row.question] % every]
     changes = _first(runner, paths, rank, options.seed, start)
     training = _Training(runner, changes, rows, preserve, kappa, options)
     return training.run(held_out, state, progress)

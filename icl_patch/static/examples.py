@@ -279,10 +279,9 @@ def rows_of(examples: Sequence[Example]) -> list[Row]:
     return rows
 
 
-def question_numbers(questions: Iterable[tuple[bool, Tokens]]) -> list[int]:
+def question_numbers(questions: Iterable[tuple[bool, Tokens]]) -> dict[tuple[bool, Tokens], int]:
     """A number for each :attr:`Row.question`; equal ones share it, and so their fold."""
-    known: dict[tuple[bool, Tokens], int] = {}
-    return [known.setdefault(question, len(known)) for question in questions]
+    return {question: number for number, question in enumerate(dict.fromkeys(questions))}
 
 
 def preserved_rows(texts: Sequence[Sequence[int]]) -> list[Row]:

@@ -345,8 +345,7 @@ class _Job:
         The preserved texts of all processes follow the questions of all, as in one process.
         """
         everywhere = self.runner.processes.gathered([row.question for row in rows])
-        questions = sorted(chain.from_iterable(everywhere), key=itemgetter(0))
-        numbers = dict(zip(questions, question_numbers(questions), strict=True))
+        numbers = question_numbers(sorted(chain.from_iterable(everywhere), key=itemgetter(0)))
         return [numbers[row.question] % self.folds for row in rows]
 
     def _on_held_out(self, changes: dict[str, LowRank], report: StaticReport) -> StaticReport:

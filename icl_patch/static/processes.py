@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class ProcessError(RuntimeError):
@@ -25,7 +25,6 @@ class Processes:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.rank = 0 if group is None else dist.get_rank(group)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the processes, in its own memory.
@@ -38,7 +37,7 @@ class Processes:
             self._reduce(x)
         return x
 
-    def gathered(self, value: T) -> list[T]:
+    def gathered(self, value: _T) -> list[_T]:
         """The values of all processes, in the order of their ranks.
 
         Raises:
@@ -83,7 +82,7 @@ class Processes:
         each sum, so that a process that fails is heard wherever the others are.
         """
         flags = torch.zeros(dist.get_world_size(self.group), device=self.device)
-        flags[self.rank] = float(failed)
+        flags[dist.get_rank(self.group)] = float(failed)
         self._reduce(flags)
         others = [rank for rank, flag in enumerate(flags.tolist()) if flag]
         if others:

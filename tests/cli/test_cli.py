@@ -206,7 +206,9 @@ def test_json_has_no_word_for_what_is_not_finite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])
-def test_extract_then_inspect(capsys: pytest.CaptureFixture, tmp_path: Path, update: str) -> None:
+def test_extract_then_inspect_and_replay(
+    capsys: pytest.CaptureFixture, tmp_path: Path, update: str
+) -> None:
     file = tmp_path / "context.safetensors"
     prompt = embedded.held_out_prompts("recall", 1)[0]
     command = [
@@ -231,6 +233,9 @@ def test_extract_then_inspect(capsys: pytest.CaptureFixture, tmp_path: Path, upd
     summary = json.loads(out)
     assert status == 0
     assert summary["kept_text"] == [prompt.question]
+    status, out, _ = run(capsys, "replay", "--patch", str(file), "--device", "cpu", "--json")
+    assert status == 0
+    assert json.loads(out)["rows"][0]["replayed"][-1] == prompt.answer[0]
     assert len(summary["norms"]["mlp.gate_proj"]) == summary["layers"] == 6
     status, out, _ = run(capsys, "inspect", str(file))
     assert status == 0
