@@ -7,7 +7,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress mutants kernels bits bits-compare bench bench-compare sweep figures papers static gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -20,14 +20,14 @@ build/interpreter: FORCE
 $(RUN): build/interpreter requirements.txt pyproject.toml setup.py $(SOURCES)
 	@sh tools/setup.sh "$(PYTHON)"
 
-demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof
-	$(RUN) -m icl_patch demo
+demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof; MODEL=FOLDER: on that model, with chats
+	$(RUN) -m icl_patch demo $(if $(MODEL),--model "$(MODEL)")
 
 # Apart from the rest: transformers imports torchao wherever it finds it, which prints to every command.
 build/torchao: | $(RUN)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao==0.18.0 || echo "test: no torchao, its tests will skip"
 
-test: $(RUN) build/torchao build/peft ## the whole test suite, on as many cores as there are
+test: $(RUN) build/torchao build/peft build/gguf ## the whole test suite, on as many cores as there are
 	$(RUN) -m pytest $$($(RUN) -c 'import xdist; print("-n auto --dist worksteal")' 2>/dev/null)
 
 build/oldest/installed: pyproject.toml
@@ -49,6 +49,18 @@ build/universalmutator: | $(RUN)
 
 mutants: $(RUN) build/universalmutator build/torchao build/peft ## plant faults one at a time and run the tests that should notice each, for at most half an hour; resumes a stopped run; MUTANTS=--fresh
 	PYTHONPATH=build/universalmutator $(RUN) tools/mutants.py $(MUTANTS)
+
+# Apart from the rest, as torchao: only tools/real_model.py needs them.
+build/gguf: | $(RUN)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ gguf==0.19.0 accelerate==1.15.0 || echo "real-model: no gguf, without which no model can be made" >&2
+
+real-model: $(RUN) build/gguf ## fetch SmolLM2-135M-Instruct, once, and print its folder; MODEL=FOLDER: put it there
+	@PYTHONPATH=build/gguf $(RUN) tools/real_model.py $(MODEL)
+
+real: $(RUN) $(if $(MODEL),,build/gguf) ## exact patches on a real model, 5,000 tokens and more in each dtype, then the papers' experiments on it; resumes a stopped run; MODEL=FOLDER: another model; REAL=--short
+	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
+	OMP_NUM_THREADS=1 $(RUN) tools/real_steps.py "$$model" --out $(if $(MODEL)$(REAL),build/real/exact.json,docs/data/real-exact.json) $(REAL) && \
+	$(RUN) examples/papers/real_experiments.py "$$model" $(if $(MODEL)$(REAL),$(if $(REAL),--quick),--out docs/papers)
 
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time, and estimates of bandwidth; fails if one spills
 	$(RUN) tools/kernel_resources.py

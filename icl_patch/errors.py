@@ -27,3 +27,13 @@ class PatchFormatError(ValueError):
 
 class FingerprintMismatch(ValueError):
     """A well-formed patch was computed with other weights, another dtype or another tokenizer."""
+
+
+class ExactnessWarning(UserWarning):
+    """An exact patch was replayed, and its logits differ from those of the run that it promises to
+    reproduce bit for bit.
+    """
+
+
+class SlowerStepsWarning(UserWarning):
+    """The faster mode of an update's decode steps does not work for this model."""

@@ -381,7 +381,8 @@ class ContextPatcher:
                 eager step up to rounding.
             patches: whether the steps keep the factors of their patches.
             check_every: replay every N-th step without context and report the difference as
-                ``step.check``; 0 for never.
+                ``step.check``. Exact steps are replayed unasked, with 0: the first one, and then as
+                many as take at most 2 % of the time.
             prefill_chunk: the number of context tokens per pass; all at once by default.
             arithmetic: of exact steps. ``"model"``: bit-identical to the unmodified model, in two
                 passes. ``"batch_invariant"``: bit-identical to the same model with batch-invariant

@@ -20,7 +20,8 @@ from icl_patch.evaluation.report import format_value, percent, support_markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-UPDATES = ("exact", "stable", "direct")
+UPDATES = {"exact": "`exact`", "stable": "`stable`, `direct`"}
+"""Rows of the table of fidelity; the closed forms are one where blocks end in a matrix."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 STEPS = {
     "`exact`": "recompute and apply, exact",
@@ -59,17 +60,34 @@ def memory() -> str:
 
 
 def fidelity() -> str:
-    """The replays of Figure 4's experiment, from docs/papers/goldwaser-4.json."""
-    record = json.loads((ROOT / "docs/papers/goldwaser-4.json").read_text(encoding="utf-8"))
-    groups = {(group["update"], group["dtype"]): group for group in record["groups"]}
+    """Replays on a pretrained model, from the report of ``make demo MODEL=FOLDER``."""
+    reports = {(report["update"], report["dtype"]): report for report in _demo()["verify"]}
     rows = []
-    for update in UPDATES:
+    for update, name in UPDATES.items():
         for dtype, short in DTYPES.items():
-            group = groups[update, dtype]
-            errors = [group["linf"]["max"], group["noise_floor"]["linf_max"]]
-            shares = [percent(group[name]) for name in ("token_match", "bit_identical")]
-            rows.append([f"`{update}`", short, *shares, *map(format_value, errors)])
+            report = reports[update, dtype]
+            shares = [percent(report[name]) for name in ("token_match", "bit_identical")]
+            errors = [report["linf_max"], report["noise_floor"]["linf_max"]]
+            rows.append([name, short, *shares, *map(format_value, errors)])
     columns = ["update", "dtype", "same token", "bit-identical logits", "largest error", "noise"]
+    return _table(columns, rows)
+
+
+def _demo() -> dict[str, Any]:
+    """The report of ``make demo MODEL=FOLDER`` on SmolLM2-135M-Instruct."""
+    record: dict[str, Any] = json.loads((ROOT / "docs/data/demo.json").read_text(encoding="utf-8"))
+    return record
+
+
+def chat() -> str:
+    """The chats of the same report."""
+    names = ("context", "question", "with_context", "without", "patched")
+    rows = [
+        [" ".join(answer[name].split()) for name in names]
+        for answer in _demo()["answers"]
+        if answer["kind"] == "chat"
+    ]
+    columns = ["system message", "question", "with it", "without", "without it, but patched"]
     return _table(columns, rows)
 
 
@@ -95,9 +113,12 @@ def speed() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
-    "README.md": {"memory": memory, "fidelity": fidelity, "speed": speed},
+    "README.md": {"chat": chat, "fidelity": fidelity, "speed": speed},
     "docs/models.md": {"families": support_markdown},
-    "docs/performance.md": {"benchmarks": lambda: summary_markdown(RESULTS)},
+    "docs/performance.md": {
+        "benchmarks": lambda: summary_markdown(RESULTS),
+        "memory": memory,
+    },
 }
 
 

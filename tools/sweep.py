@@ -2,6 +2,7 @@
 
     build/python tools/sweep.py                 # all types and variants; hours on one core
     build/python tools/sweep.py llama gemma2    # these types, again
+    build/python tools/sweep.py --realistic     # with the features of trained weights, into build/
 
 Every type runs in a process of its own with a time limit. A cell is one update on one scenario of
 one type. It is written to ``docs/model_classes.jsonl`` as soon as it is known, and a second call
@@ -20,6 +21,7 @@ import inspect
 import json
 import multiprocessing
 import re
+import sys
 import time
 import warnings
 from collections import Counter
@@ -43,6 +45,7 @@ from icl_patch.tolerances import noise_limit
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
+REALISTIC_CELLS = ROOT / "build/realistic_classes.jsonl"
 VOCABULARY = 97
 UPDATES = ("direct", "stable", "exact")
 
@@ -104,8 +107,8 @@ def parts_of(config_class: Any) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if dataclasses.is_dataclass(part)}
 
 
-def build(model_type: str, changes: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """A small random model of a type, in eval mode."""
+def build(model_type: str, changes: dict[str, Any]) -> PreTrainedModel:
+    """A small random model of a type in fp32, in eval mode."""
     config_class: Any = CONFIG_MAPPING[model_type]
     settings = {**SETTINGS["types"].get(model_type, {}), **changes}
     attention = settings.pop("attn_implementation", "sdpa")
@@ -117,8 +120,24 @@ def build(model_type: str, changes: dict[str, Any], dtype: torch.dtype) -> PreTr
     if part is not None:  # transformers' own mapping does not build this class
         language_model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
         model = language_model(getattr(config, part))
-        return randomised(model, dtype)
-    return randomised(with_attention(AutoModelForCausalLM, config, attention), dtype)
+        return randomised(model, torch.float32)
+    return randomised(with_attention(AutoModelForCausalLM, config, attention), torch.float32)
+
+
+def prepare(model: PreTrainedModel, dtype: torch.dtype, realistic: bool) -> tuple[int, ...]:
+    """Put a model into a dtype, with realistic weights first if asked for; the tokens that these
+    mark, see ``tests/support/realistic_weights.py``.
+    """
+    if not realistic:
+        untyped: Any = model  # transformers' `to` has another signature
+        untyped.to(dtype)
+        return ()
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support import realistic_weights
+
+    features = realistic_weights.realistic(model)
+    realistic_weights.to_dtype(model, dtype, features)
+    return features.triggers
 
 
 # -- cells
@@ -157,13 +176,19 @@ def padded(parts: list[Tensor], left: bool) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def measure(model: PreTrainedModel, update: str, scenario: Scenario) -> dict[str, Any]:
-    """One cell: the result, the replay's error and the noise floor."""
+def measure(
+    model: PreTrainedModel, update: str, scenario: Scenario, first: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """One cell: the result, the replay's error and the noise floor; rows start with one of the
+    tokens ``first``, if there are any.
+    """
     generator = torch.Generator().manual_seed(1)
     parts = [
         [torch.randint(3, VOCABULARY - 9, (n,), generator=generator) for n in lengths]
         for lengths in (scenario.prefix, scenario.context, scenario.kept)
     ]
+    for row in parts[0] if scenario.prefix[0] else parts[1]:
+        row[: len(first[:1])] = torch.tensor(first[:1])
     rows = [torch.cat(row) for row in zip(*parts, strict=True)]
     (prefix, prefix_mask), (context, _), (kept, kept_mask) = (
         padded(part, left) for part, left in zip(parts, (True, True, False), strict=True)
@@ -263,20 +288,23 @@ def bits(
     return {"result": "right" if same else "wrong", **cell}
 
 
-def cells_of(model_type: str, changes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def cells_of(
+    model_type: str, changes: dict[str, Any], realistic: bool = False
+) -> Iterator[dict[str, Any]]:
     """All cells of a type."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    models: dict[torch.dtype, PreTrainedModel] = {}
+    models: dict[torch.dtype, tuple[PreTrainedModel, tuple[int, ...]]] = {}
     for name, scenario in SCENARIOS.items():
         for update in UPDATES if scenario.dtype is torch.float32 else ("exact",):
             cell: dict[str, Any] = {"scenario": name, "update": update}
             try:
                 if scenario.dtype not in models:
-                    models[scenario.dtype] = build(model_type, changes, scenario.dtype)
-                    check_language_model(models[scenario.dtype])
+                    model = build(model_type, changes)
+                    models[scenario.dtype] = model, prepare(model, scenario.dtype, realistic)
+                    check_language_model(model)
                     with torch.no_grad():
-                        models[scenario.dtype](torch.tensor([[3, 4, 5]]))
+                        model(torch.tensor([[3, 4, 5]]))
             except UnsupportedModelError as error:
                 yield {**cell, "result": "refused", "text": str(error)[:500]}
                 return
@@ -285,7 +313,8 @@ def cells_of(model_type: str, changes: dict[str, Any]) -> Iterator[dict[str, Any
                 yield {**cell, "result": "not built", "text": text[:500]}
                 return
             try:
-                yield cell | measure(models[scenario.dtype], update, scenario)
+                model, first = models[scenario.dtype]
+                yield cell | measure(model, update, scenario, first)
             except ControllabilityError as error:
                 yield {**cell, "result": "uncontrollable", "text": str(error)[:500]}
             except (UnsupportedModelError, ValueError) as error:
@@ -298,12 +327,12 @@ def cells_of(model_type: str, changes: dict[str, Any]) -> Iterator[dict[str, Any
 # -- processes
 
 
-def run(key: dict[str, str], changes: dict[str, Any], out: Path) -> None:
+def run(key: dict[str, str], changes: dict[str, Any], out: Path, realistic: bool) -> None:
     """In a process of its own: write the cells of a type as they are made."""
     torch.set_num_threads(1)
     start = time.monotonic()
     with out.open("a") as file:
-        for cell in cells_of(key["type"], changes):
+        for cell in cells_of(key["type"], changes, realistic):
             short = {k: float(f"{v:.1e}") if isinstance(v, float) else v for k, v in cell.items()}
             file.write(json.dumps({**key, **short}) + "\n")
             file.flush()
@@ -396,8 +425,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*", help="these types alone, again")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one type")
-    parser.add_argument("--out", type=Path, default=CELLS)
+    parser.add_argument("--realistic", action="store_true", help="with features of trained weights")
+    parser.add_argument("--out", type=Path, help="the file of the cells")
     options = parser.parse_args()
+    options.out = options.out or (REALISTIC_CELLS if options.realistic else CELLS)
+    options.out.parent.mkdir(exist_ok=True)
     cells = [cell for cell in read(options.out) if cell["type"] not in options.types]
     done = {(cell["type"], cell["variant"]) for cell in cells if "seconds" in cell}
     cells = [cell for cell in cells if (cell["type"], cell["variant"]) in done]
@@ -405,13 +437,17 @@ def main() -> None:
     for key, changes in jobs():
         chosen = not options.types or key["type"] in options.types
         if chosen and (key["type"], key["variant"]) not in done:
-            run_apart(key, changes, options.out, options.limit)
+            run_apart(key, changes, options.out, options.limit, options.realistic)
     options.out.with_suffix(".md").write_text(page(read(options.out)))
 
 
-def run_apart(key: dict[str, str], changes: dict[str, Any], out: Path, limit: float) -> None:
+def run_apart(
+    key: dict[str, str], changes: dict[str, Any], out: Path, limit: float, realistic: bool
+) -> None:
     """:func:`run` in a process of its own, for so many seconds at most."""
-    process = multiprocessing.get_context("fork").Process(target=run, args=(key, changes, out))
+    process = multiprocessing.get_context("fork").Process(
+        target=run, args=(key, changes, out, realistic)
+    )
     process.start()
     process.join(limit)
     if process.is_alive() or process.exitcode:

@@ -21,6 +21,7 @@ from icl_patch.evaluation.baseline import baseline, over_columns
 from icl_patch.evaluation.loading import MARS_PROMPT, encode_contexts, encode_inputs, load_model
 from icl_patch.evaluation.verify import VerifiedToken
 from icl_patch.patch.serialization import UPDATES
+from icl_patch.recording.replay import prefix_cache, run_kept
 from icl_patch.recording.sequences import absorb_all_but_last
 
 # Contexts of the many generations of Figure 4, for models that follow instructions.
@@ -288,8 +289,9 @@ def merged_logits(plain: Any, patch: ContextPatch, round_change: bool = False) -
     """
     parameters, logits = dict(plain.named_parameters()), []
     for row in range(len(patch.kept_ids)):
-        before = {}
-        for name, change in patch.weight_changes(row, 0):
+        part = patch.select(rows=slice(row, row + 1))
+        before, cache = {}, prefix_cache(plain, part)
+        for name, change in part.weight_changes(0, 0):
             weight = parameters[name].data
             before[name] = weight.clone()
             weight.copy_(
@@ -297,11 +299,7 @@ def merged_logits(plain: Any, patch: ContextPatch, round_change: bool = False) -
                 if round_change
                 else weight.to(change.dtype) + change
             )
-        logits.append(
-            plain(
-                input_ids=patch.kept_ids[row, None], position_ids=patch.position_ids[row, None]
-            ).logits[:, -1]
-        )
+        logits.append(run_kept(plain, part, cache)[:, -1])
         for name, weight in before.items():
             parameters[name].data.copy_(weight)
     return torch.cat(logits)
@@ -379,14 +377,19 @@ def untouched(model: Any, tokenizer: Any, context: Any, count: int, chat: bool =
 
 
 def measure(
-    model: Any, update: str, run: Run, variants: Mapping[str, Variant]
+    model: Any, update: str, run: Run, variants: Mapping[str, Variant], keep_first: int = 0
 ) -> dict[str, Tensor]:
     """Match, L∞ and TVD (M, 3) of the tokens of ``run`` that count, by how their patches are
     held.
+
+    keep_first: columns of the context that stay, from the first on.
     """
     plain, errors = copy.deepcopy(model), {name: [] for name in variants}
     with ContextPatcher(model, update) as patcher:
         attached, sequences = patcher.attached_model, absorb_all_but_last(run.ids, run.mask)
+        absorbed = sequences.head_absorbed.clone()
+        absorbed[:, :keep_first] = False
+        sequences = replace(sequences, head_absorbed=absorbed)
         cache = attached.prefill(sequences, **over_columns(run.further, run.ids.shape[1] - 1))
         for tokens, logits in zip(run.tokens.unbind(1), run.logits.unbind(1), strict=True):
             patch = attached.compute_from(cache, sequences).patch

@@ -156,12 +156,13 @@ def _baseline(model: Any, sequences: Sequences) -> Tensor:
 
 def _measure(name: str, update: str, dtype: torch.dtype, seed: int) -> dict[str, float]:
     """A replay against the unmodified model: its numbers in :class:`FamilyReport`."""
-    model, sequences = tiny_models.build(name, seed, dtype), _sequences(seed)
-    reference = _baseline(model, sequences)
-    doubled = _baseline(model, _sequences(seed, copies=2))[: len(reference)]
-    with ContextPatcher(model, update) as patcher:
+    model, unpatched = (tiny_models.build(name, seed, dtype) for _ in range(2))
+    sequences = _sequences(seed)
+    with ContextPatcher(model, update) as patcher:  # first: a model without a cache is refused
         computed = patcher.attached_model.compute(sequences)
         logits, activations = patcher.attached_model.replay(computed.patch)
+    reference = _baseline(unpatched, sequences)
+    doubled = _baseline(unpatched, _sequences(seed, copies=2))[: len(reference)]
     mask, report = computed.patch.kept_mask, computed.patch.report
     assert report is not None
     epsilon = torch.finfo(dtype).eps

@@ -1,10 +1,15 @@
-"""The main job on the embedded model: answer with the context, without it, and with its patch."""
+"""The main job: answer with the context, without it, and with its patch; on the embedded model or
+on any other.
+"""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.evaluation import embedded
@@ -16,10 +21,25 @@ from icl_patch.evaluation.embedded.scoring import (
 )
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport, verify
+from icl_patch.generation.answering import encode_pair
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
 DTYPES = (torch.float32, torch.bfloat16)
+FEW_SHOT = (
+    ("hot - cold\nbig - small\nfast - slow\nlight - dark\n", "old -"),
+    ("cat -> cats\nbox -> boxes\ncity -> cities\nleaf -> leaves\n", "baby ->"),
+    ("France: Paris\nJapan: Tokyo\nItaly: Rome\nEgypt: Cairo\n", "Germany:"),
+)
+"""Examples of a task, and a question, for any language model."""
+CHATS = (
+    ("You are a pirate. Talk like a pirate in every answer.", "What did you do today?"),
+    ("Answer every question in French.", "What is the capital of Italy?"),
+    ("Your name is Pip. You are a robot who waters plants.", "Who are you?"),
+)
+"""System messages, and a user's question, for models with a chat template."""
+_CHAT_TOKENS = 24  # of an answer in a chat
+_PLAIN: Any = {"skip_special_tokens": True}
 
 
 @dataclass(frozen=True)
@@ -42,13 +62,19 @@ def patched_answers(
 ) -> list[str]:
     """Greedy answers in which every token comes from a replay on the current token alone."""
     ids, mask = (x.to(patcher.model.device) for x in encode_contexts(tokenizer, texts))
+    return decode_answers(tokenizer, _patched_ids(patcher, ids, mask, LONGEST_ANSWER))
+
+
+def _patched_ids(patcher: ContextPatcher, ids: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
+    """Greedy tokens (B, N), each of which the replay of its patch has confirmed."""
     generated: list[Tensor] = []
-    for step in patcher.generate(ids, context_mask=mask, max_new_tokens=LONGEST_ANSWER):
+    greedy: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    for step in patcher.generate(ids, context_mask=mask, **greedy):
         replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
         if not torch.equal(replayed.argmax(-1)[step.live], step.token_ids[step.live]):
             raise RuntimeError("the replay chose another token than the stream it was recorded in")
         generated.append(step.token_ids)
-    return decode_answers(tokenizer, torch.stack(generated, 1))
+    return torch.stack(generated, 1)
 
 
 def three_answers(
@@ -66,6 +92,97 @@ def three_answers(
         for of_kind in zip(groups, with_context, without, patched, strict=True)
         for row in zip(*of_kind, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt, and its tokens: (1, C) of the context and (1, T) of the question."""
+
+    prompt: Prompt
+    context_ids: Tensor
+    question_ids: Tensor
+
+    @property
+    def ids(self) -> Tensor:
+        """(1, C + T)."""
+        return torch.cat([self.context_ids, self.question_ids], 1)
+
+
+def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """:data:`FEW_SHOT`, and :data:`CHATS` if the tokenizer has a chat template with a system
+    message in a turn of its own: this turn is the context.
+    """
+    found = []
+    for context, question in FEW_SHOT:
+        ids = encode_pair(tokenizer, context, question, chat=False)
+        found.append(Encoded(Prompt("few-shot", context, question, ""), *ids))
+    for system, question in CHATS if tokenizer.chat_template else ():
+        turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        template: Any = tokenizer.apply_chat_template
+        context = str(template(turns[:1], tokenize=False))
+        text = str(template(turns, tokenize=False, add_generation_prompt=True))
+        if text.startswith(context) and system in context:
+            parts = (context, text.removeprefix(context))
+            encoded = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
+            tensors = [torch.tensor([part], dtype=torch.int64) for part in encoded]
+            found.append(Encoded(Prompt("chat", system, question, ""), *tensors))
+    return found
+
+
+@torch.no_grad()
+def answer_each(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Encoded]
+) -> list[Answers]:
+    """The three answers to each prompt, one at a time; the patch is exact."""
+
+    def decoded(prompt: Prompt, ids: Tensor) -> str:
+        text = decode_answers(tokenizer, ids)[0]  # its first line
+        return text if prompt.kind == "few-shot" else str(tokenizer.decode(ids[0], **_PLAIN))
+
+    rows = []
+    generate: Any = model.generate
+    with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
+        for one in prompts:
+            ids, question_ids = (x.to(model.device) for x in (one.ids, one.question_ids))
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            patched = _patched_ids(patcher, ids, mask, _CHAT_TOKENS)
+            with_context, without = (
+                generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=_CHAT_TOKENS,
+                    do_sample=False,
+                )[:, prompt.shape[1] :]
+                for prompt in (ids, question_ids)
+            )
+            texts = [decoded(one.prompt, answer) for answer in (with_context, without, patched)]
+            rows.append(Answers(one.prompt, *texts))
+    return rows
+
+
+def verify_each(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Encoded],
+    max_new_tokens: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[VerifyReport]:
+    """Verify any model for every update and dtype, on a batch of the first prompt of each kind."""
+    first = {one.prompt.kind: one for one in reversed(prompts)}
+    rows = [one.ids[0] for one in first.values()]
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    inputs = {
+        "input_ids": pad(rows, padding_value=tokenizer.pad_token_id or 0),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
+    }
+    grid = [(dtype, update) for dtype in DTYPES for update in UPDATES]
+    reports = []
+    for done, (dtype, update) in enumerate(grid, 1):
+        options: Any = {"max_new_tokens": max_new_tokens, "update": update, "dtype": dtype}
+        reports.append(verify(model, tokenizer, context=inputs, **options))
+        if progress is not None:
+            progress(done, len(grid))
+    return reports
 
 
 def verify_grid(

@@ -125,7 +125,7 @@ def _replay_errors(decoder: Decoder) -> Iterator[float]:
     model = decoder.attached.model
     ids = random_tokens(model, 9, seed=1)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[1, :3] = False
+    mask[1, : 3 if decoder.attached.takes_padding else 0] = False
     state = prefill(decoder, ids[:, :7], mask[:, :7], 9, DecodeMode.SHARED_CACHE)
     for column in (6, 7, 8):
         result = decode_one_token(state, ids[:, column])

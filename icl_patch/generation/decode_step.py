@@ -225,6 +225,7 @@ def prefill(
     if media is not None:
         sequences = replace(sequences, media=media._replace(head=media.head[..., :-1]))
     check_vocabulary(attached.model, context_ids, context_mask)
+    attached.check_rows(sequences)
     attached.watch_hooks(two_streams=mode is not DecodeMode.TWO_PASS)
 
     def fill(head: Sequences) -> Cache:

@@ -22,6 +22,7 @@ class Decoder:
         shared_inputs: linear maps that read the input of another one, by it; the first step finds
             them.
         compiled_steps: the last compiled steps, by everything that they depend on.
+        warned_slower: whether a warning has said that steps run in a slower mode.
     """
 
     attached: AttachedModel
@@ -29,6 +30,7 @@ class Decoder:
     fused_modules: FusedModules | None = None
     shared_inputs: dict[Any, list[nn.Linear]] = field(default_factory=dict)
     compiled_steps: dict[Any, Any] = field(default_factory=dict)
+    warned_slower: bool = False
 
     @property
     def attachment(self) -> Attachment:

@@ -6,6 +6,7 @@ processors, stopping criteria and streamers. The loop is an iterator of steps
 ``model.generate(custom_generate=...)`` (:meth:`icl_patch.ContextPatcher.decoding_method`).
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,8 +26,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch import metrics
-from icl_patch.errors import UnsupportedModelError
+from icl_patch.errors import SlowerStepsWarning, UnsupportedModelError
 from icl_patch.generation.compiled_step import CompileOptions, check_compilable, use_compiled_step
 from icl_patch.generation.decode_mode_checks import (
     require_batch_invariant_steps,
@@ -35,6 +35,7 @@ from icl_patch.generation.decode_mode_checks import (
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
+from icl_patch.generation.replay_checks import ReplayCheck, ReplayChecks
 from icl_patch.invariance.arithmetic import ARITHMETICS, BATCH_INVARIANT, MODEL
 from icl_patch.models.forward import (
     MediaPositions,
@@ -50,18 +51,6 @@ LOGITS = ("reduced", "context", "replay")
 MODES = ("auto", *(mode.value for mode in DecodeMode))
 ARITHMETIC_CHOICES = ("auto", *ARITHMETICS)
 DEFAULT_NEW_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class ReplayCheck:
-    """A step compared with the replay of its patch, which runs without the context.
-
-    linf: (B,), the largest difference of the logits, relative to the largest logit; 0 for rows that
-    had ended. same_argmax: (B,) bool, whether both choose one token; True for rows that had ended.
-    """
-
-    linf: Tensor
-    same_argmax: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -422,9 +411,10 @@ def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
         return DecodeMode.TWO_STREAM
     try:
         require_shared_cache(decoder)
-    except UnsupportedModelError:
+    except UnsupportedModelError as error:
         if options.mode == "shared_cache":
             raise
+        _warn_slower(decoder, "with two streams in the cache, up to 1.3 times as long", error)
         return DecodeMode.TWO_STREAM
     return DecodeMode.SHARED_CACHE
 
@@ -454,35 +444,43 @@ def _choose_exact_mode(decoder: Decoder, options: Options) -> DecodeMode:
         return DecodeMode.TWO_PASS
     try:
         require_batch_invariant_steps(decoder)
-    except UnsupportedModelError:
+    except UnsupportedModelError as error:
         if one_pass:
             raise
+        _warn_slower(decoder, "in two passes, 2 to 4 times as long as the model's own", error)
         return DecodeMode.TWO_PASS
     return DecodeMode.SHARED_CACHE
 
 
+def _warn_slower(decoder: Decoder, steps: str, reason: UnsupportedModelError) -> None:
+    """Warn once that a patcher's steps run in a slower mode."""
+    if decoder.warned_slower:
+        return
+    decoder.warned_slower = True
+    warnings.warn(
+        f"{decoder.attached.update} steps run {steps}: {reason}. Ask for a mode (mode=...) to"
+        " have it without this warning, or take another update",
+        SlowerStepsWarning,
+        stacklevel=2,
+    )
+
+
 @torch.no_grad()
 def _next(
-    state: DecodeState, token_ids: Tensor, options: Options, number: int
+    state: DecodeState, token_ids: Tensor, options: Options, checks: ReplayChecks
 ) -> tuple[DecodeResult, Tensor, ReplayCheck | None]:
-    """The ``number``-th step: its result, the logits to choose from, and the check if it is due."""
-    from_context = options.logits == "context"
-    result = decode_one_token(state, token_ids, return_context_logits=from_context)
-    logits = result.logits
-    if from_context:
-        assert result.context_logits is not None
-        logits = result.context_logits
-    due = options.check_every and number % options.check_every == 0
-    if not due and options.logits != "replay":
-        return result, logits, None
-    replayed = state.decoder.attached.replay_logits(result.make_patch())[:, -1]
-    logits = replayed if options.logits == "replay" else logits
-    if not due:
-        return result, logits, None
-    ended = ~state.live[:, 0]  # rows without a patch
-    linf = metrics.linf(replayed, result.logits)
-    same = metrics.same_argmax(replayed, result.logits)
-    return result, logits, ReplayCheck(linf.masked_fill(ended, 0), same | ended)
+    """The next step: its result, the logits to choose from, and the check if one was requested."""
+    from_context, from_replay = options.logits == "context", options.logits == "replay"
+    checks.steps += 1
+    with checks.timed():
+        result = decode_one_token(state, token_ids, return_context_logits=from_context)
+        due, replayed, check = checks.due, None, None
+        if due or from_replay:
+            replayed = checks.replay(state, result)
+            check = checks.compare(state, result, replayed)
+    logits = result.context_logits if from_context else replayed if from_replay else result.logits
+    assert logits is not None
+    return result, logits, check if options.check_every and due else None
 
 
 def _steps(
@@ -502,13 +500,14 @@ def _loop(
     """
     config: Any = prepared.config
     processors: Any = prepared.processors
-    token_ids, number = prepared.ids[:, -1], 0
+    token_ids = prepared.ids[:, -1]
+    checks = ReplayChecks(decoder.attached.update == "exact", options.check_every)
     ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
     live = torch.ones_like(token_ids, dtype=torch.bool)
     all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
     release = None
     try:
-        with decoder.attached.attachment.one_pass():
+        with decoder.attached.attachment.one_pass(), checks.timed():
             state = start(decoder, prepared, options)
             if options.compilers:
                 hooked = bool(decoder.attached.hooks.current())
@@ -519,8 +518,7 @@ def _loop(
                 )
         yield None
         while live.any():
-            number += 1
-            result, logits, check = _next(state, token_ids, options, number)
+            result, logits, check = _next(state, token_ids, options, checks)
             so_far = state.tokens
             scores = processors(so_far, logits.to(torch.float32, copy=True))
             chosen = (

@@ -1,8 +1,8 @@
 """Reading the form of every block of a model from its module tree and from one small forward."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.expert_layouts import PatchedParallelExperts, experts_class
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.rms_norm import rms_norm_form
+from icl_patch.models import residual_sums as sums
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.language_model import layers_of, random_tokens
 from icl_patch.models.model_checks import check_language_model, check_not_shared
+from icl_patch.models.number_range import above_range
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
@@ -26,8 +28,6 @@ _MLPS = ("mlp", "feed_forward", "mlp_block", "block_sparse_moe", "shared_mlp", "
 _FACTORS = ("multiplier", "scale", "factor")
 # Of experts' matrices that are not quantised.
 _EXPERT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Roundings in a block's sum, in units of the dtype's spacing.
-_ROUNDINGS = 8
 
 
 def blocks_of(model: PreTrainedModel) -> list[Block]:
@@ -42,6 +42,7 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     check_not_shared(layers)
     ids = random_tokens(model, 3, seed=1)
     traces = trace(model, layers, ids)
+    _check_range(traces, layers)
     blocks = []
     # a block without a context layer, between others that have one, needs no patch: its input is
     # the same in both runs
@@ -56,6 +57,20 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
             continue
         blocks.append(Block(path, _Reading(traces[path]).spec()))
     return blocks
+
+
+def _check_range(traces: Mapping[str, BlockTrace], layers: Iterable[str]) -> None:
+    """Raises UnsupportedModelError if a block computes numbers that its dtype cannot hold; names
+    the first module that does.
+    """
+    for path in layers:
+        for call in traces[path].calls if path in traces else ():
+            module = call.module
+            known = is_matrix(module) or _is_norm(module) or experts_class(module) is not None
+            if known or call.path == "":  # other modules may mask with infinities
+                place = f"{path}.{call.path}".rstrip(".")
+                if reason := above_range(place, call.made.now, call.made.now.dtype):
+                    raise UnsupportedModelError(reason)
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -284,9 +299,9 @@ class _Reading:
     def _other_term(self, total: Value, term: Value) -> Call | None:
         """The module of the MLP for which ``term`` plus the module's output is ``total``."""
         calls = self.calls[self.calls.index(self._first()) :]
-        terms = [(_misfit(total.now, term.now, call.made.now), call) for call in calls]
-        misfit, call = min(terms, key=lambda found: found[0])
-        return None if misfit == torch.inf else call
+        shares = [(sums.explained(total.now, [term.now, call.made.now]), call) for call in calls]
+        share, call = max(shares, key=lambda found: found[0])
+        return call if share > 0 else None
 
     def _readers_of_their_own(self, z: Value) -> list[Call]:
         """Experts that read the residual stream through another norm than the first reader does,
@@ -341,9 +356,9 @@ class _Reading:
         ]
         return found[-1] if found else None
 
-    def _branches(self, holders: list[Call]) -> list[float]:
-        """The candidates for the multiplier of the writer's output: attributes of the modules
-        around it, and 1.
+    def _factors(self, holders: list[Call]) -> list[float]:
+        """The candidates for the numbers by which the block multiplies its residual stream and its
+        writer's output: attributes of the modules around the writer, and 1.
         """
         modules = [self.module, *(call.module for call in holders)]
         found = [
@@ -352,81 +367,87 @@ class _Reading:
             for name, value in vars(module).items()
             if name.endswith(_FACTORS) and isinstance(value, float)
         ]
-        return [*found, 1.0]
+        return list(dict.fromkeys([*found, 1.0]))
 
     def _explain(
         self, residuals: list[tuple[str, ...]], ending: _Ending, made: Value
     ) -> dict[str, Any]:
         """The residual stream and the factors for which ``factor · hidden + multiplier · MLP`` is
-        the block's output, or the sum that it computes further with. Of several that fit, the
-        closest ones: in bf16 a factor near 1 changes no more than rounding does.
+        the block's output, or the sum that it computes further with.
+
+        A candidate that gives the output to the last bit is taken at once: that proves it. If there
+        is none, the model rounds in an order that is not known here. Then the candidate is taken
+        that gives the most elements to the last bit, and all others within a few roundings of that
+        element. Elements count, and not their size: one element of a trained model can be a
+        thousand times larger than the others, and a norm would see its rounding alone. Numbers that
+        have no name are fitted, and taken if they give more elements than any named ones.
         """
         writer = (ending.norm or ending.down or self.experts[0]).path
         holders = [call for call in self.calls if inside(writer, call.path)]
         pairs = list(product(residuals, holders))
-        sums = chain(
-            (found for pair in pairs for found in self._sums(*pair, holders, made)),
-            (self._fitted(*pair, made) for pair in pairs),
-        )
-        misfit, best = next(sums)
-        for off, found in sums:
-            if misfit <= torch.finfo(made.now.dtype).eps / 4:
-                break
-            # a later one must be clearly closer: the writer stands before the modules that hold it
-            if off < misfit / 2:
-                misfit, best = off, found
-        if misfit == torch.inf:
+        best: tuple[float, dict[str, Any]] = (0.0, {})
+        for residual, mlp in pairs:
+            for found, total, terms, scale in self._sums(residual, mlp, holders, made):
+                share = sums.explained(total, terms, scale)
+                if share == 1:
+                    return found
+                best = max(best, (share, found), key=lambda candidate: candidate[0])
+        fits = (self._fitted(*pair, made) for pair in pairs)
+        best = max(best, *fits, key=lambda candidate: candidate[0])
+        if not best[1]:
             raise self._refuse(
                 "its output is not its residual stream plus what its MLP ends in, each times a"
                 " number: what attention changes cannot be written to the MLP"
             )
-        return best
+        return best[1]
 
     def _sums(
         self, residual: tuple[str, ...], mlp: Call, holders: list[Call], made: Value
-    ) -> Iterator[tuple[float, dict[str, Any]]]:
-        """The sums that the block's output may be, each with its misfit."""
-        hidden, output = self._hidden(residual), made.now
+    ) -> Iterator[tuple[dict[str, Any], Tensor, list[Tensor], Tensor | float]]:
+        """The sums that the block's output may be: the form, the tensor to explain, its terms, and
+        the factor of their sum.
+        """
+        hidden, output = [self._tap(name) for name in residual], made.now
         written = next(index for index, call in enumerate(self.calls) if call is holders[0])
         later = [call.given.now for call in self.calls[written + 1 :] if call not in holders]
-        scaled = [(output, float(scale)) for scale in self._scalars()]
-        for branch in self._branches(holders):
-            added = branch * mlp.made.now.double()
+        factors = self._factors(holders)
+        for branch, factor in product(factors, reversed(factors)):
+            stream = [sums.times(x, factor) for x in hidden]
+            added = sums.times(mlp.made.now, branch)
             found = {"residual": residual, "residual_multiplier": branch}
-            yield _misfit(output, hidden, added), found
-            for x, scale in [*((x, 1.0) for x in later), *scaled]:
-                yield (
-                    _misfit(x, scale * hidden, scale * added),
-                    found | {"continues_after_sum": True},
-                )
-            for name, weight in self._weights(hidden):
-                yield _misfit(output, weight * hidden, added), found | {"residual_weight": name}
+            if factor != 1:
+                found["residual_factor"] = factor
+            yield found, output, [*stream, added], 1.0
             for beside in self._beside(mlp, holders):
-                yield _misfit(output, hidden, added + branch * beside), found
+                yield found, output, [*stream, added, sums.times(beside, branch)], 1.0
+            if factor != 1:
+                continue
+            for x in later:
+                yield found | {"continues_after_sum": True}, x, [*stream, added], 1.0
+            for scale in self._scalars():
+                yield found | {"continues_after_sum": True}, output, [*stream, added], scale
+            for name, weight in self._weights(hidden[0]) if len(hidden) == 1 else ():
+                yield found | {"residual_weight": name}, output, [weight * hidden[0], added], 1.0
 
     def _beside(self, mlp: Call, holders: list[Call]) -> Iterator[Tensor]:
         """Outputs that other modules of the MLP may add, beside the one that holds the writer."""
         given = mlp.made.now
         for call in self.calls if mlp is holders[-1] else []:
             if call.made.now.numel() == given.numel() and call not in holders:
-                yield call.made.now.double().reshape(given.shape)
+                yield call.made.now
 
     def _fitted(
         self, residual: tuple[str, ...], mlp: Call, made: Value
     ) -> tuple[float, dict[str, Any]]:
-        """The factors by least squares, for factors without a name, and the misfit."""
-        hidden, given = self._hidden(residual), mlp.made.now.double()
-        columns = [hidden.flatten(), given.flatten()]
-        if not len(columns[0]) == len(columns[1]) == made.now.numel():
-            return torch.inf, {}
-        terms, total = torch.stack(columns, 1), made.now.double().reshape(-1, 1)
-        if not (terms.isfinite().all() and total.isfinite().all()):
-            return torch.inf, {}
-        a, b = torch.linalg.lstsq(terms, total).solution.flatten().tolist()
-        if abs(a) * hidden.norm() < 1e-3 * total.norm():
-            return torch.inf, {}  # the module around the writer carries the residual stream itself
-        misfit = _misfit(made.now, a * hidden, b * given)
-        return misfit, {"residual": residual, "residual_factor": a, "residual_multiplier": b}
+        """The factors by least squares, for factors without a name, and the share of the elements
+        that they give to the last bit.
+        """
+        hidden, added = self._hidden(residual), mlp.made.now
+        found = sums.fitted(made.now, hidden, added)
+        if found is None:
+            return 0.0, {}
+        names = ("residual_factor", "residual_multiplier")
+        return found[0], {"residual": residual, **dict(zip(names, found[1:], strict=True))}
 
     def _hidden(self, residual: tuple[str, ...]) -> Tensor:
         hidden = sum(self._tap(name).double() for name in residual)
@@ -438,7 +459,7 @@ class _Reading:
         width.
         """
         own = self.module.named_parameters(recurse=False)
-        return [(name, x.double()) for name, x in own if x.shape == hidden.shape[-1:]]
+        return [(name, x) for name, x in own if x.shape == hidden.shape[-1:]]
 
     def _scalars(self) -> list[Tensor]:
         """The candidates for a factor of the sum: the block's own parameters and buffers of one
@@ -514,19 +535,3 @@ class _Reading:
             dtype=dtype,
             mixer=True,
         )
-
-
-def _misfit(made: Tensor, hidden: Tensor, added: Tensor) -> float:
-    """The distance of ``hidden + added`` from ``made``, relative to ``made``; infinite if it
-    exceeds the rounding of the parts. NaN counts as equal to NaN.
-    """
-    epsilon = max(torch.finfo(made.dtype).eps, torch.finfo(torch.float32).eps)
-    if not made.numel() == hidden.numel() == added.numel():
-        return torch.inf
-    hidden = hidden.double()
-    made, added = (x.double().reshape(hidden.shape) for x in (made, added))
-    size = (hidden.abs() + added.abs() + made.abs()).nan_to_num().amax(-1, keepdim=True)
-    off = torch.where(made.isfinite(), made - hidden - added, 0)
-    if not (off.abs() <= _ROUNDINGS * epsilon * size).all():
-        return torch.inf
-    return float(off.norm() / made.nan_to_num(0.0, 0.0, 0.0).norm().clamp(min=1e-300))

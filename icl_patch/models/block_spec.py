@@ -1,8 +1,11 @@
 """The structure of one block, as data."""
 
+import math
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
+
+import torch
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -187,3 +190,17 @@ class Block:
     def path_of(self, part: str) -> str:
         """The path in the model of a part of the block."""
         return f"{self.path}.{part}" if part else self.path
+
+    def differences(self, other: "Block") -> list[str]:
+        """The names of the fields of the spec that differ. A factor of the residual stream may have
+        been fitted to outputs in the block's dtype; all other numbers are right to 40 bits.
+        """
+        fitted = torch.finfo(getattr(torch, self.spec.dtype)).eps
+
+        def differs(name: str) -> bool:
+            x, y = getattr(self.spec, name), getattr(other.spec, name)
+            if not (isinstance(x, float) and isinstance(y, float)):
+                return bool(x != y)
+            return not math.isclose(x, y, rel_tol=fitted if name == "residual_factor" else 2.0**-40)
+
+        return [entry.name for entry in fields(BlockSpec) if differs(entry.name)]

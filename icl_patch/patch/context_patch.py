@@ -23,7 +23,7 @@ ids, masks, positions and slots as lists.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.errors import FingerprintMismatch
+from icl_patch.errors import FingerprintMismatch, PatchFormatError
 from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, tokenizer_fingerprint, weight_fingerprint
@@ -61,9 +61,11 @@ class PatchReport:
         reader_error: the largest ``|(W + u vᵀ) z - W z_ctx|`` of the readers, relative to
             ``max |W z_ctx|``.
         status: of the RMSNorm inversion (:class:`icl_patch.ops.InversionStatus`; 0 without one).
-        misses: the elements of the block's output that the exact update could not reach.
-        correction: the exact update's correction of the direct or stable one, relative to the
-            block's output.
+        misses: the elements of the block's output that differ, in a replay of the exact patch, from
+            the output with the context. A decode step's are those that closing could not reach.
+        correction: the exact update's correction of the direct or stable one: the root mean square
+            of the elements, each relative to its own size or the typical one of its row, (mean
+            √size)², so that one very large element does not hide the others.
         experts_changed: the number of experts that the patched router chose and the router with the
             context did not.
     """
@@ -384,6 +386,20 @@ class ContextPatch:
         self.check_model(model)
         check_fit(self, model)
         return self.to(model.device)
+
+    def check_blocks(self, blocks: Sequence[Block]) -> None:
+        """Raises PatchFormatError unless the patch was computed for blocks of these forms: a file
+        may be of an earlier version, which read a block otherwise.
+        """
+        for block, own in zip(blocks, self.blocks, strict=False):
+            names = own.differences(block)
+            if names:
+                first = names[0]
+                raise PatchFormatError(
+                    f"expected a patch of blocks as this version reads them, with {first}"
+                    f" {getattr(block.spec, first)} in {block.path}, got one with"
+                    f" {getattr(own.spec, first)}: compute the patch again"
+                )
 
     def check_tokenizer(self, fingerprint: str) -> None:
         """Raises FingerprintMismatch if the patch records another tokenizer than this hash."""

@@ -4,6 +4,7 @@ A call comes down from :class:`icl_patch.ContextPatcher`; the passes themselves 
 :mod:`icl_patch.recording.compute` and :mod:`icl_patch.recording.replay`.
 """
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.errors import UnsupportedModelError
+from icl_patch.errors import ExactnessWarning, UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
@@ -47,8 +48,9 @@ from icl_patch.recording.hooks import (
     wrong_patch,
     wrong_replay,
 )
+from icl_patch.recording.multipliers import measure_multipliers
 from icl_patch.recording.patch_assembly import empty_patch
-from icl_patch.recording.replay import replay_logits, replay_observed
+from icl_patch.recording.replay import replay_compared, replay_logits, replay_observed
 from icl_patch.recording.self_check import SelfCheck
 from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
@@ -77,6 +79,7 @@ class AttachedModel:
         family: the type of the language model.
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
+        takes_padding: whether a row with padding on its left has the logits that it has alone.
         hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
         applied: whether one token's patch is applied to all tokens just now.
 
@@ -134,9 +137,11 @@ class AttachedModel:
         self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         check = SelfCheck(self.model, self.recurrent)
         check.check_positions()
-        self._takes_padding = check.takes_padding()
+        self.takes_padding = check.takes_padding()
         for block in self.block_specs:
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
+        measure_multipliers(self)
+        self.block_specs = tuple(block.block for block in self.blocks)
         check.run(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,7 +222,7 @@ class AttachedModel:
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
         """Run the unmodified model on the head: a cache with the rows that the next pass needs."""
         check_inputs(self.model, model_inputs)
-        self._check_slots(sequences)
+        self.check_rows(sequences)
         self.watch_hooks(two_streams=not self._needs_two_passes_for(sequences))
         names = names_of(model_inputs)
         if names and sequences.has_prefix:
@@ -232,10 +237,10 @@ class AttachedModel:
                 kv_cache.stack_cache(cache, len(sequences.head_ids))
         return cache
 
-    def _check_slots(self, sequences: Sequences) -> None:
-        """Raises ValueError for rows that the model would number otherwise than alone."""
+    def check_rows(self, sequences: Sequences) -> None:
+        """Raises ValueError for rows that the model would treat otherwise than alone."""
         name = type(self.model).__name__
-        if not (self._takes_padding or sequences.head_mask.all()):
+        if not (self.takes_padding or sequences.head_mask.all()):
             raise ValueError(
                 f"expected rows of one length for {name}, whose logits for a padded row are others"
                 " than for the row alone, got padding on the left: compute each row by itself"
@@ -260,7 +265,37 @@ class AttachedModel:
         check_length(self.model, int(sequences.mask.sum(1).max()))
         check_inputs(self.model, model_inputs)
         sequences = with_media(self.model, sequences, model_inputs)
-        return self.compute_from(self.prefill(sequences, **model_inputs), sequences)
+        computation = self.compute_from(self.prefill(sequences, **model_inputs), sequences)
+        # with hooks the patch has been replayed already
+        if self.update != "exact" or computation.patch.hooked:
+            return computation
+        return replace(computation, patch=self._replayed(computation))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _replayed(self, computation: Computation) -> ContextPatch:
+        """An exact patch with ``misses`` as its replay has them: the elements of the blocks' sums
+        that differ from the run with the context. Other logits than in that run give a warning.
+        """
+        patch, activations = computation.patch, computation.activations
+        assert patch.report is not None and patch.logits is not None
+        logits, misses = replay_compared(self, patch, [block.output for block in activations])
+        same = (logits == patch.logits) | (logits.isnan() & patch.logits.isnan())
+        if bool((wrong := ~same.all(-1) & patch.kept_mask).any()):
+            error = error_of(logits, patch.logits, wrong)
+            row, token = wrong.nonzero()[0].tolist()
+            off = misses[:, row, token].nonzero().flatten().tolist()
+            where = self.blocks[off[0]].block.path if off else "the head"
+            warnings.warn(
+                f"this exact patch is not exact: at {int(wrong.sum())} of"
+                f" {int(patch.kept_mask.sum())} tokens its replay has other logits than the model"
+                f" with its context, by up to {error:.1g} of the largest one; the first is row"
+                f" {row}, kept token {token}, from {where} on (see patch.report.misses)."
+                f" {self.advice_on(error)}",
+                ExactnessWarning,
+                stacklevel=2,
+            )
+        return replace(patch, report=replace(patch.report, misses=misses))
 
     @one_pass
     @torch.inference_mode(False)
@@ -380,6 +415,12 @@ class AttachedModel:
             if (error := error_of(logits, expected, live)) > self._replay_limit:
                 raise wrong_patch(hooked, error)
 
+    def advice_on(self, error: float) -> str:
+        """What to do with an exact patch with an error, relative to the largest logit."""
+        if error > rounding_limit(self.model.dtype):
+            return "This is more than rounding: do not use it, and report the model"
+        return "Take it as right up to rounding, or load the model in a dtype of a wider range"
+
     @property
     def _replay_limit(self) -> float:
         """How far off a replay may be, relative to the largest logit."""
@@ -464,10 +505,12 @@ class AttachedModel:
 
         Raises:
             FingerprintMismatch: it is of others.
+            PatchFormatError: the patch was computed for blocks of another form.
             ValueError: as :meth:`require_attached`.
         """
         self.require_attached()
         patch.check_model(self.model, self.fingerprint)
+        patch.check_blocks(self.block_specs)
         if self.tokenizer_fingerprint is not None:
             patch.check_tokenizer(self.tokenizer_fingerprint)
 

@@ -1,5 +1,8 @@
 """Replay: the kept tokens with a patch, over a cache of the prefix, without the context."""
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -41,6 +44,35 @@ def replay_observed(
         activations.append(observed)
     joined = [BlockActivations.joined(parts) for parts in zip(*activations, strict=True)]
     return torch.cat(logits, 1), joined
+
+
+def replay_compared(
+    attached: HasBlocks, patch: ContextPatch, outputs: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Replay a patch and compare every block's sum with ``outputs``, (B, T, d) each: logits (B, T,
+    V), and how many elements differ, (L, B, T) int64.
+
+    NaN counts as equal to NaN; columns of padding count as equal.
+    """
+    misses = torch.zeros(
+        len(outputs), *patch.kept_mask.shape, dtype=torch.int64, device=patch.kept_mask.device
+    )
+    logits, cache = [], prefix_cache(attached.model, patch)
+    for part in calls_of(patch.kept_ids.shape[1], attached.recurrent):
+
+        def compare(total: Tensor, layer: int, part: slice = part) -> None:
+            output = outputs[layer]
+            assert output is not None
+            target = output[:, part]
+            total = total.as_subclass(Tensor).reshape(target.shape)
+            differs = (total != target) & ~(total.isnan() & target.isnan())
+            misses[layer, :, part] = differs.sum(-1) * patch.kept_mask[:, part]
+
+        with ExitStack() as hooks:
+            for layer, block in enumerate(attached.blocks):
+                block.on_end(hooks, lambda total, layer=layer: compare(total, layer))
+            logits.append(_replay_part(attached, patch, cache, part))
+    return torch.cat(logits, 1), misses
 
 
 def _replay_part(attached: HasBlocks, patch: ContextPatch, cache: Cache, part: slice) -> Tensor:

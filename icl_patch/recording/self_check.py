@@ -15,7 +15,8 @@ from icl_patch.layers.expert_layouts import experts_class
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import call, counts_slots, takes_positions
-from icl_patch.models.language_model import random_tokens
+from icl_patch.models.language_model import random_tokens, text_config
+from icl_patch.models.number_range import above_range, below_range
 from icl_patch.models.positions import first_position
 from icl_patch.models.trace import first_tensor
 from icl_patch.recording import forward_passes
@@ -56,22 +57,31 @@ class SelfCheck:
     def takes_padding(self) -> bool:
         """Whether a row with padding on its left has the logits that it has alone.
 
-        Nothing is compared where rounding may choose other experts (bf16, fp16), and of recurrent
-        models: some let padding into their states, and a patch is that of the same batch.
+        A recurrent model may let the padding into its states: then its logits depend on the
+        padding's token. A model that counts its positions in the cache must have the same bits in
+        bf16 and fp16, where wrong positions may change as little as rounding does. Nothing is
+        compared where rounding may choose other experts.
         """
-        if self._recurrent or (self._has_experts and self._epsilon > 1e-4):
-            return True
+        few_bits, padded = self._epsilon > 1e-4, self._padded(0)
+        settings = vars(text_config(self._model)).items()
+        if any("expert" in name and type(value) is int and value for name, value in settings):
+            return few_bits or self._near(padded, self._expected)
+        if self._recurrent and not _same(padded, self._padded(1)):
+            return False
+        if counts_slots(self._model) and few_bits:
+            return _same(padded, self._expected)
+        return self._near(padded, self._expected)
+
+    def _padded(self, token: int) -> Tensor:
+        """The logits of the rows with one more column, a ``token`` that the mask hides."""
         alone = self._sequences
         padded = replace(
             alone,
-            head_ids=F.pad(alone.head_ids, (1, 0)),
+            head_ids=F.pad(alone.head_ids, (1, 0), value=token),
             head_mask=F.pad(alone.head_mask, (1, 0)),
             head_absorbed=F.pad(alone.head_absorbed, (1, 0)),
         )
-        # the error of positions counted in the cache can be as small as that of bf16
-        limit = max(8 * self._epsilon, rounding_limit(torch.float32))
-        limit = limit if counts_slots(self._model) else 1.0
-        return self._near(self._logits(padded), self._expected, limit)
+        return self._logits(padded)
 
     @torch.no_grad()
     def check_positions(self) -> None:
@@ -113,6 +123,7 @@ class SelfCheck:
                 f"{self._name} does not compute the same with its modules swapped and off"
             )
         self._check_calls(blocks, all_activations)
+        self._check_range(blocks, all_activations)
         if not self._recurrent:
             self._check_attention()
         # weights of zero have no patch for these tokens; the user's tokens raise this again
@@ -124,38 +135,37 @@ class SelfCheck:
             if not small.all():
                 block = blocks[int((~small).nonzero()[0])]
                 raise UnsupportedModelError(
-                    self._beyond_range(block)
+                    self._below_range(block)
                     or f"{block.block.path} has inputs or parameters that its form does not know"
                 )
-            if not self._near(replay_logits(attached, patch), self._expected):
+            replayed, missed = replay_logits(attached, patch), bool(patch.report.misses.any())
+            if not (self._near if missed else _same)(replayed, self._expected):
                 raise UnsupportedModelError(
                     f"{self._name} has blocks that hand on more of their context than their sum"
                 )
 
-    def _beyond_range(self, block: AttachedBlock) -> str | None:
-        """The refusal of a block whose MLP writes numbers that its dtype cannot hold, or None."""
+    def _check_range(
+        self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
+    ) -> None:
+        for block, activations in zip([*blocks, *blocks], all_activations, strict=True):
+            assert activations.output is not None
+            reason = above_range(block.block.path, activations.output, self._model.dtype)
+            if reason is not None:
+                raise UnsupportedModelError(reason)
+
+    def _below_range(self, block: AttachedBlock) -> str | None:
+        """The refusal of a block whose MLP writes numbers that are too small for its dtype."""
         name = block.spec.down or block.spec.experts or ""
         outputs: list[Tensor] = []
 
         def keep(_module: Any, _args: Any, out: Any) -> None:
             tensor = first_tensor(out)
             assert tensor is not None
-            outputs.append(tensor.flatten(0, -2).double())
+            outputs.append(tensor.flatten(0, -2))
 
         with block.module.get_submodule(name).register_forward_hook(keep):
             self._logits()
-        rows, limits = torch.cat(outputs), torch.finfo(self._model.dtype)
-        size = float(rows.square().mean(-1).sqrt().min())
-        if not rows.isfinite().all():
-            found = f"above its largest number {limits.max:.1e}"
-        elif size < limits.smallest_normal:
-            found = f"{size:.1e}, below its smallest normal number {limits.smallest_normal:.1e}"
-        else:
-            return None
-        return (
-            f"{block.block.path_of(name)} has outputs that {limits.dtype} cannot hold: {found}."
-            " Load the model in a dtype of a wider range, torch.bfloat16 or torch.float32"
-        )
+        return below_range(block.block.path_of(name), torch.cat(outputs), self._model.dtype)
 
     @torch.no_grad()
     def check_rows(self) -> Tensor:

@@ -37,6 +37,24 @@ def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
     return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
 
 
+def without_small_scales(delta: Tensor, scale: Tensor, normalized: Tensor) -> tuple[Tensor, Tensor]:
+    """``delta'`` and ``m'`` with ``delta' + m' ⊙ Norm(h) = delta + m ⊙ Norm(h)``, where no ``|m'|``
+    is below a quarter of the RMS of m: the stable update's start at a norm that reads a sum.
+
+    Where m is small, the stable update asks for a small input of the norm and a large new scale.
+    In a sum the small input is the difference of large terms, and the new scale multiplies their
+    rounding errors. An update may choose any scale, so it starts from a larger one there.
+
+    delta, normalized (..., d), scale (d,). Returns delta' and m', both (..., d); a row with a delta
+    of 0 keeps both.
+    """
+    floor = 0.25 * scale.square().mean().sqrt()
+    kept = (scale.abs() >= floor) | (delta == 0).all(-1, keepdim=True)
+    larger = torch.where(kept, scale, torch.copysign(floor, scale))
+    moved = (scale.double() - larger.double()) * normalized.double()
+    return (delta.double() + moved).to(delta.dtype), larger
+
+
 def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
     """``u`` moved by a small number where the patched output is so near to 0 that its norm is 0,
     because no scale changes a 0.
@@ -63,7 +81,10 @@ class Closed:
     factor: Tensor
     output: Tensor  # (M, d) the target's dtype
     misses: Tensor  # (M,) int64
-    correction: Tensor  # (M,) ‖change of the output by closing‖ / ‖target‖
+    # (M,) the root mean square of the changes of the output by closing, each relative to the terms
+    # of its own element or the row's typical size: in a norm over the row one very large element
+    # would hide the others
+    correction: Tensor
 
 
 def round_sum(total: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,8 +126,8 @@ def close(
         reachable, needed / torch.where(reachable, gain64, 1.0), started_from.double()
     )
     output = round_sum(residual64 + branch * (base64 + factor * gain64), residual, target.dtype)
-    change = ((factor - started_from) * gain64 * branch).norm(dim=-1)
-    size = target.double().norm(dim=-1)
-    return Closed(
-        factor, output, (output != target).sum(-1), change / torch.where(size > 0, size, 1.0)
-    )
+    change = ((factor - started_from) * gain64 * branch).abs()
+    size = residual64.abs() + (branch * (base64 + factor * gain64)).abs()
+    size = torch.maximum(size, size.sqrt().mean(-1, keepdim=True).square())
+    correction = (change / torch.where(size > 0, size, 1.0)).square().mean(-1).sqrt()
+    return Closed(factor, output, (output != target).sum(-1), correction)

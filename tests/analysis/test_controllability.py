@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import build, case, ragged, tokens
+from support.models import build, case_of, ragged, tokens
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, ControllabilityError, controllability
@@ -59,7 +59,7 @@ ORDINARY = [
     ("family", "update"), ORDINARY, ids=["-".join(given) for given in ORDINARY]
 )
 def test_ordinary_blocks_are_controllable(family: str, update: str) -> None:
-    found = examine(tiny_models.build(family, 0), update, **case("prefix"))
+    found = examine(tiny_models.build(family, 0), update, **case_of(family, "prefix"))
     assert len(found) == 4
     for block in found:
         assert block.kept_mask.shape == (3, 7) and block.input_controllable.shape == (3, 7)

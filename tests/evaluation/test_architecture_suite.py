@@ -65,3 +65,10 @@ def test_the_page_of_models_names_all_of_them() -> None:
     table = report.support_markdown()
     assert table in (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     assert all(name in table for name in [*tiny_models.SUPPORTED, *tiny_models.REFUSED])
+
+
+def test_every_refused_family_is_reported_with_its_reason() -> None:
+    """A model that its own baseline cannot run, too: the command goes through all of them."""
+    reports = run_suite(tiny_models.REFUSED)
+    assert [report.name for report in reports] == [*tiny_models.REFUSED]
+    assert all(report.refused for report in reports)

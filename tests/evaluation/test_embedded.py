@@ -14,6 +14,7 @@ from icl_patch.evaluation import demo
 from icl_patch.evaluation.embedded import tasks
 from icl_patch.evaluation.embedded.scoring import score
 from icl_patch.evaluation.embedded.train import batches, build_tokenizer, train
+from icl_patch.patch.serialization import UPDATES
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +144,39 @@ def test_a_model_that_ignores_its_context_scores_nothing() -> None:
         build("llama", 0, vocab_size=len(build_tokenizer())), build_tokenizer(), prompts_per_kind=5
     )
     assert max(entry.with_context for entry in scores.values()) == 0
+
+
+CHAT_ML = (
+    "{% if messages[0]['role'] != 'system' %}<s>system\nAssist.</s>\n{% endif %}"
+    "{% for turn in messages %}<s>{{ turn['role'] }}\n{{ turn['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def test_prompts_for_any_model_are_cut_before_the_users_turn() -> None:
+    tokenizer = build_tokenizer()
+    assert {one.prompt.kind for one in demo.prompts_for(tokenizer)} == {"few-shot"}
+    tokenizer.chat_template = CHAT_ML
+    chats = [one for one in demo.prompts_for(tokenizer) if one.prompt.kind == "chat"]
+    assert len(chats) == len(demo.CHATS)
+    for one, (system, question) in zip(chats, demo.CHATS, strict=True):
+        assert tokenizer.decode(one.context_ids[0]) == f"<s>system\n{system}</s>\n"
+        expected = f"<s>user\n{question}</s>\n<s>assistant\n"
+        assert tokenizer.decode(one.question_ids[0]) == expected
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"  # takes no system message
+    assert {one.prompt.kind for one in demo.prompts_for(tokenizer)} == {"few-shot"}
+
+
+def test_any_model_answers_with_its_context_without_it_and_patched() -> None:
+    model, tokenizer = embedded.load()
+    tokenizer.chat_template = CHAT_ML
+    prompts = [one for one in demo.prompts_for(tokenizer) if one.ids.shape[1] < 150][::2]
+    rows = demo.answer_each(model, tokenizer, prompts)
+    assert [row.patched for row in rows] == [row.with_context for row in rows]
+    assert [row.prompt for row in rows] == [one.prompt for one in prompts]
+    assert any(row.without != row.with_context for row in rows)
+    reports = demo.verify_each(model, tokenizer, prompts[:1], max_new_tokens=1)
+    assert [(entry.update, entry.dtype) for entry in reports] == [
+        (update, dtype) for dtype in ("float32", "bfloat16") for update in UPDATES
+    ]
+    assert all(entry.passed for entry in reports)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import realistic_weights
 from support.models import build, ragged, shallow, tokens
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -37,18 +38,18 @@ IDS, MASK = tokens(3, 3, 11), ragged(3, 11, side="left")
 
 
 def steps_of(
-    patcher: ContextPatcher, count: int = 4, **options: object
+    patcher: ContextPatcher, count: int = 4, ids: Tensor = IDS, **options: object
 ) -> Iterator[GenerationStep]:
     arguments = {"context_mask": MASK, "max_new_tokens": count, "eos_token_id": None} | options
-    return patcher.generate(IDS, do_sample=False, **arguments)
+    return patcher.generate(ids, do_sample=False, **arguments)
 
 
 @torch.no_grad()
 def batch_invariant_logits(
-    model: PreTrainedModel, chosen: list[Tensor], **options: bool
+    model: PreTrainedModel, chosen: list[Tensor], ids: Tensor = IDS, **options: bool
 ) -> Iterator[Tensor]:
     """The model's own decode steps on batch-invariant functions, after its own prompt."""
-    ids, mask, cache = IDS, MASK, DynamicCache(config=model.config)
+    mask, cache = MASK, DynamicCache(config=model.config)
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)
     model(
         ids[:, :-1],
@@ -69,9 +70,11 @@ def batch_invariant_logits(
 
 @pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
 def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> None:
-    model = shallow(family, 1, dtype)
+    """On weights with the features of trained ones."""
+    model, features = realistic_weights.build(family, 1, dtype)
+    ids = features.mark({"context_ids": IDS, "context_mask": MASK})["context_ids"]
     with ContextPatcher(model) as patcher:
-        steps = list(steps_of(patcher, 3, arithmetic="batch_invariant"))
+        steps = list(steps_of(patcher, 3, ids, arithmetic="batch_invariant"))
         for step in steps:
             patch = step.patch
             assert (step.mode, patch.passes) == ("shared_cache", 1)
@@ -79,8 +82,8 @@ def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> 
             assert patch.report is not None and not patch.report.misses.any()
             assert torch.equal(patcher.forward(patch.kept_ids, patch)[:, -1], step.logits)
         chosen = [step.token_ids for step in steps]
-        attached = list(batch_invariant_logits(model, chosen))
-    for reference in (attached, batch_invariant_logits(model, chosen)):
+        attached = list(batch_invariant_logits(model, chosen, ids))
+    for reference in (attached, batch_invariant_logits(model, chosen, ids)):
         for step, logits in zip(steps, reference, strict=True):
             assert torch.equal(step.logits, logits)
 

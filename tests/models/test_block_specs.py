@@ -522,7 +522,9 @@ def test_generation_says_what_the_model_says(family: str) -> None:
         tokens(7, 3, 9),
         ragged(3, 9, side="left"),
     )
-    stock, said = Stock(model), []
+    if family == "recurrent_gemma":  # whose state sees padding: refused
+        mask = torch.ones_like(mask)
+    prompt, stock, said = mask, Stock(model), []
     for _ in range(5):
         arguments = {
             "context_ids": ids[:, :-1],
@@ -542,7 +544,7 @@ def test_generation_says_what_the_model_says(family: str) -> None:
         steps = list(
             patcher.generate(
                 tokens(7, 3, 9),
-                context_mask=ragged(3, 9, side="left"),
+                context_mask=prompt,
                 max_new_tokens=5,
                 eos_token_id=None,
             )

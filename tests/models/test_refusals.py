@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.models import build, case, ragged, randomised, tokens
+from support.models import build, case, ragged, randomised, shallow, tokens
 from support.numeric import noise_limit
 from support.patchers import (
     IDS,
@@ -124,7 +124,7 @@ def test_a_refusal_without_hooks_does_not_name_hooks() -> None:
 @pytest.mark.parametrize(
     ("family", "factor", "message"),
     [
-        ("gemma2", 2.0**-18, "below its smallest normal number 6.1e-05"),
+        ("gemma2", 2.0**-20, "below its smallest normal number 6.1e-05"),
         ("llama", 2.0**16, r"above its largest number 6.6e\+04"),
     ],
 )
@@ -228,6 +228,15 @@ class Halved(LlamaDecoderLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward(*args, **kwargs) / 2
+
+
+class Weighed(LlamaDecoderLayer):
+    """Multiplies its MLP's output by a number that is no attribute."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden = hidden_states + attended
+        return hidden + self.numbers[0] * self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Parallel(LlamaDecoderLayer):
@@ -386,11 +395,28 @@ def test_positions_that_are_counted_in_the_cache(dtype: torch.dtype) -> None:
     with ContextPatcher(model) as patcher:
         works(patcher, {"context_ids": IDS, "kept_ids": KEPT, "prefix_ids": IDS[:, :2]})
         padded = torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)
-        with pytest.raises(ValueError, match="expected rows of one length for BartForCausalLM"):
-            patcher.compute(IDS, KEPT, context_mask=padded)
+        for call in (patcher.compute, patcher.generate):
+            arguments = {"kept_ids": KEPT} if call == patcher.compute else {"max_new_tokens": 2}
+            with pytest.raises(ValueError, match="expected rows of one length for BartForCausalLM"):
+                call(IDS, context_mask=padded, **arguments)
         spans = [(0, 1), (2, 3)]
         with pytest.raises(ValueError, match="expected one absorbed span for BartForCausalLM"):
             patcher.compute(IDS, KEPT, absorbed=spans)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_padding_that_a_recurrent_state_sees(dtype: torch.dtype) -> None:
+    """RecurrentGemma's convolution reads it; Mamba's states do not."""
+    padded = torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)
+    with ContextPatcher(shallow("recurrent_gemma", 0, dtype)) as patcher:
+        with pytest.raises(ValueError, match="expected rows of one length for RecurrentGemma"):
+            patcher.compute(IDS, KEPT, context_mask=padded)
+        with pytest.raises(ValueError, match="expected rows of one length for RecurrentGemma"):
+            patcher.generate(IDS, context_mask=padded, max_new_tokens=2)
+        patcher.compute(IDS, KEPT)
+    with ContextPatcher(shallow("mamba", 0, dtype)) as patcher:
+        alone = patcher.compute(IDS[:, 1:], KEPT).logits
+        assert torch.equal(patcher.compute(IDS, KEPT, context_mask=padded).logits, alone)
 
 
 def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
@@ -409,6 +435,22 @@ def test_factors_without_a_name_are_fitted(update: str) -> None:
         factors = spec.residual_factor, spec.residual_multiplier
         assert factors == pytest.approx((0.5, 0.5), rel=1e-6)
         works(patcher)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("number", [0.97, 0.999, 1.02, 1 / 3])
+def test_a_multiplier_without_a_name_is_measured(number: float, dtype: torch.dtype) -> None:
+    """Near 1 a few roundings of the dtype hide it, but not from all elements."""
+    model = disguised(Weighed).to(dtype)
+    for layer in model.model.layers:
+        layer.numbers = [number]  # a list: no name to find it by
+    with ContextPatcher(model) as patcher:
+        for block in patcher.attached_model.block_specs:
+            assert block.spec.residual_multiplier == pytest.approx(number, rel=1e-12)
+            assert block.spec.down == "mlp.down_proj"
+        works(patcher)
+        steps = patcher.generate(IDS, max_new_tokens=3, eos_token_id=None, check_every=1)
+        assert all(step.check.linf.max() == 0 for step in steps)
 
 
 @updates

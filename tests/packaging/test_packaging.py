@@ -256,3 +256,11 @@ def test_without_the_native_library_the_cure_is_said_once(tmp_path: Path) -> Non
     command = [sys.executable, "-P", "-m", "icl_patch", "--version"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert "native library: no" in done.stdout and "Installing" in done.stdout
+
+
+def test_scripts_have_names_of_their_own() -> None:
+    # tests import scripts of several folders in one process, where a name is one module
+    folders = ["tools", *(str(f.relative_to(REPOSITORY)) for f in (REPOSITORY / "examples").iterdir())]
+    names = [path.stem for folder in folders for path in (REPOSITORY / folder).glob("*.py")]
+    assert len(names) > 10
+    assert sorted(names) == sorted(set(names))

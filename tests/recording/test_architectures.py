@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import realistic_weights
 from support.materialise import materialise, read_patch
-from support.models import EXPERTS, Stock, case, shallow, tokens
+from support.models import EXPERTS, Stock, case, case_of, shallow, tokens
 from support.numeric import EPSILON, is_noise, noise_limit
 from support.patchers import Snapshot
 from torch import Tensor
@@ -74,7 +75,7 @@ def test_direct_and_stable_in_fp32(attached: Attached) -> None:
     blocks = attached.patcher.attached_model.blocks
     scales = any(block.spec.writer is Writer.SCALE for block in blocks)
     for name in CASES[attached.seed]:
-        arguments = case(name, attached.seed)
+        arguments = case_of(attached.family, name, attached.seed)
         reference = attached.stock.logits(arguments)
         for update in ("direct", "stable") if scales else ("direct",):  # which are the same else
             patcher = attached.updating(update)
@@ -91,16 +92,17 @@ def test_direct_and_stable_in_fp32(attached: Attached) -> None:
 def test_exact_is_bit_identical_in_fp32(attached: Attached) -> None:
     patcher = attached.updating("exact")
     for name in EXACT_CASES[FP32]:
-        check_exact(patcher, attached.stock, case(name, attached.seed))
+        check_exact(patcher, attached.stock, case_of(attached.family, name, attached.seed))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exact_is_bit_identical_in_bf16(family: str, seed: int) -> None:
-    model = shallow(family, seed, BF16)
+    """On weights with the features of trained ones."""
+    model, features = realistic_weights.build(family, seed, BF16)
     stock = Stock(model)
     with ContextPatcher(model) as patcher:
         for name in EXACT_CASES[BF16] if seed == 0 else CASES[seed]:
-            check_exact(patcher, stock, case(name, seed))
+            check_exact(patcher, stock, features.mark(case_of(family, name, seed)))
 
 
 def check_exact(patcher: ContextPatcher, stock: Stock, arguments: dict) -> None:

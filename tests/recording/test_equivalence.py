@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support.growing_context import GrowingContext
-from support.models import CASES, FAMILIES, build, case, randomised, tokens
+from support.models import CASES, FAMILIES, build, case, randomised, shallow, tokens
 from support.numeric import EPSILON, noise_limit, replay_limit
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -151,13 +151,13 @@ def test_unpatched_readers_are_noticed(family: str, monkeypatch: pytest.MonkeyPa
         ("gemma3", {"readers": ("mlp.up_proj",)}),
         ("llama", {"readers": ("mlp.gate_proj",)}),
         ("gemma3", {"scale_offset": 0.0}),
-        ("llama", {"residual_multiplier": 0.5}),
+        ("llama", {"residual_factor": 0.5}),
     ],
 )
 def test_attaching_notices_a_wrong_form(
     family: str, wrong: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build(family, 3, dtype)
+    model = shallow(family, 3, dtype)
     blocks = [
         dataclasses.replace(block, spec=dataclasses.replace(block.spec, **wrong))
         for block in blocks_of(model)
@@ -169,13 +169,30 @@ def test_attaching_notices_a_wrong_form(
 
 @pytest.mark.parametrize(
     ("family", "wrong"),
-    [("gemma3", {"scale_offset": 1.01}), ("llama", {"residual_multiplier": 1.01})],
+    [("gemma3", {"scale_offset": 1.01}), ("llama", {"residual_factor": 1.01})],
 )
 def test_attaching_notices_a_form_that_is_off_by_a_per_cent(
     family: str, wrong: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp32: in bf16 this is within rounding."""
     test_attaching_notices_a_wrong_form(family, wrong, torch.float32, monkeypatch)
+
+
+@pytest.mark.parametrize("found", [0.2203, 1.0])
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+def test_a_multiplier_is_measured(
+    dtype: torch.dtype, found: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One found in a model's rounded outputs is right to as many digits as its dtype has."""
+    model = shallow("granite", 3, dtype)
+    blocks = [
+        dataclasses.replace(block, spec=dataclasses.replace(block.spec, residual_multiplier=found))
+        for block in blocks_of(model)
+    ]
+    monkeypatch.setattr("icl_patch.recording.attached_model.blocks_of", lambda _model: blocks)
+    with ContextPatcher(model) as patcher:
+        specs = {block.spec.residual_multiplier for block in patcher.attached_model.block_specs}
+    assert specs == {0.22}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

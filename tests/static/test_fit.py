@@ -307,12 +307,10 @@ def test_nan_in_an_activation_names_its_block(tmp_path: Path) -> None:
     model = build("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"got NaN or infinity in .* of model\.layers\.1"):
-        fit(model, [random_example()], "ridge", rank=2, state=tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["block-0000.safetensors"]
-    with pytest.raises(ValueError, match="got NaN or infinity behind the last block"):
-        fit(model, [random_example()], "distill", rank=2, state=tmp_path / "distilled")
-    assert not (tmp_path / "distilled").exists()
+    for method in ("ridge", "distill"):
+        with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj has outputs that"):
+            fit(model, [random_example()], method, rank=2, state=tmp_path / method)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("method", ["ridge", "distill"])

@@ -198,6 +198,12 @@ def case(name: str, seed: int = 0) -> dict:
 CASES = ("single", "span", "prefix", "spans")
 
 
+def case_of(family: str, name: str, seed: int = 0) -> dict:
+    """:func:`case`, without padding on the left for RecurrentGemma, whose states see it."""
+    padding = ("context_mask", "prefix_mask") if family == "recurrent_gemma" else ()
+    return {key: value for key, value in case(name, seed).items() if key not in padding}
+
+
 EXPERTS = [
     name
     for name, entry in tiny_models.SUPPORTED.items()

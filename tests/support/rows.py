@@ -152,6 +152,18 @@ def both_ends(rng: torch.Generator, rows: int, n: int) -> Rows:
     return m, g
 
 
+def trained(rng: torch.Generator, rows: int, n: int) -> Rows:
+    """As in a trained model: scales from 0.01 to 30, one of thousands, and in every third row a
+    target that is thousands of times larger there.
+    """
+    m = 0.01 * 3000 ** uniform(rng, 0, 1, rows, n)
+    m[:, 0] *= 1000
+    y = normal(rng, rows, n)
+    y[:, 0] *= 0.01
+    y[::3, 0] = n**0.5
+    return m, m * y + normal(rng, rows, n)  # g = m ⊙ Norm(h) + delta
+
+
 def single(rng: torch.Generator, rows: int, n: int) -> Rows:
     m, g = graded(rng, rows, 1)
     return m, g
@@ -162,7 +174,7 @@ ROWS: dict[str, Callable[[torch.Generator, int, int], Rows]] = {
     for maker in (
         gaussian, sparse, near_hard, zeros, zeros_of_both, all_zero, negative_zero, ties, plateaus,
         clusters, nested, from_zero, graded,
-        full_range, denormal, huge, both_ends, single,
+        full_range, denormal, huge, both_ends, trained, single,
     )
 }  # fmt: skip
 # (C, eps) by their r² = C²/(C² + eps): 1, about 1/2, about 1e-6.

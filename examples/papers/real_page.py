@@ -1,0 +1,307 @@
+"""The page on a pretrained model: ``real_model_notes.md`` with every number from the data."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from goldwaser_experiments import LAZY
+from goldwaser_pictures import DTYPES, PAPER
+from real_fidelity import KEPT, NOISE, RUNS
+
+from icl_patch.evaluation.report import format_value, percent
+
+NOTES = Path(__file__).with_name("real_model_notes.md")
+PAGE = "real-model.md"
+LOW = "bfloat16"
+"""The dtype of the sentences about rounding."""
+
+
+def write_page(folder: Path, numbers: dict[str, Any]) -> None:
+    """Write the page; the conclusions about a model stand in a file with its name."""
+    conclusions = NOTES.with_name(f"real_model_{numbers['model']}.md")
+    about = conclusions.read_text(encoding="utf-8") if conclusions.exists() else ""
+    notes = NOTES.read_text(encoding="utf-8").replace("{conclusions}", about)
+    (folder / PAGE).write_text(wrapped(notes.format(**values(numbers))), encoding="utf-8")
+
+
+def wrapped(text: str) -> str:
+    """Markdown with its paragraphs and list entries filled to 100 characters a line."""
+    parts = []
+    for part in text.strip().split("\n\n"):
+        if part.startswith("- "):
+            entries = part[2:].split("\n- ")
+            parts.append("\n".join(_filled("- " + entry, "  ") for entry in entries))
+        else:
+            parts.append(part if part.startswith(("#", "|", "    ", "!")) else _filled(part, ""))
+    return "\n\n".join(parts) + "\n"
+
+
+def _filled(text: str, indent: str) -> str:
+    options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(" ".join(text.split()), 100, subsequent_indent=indent, **options)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def values(numbers: dict[str, Any]) -> dict[str, str]:
+    """The texts that stand in the notes' braces."""
+    config = numbers["config"]
+    return {
+        "model": numbers["model"],
+        "low": DTYPES[LOW if LOW in numbers["agreement"] else next(iter(numbers["agreement"]))],
+        "family": config["model_type"],
+        "layers": str(config["num_hidden_layers"]),
+        "width": str(config["hidden_size"]),
+        "device": numbers["environment"]["device"],
+        "torch": numbers["environment"]["torch"],
+        "texts": _texts(numbers),
+        "agreement": _agreement(numbers),
+        "paper": _paper(numbers),
+        **_agreeing(numbers),
+        **_errors(numbers),
+        **_protocol(numbers),
+        **_changes(numbers),
+        **_growth(numbers),
+        **_control(numbers),
+    }
+
+
+def _texts(numbers: dict[str, Any]) -> str:
+    rows = []
+    for kind, entry in numbers["prompts"].items():
+        low, high = entry["context_tokens"]
+        counts = [entry[key] for key in ("contexts", "prompts", "kept_tokens", "question_tokens")]
+        rows.append([kind, *map(str, counts), f"{low} to {high}"])
+    columns = ["kind", "contexts", "prompts", "kept tokens", "of questions", "tokens of a context"]
+    return table(columns, rows)
+
+
+def _interval(entry: dict[str, Any]) -> str:
+    """``99.1 % (98.6 to 99.5)``."""
+    low, high = (f"{100 * x:.2f}".rstrip("0").rstrip(".") for x in entry["interval"])
+    return percent(entry["share"]) + ("" if low == high else f" ({low} to {high})")
+
+
+def _agreement(numbers: dict[str, Any]) -> str:
+    rows = []
+    for dtype, found in numbers["agreement"].items():
+        for run in RUNS:
+            entry = found[run]
+            errors = [format_value(entry["linf"][i]) for i in (0, 1, 3)]
+            rows.append(
+                [
+                    DTYPES[dtype],
+                    f"the model, {run}" if run in NOISE else run,
+                    str(entry["tokens"]),
+                    _interval(entry["match"]),
+                    percent(entry["identical"]["share"]),
+                    *errors,
+                    format_value(entry["tvd"][3]),
+                ]
+            )
+    columns = ["dtype", "run", "tokens", "same token", "identical logits", "L∞: median", "90 %"]
+    return table([*columns, "largest", "TVD: largest"], rows)
+
+
+def _paper(numbers: dict[str, Any]) -> str:
+    """Our shares beside the paper's."""
+    paper = {("float32", "direct"): "“perfect token matching”"}
+    paper |= {place: f"{value} %" for place, value in PAPER.items()}
+    rows = []
+    for dtype, found in numbers["agreement"].items():
+        for update in ("direct", "stable", "exact"):
+            many = _interval(found[update]["match"])
+            measured = "stable" if update == "direct" and numbers["direct_is_stable"] else update
+            single = {
+                curve["held"] == LAZY: percent(curve["match"])
+                for curve in numbers["protocol"][dtype]["curves"]
+                if not curve["kept"] and curve["update"] == measured
+            }
+            claim = paper.get((dtype, update), "")
+            cells = [single.get(lazy, "") for lazy in (True, False)]
+            rows.append([DTYPES[dtype], update, claim, many, *cells])
+    columns = ["dtype", "update", "the paper, Gemma 3 1B", "many kept tokens"]
+    return table([*columns, "one token at a time", "the same, merged into the weights"], rows)
+
+
+def _low(numbers: dict[str, Any], key: str) -> Any:
+    found = numbers[key]
+    return found.get(LOW, next(iter(found.values())))
+
+
+def _agreeing(numbers: dict[str, Any]) -> dict[str, str]:
+    found, lost = numbers["agreement"], _low(numbers, "lost")
+    low = _low(numbers, "agreement")
+    exact = [entry["exact"] for entry in found.values()]
+    identical = sum(round(x["identical"]["share"] * x["tokens"]) for x in exact)
+    parts = _low(numbers, "by_part")
+    return {
+        "exact_tokens": str(sum(x["tokens"] for x in exact)),
+        "exact_identical": str(identical),
+        "rule_of_three": _rule_of_three(exact[0]["prompts"]),
+        "low_stable": _interval(low["stable"]["match"]),
+        "low_kept": _interval(low[KEPT]["match"]),
+        "low_no_cache": _interval(low["no cache"]["match"]),
+        "low_stepwise": _interval(low["token by token"]["match"]),
+        "lost": str(lost["stable"]["tokens"]),
+        "lost_tokens": str(low["stable"]["tokens"]),
+        "lost_kept": str(lost[KEPT]["tokens"]),
+        "lost_too": str(lost["stable"]["lost_by_the_model_too"]),
+        "lost_by_the_model": str(lost["stable"]["lost_by_the_model"]),
+        "lost_margin": format_value(lost["stable"]["margin"]),
+        "margin": format_value(lost["stable"]["margin_of_all"]),
+        "lost_linf": format_value(lost["stable"]["linf"]),
+        "question_match": percent(parts["question"]["stable"]["match"]),
+        "answer_match": percent(parts["answer"]["stable"]["match"]),
+        "kinds": ", ".join(
+            f"{kind} {percent(found['stable'])}" for kind, found in _low(numbers, "by_kind").items()
+        ),
+    }
+
+
+def _rule_of_three(prompts: int) -> str:
+    if prompts <= 3:
+        return ""
+    return (
+        f"No exception among {prompts} prompts means, at 95 %, that at least"
+        f" {percent(1 - 3 / prompts)} of such prompts are without one (the rule of three)."
+    )
+
+
+def _errors(numbers: dict[str, Any]) -> dict[str, str]:
+    blocks, growth = _low(numbers, "by_block"), numbers["disturbed"]
+    channels = _low(numbers, "channels")
+    lengths = _low(numbers, "by_length")
+    peak = max(range(len(channels["error"]["share"])), key=lambda i: channels["error"]["share"][i])
+    ends = {name: f"{values[-1][1]:.2g}" for name, values in growth.items()}
+    last = {run: [format_value(x) for x in blocks[run][-1]] for run in ("stable", KEPT, "no cache")}
+    alike = _low(numbers, "rounded_alike")
+    return {
+        "alike_share": percent(alike["share"]),
+        "alike_match": percent(alike["match"]),
+        "unlike_match": percent(alike["others_match"]),
+        "attention": percent(numbers["attention"]["mean"]),
+        "grown_context": ends["with its context"],
+        "grown_replayed": ends["replayed"],
+        "disturbance": table(
+            ["run", "25 %", "median", "75 %"],
+            [[name, *(f"{x:.2g}" for x in rows[-1])] for name, rows in growth.items()],
+        ),
+        **{f"last_{i}_{_word(run)}": x[i] for run, x in last.items() for i in (0, 1)},
+        "peak_block": str(peak),
+        "peak_channel": str(channels["error"]["channel"][peak]),
+        "peak_share": percent(channels["error"]["share"][peak]),
+        "size_channels": ", ".join(map(str, dict.fromkeys(channels["size"]["channel"]))),
+        "size_share": percent(max(channels["size"]["share"])),
+        "error_share_last": percent(channels["error"]["share"][-1]),
+        "shortest": str(lengths["stable"][0]["length"]),
+        "longest": str(lengths["stable"][-1]["length"]),
+        **{
+            f"{end}_{_word(run)}": percent(entries[place]["match"])
+            for run, entries in lengths.items()
+            for end, place in (("shortest", 0), ("longest", -1))
+        },
+    }
+
+
+def _word(run: str) -> str:
+    """A run's name as a part of a placeholder's."""
+    return "kept" if run == KEPT else run.replace(" ", "_")
+
+
+def _protocol(numbers: dict[str, Any]) -> dict[str, str]:
+    rows = []
+    for dtype, found in numbers["protocol"].items():
+        for curve in found["curves"]:
+            cells = [percent(curve["match"]), *(format_value(curve["linf"][i]) for i in (0, 3))]
+            kept = "first token kept" if curve["kept"] else "all absorbed"
+            rows.append([DTYPES[dtype], curve["update"], kept, curve["held"], *cells])
+        itself = found["one_pass"]
+        cells = [percent(itself["match"]), *(format_value(itself["linf"][i]) for i in (0, 3))]
+        rows.append([DTYPES[dtype], "no patch", "", "the model in one pass", *cells])
+    first = next(iter(numbers["protocol"].values()))
+    low = _low(numbers, "protocol")
+    merged = {
+        curve["kept"]: percent(curve["match"]) for curve in low["curves"] if curve["held"] != LAZY
+    }
+    columns = ["dtype", "update", "context", "held", "same token", "L∞: median", "largest"]
+    return {
+        "protocol": table(columns, rows),
+        "protocol_generations": str(first["generations"]),
+        "protocol_tokens": str(first["tokens"]),
+        "merged_absorbed": merged[0],
+        "merged_kept": merged[1],
+    }
+
+
+def _changes(numbers: dict[str, Any]) -> dict[str, str]:
+    rows, spans = [], numbers["spanned"]
+    for run, prefix, name in (("exact", "0", "all absorbed"), (KEPT, "1", "first token kept")):
+        for module, entry in numbers["sizes"][run].items():
+            low, middle, high = entry["all"]
+            directions = spans[prefix][f"{module}/directions per token"]
+            shares = [percent(_mean([row[i] for row in directions])) for i in (0, 1, 2)]
+            mean = percent(_mean(spans[prefix][f"{module}/mean"]))
+            sizes = [percent(x) for x in (low, middle, high)]
+            rows.append([name, f"`{module}`", *sizes, *shares, mean])
+    columns = ["context", "module", "‖ΔW‖/‖W‖: 5 %", "median", "95 %", "directions: 50 %", "90 %"]
+    found = spans["0"]
+    ranks = [min(x) for name, x in found.items() if name.endswith("/rank per token")]
+    return {
+        "changes": table([*columns, "99 %", "the mean holds"], rows),
+        "span_groups": str(found["groups"]),
+        "span_tokens": f"{found['tokens'][0]:g}",
+        "lowest_rank": percent(min(ranks)),
+        "writer": list(numbers["sizes"]["exact"])[-1],
+        "size_ratio": f"{_ratio_of_sizes(numbers):.2g}",
+    }
+
+
+def _mean(found: Sequence[float]) -> float:
+    return sum(found) / len(found)
+
+
+def _ratio_of_sizes(numbers: dict[str, Any]) -> float:
+    """How many times larger the last module's changes are if all is absorbed: median of blocks."""
+    module = list(numbers["sizes"]["exact"])[-1]
+    pairs = zip(
+        *(numbers["sizes"][run][module]["quantiles"] for run in ("exact", KEPT)), strict=True
+    )
+    ratios = sorted(one[1] / other[1] for one, other in pairs)
+    return ratios[len(ratios) // 2]
+
+
+def _growth(numbers: dict[str, Any]) -> dict[str, str]:
+    found, entries = {}, numbers["grown"]
+    rows = []
+    for how, entry in entries.items():
+        found[f"{how}_smaller"] = percent(entry["smaller"])
+        steps = [f"{row[1]:.2f}" for row in entry["steps"]]
+        rows.append([f"step of line k, {how} answers (median)", "", *steps])
+        right = [f"{p:.2f}" for p in entry["right"]]
+        rows.append([f"probability of the right answer, {how}", *right])
+    first = entries["right"]
+    count = len(first["steps"])
+    low, high = (percent(x) for x in first["smaller_by_task"])
+    return found | {
+        "growth": table(["lines", *map(str, range(count + 1))], rows),
+        "grown_tasks": str(first["tasks"]),
+        "grown_pairs": str(count),
+        "grown_series": str(first["series"]),
+        "smaller_by_task": f"{low} to {high}",
+    }
+
+
+def _control(numbers: dict[str, Any]) -> dict[str, str]:
+    rows = []
+    for dtype, found in numbers["control"].items():
+        for run, entry in found.items():
+            rows.append([DTYPES[dtype], run, *map(str, entry.values())])
+    columns = ["dtype", "run", "blocks × tokens", "not input-controllable"]
+    columns += ["not output-controllable", "not taken up", "elements missed"]
+    return {"control": table(columns, rows)}

@@ -1,0 +1,225 @@
+"""The numbers of the page on a pretrained model, from the results of all prompts: shares with
+intervals, quantiles, and what they depend on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from real_fidelity import NOISE, REPLAYS, RUNS, Arrays
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+PLACES = (0, 1, 4, 8, 16, 24, 32, 48)
+"""Where bins of kept tokens begin, counted from the first."""
+_RESAMPLED = 2000
+
+Named = Mapping[str, Arrays]
+"""Results by the name of their prompt."""
+
+
+def interval(prompts: Sequence[np.ndarray], statistic: Callable[[np.ndarray], Any]) -> list[float]:
+    """The 95 % interval of a statistic of all tokens, by resampling the prompts, whose tokens are
+    alike.
+    """
+    rng = np.random.default_rng(0)
+    values = [
+        statistic(
+            np.concatenate([prompts[i] for i in rng.integers(len(prompts), size=len(prompts))])
+        )
+        for _ in range(_RESAMPLED)
+    ]
+    return np.quantile(values, [0.025, 0.975]).tolist()
+
+
+def share(prompts: Sequence[np.ndarray]) -> dict[str, Any]:
+    """The share of tokens for which something holds, with its interval. If it holds for all, at
+    least ``1 - 3/P`` of the prompts are without an exception (the rule of three).
+    """
+    every = np.concatenate(prompts)
+    found = {"share": float(every.mean()), "interval": interval(prompts, np.mean)}
+    if every.all():
+        found["prompts_at_least"] = 1 - 3 / len(prompts)
+    return found
+
+
+def quantiles(values: np.ndarray) -> list[float]:
+    """:data:`QUANTILES` of the values."""
+    return np.quantile(values, QUANTILES).tolist()
+
+
+def of_key(results: Named, key: str) -> list[np.ndarray]:
+    """One array of every prompt that has it."""
+    return [arrays[key] for arrays in results.values() if key in arrays]
+
+
+def joined(results: Named, key: str) -> np.ndarray:
+    """One array of all prompts, token after token."""
+    return np.concatenate(of_key(results, key), -1)
+
+
+def agreement(results: Named) -> dict[str, Any]:
+    """Every run: tokens, prompts, the shares of equal tokens and equal bits, and both errors."""
+    found = {}
+    for run in RUNS:
+        linf = of_key(results, f"{run}/linf")
+        found[run] = {
+            "prompts": len(linf),
+            "tokens": sum(map(len, linf)),
+            "match": share(of_key(results, f"{run}/match")),
+            "identical": share(of_key(results, f"{run}/identical")),
+            "linf": quantiles(np.concatenate(linf)),
+            "linf_median_interval": interval(linf, np.median),
+            "tvd": quantiles(joined(results, f"{run}/tvd")),
+        }
+    return found
+
+
+def by_prompt(results: Named) -> dict[str, Any]:
+    """Tokens of each prompt, and how many agree in each replay, to count again from."""
+    return {
+        "tokens": [len(x) for x in of_key(results, "exact/match")],
+        **{run: [int(x.sum()) for x in of_key(results, f"{run}/match")] for run in REPLAYS},
+    }
+
+
+def by_kind(results: Named, kinds: Sequence[str]) -> dict[str, Any]:
+    """The share of equal tokens by kind of text."""
+    return {
+        kind: {run: float(joined(chosen, f"{run}/match").mean()) for run in (*REPLAYS, *NOISE[:2])}
+        for kind in kinds
+        if (chosen := {name: x for name, x in results.items() if name.startswith(f"{kind}-")})
+    }
+
+
+def by_place(results: Named) -> dict[str, Any]:
+    """Median and 90 % quantile of L∞ by place among the kept tokens, and how many there are."""
+    found: dict[str, Any] = {"from": [], "tokens": [], **{run: [] for run in RUNS}}
+    for start, stop in zip(PLACES, (*PLACES[1:], None), strict=True):
+        parts = {run: _places(results, run, start, stop) for run in RUNS}
+        if not len(parts["exact"]):
+            break
+        found["from"].append(start)
+        found["tokens"].append(len(parts["exact"]))
+        for run, part in parts.items():
+            found[run].append(np.quantile(part, [0.5, 0.9]).tolist() if len(part) else None)
+    return found
+
+
+def _places(results: Named, run: str, start: int, stop: int | None) -> np.ndarray:
+    return np.concatenate([x[start:stop] for x in of_key(results, f"{run}/linf")])
+
+
+def by_part(results: Named, questions: Mapping[str, int]) -> dict[str, Any]:
+    """The share of equal tokens and the median of L∞ in questions and in answers; the last token
+    of a question predicts the first of the answer, and belongs to it.
+
+    questions: the tokens of each prompt's question.
+    """
+    parts = {
+        "question": {name: slice(None, questions[name] - 1) for name in results},
+        "answer": {name: slice(questions[name] - 1, None) for name in results},
+    }
+    found: dict[str, Any] = {}
+    for part, columns in parts.items():
+
+        def tokens(key: str, columns: dict[str, slice] = columns) -> np.ndarray:
+            return np.concatenate([x[key][columns[name]] for name, x in results.items()])
+
+        found[part] = {"tokens": len(tokens("margin"))}
+        for run in (*REPLAYS, *NOISE[:2]):
+            match, linf = tokens(f"{run}/match"), tokens(f"{run}/linf")
+            found[part][run] = {"match": float(match.mean()), "linf": float(np.median(linf))}
+    return found
+
+
+def by_block(results: Named) -> dict[str, Any]:
+    """Median and 90 % quantile of each block's relative error over all tokens."""
+    return {
+        run: np.quantile(joined(results, f"{run}/blocks"), [0.5, 0.9], axis=1).T.tolist()
+        for run in RUNS
+    }
+
+
+def by_length(results: Mapping[int, Named]) -> dict[str, Any]:
+    """Agreement and L∞ by the context's length."""
+    return {
+        run: [
+            {
+                "length": length,
+                "tokens": len(linf := joined(named, f"{run}/linf")),
+                "match": float(joined(named, f"{run}/match").mean()),
+                "linf": np.quantile(linf, [0.5, 0.9, 1]).tolist(),
+            }
+            for length, named in results.items()
+        ]
+        for run in (*REPLAYS, *NOISE[:2])
+    }
+
+
+def channels(results: Named) -> dict[str, Any]:
+    """The residual channel with the largest squared error of the stable replay, and that with the
+    largest value, by block: which, and their shares of all channels together.
+    """
+    off = np.mean(of_key(results, "channels"), 0)
+    size = np.mean([x / x.sum(1, keepdims=True) for x in of_key(results, "size")], 0)
+    off = off / np.maximum(off.sum(1, keepdims=True), np.finfo(float).tiny)
+    return {
+        key: {"channel": x.argmax(1).tolist(), "share": x.max(1).tolist()}
+        for key, x in (("error", off), ("size", size))
+    }
+
+
+def lost(results: Named, run: str) -> dict[str, Any]:
+    """The tokens that a run loses: how close the two most likely ones are there, and how many of
+    them the model itself loses in other calls.
+    """
+    match, margin, linf = (
+        joined(results, key) for key in (f"{run}/match", "margin", f"{run}/linf")
+    )
+    itself = np.concatenate(
+        [~np.logical_and.reduce([x[f"{n}/match"] for n in NOISE[:2]]) for x in results.values()]
+    )
+    gone = ~match
+    return {
+        "tokens": int(gone.sum()),
+        "margin": float(np.median(margin[gone])) if gone.any() else None,
+        "margin_of_all": float(np.median(margin)),
+        "linf": float(np.median(linf[gone])) if gone.any() else None,
+        "lost_by_the_model_too": int((gone & itself).sum()),
+        "lost_by_the_model": int(itself.sum()),
+    }
+
+
+def rounded_alike(results: Named, run: str, epsilon: float) -> dict[str, Any]:
+    """The tokens with no block's relative error above one unit of rounding, which have met no other
+    rounding than their recording: their share, and how many of them and of the others are the same.
+    """
+    alike = np.concatenate([x[f"{run}/blocks"].max(0) <= epsilon for x in results.values()])
+    match = joined(results, f"{run}/match")
+    return {
+        "share": float(alike.mean()),
+        "match": float(match[alike].mean()) if alike.any() else None,
+        "others_match": float(match[~alike].mean()) if not alike.all() else None,
+    }
+
+
+def same_updates(results: Named) -> bool:
+    """Whether stable and direct have the same errors at every token."""
+    keys = ("match", "linf", "tvd", "blocks")
+    return all(
+        np.array_equal(x[f"stable/{key}"], x[f"direct/{key}"])
+        for x in results.values()
+        for key in keys
+    )
+
+
+def control(results: Named) -> dict[str, Any]:
+    """Pairs of a block and a token, and how many are not controllable, or missed by exact."""
+    keys = ("not input-controllable", "not output-controllable", "not taken up", "misses")
+    return {
+        run: {
+            "pairs": sum(x[f"{run}/{keys[0]}"].size for x in results.values()),
+            **{key: int(sum(x[f"{run}/{key}"].sum() for x in results.values())) for key in keys},
+        }
+        for run in REPLAYS
+    }

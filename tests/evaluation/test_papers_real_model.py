@@ -1,0 +1,453 @@
+"""The experiments on a pretrained model: texts, measures, statistics, the quick form on the
+embedded model, and the committed page.
+"""
+
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.models import build, tokens
+from support.numeric import UNIT, normal, seeded
+from torch import nn
+
+from icl_patch import ContextPatcher, embedded, metrics
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
+sys.path.insert(0, str(SCRIPTS))
+
+import real_change_statistics as of_changes  # noqa: E402
+import real_changes as changes  # noqa: E402
+import real_fidelity as fidelity  # noqa: E402
+import real_experiments  # noqa: E402
+import real_page as page  # noqa: E402
+import real_pictures as pictures  # noqa: E402
+import real_prompts as prompts  # noqa: E402
+import real_runs as runs  # noqa: E402
+import real_statistics as statistics  # noqa: E402
+from goldwaser_experiments import LAZY, MERGED  # noqa: E402
+from real_fidelity import KEPT, NOISE, REPLAYS, RUNS  # noqa: E402
+from real_subject import FULL, QUICK, Store  # noqa: E402
+
+# -- texts
+
+
+def test_texts_are_of_many_kinds_and_no_prompt_stands_in_its_context() -> None:
+    tasks = prompts.read("few_shot")
+    assert len(tasks) >= 8
+    for task in tasks:
+        inputs = [given for given, _ in task["pairs"]]
+        assert len(inputs) >= max(16 + 4, 8 + 4) and len(set(inputs)) == len(inputs), task["name"]
+        assert all(answer and answer == answer.strip() for _, answer in task["pairs"])
+    tokenizer = embedded.load()[1]
+    every = prompts.prompts(tokenizer, FULL.prompts)
+    assert len({prompt.name for prompt in every}) == len(every) > 90
+    for prompt in every:
+        assert prompt.context and prompt.question
+        whole = tokenizer.decode([*prompt.context, *prompt.question])
+        assert whole.endswith(tokenizer.decode(prompt.question))
+
+
+def test_the_system_message_is_the_context_of_a_chat() -> None:
+    tokenizer = embedded.load()[1]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    [prompt, *_] = prompts.chats(tokenizer, 1, 1, 5)
+    chat = prompts.read("chats")[0]
+    assert tokenizer.decode(prompt.context) == f"system: {chat['system']}\n"
+    assert tokenizer.decode(prompt.question) == f"user: {chat['users'][0]}\nassistant:"
+    tokenizer.chat_template = "{{ messages | length }}"
+    with pytest.raises(ValueError, match="begins with the system message"):
+        next(prompts.chats(tokenizer, 1, 1, 5))
+
+
+def test_excerpts_are_spread_over_the_text() -> None:
+    tokenizer = embedded.load()[1]
+    ids = prompts.ids_of(tokenizer, prompts.LONG_TEXT.read_text("utf-8"), first=False)
+    found = prompts.excerpts(tokenizer, 50, (4, 2), 3)
+    assert [len(prompt.question) for prompt in found] == [4, 6, 8]
+    assert found[0].context == ids[:50] and found[2].question == ids[-8:]
+    assert found[1].context + found[1].question in [
+        ids[start : start + 56] for start in range(len(ids) // 2 - 60, len(ids) // 2 + 60)
+    ]
+    with pytest.raises(ValueError, match="expected a text of"):
+        prompts.excerpts(tokenizer, len(ids), (4, 2), 1)
+
+
+# -- measures
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.no_grad()
+def test_every_run_is_compared_with_the_model_and_its_context(name: str) -> None:
+    model, context, kept = build(name, dtype=torch.bfloat16), tokens(0, 1, 9), tokens(1, 1, 5)
+    with fidelity.attached(model) as models:
+        found = fidelity.measure(models, context, kept, NOISE)
+    whole = model(torch.cat([context, kept], 1), use_cache=False).logits[0, -5:]
+    for update in ("exact", "stable", "direct"):  # the first gives the reference
+        with ContextPatcher(build(name, dtype=torch.bfloat16), update) as patcher:
+            patch = patcher.compute(context, kept)
+            logits = patcher.forward(kept, patch)[0]
+            if update == "exact":
+                reference = patch.logits[0]
+        if update == "exact":
+            assert torch.equal(logits, reference) and found["exact/identical"].all()
+        linf, tvd = metrics.linf(logits, reference), metrics.total_variation(logits, reference)
+        assert found[f"{update}/linf"] == pytest.approx(linf.numpy(), rel=1e-6)
+        assert found[f"{update}/tvd"] == pytest.approx(tvd.numpy(), rel=1e-6)
+        norms = {key.split("/")[-1]: x for key, x in found.items() if f"{update}/norm" in key}
+        assert norms.keys() == patch.norms().keys()
+        for module, size in patch.norms().items():
+            assert norms[module] == pytest.approx(size[:, 0].float().numpy())
+    assert found["no cache/linf"] == pytest.approx(metrics.linf(whole, reference).numpy(), rel=1e-6)
+    assert (found["token by token/linf"] < 0.1).all() and not found["exact/blocks"].any()
+    assert (found["stable/blocks"] > 0).any() and found["stable/blocks"].max() < 0.1
+    top = reference.float().topk(2).values
+    margin = (top[:, 0] - top[:, 1]) / reference.float().abs().amax(-1)
+    assert found["margin"] == pytest.approx(margin.numpy())
+    assert found["channels"].sum(1) == pytest.approx(
+        np.square(found["stable/blocks"]).mean(1), rel=1e-4
+    )
+
+
+def test_the_first_token_that_is_kept_is_the_prefix() -> None:
+    model, context, kept = build("llama"), tokens(0, 1, 9), tokens(1, 1, 5)
+    with fidelity.attached(model) as models:
+        found = fidelity.measure(models, context, kept, ())
+    with ContextPatcher(build("llama"), "stable") as patcher:
+        patch = patcher.compute(context[:, 1:], kept, prefix_ids=context[:, :1])
+    assert found[f"{KEPT}/norm/mlp.down_proj"] == pytest.approx(
+        patch.norms()["mlp.down_proj"][:, 0].float().numpy()
+    )
+    assert not np.allclose(found["stable/norm/mlp.down_proj"], found[f"{KEPT}/norm/mlp.down_proj"])
+
+
+def test_a_spectrum_is_that_of_the_changes_as_long_vectors() -> None:
+    generator = seeded(0)
+    u, v = normal(generator, 7, 5), normal(generator, 7, 3)
+    u[6], v[6] = 2 * u[0], v[0]  # six directions
+    matrices = torch.stack([torch.outer(a, b).flatten() for a, b in zip(u, v, strict=True)])
+    values = torch.linalg.svdvals(matrices).square()
+    held = values.cumsum(0) / values.sum()
+    found = changes.spectrum(u, v)
+    assert found["rank"] == 6
+    assert found["directions"] == [int((held < share).sum()) + 1 for share in changes.SHARES]
+    mean = 7 * matrices.mean(0).square().sum() / matrices.square().sum()
+    assert found["mean"] == pytest.approx(float(mean))
+    same = changes.spectrum(u[:1].expand(4, -1), v[:1].expand(4, -1))
+    assert same["rank"] == 1 and same["directions"] == [1, 1, 1]
+    assert same["mean"] == pytest.approx(1)
+
+
+def test_a_growing_context_takes_the_steps_from_line_to_line() -> None:
+    model, tokenizer = embedded.load()
+    pairs = [["ab", "AB"], ["cd", "CD"], ["ef", "EF"], ["gh", "GH"]]
+    with ContextPatcher(model, "stable") as patcher:
+        found = changes.growth(patcher, tokenizer, {"pairs": pairs}, False, (3, 1))
+        weights = []
+        for count in range(4):
+            context = prompts.ids_of(tokenizer, prompts.shots(pairs[:count]), first=True)
+            kept = torch.tensor([prompts.ids_of(tokenizer, "gh ->", first=False)])
+            weights.append({})
+            if count:
+                patch = patcher.compute(torch.tensor([context]), kept)
+                weights[-1] = dict(patch.weight_changes(0, -1))
+                probability = patch.logits[0, -1].float().softmax(-1)
+                answer = prompts.ids_of(tokenizer, " GH", first=False)[0]
+                assert found["right"][count, 0] == pytest.approx(float(probability[answer]), 1e-3)
+    for place, name in enumerate(weights[-1]):
+        trajectory = [change.get(name, torch.zeros(1)) for change in weights]
+        steps = [float((b - a).norm()) for a, b in pairwise(trajectory)]
+        assert found["steps"][:, place, 0] == pytest.approx(steps, rel=1e-3), name
+        assert found["total"][place, 0] == pytest.approx(float(trajectory[-1].norm()), rel=1e-3)
+
+
+def test_shuffled_answers_are_the_same_lines_with_other_answers() -> None:
+    seen: list[list[int]] = []
+
+    class Recorder:
+        def dynamics(self, context: torch.Tensor, *_: Any, **__: Any) -> None:
+            seen.append(context[0].tolist())
+            raise InterruptedError
+
+    tokenizer, task = embedded.load()[1], prompts.read("few_shot")[0]
+    for shuffled in (False, True):
+        with pytest.raises(InterruptedError):
+            changes.growth(Recorder(), tokenizer, task, shuffled, (16, 2))  # type: ignore[arg-type]
+    lines = [tokenizer.decode(ids).splitlines() for ids in seen]
+    given, answers = zip(
+        *(zip(*(x.split(" -> ") for x in some), strict=True) for some in lines), strict=True
+    )
+    assert given[0] == given[1] and sorted(answers[0]) == sorted(answers[1])
+    assert sum(a == b for a, b in zip(*answers, strict=True)) < 5
+
+
+def test_a_disturbance_has_its_size_and_leaves_no_trace() -> None:
+    block, noise = nn.Identity(), normal(seeded(0), 3, 8, dtype=torch.float32)
+    x = normal(seeded(1), 1, 5, 8, dtype=torch.float32)
+    with changes.disturbed(block, noise):
+        out, short = block(x), block(x[:, :2])
+    assert torch.equal(out[:, :2], x[:, :2]) and torch.equal(short, x[:, :2])
+    size = (out - x)[0, 2:].norm(dim=-1) / x[0, 2:].norm(dim=-1)
+    # the sum is rounded to 24 bits of the value, 1e-4 of it to 11 bits
+    assert size.numpy() == pytest.approx(changes.DISTURBANCE, rel=8 * UNIT[torch.float32] / 1e-4)
+    assert torch.equal(block(x), x)
+
+
+def test_sensitivity_is_the_difference_of_two_runs() -> None:
+    model, context, kept = build("llama"), tokens(0, 1, 9), tokens(1, 1, 5)
+    with ContextPatcher(model) as patcher:
+        found = changes.sensitivity(patcher.attached_model, context, kept, 0)
+    for values in found.values():
+        assert values.shape == (3, 5) and np.isfinite(values).all()
+        assert values[0] == pytest.approx(1, rel=0.01)  # the disturbed block itself
+    outputs: list[torch.Tensor] = []
+    handles = [
+        layer.register_forward_hook(lambda _module, _args, out: outputs.append(out))
+        for layer in model.model.layers
+    ]
+    whole = torch.cat([context, kept], 1)
+    noise = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(whole)
+        with changes.disturbed(model.model.layers[0], noise):
+            model(whole)
+    for handle in handles:
+        handle.remove()
+    last, changed = outputs[2][0, -5:], outputs[5][0, -5:]
+    ratio = (changed - last).norm(dim=-1) / last.norm(dim=-1) / changes.DISTURBANCE
+    assert found["with its context"][2] == pytest.approx(ratio.numpy(), rel=0.05)
+
+
+def test_attention_on_the_first_token() -> None:
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    share = changes.attention_on_first(model, tokens(0, 1, 1), tokens(1, 1, 1))["share"]
+    assert share.shape == (3, 1) and ((share > 0) & (share < 1)).all()
+    whole = model(torch.cat([tokens(0, 1, 1), tokens(1, 1, 1)], 1), output_attentions=True)
+    expected = [1 - x[0, :, 1, 1].mean().item() for x in whole.attentions]  # two tokens in all
+    assert share[:, 0] == pytest.approx(expected, abs=1e-5)
+
+
+# -- statistics
+
+
+def test_intervals_resample_whole_prompts() -> None:
+    rng = np.random.default_rng(1)
+    independent = [rng.random(1) < 0.3 for _ in range(400)]
+    low, high = statistics.interval(independent, np.mean)
+    share = np.mean(independent)
+    half = 1.96 * (share * (1 - share) / 400) ** 0.5
+    assert (high - low) / 2 == pytest.approx(half, rel=0.15) and low < share < high
+    alike = [np.repeat(x, 25) for x in independent[:16]]  # 400 tokens, 16 prompts
+    wide = np.diff(statistics.interval(alike, np.mean))[0]
+    assert wide > 3 * (high - low)
+    certain = statistics.share([np.ones(3, bool)] * 12)
+    assert certain == {"share": 1.0, "interval": [1.0, 1.0], "prompts_at_least": 0.75}
+
+
+def _results() -> dict[str, dict[str, np.ndarray]]:
+    """Two prompts of three tokens and two blocks; the second token of each is lost by stable."""
+    found = {}
+    for place, name in enumerate(("few-shot-a-0", "code-0-0")):
+        arrays: dict[str, np.ndarray] = {"margin": np.array([0.5, 0.1, 0.4])}
+        for run in RUNS:
+            lost = run in ("stable", "direct") or (run == "no cache" and place == 0)
+            arrays |= {
+                f"{run}/match": np.array([True, not lost, True]),
+                f"{run}/identical": np.array([run == "exact"] * 3),
+                f"{run}/linf": np.array([0, 0.2, 0.1]) * (run != "exact"),
+                f"{run}/tvd": np.array([0, 0.2, 0.1]) * (run != "exact"),
+                f"{run}/blocks": np.array([[0.001, 0.02, 0.001]] * 2) * (run != "exact"),
+            }
+        found[name] = arrays
+    return found
+
+
+def test_lost_tokens_are_counted_beside_those_of_the_model() -> None:
+    results = _results()
+    lost = statistics.lost(results, "stable")
+    assert (lost["tokens"], lost["lost_by_the_model"], lost["lost_by_the_model_too"]) == (2, 1, 1)
+    assert (lost["margin"], lost["margin_of_all"], lost["linf"]) == (0.1, 0.4, 0.2)
+    assert statistics.lost(results, "exact")["margin"] is None
+    agreement = statistics.agreement(results)
+    assert agreement["stable"]["match"]["share"] == pytest.approx(4 / 6)
+    assert agreement["stable"]["linf"][3] == 0.2 and agreement["exact"]["linf"] == [0] * 4
+    alike = statistics.rounded_alike(results, "stable", 0.01)
+    assert alike == {"share": pytest.approx(4 / 6), "match": 1.0, "others_match": 0.0}
+    assert statistics.by_kind(results, ("few-shot", "chat", "code")).keys() == {"few-shot", "code"}
+    assert statistics.same_updates(results)
+    results["code-0-0"]["direct/tvd"] = np.array([0, 0.2, 0.3])
+    assert not statistics.same_updates(results)
+
+
+def test_errors_are_sorted_by_place_by_part_and_by_block() -> None:
+    results = _results()
+    places = statistics.by_place(results)
+    assert places["from"] == [0, 1] and places["tokens"] == [2, 4]
+    assert places["stable"][0] == [0, 0] and places["stable"][1] == pytest.approx([0.15, 0.2])
+    parts = statistics.by_part(results, {"few-shot-a-0": 2, "code-0-0": 3})
+    # one token predicts a question's next one, and two in the second prompt
+    assert (parts["question"]["tokens"], parts["answer"]["tokens"]) == (3, 3)
+    assert parts["question"]["stable"]["match"] == pytest.approx(2 / 3)
+    blocks = statistics.by_block(results)
+    assert blocks["stable"][1][0] == pytest.approx(0.001) and blocks["exact"] == [[0, 0]] * 2
+
+
+def test_steps_are_relative_to_the_whole_change() -> None:
+    steps = np.array([8.0, 4.0, 2.0, 3.0]).reshape(4, 1, 1)
+    results = {"task": {"steps": steps, "total": np.array([[4.0]]), "right": np.eye(5)[:, :1]}}
+    found = of_changes.grown(results)
+    assert [row[1] for row in found["steps"]] == [2, 1, 0.5, 0.75]
+    assert found["smaller"] == 0.5 and found["last_to_second"] == 0.75
+
+
+# -- the command
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("real")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        arguments = [str(embedded.MODEL_DIR), "--quick", "--name", "small", "--out", "out"]
+        assert real_experiments.main(arguments) == 0
+    return folder
+
+
+def test_the_quick_form_runs_on_any_folder(quick: Path) -> None:
+    numbers = json.loads((quick / "out" / real_experiments.NUMBERS).read_text("utf-8"))
+    assert numbers["agreement"]["bfloat16"]["exact"]["identical"]["share"] == 1
+    assert not numbers["direct_is_stable"]  # a norm's scale writes
+    text = (quick / "out" / page.PAGE).read_text("utf-8")
+    assert "small: gemma3_text, 6 blocks" in text and "What it shows" not in text
+    for name in pictures.PICTURES:
+        assert (quick / "out" / f"real-model-{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"](real-model-{name}.png)" in text
+
+
+@pytest.mark.stress
+def test_a_stopped_run_goes_on(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(quick)
+    [store] = (quick / "build" / "papers").iterdir()
+    [lost, *_] = sorted((store / "bfloat16").glob("few-shot-*.npz"))
+    before, measured = Store(store).load(f"bfloat16/{lost.stem}"), []
+    lost.unlink()
+    original = runs.measure
+
+    def counted(*arguments: Any) -> Any:
+        measured.append(arguments[1])
+        return original(*arguments)
+
+    monkeypatch.setattr(runs, "measure", counted)
+    monkeypatch.setattr(runs, "growth", None)
+    assert real_experiments.main([str(embedded.MODEL_DIR), "--quick", "--name", "small"]) == 0
+    after = Store(store).load(f"bfloat16/{lost.stem}")
+    assert len(measured) == 1 and before.keys() == after.keys()
+    assert all(np.array_equal(x, after[key]) for key, x in before.items())
+    one, other = (quick / place / real_experiments.NUMBERS for place in ("out", "build/papers/small"))
+    assert one.read_text("utf-8") == other.read_text("utf-8")
+
+
+@pytest.mark.parametrize("arguments", [[], ["folder", "--redraw"], ["--redraw"]])
+def test_a_folder_or_numbers_to_redraw(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        real_experiments.main(arguments)
+    assert "expected" in capsys.readouterr().err
+
+
+# -- the committed page
+
+
+def committed() -> dict[str, Any]:
+    path = RESULTS / real_experiments.NUMBERS
+    if not path.exists():
+        pytest.skip("no numbers of a pretrained model are committed yet: make real writes them")
+    return json.loads(path.read_text("utf-8"))
+
+
+def test_the_committed_page_is_that_of_the_numbers(tmp_path: Path) -> None:
+    page.write_page(tmp_path, committed())
+    text = (RESULTS / page.PAGE).read_text("utf-8")
+    assert (tmp_path / page.PAGE).read_text("utf-8") == text
+    for name in pictures.PICTURES:
+        assert (RESULTS / f"real-model-{name}.png").exists() and f"](real-model-{name}.png)" in text
+
+
+def test_no_number_of_the_notes_is_written_by_hand() -> None:
+    """But for those that are settings: the protocol's, and the dtypes' names."""
+    settings = r"Gemma 3|bf16|fp32|95 %|1e-4|1e-6|50, 90 and 99 %|Definitions 3 and 4|Algorithm 1"
+    for path in (page.NOTES, page.NOTES.with_name(f"real_model_{committed()['model']}.md")):
+        text = re.sub(r"\{\w+\}|\]\([^)]*\)", "", path.read_text("utf-8"))
+        assert not re.findall(r".*\d.*", re.sub(settings, "", text)), path.name
+
+
+def test_the_committed_numbers_are_of_full_size() -> None:
+    numbers = committed()
+    sizes = json.loads(json.dumps(real_experiments.asdict(FULL)))
+    assert numbers["sizes_of_run"] == sizes and QUICK != FULL
+    assert list(numbers["agreement"]) == list(FULL.dtypes)
+    for dtype, found in numbers["agreement"].items():
+        for run in REPLAYS:
+            entry = found[run]
+            assert entry["tokens"] >= 5000
+            counts = numbers["by_prompt"][dtype]
+            share = sum(counts[run]) / sum(counts["tokens"])
+            assert entry["match"]["share"] == pytest.approx(share, abs=1e-8)
+            low, high = entry["match"]["interval"]
+            assert low <= share <= high
+    assert max(entry["length"] for entry in numbers["by_length"]["float32"]["exact"]) >= 4000
+
+
+def test_the_conclusions_are_those_of_the_numbers() -> None:
+    numbers = committed()
+    low = numbers["agreement"]["bfloat16"]
+    for found in numbers["agreement"].values():
+        assert found["exact"]["match"]["share"] == found["exact"]["identical"]["share"] == 1
+    assert numbers["direct_is_stable"]
+    assert numbers["agreement"]["float32"]["stable"]["match"]["share"] == 1
+    # with the first token kept the errors are those of the model itself, without it they are not
+    assert low["stable"]["match"]["interval"][1] < low["no cache"]["match"]["share"]
+    assert low[KEPT]["linf"][3] < 2 * low["no cache"]["linf"][3] < low["stable"]["linf"][3]
+    low_kept, high_kept = low[KEPT]["match"]["interval"]
+    assert low_kept <= low["no cache"]["match"]["share"] <= high_kept
+    grown = {name: values[-1][1] for name, values in numbers["disturbed"].items()}
+    assert grown["with its context"] < 1 < 3 * grown["with its context"] < grown["replayed"]
+    assert grown["replayed, first token kept"] < grown["replayed"] / 3
+    merged = {
+        curve["kept"]: curve["match"]
+        for curve in numbers["protocol"]["bfloat16"]["curves"]
+        if curve["held"] == MERGED
+    }
+    assert merged[0] < 0.9 < merged[1]
+    assert all(
+        curve["match"] == 1 and curve["linf"][3] == 0
+        for found in numbers["protocol"].values()
+        for curve in found["curves"]
+        if curve["update"] == "exact" and curve["held"] == LAZY
+    )
+    for span in numbers["spanned"].values():
+        assert all(min(x) == 1 for key, x in span.items() if key.endswith("rank per token"))
+    for found in numbers["control"].values():
+        assert all(list(entry.values())[1:] == [0, 0, 0, 0] for entry in found.values())
+
+
+def test_steps_shrink_at_first_with_right_answers_and_with_shuffled_ones() -> None:
+    right, shuffled = (committed()["grown"][how] for how in ("right", "shuffled"))
+    for found in (right, shuffled):
+        steps = [row[1] for row in found["steps"]]
+        assert steps[0] > steps[1] > steps[2] > steps[4]  # the first lines
+        assert min(steps[8:]) > 0.75 * max(steps[8:])  # and then no more
+    ratios = [a[1] / b[1] for a, b in zip(right["steps"], shuffled["steps"], strict=True)]
+    assert all(0.8 < ratio < 1.25 for ratio in ratios)
+    assert right["right"][-1] > 2 * shuffled["right"][-1]

@@ -1,0 +1,173 @@
+"""The promise of an exact update is measured: replays that differ, and slower steps, are said."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import shallow, tokens
+
+from icl_patch import ContextPatch, ContextPatcher
+from icl_patch.errors import ExactnessWarning, PatchFormatError, SlowerStepsWarning
+from icl_patch.generation import decode_mode_checks
+from icl_patch.generation.replay_checks import ReplayChecks
+from icl_patch.recording import updates
+
+IDS, KEPT = tokens(3, 2, 9), tokens(4, 2, 3)
+ONE_PASS, TWO_PASSES = {}, {"arithmetic": "model"}
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, layer_calls: slice = slice(None)) -> None:
+    """From now on closing a block chooses factors that are off, and does not notice."""
+    close, calls = updates.close, []
+
+    def off(*args: object, **kwargs: object) -> updates.Closed:
+        calls.append(None)
+        closed = close(*args, **kwargs)
+        wrong = len(calls) in range(*layer_calls.indices(len(calls) + 1))
+        return replace(closed, factor=1.01 * closed.factor) if wrong else closed
+
+    monkeypatch.setattr(updates, "close", off)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_compute_says_that_an_exact_patch_is_not(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ContextPatcher(shallow(family, 0, dtype)) as patcher:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            patch = patcher.compute(IDS, KEPT)
+        assert patch.report.misses.sum() == 0
+        plant(monkeypatch)
+        path = patcher.attached_model.blocks[0].block.path
+        with pytest.warns(
+            ExactnessWarning, match=f"6 of 6 tokens.*row 0, kept token 0, from {path}"
+        ):
+            patch = patcher.compute(IDS, KEPT)
+        assert patch.report.misses[0].min() > 0
+        assert not torch.equal(patcher.attached_model.replay_logits(patch), patch.logits)
+
+
+def test_misses_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block whose factor is off makes all later blocks differ, which closing cannot see."""
+    with ContextPatcher(shallow("llama")) as patcher:
+        plant(monkeypatch, slice(2, 3))  # the second of two blocks alone
+        with pytest.warns(ExactnessWarning, match=r"from model\.layers\.1"):
+            patch = patcher.compute(IDS, KEPT)
+        monkeypatch.undo()
+        right = patcher.compute(IDS, KEPT)
+        outputs = [block.output for block in patcher.attached_model.replay(right)[1]]
+        replayed = [block.output for block in patcher.attached_model.replay(patch)[1]]
+        differing = [(x != y).sum(-1) for x, y in zip(outputs, replayed, strict=True)]
+    assert torch.equal(patch.report.misses, torch.stack(differing))
+    assert patch.report.misses[0].sum() == 0
+    assert patch.report.misses[1].min() > 0
+
+
+@pytest.mark.parametrize("way", [ONE_PASS, TWO_PASSES], ids=["one pass", "two passes"])
+def test_generate_replays_its_first_step_and_says_what_differs(
+    way: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ContextPatcher(shallow("llama")) as patcher:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            steps = list(patcher.generate(IDS, max_new_tokens=3, eos_token_id=None, **way))
+        assert [step.check for step in steps] == [None] * 3
+        plant(monkeypatch)
+        with pytest.warns(ExactnessWarning, match=r"step 1 of this generation.*\(2 of 2 rows\)"):
+            next(patcher.generate(IDS, eos_token_id=None, **way))
+
+
+def test_a_generation_says_it_once_and_compares_every_replay_that_it_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments: dict = {"max_new_tokens": 4, "eos_token_id": None, "logits": "replay"}
+    with ContextPatcher(shallow("llama")) as patcher:
+        steps = patcher.generate(IDS, **arguments)
+        next(steps)
+        plant(monkeypatch)  # from the second step on, which nobody asks to replay
+        with pytest.warns(ExactnessWarning, match="step 2 of this generation") as said:
+            rest = list(steps)
+    assert len(rest) == 3
+    assert len(said) == 1
+
+
+def test_logits_that_are_not_numbers_are_equal_to_themselves() -> None:
+    model = shallow("llama")
+    head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    head.weight = model.lm_head.weight
+    with torch.no_grad():
+        head.bias[3] = torch.nan
+    model.lm_head = head
+    with ContextPatcher(model) as patcher, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patcher.compute(IDS, KEPT)
+        next(patcher.generate(IDS, eos_token_id=None, **TWO_PASSES))
+
+
+def test_unasked_replays_take_two_per_cent_of_the_time() -> None:
+    checks, replays = ReplayChecks(exact=True, every=0), []
+    for step in range(1, 1001):
+        checks.steps, checks.seconds = step, checks.seconds + 1
+        if checks.due:
+            replays.append(step)
+            checks.last = 0.5
+            checks.replayed += checks.last
+    assert replays[0] == 1
+    assert checks.replayed <= 0.02 * checks.seconds
+    assert len(replays) == 40
+    assert not ReplayChecks(exact=False, every=0, steps=1).due
+    asked = ReplayChecks(exact=False, every=3)
+    assert [step for step in range(1, 10) if replace(asked, steps=step).due] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("update", "check", "time", "mode"),
+    [
+        ("exact", "require_batch_invariant_steps", "in two passes", "two_pass"),
+        ("stable", "require_shared_cache", "with two streams in the cache", "two_stream"),
+    ],
+)
+def test_slower_steps_are_said_once_with_the_reason(
+    update: str, check: str, time: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_model: object, _blocks: object) -> None:
+        raise decode_mode_checks.UnsupportedModelError("this model is planted")
+
+    monkeypatch.setattr(decode_mode_checks, "SharedCacheStreams", refuse)
+    arguments: dict = {"max_new_tokens": 1, "eos_token_id": None}
+    with ContextPatcher(shallow("llama"), update) as patcher:
+        with pytest.raises(ValueError, match="planted"):
+            list(patcher.generate(IDS, mode="shared_cache", **arguments))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(patcher.generate(IDS, mode=mode, **arguments))  # who asks for it knows
+        with pytest.warns(SlowerStepsWarning, match=f"{update} steps run {time}.*planted"):
+            steps = list(patcher.generate(IDS, **arguments))
+        assert steps[0].mode == mode
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(patcher.generate(IDS, **arguments))
+
+
+def test_a_file_of_misread_blocks_is_refused(tmp_path: Path) -> None:
+    """Versions that fitted a block's numbers wrote them into the file."""
+    with ContextPatcher(shallow("llama")) as patcher:
+        patch = patcher.compute(IDS, KEPT)
+        first, *others = patch.blocks
+        nearly = replace(first, spec=replace(first.spec, residual_factor=1 + 2.0**-25))
+        patcher.forward(KEPT, replace(patch, blocks=(nearly, *others)))  # one fitted elsewhere
+        wrong = replace(first, spec=replace(first.spec, residual_multiplier=1.0023))
+        replace(patch, blocks=(wrong, *others)).save(tmp_path / "patch.safetensors")
+        loaded = ContextPatch.load(tmp_path / "patch.safetensors", patcher.model)
+        refused = r"residual_multiplier 1\.0 in model\.layers\.0, got one with 1\.0023: compute"
+        with pytest.raises(PatchFormatError, match=refused):
+            patcher.forward(KEPT, loaded)
+        with pytest.raises(PatchFormatError, match=refused), patcher.applied(loaded):
+            pass
+        patch.save(tmp_path / "right.safetensors")
+        right = ContextPatch.load(tmp_path / "right.safetensors", patcher.model)
+        assert torch.equal(patcher.forward(KEPT, right), patch.logits)

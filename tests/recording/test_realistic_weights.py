@@ -1,0 +1,110 @@
+"""Patches of models with the features of trained weights: every update, decode steps, static
+patches, and rows that do not depend on their batch.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import realistic_weights
+from support.models import Stock, case_of, ragged, shallow, tokens
+from support.numeric import is_noise
+from support.patchers import UPDATES
+from support.static import random_example
+from torch import Tensor
+
+from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant, metrics
+from icl_patch.evaluation import tiny_models
+from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.static import fit
+
+pytestmark = [
+    pytest.mark.filterwarnings("error::icl_patch.errors.ExactnessWarning"),
+    pytest.mark.filterwarnings("ignore::icl_patch.errors.SlowerStepsWarning"),
+]
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+# All families in bf16 are in test_architectures.py, their steps in test_exact_one_pass.py.
+USUAL = {("llama", FP32), ("gemma3", FP16), ("granitemoe", FP16)}
+CASES = [
+    pytest.param(family, dtype, marks=[] if (family, dtype) in USUAL else [pytest.mark.stress])
+    for family in tiny_models.SUPPORTED
+    for dtype in (FP32, BF16, FP16)
+]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
+def test_every_update_and_decode_step_replays(family: str, dtype: torch.dtype) -> None:
+    """Direct and stable in fp32 only: in half precision these models' noise is as large as their
+    logits.
+    """
+    model, features = realistic_weights.build(family, 0, dtype)
+    stock = Stock(model)
+    with ContextPatcher(model) as patcher:
+        for name in ("span", "prefix"):
+            arguments = features.mark(case_of(family, name))
+            reference = stock.logits(arguments)
+            for update in UPDATES if dtype == FP32 else ("exact",):
+                patcher.attached_model.update = update
+                patch = patcher.compute(**arguments)
+                logits, mask = patcher.forward(patch.kept_ids, patch), patch.kept_mask
+                assert logits[mask].isfinite().all()
+                if update == "exact":
+                    assert torch.equal(logits[mask], reference[mask])
+                    assert not patch.report.misses.any()
+                else:
+                    off = metrics.linf(logits, reference)[mask].max()
+                    assert is_noise(off, patcher, patch), (update, name)
+        ids, mask = tokens(3, 3, 11), ragged(3, 11, side="left")
+        prompt = {"context_ids": ids} | ({} if is_recurrent(model) else {"context_mask": mask})
+        steps = patcher.generate(
+            **features.mark(prompt), max_new_tokens=3, eos_token_id=None, do_sample=False
+        )
+        for step in steps:
+            assert not step.patch.report.misses.any()
+            assert torch.equal(patcher.forward(step.patch.kept_ids, step.patch)[:, -1], step.logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("gemma3", "ridge"),
+        ("llama", "distill"),
+        pytest.param("olmo2", "ridge", marks=pytest.mark.stress),
+        pytest.param("qwen2", "distill", marks=pytest.mark.stress),
+    ],
+)
+def test_a_static_patch_takes_up_most_of_a_context(family: str, method: str) -> None:
+    """Behind a token that draws the attention, on the questions of its fit."""
+    model, features = realistic_weights.build(family)
+    example = replace(random_example(), prefix=features.triggers[:1])
+
+    @torch.no_grad()
+    def log_probabilities(context: tuple[int, ...] = ()) -> Tensor:
+        rows = [
+            [*example.prefix, *context, *question, *answer[:-1]]
+            for question, answer in zip(example.questions, example.answers, strict=True)
+        ]
+        length = len(example.answers[0])
+        return model(torch.tensor(rows)).logits[:, -length:].double().log_softmax(-1)
+
+    wanted, without = log_probabilities(example.context), log_probabilities()
+    with fit(model, [example], method, rank=4).applied(model):
+        patched = log_probabilities()
+    kl, own = ((wanted.exp() * (wanted - x)).sum(-1).mean() for x in (patched, without))
+    assert kl < 0.7 * own
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: torch.dtype) -> None:
+    model, features = realistic_weights.build(family, 0, dtype)
+    ids = features.mark({"context_ids": tokens(0, 7, 9)})["context_ids"]
+    try:
+        with batch_invariant(model):
+            together = model(ids).logits
+            alone = torch.cat([model(row[None]).logits for row in ids])
+    except UnsupportedModelError:  # so are random weights
+        with pytest.raises(UnsupportedModelError):
+            batch_invariant(shallow(family, 0, dtype)).__enter__()
+    else:
+        assert torch.equal(together, alone)
