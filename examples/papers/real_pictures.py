@@ -11,7 +11,7 @@ from goldwaser_pictures import DTYPES, PAPER
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from real_fidelity import KEPT, NOISE, RUNS
+from real_fidelity import KEPT, NOISE, REPLAYS, RUNS
 
 from icl_patch.evaluation.figures import visible
 
@@ -110,7 +110,8 @@ def dependence(numbers: dict[str, Any]) -> Figure:
             _band(
                 axes[1, column], [x + 1 for x, _ in rows], np.array([y for _, y in rows]), **style
             )
-            if lengths := numbers["by_length"][dtype].get(run):
+            # the noise has no place there: for most lengths it is 0, as the calls are the same
+            if run in REPLAYS and (lengths := numbers["by_length"][dtype].get(run)):
                 linf = np.array([entry["linf"][:2] for entry in lengths])
                 _band(axes[2, column], [entry["length"] for entry in lengths], linf, **style)
         axes[0, column].set_title(DTYPES[dtype])

@@ -353,7 +353,9 @@ def test_a_stopped_run_goes_on(quick: Path, monkeypatch: pytest.MonkeyPatch) -> 
     after = Store(store).load(f"bfloat16/{lost.stem}")
     assert len(measured) == 1 and before.keys() == after.keys()
     assert all(np.array_equal(x, after[key]) for key, x in before.items())
-    one, other = (quick / place / real_experiments.NUMBERS for place in ("out", "build/papers/small"))
+    one, other = (
+        quick / place / real_experiments.NUMBERS for place in ("out", "build/papers/small")
+    )
     assert one.read_text("utf-8") == other.read_text("utf-8")
 
 
@@ -386,7 +388,7 @@ def test_the_committed_page_is_that_of_the_numbers(tmp_path: Path) -> None:
 
 def test_no_number_of_the_notes_is_written_by_hand() -> None:
     """But for those that are settings: the protocol's, and the dtypes' names."""
-    settings = r"Gemma 3|bf16|fp32|95 %|1e-4|1e-6|50, 90 and 99 %|Definitions 3 and 4|Algorithm 1"
+    settings = r"Gemma 3|bf16|fp32|95 %|1e-4|1e-6|50, 90 and 99 %|90 % quantile|Definitions 3 and 4|Algorithm 1"
     for path in (page.NOTES, page.NOTES.with_name(f"real_model_{committed()['model']}.md")):
         text = re.sub(r"\{\w+\}|\]\([^)]*\)", "", path.read_text("utf-8"))
         assert not re.findall(r".*\d.*", re.sub(settings, "", text)), path.name
@@ -416,11 +418,12 @@ def test_the_conclusions_are_those_of_the_numbers() -> None:
         assert found["exact"]["match"]["share"] == found["exact"]["identical"]["share"] == 1
     assert numbers["direct_is_stable"]
     assert numbers["agreement"]["float32"]["stable"]["match"]["share"] == 1
-    # with the first token kept the errors are those of the model itself, without it they are not
-    assert low["stable"]["match"]["interval"][1] < low["no cache"]["match"]["share"]
+    # with the first token kept the errors are those of the model itself, without it the largest are
+    # not
     assert low[KEPT]["linf"][3] < 2 * low["no cache"]["linf"][3] < low["stable"]["linf"][3]
-    low_kept, high_kept = low[KEPT]["match"]["interval"]
-    assert low_kept <= low["no cache"]["match"]["share"] <= high_kept
+    for run in ("stable", KEPT):
+        lowest, highest = low[run]["match"]["interval"]
+        assert lowest <= low["no cache"]["match"]["share"] <= highest
     grown = {name: values[-1][1] for name, values in numbers["disturbed"].items()}
     assert grown["with its context"] < 1 < 3 * grown["with its context"] < grown["replayed"]
     assert grown["replayed, first token kept"] < grown["replayed"] / 3
