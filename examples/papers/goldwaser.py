@@ -1,14 +1,13 @@
-"""The experiments of Goldwaser et al., "Equivalence of Context and Parameter Updates": Figures 3,
-4, 5, and what moves bf16.
+"""The experiments of Goldwaser et al., "Equivalence of Context and Parameter Updates": Figure 5,
+and what moves bf16. Figures 3 and 4 are measured on a pretrained model, by real_experiments.py.
 
     python examples/papers/goldwaser.py              # everything, as in docs/papers
-    python examples/papers/goldwaser.py --figure 3   # one figure
+    python examples/papers/goldwaser.py --figure 5   # one figure
     python examples/papers/goldwaser.py --redraw     # the pictures and the page, from their numbers
     python examples/papers/goldwaser.py --quick      # tiny sizes, seconds: does it run?
 
-The paper's own models, the second with an image:
+The paper's own model for images:
 
-    python examples/papers/goldwaser.py --model google/gemma-3-1b-it --figure 3 --figure 4
     python examples/papers/goldwaser.py --model google/gemma-3-4b-it --figure 5 --device cuda
 
 Each figure writes a picture and its numbers, and they are collected on one page beside the paper's
@@ -38,7 +37,7 @@ _NOTES = Path(__file__).with_name("goldwaser_notes.md")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the figures that are asked for."""
     parser = argparse.ArgumentParser(
-        description="Figures 3, 4 and 5 of Goldwaser et al., and how a patch is held in bf16."
+        description="Figure 5 of Goldwaser et al., and how a patch is held in bf16."
     )
     parser.add_argument(
         "--figure",

@@ -1,5 +1,5 @@
-"""The measurements behind Figures 3, 4 and 5 of Goldwaser et al., and of the influences on their
-bf16 numbers, as plain numbers.
+"""The measurements behind Figure 5 of Goldwaser et al., and of the influences on their bf16
+numbers, as plain numbers.
 """
 
 import copy
@@ -18,13 +18,13 @@ from transformers import AutoProcessor
 
 from icl_patch import ContextPatch, ContextPatcher, embedded, metrics, verify
 from icl_patch.evaluation.baseline import baseline, over_columns
-from icl_patch.evaluation.loading import MARS_PROMPT, encode_contexts, encode_inputs, load_model
+from icl_patch.evaluation.loading import MARS_PROMPT, encode_inputs, load_model
 from icl_patch.evaluation.verify import VerifiedToken
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording.replay import prefix_cache, run_kept
 from icl_patch.recording.sequences import absorb_all_but_last
 
-# Contexts of the many generations of Figure 4, for models that follow instructions.
+# Contexts for models that follow instructions, that of the paper's Figure 3 first.
 INSTRUCTIONS = (
     MARS_PROMPT,
     "Write a two-line poem about a lighthouse that is afraid of the dark.",
@@ -34,14 +34,6 @@ INSTRUCTIONS = (
     "Give a recipe for pancakes in at most forty words.",
     "Translate into French: the train leaves at seven in the morning.",
     "What would a cat write in its diary on a rainy day?",
-    "Describe the taste of a lemon without using the word sour.",
-    "Write a polite complaint about a neighbour's trumpet.",
-    "Name the planets of the solar system and one fact about each.",
-    "Summarise the story of Romeo and Juliet in one sentence.",
-    "Write a slogan for a shop that sells only left shoes.",
-    "Why do leaves fall in autumn? Answer like a pirate.",
-    "Write a Python function that reverses a string.",
-    "Invent a proverb about patience and soup.",
 )
 IMAGE_QUESTION = "Describe the image in one sentence."
 Inputs = Mapping[str, Tensor]
@@ -51,17 +43,14 @@ Inputs = Mapping[str, Tensor]
 class Sizes:
     """How large the experiments are.
 
-    dtypes: of everything; tokens: of Figures 3 and 5, at most; prompts, prompt_tokens: generations
-    of Figure 4, and their length; batch: how many of them run together; scenes: held-out scenes of
-    Figure 5; held: generations for how a patch is held, all together; training: of the vision
-    model.
+    dtypes: of everything; tokens, scenes: of Figure 5's generation, at most, and its held-out
+    scenes; held, prompt_tokens: generations for how a patch is held, all together, and their
+    length; training: of the vision model.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     tokens: int = 36
-    prompts: int = 40
     prompt_tokens: int = 24
-    batch: int = 20
     scenes: int = 40
     held: int = 8
     training: shapes.Training = field(default_factory=lambda: shapes.FULL)
@@ -71,9 +60,7 @@ FULL = Sizes()
 QUICK = Sizes(
     ("bfloat16",),
     tokens=2,
-    prompts=4,
     prompt_tokens=2,
-    batch=4,
     scenes=2,
     held=1,
     training=shapes.QUICK,
@@ -100,10 +87,10 @@ class Subject:
         return load_model(where or self.model, tokenizer, getattr(torch, dtype), self.device)
 
     def contexts(self, tokenizer: Any, count: int) -> tuple[list[str], bool]:
-        """Prompts, the first that of Figure 3, and whether they go through the chat template."""
+        """Prompts, and whether they go through the chat template."""
         if not self.own:
             return list(INSTRUCTIONS[:count]), bool(tokenizer.chat_template)
-        # Figure 3 needs a long answer
+        # the order decides which prompts the committed numbers are of
         kinds = sorted(embedded.KINDS, key=lambda kind: kind != "language")
         prompts = [
             embedded.held_out_prompts(kind, -(-count // len(kinds)), self.seed) for kind in kinds
@@ -111,19 +98,6 @@ class Subject:
         return [
             prompt.context + prompt.question for row in zip(*prompts, strict=True) for prompt in row
         ][:count], False
-
-
-def figure_3(subject: Subject, sizes: Sizes) -> dict[str, Any]:
-    """One generation: L∞ and TVD at every token, for every update and dtype."""
-    curves = []
-    for dtype in sizes.dtypes:
-        model, tokenizer = subject.load(dtype)
-        [context], chat = subject.contexts(tokenizer, 1)
-        ids, mask = encode_contexts(tokenizer, [context], chat=chat)
-        curves += generation(
-            model, tokenizer, {"input_ids": ids, "attention_mask": mask}, sizes.tokens
-        )
-    return {"context": context, "chat": chat, "curves": curves}
 
 
 def generation(model: Any, tokenizer: Any, inputs: Inputs, tokens: int) -> list[dict[str, Any]]:
@@ -166,45 +140,14 @@ def _columns(errors: Tensor) -> dict[str, Any]:
     }
 
 
-def figure_4(subject: Subject, sizes: Sizes) -> dict[str, Any]:
-    """Many generations: how the errors are distributed, and the share of tokens that agree."""
-    groups = []
-    for dtype in sizes.dtypes:
-        model, tokenizer = subject.load(dtype)
-        contexts, chat = subject.contexts(tokenizer, sizes.prompts)
-        for update in UPDATES:
-            steps: list[VerifiedToken] = []
-            floor = {"linf_max": 0.0, "tvd_max": 0.0}
-            for start in range(0, len(contexts), sizes.batch):
-                batch = contexts[start : start + sizes.batch]
-                report = verify(
-                    model,
-                    tokenizer,
-                    context=batch,
-                    max_new_tokens=sizes.prompt_tokens,
-                    update=update,
-                    chat=chat,
-                )
-                floor = {
-                    name: max(value, report.noise_floor[name]) for name, value in floor.items()
-                }
-                for row in range(len(batch)):
-                    steps += until_end(
-                        report.steps[row * sizes.prompt_tokens :][: sizes.prompt_tokens],
-                        ends(model),
-                    )
-            groups.append(_group(update, dtype, steps) | {"noise_floor": floor})
-    return {"generations": len(contexts), "bin_edges_log10": bin_edges(), "groups": groups}
-
-
 def _group(update: str, dtype: str, steps: list[VerifiedToken]) -> dict[str, Any]:
     identical = sum(step.bit_identical for step in steps) / len(steps)
     return {"dtype": dtype, "update": update, **summary(_errors(steps)), "bit_identical": identical}
 
 
 def figure_5(subject: Subject, sizes: Sizes) -> dict[str, Any]:
-    """An image in the context: as Figure 3, and, on the model trained here, answers on held-out
-    scenes.
+    """An image in the context: L∞ and TVD at every token of one generation, for every update and
+    dtype; and, on the model trained here, answers on held-out scenes.
     """
     found: dict[str, Any] = {}
     where, question = subject.model, IMAGE_QUESTION
@@ -494,8 +437,6 @@ def summary(errors: Tensor) -> dict[str, Any]:
 
 
 EXPERIMENTS: dict[str, Callable[[Subject, Sizes], dict[str, Any]]] = {
-    "3": figure_3,
-    "4": figure_4,
     "5": figure_5,
     "held": how_held,
 }

@@ -1,5 +1,5 @@
-"""Figures 3, 4 and 5 of Goldwaser et al. drawn from their numbers, and the page that holds them
-beside the paper's claims.
+"""Figure 5 of Goldwaser et al. and what moves bf16, drawn from their numbers, and the page that
+holds them beside the paper's claims.
 """
 
 import json
@@ -17,23 +17,12 @@ from icl_patch.evaluation.figures import visible
 from icl_patch.evaluation.report import percent
 
 matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "icl-patch"  # the same numbers give the same file
 
 TITLES = {
-    "3": "Figure 3: one generation from a text",
-    "4": "Figure 4: many generations",
     "5": "Figure 5: an image in the context",
     "held": "What moves the agreement in bf16",
 }
 CLAIMS = {
-    "3": (
-        "float32 is almost exact, with every token the same; bfloat16 diverges slightly, and"
-        " differs in some tokens"
-    ),
-    "4": (
-        "in bfloat16 87.5 % of the tokens agree with the plain update and 98 % with the stable one,"
-        " which is on par with float32"
-    ),
     "5": "the method continues to work with an image as part of the context",
     "held": (
         "the plain update divides by numbers near 0, hence extreme sensitivity to data type and"
@@ -48,10 +37,9 @@ _TOP, _LOWEST = 30.0, -14  # of the logarithmic axes; the exponent is that of th
 
 
 def draw(name: str, numbers: dict[str, Any], path: Path) -> None:
-    """Draw a figure from the numbers of :mod:`goldwaser_experiments` as ``path``.png and .svg."""
-    figure = {"3": _figure_3, "4": _figure_4, "5": _figure_5, "held": _held}[name](numbers)
+    """Draw a figure from the numbers of :mod:`goldwaser_experiments` as ``path``.png."""
+    figure = {"5": _figure_5, "held": _held}[name](numbers)
     figure.savefig(path.with_suffix(".png"), dpi=110)
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     plt.close(figure)
 
 
@@ -120,25 +108,24 @@ def _curve(axis: Axes, curve: dict[str, Any], measure: str, zero: float) -> None
     )
 
 
-def _legend(figure: Figure, *, merged: bool = True) -> None:
+def _legend(figure: Figure) -> None:
     """The legend of colours and marks, above all panels."""
     handles = [
         plt.Line2D([], [], color=color, marker="o", markersize=4, label=update)
         for update, color in COLOURS.items()
     ]
-    if merged:
-        handles += [
-            plt.Line2D(
-                [],
-                [],
-                color=COLOURS[update],
-                marker="^",
-                markersize=4,
-                linestyle="--",
-                label=f"{update}, merged into the weights",
-            )
-            for update in ("direct", "stable")
-        ]
+    handles += [
+        plt.Line2D(
+            [],
+            [],
+            color=COLOURS[update],
+            marker="^",
+            markersize=4,
+            linestyle="--",
+            label=f"{update}, merged into the weights",
+        )
+        for update in ("direct", "stable")
+    ]
     handles.append(
         plt.Line2D(
             [],
@@ -152,19 +139,6 @@ def _legend(figure: Figure, *, merged: bool = True) -> None:
     figure.legend(
         handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9
     )
-
-
-def _figure_3(numbers: dict[str, Any]) -> Figure:
-    rows = len(dtypes_of(numbers["curves"]))
-    # No shared x axis: dtypes may generate different tokens.
-    figure, axes = plt.subplots(
-        rows, 2, squeeze=False, figsize=(16, 1.5 + 3.4 * rows), layout="constrained"
-    )
-    _curves(axes, numbers["curves"])
-    _legend(figure)
-    prompt = "".join(map(visible, numbers["context"]))
-    figure.supxlabel(f"tokens generated after the prompt “{prompt}”", fontsize=10)
-    return figure
 
 
 def _figure_5(numbers: dict[str, Any]) -> Figure:
@@ -248,14 +222,6 @@ def _violins(axis: Axes, groups: list[dict[str, Any]], measure: str, edges: list
             )
         if found["not_finite"]:
             axis.text(place, _TOP / 1.3, "∞", ha="center", va="top", color="red", fontsize=13)
-        if "noise_floor" in group:
-            axis.plot(
-                [place - 0.45, place + 0.45],
-                [group["noise_floor"][f"{measure}_max"]] * 2,
-                color="0.4",
-                linestyle=":",
-                linewidth=1.3,
-            )
     axis.set_xlim(-0.6, len(groups) - 0.4)
     axis.set_ylabel(_MEASURES[measure])
 
@@ -284,39 +250,6 @@ def _agreement(axis: Axes, groups: list[dict[str, Any]]) -> None:
     axis.set_ylim(80 if lowest > 82 else 0, 103 if lowest > 82 else 112)
     axis.set_ylabel("tokens that agree, %")
     axis.grid(alpha=0.3, axis="y")
-
-
-def _figure_4(numbers: dict[str, Any]) -> Figure:
-    groups = numbers["groups"]
-    figure, axes = plt.subplots(
-        3, 1, sharex=True, figsize=(11, 12), layout="constrained", height_ratios=(3, 3, 2)
-    )
-    for axis, measure in zip(axes, _MEASURES, strict=False):
-        _violins(axis, groups, measure, numbers["bin_edges_log10"])
-    _agreement(axes[2], groups)
-    axes[2].set_xticks(
-        range(len(groups)), [f"{group['update']}\n{DTYPES[group['dtype']]}" for group in groups]
-    )
-    handles = [
-        plt.Line2D(
-            [],
-            [],
-            color="black",
-            label="median (what is below $10^{-10}$ stands in the lowest bin)",
-        )
-    ]
-    handles.append(
-        plt.Line2D(
-            [],
-            [],
-            color="0.4",
-            linestyle=":",
-            label="noise floor: the untouched model against itself, largest",
-        )
-    )
-    handles.append(_paper_handle())
-    figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
-    return figure
 
 
 def _paper_handle() -> Any:
@@ -363,25 +296,10 @@ def _of(groups: Iterable[dict[str, Any]], **wanted: str) -> dict[str, Any]:
 
 def measured(name: str, numbers: dict[str, Any]) -> str:
     """The line that stands beside the paper's claim: numbers only."""
-    if name in ("3", "5"):
+    if name == "5":
         return "; ".join(
             _generation(numbers["curves"], dtype) for dtype in dtypes_of(numbers["curves"])
         ) + (_images(numbers) if "groups" in numbers else "")
-    if name == "4":
-        shares = [
-            f"{DTYPES[dtype]} "
-            + ", ".join(
-                f"{update}"
-                f" {percent(_of(numbers['groups'], dtype=dtype, update=update)['token_match'])}"
-                for update in COLOURS
-            )
-            for dtype in dtypes_of(numbers["groups"])
-        ]
-        count = numbers["groups"][0]["tokens"]
-        return (
-            f"tokens that agree, of {count} in {numbers['generations']} generations: "
-            + "; ".join(shares)
-        )
     rows = []
     for held in (LAZY, MERGED):
         shares = {
@@ -466,35 +384,6 @@ def held_table(numbers: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def agreement_table(many: dict[str, Any], held: dict[str, Any] | None) -> str:
-    """Our token agreement beside the paper's, as a Markdown table."""
-    paper = {("float32", "direct"): "“perfect token matching”"}
-    paper |= {group: f"{share} %" for group, share in PAPER.items()}
-    counts = [
-        f" ({numbers['groups'][0]['tokens']} tokens)" if numbers else "" for numbers in (many, held)
-    ]
-    head = (
-        f"| dtype | update | paper, Gemma 3 1B | ours, lazy{counts[0]} | ours, merged into the"
-        f" weights{counts[1]} |"
-    )
-    lines = [head, "|---|---|---|---|---|"]
-    for dtype in dtypes_of(many["groups"]):
-        for update in COLOURS:
-            merged = (
-                ""
-                if held is None
-                else percent(
-                    _of(held["groups"], dtype=dtype, update=update, held=MERGED)["token_match"]
-                )
-            )
-            ours = percent(_of(many["groups"], dtype=dtype, update=update)["token_match"])
-            lines.append(
-                f"| {DTYPES[dtype]} | {update} | {paper.get((dtype, update), '')} | {ours} |"
-                f" {merged} |"
-            )
-    return "\n".join(lines)
-
-
 def _short(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
 
@@ -510,11 +399,6 @@ def write_page(folder: Path, notes: str) -> None:
         if path.exists()
     }
     parts = ["# The experiments of Goldwaser et al.", notes]
-    if "4" in numbers:
-        parts += [
-            "## Token agreement, beside the paper's",
-            agreement_table(numbers["4"], numbers.get("held")),
-        ]
     for name, figure in numbers.items():
         stem = found[name].stem
         parts += [
@@ -522,8 +406,7 @@ def write_page(folder: Path, notes: str) -> None:
             f"![{TITLES[name]}]({stem}.png)",
             (
                 f"- The paper: {CLAIMS[name]}.\n- Measured: {figure['measured']}.\n- Numbers:"
-                f" [{stem}.json]({stem}.json); picture as [SVG]({stem}.svg)\n- Command:"
-                f" `{figure['command']}`"
+                f" [{stem}.json]({stem}.json)\n- Command: `{figure['command']}`"
             ),
         ]
         if name == "held":
