@@ -1,9 +1,9 @@
 """The experiments of both papers on a pretrained model in a folder: a page with its pictures.
 
-    python examples/papers/real_experiments.py FOLDER                     # into build/papers/NAME
-    python examples/papers/real_experiments.py FOLDER --out docs/papers   # the page of this repository
-    python examples/papers/real_experiments.py --redraw --out docs/papers # again, from its numbers
-    python examples/papers/real_experiments.py FOLDER --quick             # few prompts: does it run?
+    python examples/papers/real_experiments.py FOLDER                      # to build/papers/NAME
+    python examples/papers/real_experiments.py FOLDER --out docs/papers    # this repository's page
+    python examples/papers/real_experiments.py --redraw --out docs/papers  # from its numbers
+    python examples/papers/real_experiments.py FOLDER --quick              # few prompts
 
 The folder holds a causal language model and its tokenizer, as ``save_pretrained`` writes them. Each
 result is kept in build/papers as soon as it is measured: a stopped run goes on. One thread on the
