@@ -37,3 +37,18 @@ class ExactnessWarning(UserWarning):
 
 class SlowerStepsWarning(UserWarning):
     """The faster mode of an update's decode steps does not work for this model."""
+
+
+class HarmfulPatchError(ValueError):
+    """A fitted static patch is worse than no patch, or changes what it is to preserve.
+
+    report: its measurements, an :class:`icl_patch.static.StaticReport`.
+    """
+
+    def __init__(self, message: str, report: Any) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class StaticPatchWarning(UserWarning):
+    """Something is not known of a static patch, or its prompts lack what it was fitted with."""

@@ -2,20 +2,20 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from icl_patch.static import Example
 
 HELP = "fit one change of weights that stands for a context, for every token"
 # As in static, which imports torch.
-METHODS = ("auto", "ridge", "distill")
-PARTS = ("readers", "writer", "o_proj", "qk")
+PARTS = ("mlp", "attention")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,19 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help='JSON: [{"context": TEXT, "questions": [TEXT, …], "answers": [TEXT, …]}, …]; without'
-        " answers the model gives them with the context",
+        help='JSON: [{"context": TEXT, "questions": [TEXT, …], "answers": [TEXT, …]}, …]; "system"'
+        " in place of context makes chats; without answers the model gives them with the context",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=Path,
+        metavar="FILE",
+        help="JSON like --examples: questions to measure on (default: every fifth of the examples)",
     )
     parser.add_argument(
         "--preserve",
         type=Path,
         metavar="FILE",
-        help="JSON: [TEXT, …], texts on which the model is to stay as it is",
+        help="JSON: [TEXT, …], texts on which the model is to stay as it is (default: a hundred"
+        " texts of many kinds)",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="a context is the system message of the tokenizer's chat template",
+        help="apply the tokenizer's chat template; a context begins the user's message",
     )
     parser.add_argument(
         "--end",
@@ -47,70 +54,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=r"the token that ends an answer, \n for a line end (default: end of sequence)",
     )
     parser.add_argument(
-        "--self-study",
-        type=common.positive,
-        metavar="N",
-        help="the model writes further questions, up to N an example",
-    )
-    parser.add_argument(
-        "--method",
-        choices=METHODS,
-        default="auto",
-        help="auto (the default): both, and of the two patches the better one",
-    )
-    parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
-        default=["readers", "writer"],
-        help="the matrices that may change (default: readers writer)",
+        default=["mlp"],
+        help="the matrices that may change (default: mlp)",
     )
     parser.add_argument(
-        "--rank",
-        type=rank,
-        default=8,
-        metavar="R",
-        help="a number (default: 8); with --method ridge also auto or full",
+        "--rank", type=common.positive, default=8, metavar="R", help="of each change (default 8)"
+    )
+    parser.add_argument(
+        "--first-block",
+        type=int,
+        metavar="N",
+        help="the first block that changes (default: a third of the blocks stays as it is)",
     )
     parser.add_argument(
         "--kappa", type=float, default=1.0, help="weight of the preserved texts (default 1)"
     )
     parser.add_argument(
-        "--preserve-first",
-        type=float,
-        default=10.0,
-        metavar="X",
-        help="ridge multiplies kappa by X in the first block and divides by X in the last"
-        " (default 10)",
+        "--seconds", type=float, default=math.inf, help="a budget of time for the whole fit"
     )
-    parser.add_argument(
-        "--folds", type=common.positive, default=4, metavar="K", help="of the questions (default 4)"
-    )
-    parser.add_argument(
-        "--steps", type=common.positive, default=50, help="of distillation (default 50)"
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, default=1e-2, help="of distillation (default 0.01)"
-    )
-    parser.add_argument(
-        "--start", type=Path, metavar="FILE", help="a patch to start --method distill from"
-    )
+    parser.add_argument("--steps", type=common.positive, default=100, help="at most (default 100)")
+    parser.add_argument("--learning-rate", type=float, default=5e-3, help="(default 0.005)")
+    parser.add_argument("--start", type=Path, metavar="FILE", help="a patch to start from")
     common.add_max_new_tokens(parser, 64, "of an answer")
     parser.add_argument(
         "--state", type=Path, metavar="DIR", help="continue a stopped fit from its files there"
     )
     parser.add_argument(
-        "--hidden-folder",
-        type=Path,
-        metavar="DIR",
-        help="--method ridge keeps the hidden states in this folder instead of in memory",
+        "--accept-worse",
+        action="store_true",
+        help="write the patch even if it is worse than none, or moves preserved texts",
     )
     common.add_out(parser)
-
-
-def rank(text: str) -> int | str | None:
-    """The rank option: a number, "auto", or None for "full"."""
-    return {"auto": "auto", "full": None}[text] if text in ("auto", "full") else int(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -120,13 +97,13 @@ def run(options: argparse.Namespace) -> int:
     from icl_patch import static
 
     model, tokenizer = common.load(options)
-    examples = read_examples(options, tokenizer)
-    if options.self_study is not None:
-        study: Any = {"seed": options.seed, "max_new_tokens": options.max_new_tokens}
-        examples = [
-            static.self_study(model, example, options.self_study, **study) for example in examples
-        ]
-    texts = [] if options.preserve is None else _read_json(options.preserve, str)
+    examples = read_examples(options, options.examples, model, tokenizer)
+    held_out = []
+    if options.held_out is not None:
+        held_out = read_examples(options, options.held_out, model, tokenizer)
+    preserve = None
+    if options.preserve is not None:
+        preserve = static.documents(model, tokenizer, _read_json(options.preserve, str))
     start = None if options.start is None else static.StaticPatch.load(options.start, model)
     settings = static.Distillation(
         steps=options.steps, learning_rate=options.learning_rate, seed=options.seed
@@ -135,19 +112,19 @@ def run(options: argparse.Namespace) -> int:
         patch = static.fit(
             model,
             examples,
-            options.method,
+            tokenizer=tokenizer,
+            held_out=held_out,
+            preserve=preserve,
+            kappa=options.kappa,
             parts=options.parts,
             rank=options.rank,
-            preserve=static.documents(tokenizer, texts),
-            kappa=options.kappa,
-            preserve_first=options.preserve_first,
-            folds=options.folds,
+            first_block=options.first_block,
+            seconds=options.seconds,
             distillation=settings,
             start=start,
             state=options.state,
-            hidden_folder=options.hidden_folder,
             max_new_tokens=options.max_new_tokens,
-            tokenizer=tokenizer,
+            accept_worse=options.accept_worse,
             on_plan=lambda plan: print(plan, file=sys.stderr),
             progress=progress,
         )
@@ -160,29 +137,35 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_examples(
-    options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase"
+    options: argparse.Namespace,
+    file: Path,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
 ) -> "list[Example]":
-    """The examples of the file.
+    """The examples of a file.
 
     Raises:
         ValueError: the file does not hold a list of examples.
     """
-    from icl_patch.static import Example
+    from icl_patch import static
 
-    examples = []
-    for entry in _read_json(options.examples, dict):
-        if not {"context", "questions"} <= entry.keys() <= {"context", "questions", "answers"}:
+    found: list[Example] = []
+    for entry in _read_json(file, dict):
+        if not {"questions"} <= entry.keys() <= {"context", "system", "questions", "answers"}:
             raise ValueError(
-                "expected examples with context, questions and perhaps answers in"
-                f" {options.examples}, got {sorted(entry)}"
+                f"expected examples with questions, a context or a system message, and perhaps"
+                f" answers in {file}, got {sorted(entry)}"
             )
-        examples.append(Example.from_text(tokenizer, **entry, end=options.end, chat=options.chat))
-    return examples
+        found += static.examples(model, tokenizer, **entry, chat=options.chat, end=options.end)
+    return found
 
 
 def _read_json(file: Path, kind: type) -> list[Any]:
     """A list of JSON values of one kind, not empty."""
-    value = json.loads(common.read_text(file))
+    try:
+        value = json.loads(common.read_text(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected JSON in {file}, got {error}") from error
     if not isinstance(value, list) or not value or not all(isinstance(x, kind) for x in value):
         raise ValueError(f"expected a list of {kind.__name__} in {file}, got {value!r:.80}")
     return value

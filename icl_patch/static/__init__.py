@@ -2,25 +2,24 @@
 
 ::
 
-    examples = [static.Example.from_text(tokenizer, context, questions)]
-    patch = static.fit(model, examples, preserve=static.documents(tokenizer, texts))
+    examples = static.examples(model, tokenizer, questions, system="You are a pirate.")
+    patch = static.fit(model, examples, tokenizer=tokenizer)
     print(patch.report)
     with patch.applied(model):
-        model.generate(...)          # without the context
+        model.generate(...)          # without the system message
     patch.save("patch.safetensors")
     patch.to_peft("adapter", model)  # a LoRA for PEFT and vLLM
 """
 
-from icl_patch.static.block_parts import PARTS
-from icl_patch.static.distill import Distillation
-from icl_patch.static.examples import Example, documents
+from icl_patch.static.examples import Example, documents, examples, front, preserved_texts
 from icl_patch.static.fit import Plan, fit
+from icl_patch.static.low_rank import LowRank
+from icl_patch.static.matrices import PARTS
 from icl_patch.static.peft_import import from_peft
-from icl_patch.static.processes import ProcessError
-from icl_patch.static.report import Quality, StaticReport
-from icl_patch.static.ridge import LowRank
-from icl_patch.static.self_study import self_study
+from icl_patch.static.report import StaticReport
 from icl_patch.static.static_patch import RowMap, StaticInfo, StaticPatch, applied, mean
+from icl_patch.static.targets import Quality
+from icl_patch.static.training import Distillation
 
 __all__ = [
     "PARTS",
@@ -28,7 +27,6 @@ __all__ = [
     "Example",
     "LowRank",
     "Plan",
-    "ProcessError",
     "Quality",
     "RowMap",
     "StaticInfo",
@@ -36,8 +34,10 @@ __all__ = [
     "StaticReport",
     "applied",
     "documents",
+    "examples",
     "fit",
     "from_peft",
+    "front",
     "mean",
-    "self_study",
+    "preserved_texts",
 ]

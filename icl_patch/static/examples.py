@@ -1,305 +1,239 @@
-"""Examples of a context's effect: a context, questions about it, and the answers with it."""
+"""Examples of a context's effect: prompts with the context, the same without it, and answers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib.resources import files
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.models.language_model import check_length, check_vocabulary
+from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front
 
-Tokens = tuple[int, ...]
+ROW_TOKENS = 8192  # of a batch without gradients: bounds its memory
+_T = TypeVar("_T")
+_FRONT_TEXTS = 4  # by which the token before a text is chosen
 
 
 @dataclass(frozen=True)
 class Example:
-    """A context and questions; the model sees ``prefix + context + question`` before an answer.
+    """A prompt as the model sees it with the context and without it, and the answer with it.
 
-    A static patch is to make ``prefix + question`` enough.
+    A static patch is to give ``without`` the answers of ``with_context``. The two may differ in any
+    way: in a chat the context may take the place of the template's own system message.
 
     Attributes:
-        context: the ids that the patch replaces.
-        questions: the ids of each question.
-        answers: the ids of each answer, its last token included; None: the model's own greedy
-            answers with the context, see :func:`answered`.
-        prefix: the ids before the context that stay, such as ``<bos>``.
-        end: ids that end an answer; the model's generation configuration names them by default.
+        with_context, without: the ids of the prompt.
+        answer: the ids of the answer, its last token included; None: the model's own greedy answer
+            with the context.
+        end: ids that end an answer; none: those of the model's generation configuration.
 
     Raises:
-        ValueError: the context, a question or an answer is empty, or there are not as many answers
-            as questions.
+        ValueError: one of them is empty.
     """
 
-    context: Tokens
-    questions: tuple[Tokens, ...]
-    answers: tuple[Tokens, ...] | None = None
-    prefix: Tokens = ()
+    with_context: Tokens
+    without: Tokens
+    answer: Tokens | None = None
     end: Tokens = ()
 
     def __post_init__(self) -> None:
-        if not self.context or not self.questions or not all(self.questions):
+        if not self.with_context or not self.without or self.answer == ():
+            lengths = len(self.with_context), len(self.without)
             raise ValueError(
-                f"expected a context and at least one question, none of them empty, got"
-                f" {len(self.context)} tokens of context and {len(self.questions)} questions"
-            )
-        if self.answers is None:
-            return
-        if len(self.answers) != len(self.questions) or not all(self.answers):
-            raise ValueError(
-                f"expected {len(self.questions)} answers, one a question and none empty, got"
-                f" {len(self.answers)} of lengths {[len(ids) for ids in self.answers]!s:.80}"
+                f"expected two prompts and perhaps an answer, none of them empty, got {lengths[0]}"
+                f" and {lengths[1]} tokens and the answer {self.answer}"
             )
 
-    @classmethod
-    def from_text(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        context: str,
-        questions: Sequence[str],
-        answers: Sequence[str] | None = None,
-        *,
-        end: str | None = None,
-        chat: bool = False,
-    ) -> "Example":
-        """An example from text.
 
-        Args:
-            context, questions, answers: text; with ``chat`` the context is the system message and a
-                question the user's.
-            end: the one token that ends an answer; it is added to the given answers. By default the
-                tokenizer's end of sequence.
-            chat: apply the tokenizer's chat template.
+def examples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    *,
+    context: str | None = None,
+    system: str | None = None,
+    chat: bool = False,
+    answers: Sequence[str] | None = None,
+    end: str | None = None,
+) -> list[Example]:
+    """An example of each question, from text or chats.
 
-        Raises:
-            ValueError: questions or answers are no lists of text; ``end`` is not one token; or the
-                tokenizer has no chat template, or one that puts another text in the place of a
-                missing system message.
-        """
-        texts = (context, *questions, *(answers or ()))
-        lists = not isinstance(questions, str) and not isinstance(answers, str)
-        if not lists or not all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                "expected a context of text, and lists of texts as questions and answers, got"
-                f" {context!r:.40}, {questions!r:.40} and {answers!r:.40}"
-            )
-        ids = _encoder(tokenizer)
-        ends = (tokenizer.eos_token_id,) if end is None else ids(end)
-        if len(ends) != 1 or ends[0] is None:
-            raise ValueError(f"expected an end of one token, got {end!r}, which is {len(ends)}")
-        given = None if answers is None else tuple((*ids(text), *ends) for text in answers)
-        if not chat:
-            prefix = bos(tokenizer)
-            return cls(ids(context), tuple(map(ids, questions)), given, prefix, ends)
-        parts = [_chat_parts(tokenizer, context, question) for question in questions]
-        if any(part[:2] != parts[0][:2] for part in parts):
-            raise ValueError(
-                "expected a chat template that puts the context in one place, got more"
-            )
-        return cls(parts[0][1], tuple(part[2] for part in parts), given, parts[0][0], ends)
+    Args:
+        model, tokenizer: a text begins with the token that :func:`front` chooses for them; a chat
+            as the template writes it.
+        questions: texts, or chats of several messages.
+        context: the text before a question, with ``chat`` at the beginning of the user's first
+            message; system: the system message of a chat. One of them, see
+            :func:`icl_patch.models.prompts.make_prompt`.
+        answers: texts, one a question; by default the model answers.
+        end: the one token that ends an answer, by default the tokenizer's end of sequence; it is
+            added to the given answers.
 
-
-def bos(tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The tokens that the tokenizer puts before a text: ``<bos>`` or none."""
-    first = tokenizer("")["input_ids"][:1]
-    return tuple(first) if first and first[0] == tokenizer.bos_token_id else ()
-
-
-def documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tokens]:
-    """Texts as ids behind ``<bos>``, for a fit's ``preserve``."""
-    ids = _encoder(tokenizer)
-    return [(*bos(tokenizer), *ids(text)) for text in texts]
-
-
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> Any:
-    return lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _chat_parts(
-    tokenizer: PreTrainedTokenizerBase, context: str, question: str
-) -> tuple[Tokens, Tokens, Tokens]:
-    """Prefix, context and question of one chat, from the template with and without the system
-    message.
+    Raises:
+        ValueError: questions or answers are no lists of text; ``end`` is not one token; or as
+            :func:`icl_patch.models.prompts.make_prompt`.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("expected a tokenizer with a chat template, got one without: chat=False")
-    user = {"role": "user", "content": question}
-    with_context, without = (
-        _encoder(tokenizer)(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
-        for messages in ([{"role": "system", "content": context}, user], [user])
-    )
-    same = 0
-    while same < len(without) and with_context[same] == without[same]:
-        same += 1
-    rest = without[same:]
-    if not rest or with_context[-len(rest) :] != rest:
+    if isinstance(questions, str) or isinstance(answers, str):
         raise ValueError(
-            "expected a chat template that leaves out a missing system message, got one that writes"
-            " something else: put the context into the user's message instead, with chat=False"
+            f"expected lists of questions and answers, got {questions!r:.40} and {answers!r:.40}"
         )
-    return without[:same], with_context[same : len(with_context) - len(rest)], rest
+    if not questions or (answers is not None and len(answers) != len(questions)):
+        raise ValueError(
+            f"expected at least one question, and no answers or one for each, got {len(questions)}"
+            f" and {0 if answers is None else len(answers)}"
+        )
+    ends = (tokenizer.eos_token_id,) if end is None else encode(tokenizer, end)
+    if len(ends) != 1 or ends[0] is None:
+        raise ValueError(f"expected an end of one token, got {end!r}, which is {len(ends)}")
+    first = () if chat or system is not None else front(model, tokenizer)
+    found = []
+    for number, question in enumerate(questions):
+        prompt = make_prompt(tokenizer, question, context=context, system=system, chat=chat)
+        answer = None if answers is None else (*encode(tokenizer, answers[number]), *ends)
+        if prompt.chat:
+            ids = encode(tokenizer, prompt.with_context), encode(tokenizer, prompt.without)
+        else:
+            own = encode(tokenizer, prompt.without)
+            before = encode(tokenizer, prompt.with_context[: prompt.kept])
+            ids = (*first, *before, *own), (*first, *own)
+        found.append(Example(*ids, answer, ends))
+    return found
+
+
+def documents(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> list[Tokens]:
+    """Texts as ids behind the token that stays in front, for a fit's ``preserve``."""
+    first = front(model, tokenizer)
+    return [(*first, *encode(tokenizer, text)) for text in texts]
+
+
+@torch.no_grad()
+def front(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """The one token that is to stand before every text, in a tuple; none without special tokens.
+
+    Trained models give most of their attention to the first token. One that stays in front keeps
+    this attention in its place with a context and without it; where the question's first token
+    takes it, a fit tears it down. It is the token that the tokenizer puts there by itself; else the
+    special token behind which the model finds a few texts most likely, as the one that separated
+    the documents of its training.
+    """
+    if own := own_front(tokenizer):
+        return own
+    rows = [encode(tokenizer, text) for text in preserved_texts()[:_FRONT_TEXTS]]
+
+    def surprise(token: int) -> float:
+        ids = pad([(token, *row) for row in rows], model.device)
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        total = 0.0
+        for row, own in zip(logits, rows, strict=True):  # all but the first token of each text
+            labels = torch.tensor(own[1:], device=row.device)
+            total += float(F.cross_entropy(row[1 : len(own)].float(), labels, reduction="sum"))
+        return total
+
+    special: list[int] = sorted(set(tokenizer.all_special_ids))
+    return (min(special, key=surprise),) if special else ()
+
+
+def pad(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Right-padded ids (B, T)."""
+    width = max(map(len, rows))
+    return torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def preserved_texts() -> list[str]:
+    """A hundred short texts of many kinds, which come with the package."""
+    content = files("icl_patch.static").joinpath("preserved_texts.txt").read_text(encoding="utf-8")
+    return content.strip().split("\n\n")
+
+
+def common_front(rows: Iterable[Tokens]) -> Tokens:
+    """The one token with which all rows of ids begin, if there is one."""
+    first = {row[0] for row in rows}
+    return tuple(first) if len(first) == 1 else ()
 
 
 @torch.no_grad()
 def answered(
-    model: PreTrainedModel,
-    examples: Sequence[Example],
-    max_new_tokens: int = 64,
-    batch_size: int = 64,
+    model: PreTrainedModel, examples: Sequence[Example], max_new_tokens: int = 64
 ) -> list[Example]:
     """The examples with the model's own greedy answers where none are given.
 
     Raises:
-        ValueError: ids are not in the vocabulary, or there are more tokens than positions.
+        ValueError: ids are not in the vocabulary, or there are more tokens than positions; or the
+            same prompt without its context has different answers, which no one patch can give.
     """
-    return [
-        example
-        if example.answers is not None
-        else replace(example, answers=_answers(model, example, max_new_tokens, batch_size))
-        for example in examples
-    ]
+    found = list(examples)
+    asked = [i for i, example in enumerate(found) if example.answer is None]
+    for example in found:
+        ids = torch.tensor([[*example.with_context, *(example.answer or ())[:-1]]])
+        check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
+        check_length(model, ids.shape[1], 0 if example.answer else max_new_tokens)
+    asked.sort(key=lambda i: (found[i].end, len(found[i].with_context)))
+    for batch in batches(asked, lambda i: len(found[i].with_context) + max_new_tokens):
+        for end in dict.fromkeys(found[i].end for i in batch):
+            same_end = [i for i in batch if found[i].end == end]
+            rows = [found[i].with_context for i in same_end]
+            for i, own in zip(same_end, greedy(model, rows, max_new_tokens, end), strict=True):
+                found[i] = replace(found[i], answer=own)
+    known: dict[Tokens, Tokens | None] = {}
+    for example in found:
+        if known.setdefault(example.without, example.answer) != example.answer:
+            raise ValueError(
+                "expected contexts that share one instruction, got two that give different answers"
+                f" to the same prompt: {known[example.without]!s:.80} and {example.answer!s:.80}."
+                " Fit a patch for each context"
+            )
+    return found
 
 
-def _answers(
-    model: PreTrainedModel, example: Example, max_new_tokens: int, batch_size: int
-) -> tuple[Tokens, ...]:
-    found: list[Tokens] = []
-    for start in range(0, len(example.questions), batch_size):
-        rows = [
-            (*example.prefix, *example.context, *question)
-            for question in example.questions[start : start + batch_size]
-        ]
-        found += greedy(model, rows, max_new_tokens, example.end)
-    return tuple(found)
+def batches(items: Sequence[_T], length: Callable[[_T], int]) -> list[list[_T]]:
+    """The items in groups of at most :data:`ROW_TOKENS` padded tokens, in their order."""
+    groups: list[list[_T]] = []
+    longest = 0
+    for item in items:
+        longest = max(longest, length(item))
+        if not groups or (len(groups[-1]) + 1) * longest > ROW_TOKENS:
+            groups.append([])
+            longest = length(item)
+        groups[-1].append(item)
+    return groups
 
 
 def greedy(
     model: PreTrainedModel, rows: Sequence[Tokens], max_new_tokens: int, end: Tokens = ()
 ) -> list[Tokens]:
-    """The model's greedy continuation of each row of ids, up to the end token and with it."""
-    ends = list(end) or _model_ends(model)
-    options = {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0}
-    generated = generated_ids(model, rows, max_new_tokens, do_sample=False, **options)
-    return [_up_to_end(row, ends) for row in generated]
-
-
-def generated_ids(
-    model: PreTrainedModel, rows: Sequence[Tokens], max_new_tokens: int, **options: Any
-) -> list[list[int]]:
-    """The new ids of ``model.generate`` for each row of ids, with these options alone: penalties
-    and beams of the model's generation configuration give other tokens than its first choice.
+    """The model's greedy continuation of each row of ids, up to the end token and with it; with no
+    options of the model's generation configuration, whose penalties give other tokens than the
+    model's first choice.
     """
+    configured: Any = model.generation_config
+    own = configured.eos_token_id
+    ends = list(end) or ([] if own is None else [own] if isinstance(own, int) else list(own))
     width = max(map(len, rows))
     check_length(model, width, max_new_tokens)
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    check_vocabulary(model, ids, mask.bool())
     generate: Any = model.generate
-    configured, model.generation_config = model.generation_config, GenerationConfig()
+    model.generation_config = GenerationConfig()
     try:
         generated: Tensor = generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             max_new_tokens=max_new_tokens,
-            **options,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
         )
     finally:
         model.generation_config = configured
-    new: list[list[int]] = generated[:, width:].tolist()
-    return new
-
-
-def _model_ends(model: PreTrainedModel) -> list[int]:
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return [_up_to_end(row, ends) for row in generated[:, width:].tolist()]
 
 
 def _up_to_end(ids: list[int], ends: list[int]) -> Tokens:
     place = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
     return tuple(ids[: place + 1])
-
-
-@dataclass(frozen=True)
-class Row:
-    """One question with its answer, or a text to preserve, as the two runs see it.
-
-    ``with_context`` and ``without`` are the inputs of the two runs: they agree in the first
-    ``prefix`` tokens, and in all tokens of ``without`` after them. The tokens from ``answer`` on of
-    ``without`` predict the answer ``labels``.
-    """
-
-    with_context: Tokens
-    without: Tokens
-    prefix: int
-    answer: int
-    labels: Tokens
-    preserve: bool = False
-
-    @property
-    def shift(self) -> int:
-        """How much further back a token after the prefix stands in the run with the context."""
-        return len(self.with_context) - len(self.without)
-
-    @property
-    def question(self) -> tuple[bool, Tokens]:
-        """What two rows share that are the same without their contexts."""
-        return self.preserve, self.without
-
-
-def rows_of(examples: Sequence[Example]) -> list[Row]:
-    """A row for each question of answered examples, in the order of the questions.
-
-    Raises:
-        ValueError: the same question after the same prefix has different answers: no one patch can
-            give both.
-    """
-    rows, known = [], dict[Tokens, Tokens]()
-    for example in examples:
-        assert example.answers is not None
-        for question, answer in zip(example.questions, example.answers, strict=True):
-            without = (*example.prefix, *question)
-            if known.setdefault(without, answer) != answer:
-                raise ValueError(
-                    "expected contexts that share one instruction, got two that give different"
-                    f" answers to the question {question!s:.80}: {known[without]!s:.80} and"
-                    f" {answer!s:.80}. Fit a patch for each context"
-                )
-            rows.append(
-                Row(
-                    with_context=(*example.prefix, *example.context, *question, *answer[:-1]),
-                    without=(*without, *answer[:-1]),
-                    prefix=len(example.prefix),
-                    answer=len(without) - 1,
-                    labels=answer,
-                )
-            )
-    return rows
-
-
-def question_numbers(questions: Iterable[tuple[bool, Tokens]]) -> dict[tuple[bool, Tokens], int]:
-    """A number for each :attr:`Row.question`; equal ones share it, and so their fold."""
-    return {question: number for number, question in enumerate(dict.fromkeys(questions))}
-
-
-def preserved_rows(texts: Sequence[Sequence[int]]) -> list[Row]:
-    """Rows of texts on which the patched model is to stay as it is.
-
-    Raises:
-        ValueError: a text is empty.
-    """
-    if any(isinstance(text, str) for text in texts):
-        raise ValueError("expected ids of texts to preserve, got text: static.documents gives them")
-    if not all(len(text) for text in texts):
-        raise ValueError("expected texts to preserve of at least one token each, got an empty one")
-    return [Row(tuple(text), tuple(text), len(text), 0, (), preserve=True) for text in texts]
-
-
-def check_rows(model: PreTrainedModel, rows: Sequence[Row]) -> None:
-    """Raises ValueError unless the model has the ids and the positions of all rows."""
-    for row in rows:
-        ids = torch.tensor([[*row.with_context, *row.labels[-1:]]])  # an answer's end is no input
-        check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
-        check_length(model, len(row.with_context))

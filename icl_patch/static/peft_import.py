@@ -15,7 +15,7 @@ from icl_patch.errors import PatchFormatError
 from icl_patch.models.language_model import family_of
 from icl_patch.patch.peft_export import CONFIG, PREFIX, WEIGHTS
 from icl_patch.patch.serialization import check_finite
-from icl_patch.static.ridge import LowRank
+from icl_patch.static.low_rank import LowRank
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 
 # Settings of a LoRA under which it is more than a low-rank change of matrices.

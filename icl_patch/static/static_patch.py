@@ -1,6 +1,7 @@
 """A static patch: one change of weights for every token, with a report on its quality."""
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,16 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from icl_patch.errors import FingerprintMismatch, PatchFormatError
+from icl_patch.errors import FingerprintMismatch, PatchFormatError, StaticPatchWarning
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.language_model import family_of
+from icl_patch.models.prompts import Tokens
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import tokenizer_fingerprint, weight_fingerprint
 from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import check_finite, file_parts, read_file
+from icl_patch.static.low_rank import LowRank
 from icl_patch.static.report import StaticReport
-from icl_patch.static.ridge import LowRank
 from icl_patch.static.static_linear import StaticLinear, padded
 
 KIND = "static"
@@ -32,7 +34,9 @@ class StaticInfo:
 
     model: the name or path the model was loaded from; fingerprint: SHA-256 of its weights, None if
     it is not known (of an imported LoRA); tokenizer: SHA-256 of the tokenizer, None if there was
-    none; family: of the model; method: "ridge", "distill" or how else the patch was made.
+    none; family: of the model; method: "distill" or how else the patch was made; front: the id with
+    which every prompt of the fit began, in a tuple, and with which prompts are to begin; () if it
+    is not known.
     """
 
     model: str
@@ -40,10 +44,15 @@ class StaticInfo:
     tokenizer: str | None
     family: str
     method: str
+    front: Tokens = ()
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, method: str
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        method: str,
+        front: Tokens = (),
     ) -> "StaticInfo":
         """The info of a model as it is now."""
         return cls(
@@ -52,6 +61,7 @@ class StaticInfo:
             tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             family=family_of(model),
             method=method,
+            front=front,
         )
 
 
@@ -127,9 +137,15 @@ class StaticPatch:
     # -- using it
 
     @contextmanager
-    def applied(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    def applied(
+        self, model: PreTrainedModel, *, check_front: bool = True
+    ) -> Iterator[PreTrainedModel]:
         """Within this context the model computes with the changed weights, by fused products; its
         parameters stay as they are.
+
+        Args:
+            model: the patch's model.
+            check_front: warn once of a row whose first token is not ``info.front``.
 
         Raises:
             FingerprintMismatch: the patch is of another model.
@@ -137,9 +153,11 @@ class StaticPatch:
             TypeError: a module is patched already.
         """
         self.check_model(model)
-        with _swapped(model, self.changes) as modules:
+        with _swapped(model, self.changes) as modules, ExitStack() as stack:
             for path, change in self._on(model).items():
                 modules[path].set_pool(change.u.unsqueeze(0), change.v.unsqueeze(0))
+            if check_front and self.info.front:
+                stack.enter_context(_checked_front(model, self.info.front[0]))
             yield model
 
     @torch.no_grad()
@@ -339,6 +357,38 @@ def applied(
 
 
 @contextmanager
+def _checked_front(model: PreTrainedModel, front: int) -> Iterator[None]:
+    """Within this context a call of the model on rows that begin otherwise gives a warning, the
+    first time.
+    """
+
+    def check(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = args[0] if args else kwargs.get("input_ids")
+        cache = kwargs.get("past_key_values")
+        if ids is None or (cache is not None and cache.get_seq_length() > 0):
+            return
+        mask = kwargs.get("attention_mask")
+        first = ids[:, 0]
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            first = ids.gather(1, mask.to(ids.device).long().argmax(1, keepdim=True))[:, 0]
+        if not bool((first == front).all()):
+            handle.remove()
+            warnings.warn(
+                f"expected prompts that begin with the token {front}, as those that the static"
+                f" patch was fitted on, got one that begins with {int(first[first != front][0])}:"
+                " put it in front",
+                StaticPatchWarning,
+                stacklevel=6,
+            )
+
+    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def _swapped(model: PreTrainedModel, paths: Mapping[str, Any]) -> Iterator[dict[str, StaticLinear]]:
     with ExitStack() as stack:
         modules = {}
@@ -401,13 +451,18 @@ def _check_change(model: PreTrainedModel, path: str, change: LowRank) -> None:
 
 def _read_info(header: dict[str, Any]) -> StaticInfo:
     optional = ("fingerprint", "tokenizer")
-    for entry in fields(StaticInfo):
-        value = header.get(entry.name)
-        if not (isinstance(value, str) or (value is None and entry.name in optional)):
-            raise PatchFormatError(
-                f"expected header entry {entry.name!r} of text, got {value!r:.80}"
-            )
-    return StaticInfo(**{entry.name: header[entry.name] for entry in fields(StaticInfo)})
+    names = [entry.name for entry in fields(StaticInfo) if entry.name != "front"]
+    for name in names:
+        value = header.get(name)
+        if not (isinstance(value, str) or (value is None and name in optional)):
+            raise PatchFormatError(f"expected header entry {name!r} of text, got {value!r:.80}")
+    front = header.get("front")
+    if not isinstance(front, list) or not all(type(token) is int for token in front[:2]):
+        raise PatchFormatError(
+            f"expected header entry 'front' of ids, got {front!r:.80}:"
+            " fit a patch of an earlier version again"
+        )
+    return StaticInfo(**{name: header[name] for name in names}, front=tuple(front))
 
 
 def _read_report(header: dict[str, Any]) -> StaticReport | None:

@@ -1,0 +1,117 @@
+"""The matrices that a static patch may change."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.models.block_detection import blocks_of, is_matrix
+from icl_patch.models.language_model import layers_of, random_tokens
+from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.models.trace import BlockTrace, inside, trace
+
+PARTS = ("mlp", "attention")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that a patch may change.
+
+    Attributes:
+        path: of its module in the model.
+        block: the number of its block.
+        shape: (N, K).
+    """
+
+    path: str
+    block: int
+    shape: tuple[int, int]
+
+
+def find_matrices(
+    model: PreTrainedModel, parts: Iterable[str], first_block: int | None = None
+) -> list[Matrix]:
+    """The matrices of some of :data:`PARTS` in the blocks from one on, by default in the last two
+    thirds of the blocks.
+
+    Raises:
+        ValueError: a part that is not in :data:`PARTS`, none, or a block that the model lacks.
+        TypeError: a module of the model is patched.
+        UnsupportedModelError: a block has experts or a recurrent layer, or it has none of the
+            matrices.
+    """
+    wanted = set(parts)
+    if not wanted or wanted - set(PARTS):
+        raise ValueError(f"expected parts among {', '.join(PARTS)}, got {sorted(wanted)}")
+    if is_recurrent(model):
+        raise UnsupportedModelError(
+            f"expected a model without recurrent layers for a static patch, got"
+            f" {type(model).__name__}"
+        )
+    patched = [path for path, part in model.named_modules() if isinstance(part, PatchedModule)]
+    if patched:
+        raise TypeError(
+            f"expected a model without patched modules, got {patched[0]} patched: detach the"
+            " patcher, or leave the patch's context, first"
+        )
+    blocks = blocks_of(model)
+    if first_block is None:
+        first_block = len(blocks) // 3
+    if not 0 <= first_block < len(blocks):
+        raise ValueError(f"expected a first block from 0 to {len(blocks) - 1}, got {first_block}")
+    with_experts = [block.path for block in blocks if block.spec.experts is not None]
+    if with_experts:
+        raise UnsupportedModelError(
+            f"expected blocks that can hold a static patch, got {with_experts[0]} with experts:"
+            " which of them a token uses changes with the patch"
+        )
+    traces = trace(model, layers_of(model), random_tokens(model, 3, seed=1))
+    found = [
+        Matrix(path, number, matrix_shape(model.get_submodule(path)))
+        for number, block in enumerate(blocks)
+        if number >= first_block
+        for part in PARTS
+        if part in wanted
+        for path in _paths(traces[block.path], part)
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"expected blocks with matrices of {', '.join(sorted(wanted))}, got"
+            f" {type(model).__name__}, whose blocks have none as modules of their own"
+        )
+    return found
+
+
+def _paths(traced: BlockTrace, part: str) -> list[str]:
+    """The matrices inside attention, or all others of a block, in the order of their calls."""
+    attention = [call.path for call in traced.mixers]
+    return list(
+        dict.fromkeys(
+            f"{traced.path}.{call.path}"
+            for call in traced.calls
+            if is_matrix(call.module)
+            and any(inside(call.path, path) for path in attention) is (part == "attention")
+        )
+    )
+
+
+def matrix_shape(module: nn.Module) -> tuple[int, int]:
+    """(N, K) of a linear map.
+
+    Raises:
+        UnsupportedModelError: the module is not an ``nn.Linear`` or a Conv1D with a plain weight.
+    """
+    weight = getattr(module, "weight", None)
+    if type(module) not in (nn.Linear, Conv1D) or type(weight) is not nn.Parameter:
+        kind = type(module)
+        raise UnsupportedModelError(
+            "expected torch.nn.Linear or Conv1D with a plain weight, got"
+            f" {kind.__module__}.{kind.__qualname__}: merge adapters, and load weights without"
+            " quantisation, before the fit"
+        )
+    rows, columns = weight.shape
+    return (columns, rows) if type(module) is Conv1D else (rows, columns)

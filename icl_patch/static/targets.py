@@ -1,0 +1,137 @@
+"""What a patch is to do at each token, and how far it does it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from icl_patch.models.language_model import vocabulary
+from icl_patch.models.prompts import Tokens
+from icl_patch.static.examples import Example, batches, pad
+from icl_patch.static.student import Student
+
+_LOGITS = 2**24  # that are compared at a time: bounds the memory
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A row of ids without its context, and the run that it is to be like.
+
+    Attributes:
+        ids: (T,), the prompt without its context and the answer but its last token; or a text.
+        asked: (n,) int64, the columns at which the two runs are compared: those that predict the
+            answer's tokens, or all of a text.
+        hidden: (n, d), behind the last block there, in the run with the context.
+        labels: the answer (n,); empty for a text.
+    """
+
+    ids: Tokens
+    asked: Tensor
+    hidden: Tensor
+    labels: Tokens
+
+
+@torch.no_grad()
+def targets_of(student: Student, examples: Sequence[Example]) -> list[Target]:
+    """The targets of answered examples; the model must not be patched.
+
+    Raises:
+        ValueError: an activation is NaN or infinite.
+    """
+    rows = []
+    for example in examples:
+        assert example.answer is not None
+        teacher = (*example.with_context, *example.answer[:-1])
+        ids = (*example.without, *example.answer[:-1])
+        rows.append((teacher, ids, len(example.answer), example.answer))
+    return _targets(student, rows)
+
+
+@torch.no_grad()
+def targets_of_texts(student: Student, texts: Sequence[Sequence[int]]) -> list[Target]:
+    """The targets of texts on which the model is to stay as it is."""
+    return _targets(student, [(tuple(x), tuple(x), len(x), ()) for x in texts])
+
+
+def _targets(student: Student, rows: Sequence[tuple[Tokens, Tokens, int, Tokens]]) -> list[Target]:
+    """Of rows of the two runs' ids, the number of asked tokens at their ends, and labels."""
+    device = student.model.device
+    found: dict[int, Target] = {}
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    for batch in batches(order, lambda i: len(rows[i][0])):
+        final = student.final(pad([rows[i][0] for i in batch], device))
+        for hidden, i in zip(final, batch, strict=True):
+            teacher, ids, count, labels = rows[i]
+            own = hidden[len(teacher) - count : len(teacher)].clone()
+            if not own.isfinite().all():
+                raise ValueError(
+                    "expected finite activations, got NaN or infinity behind the last block in the"
+                    " run with the context"
+                )
+            asked = torch.arange(len(ids) - count, len(ids), device=device)
+            found[i] = Target(ids, asked, own, labels)
+    return [found[i] for i in range(len(rows))]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The patched model beside the model with its context, at the tokens of the answers.
+
+    Attributes:
+        kl: mean KL(with context ‖ patched) in nats a token; tvd: mean total variation distance.
+        whole: the share of answers that the patched model gives greedily: each of their tokens is
+            its first choice.
+        tokens: the share of such tokens.
+        questions: how many answers were measured.
+    """
+
+    kl: float
+    tvd: float
+    whole: float
+    tokens: float
+    questions: int
+
+
+@torch.no_grad()
+def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
+    """The quality on targets of the model as it is now, patched or not; None without any. Of texts
+    each token counts as right that has the model's own first choice.
+    """
+    if not targets:
+        return None
+    kl = tvd = whole = right = tokens = 0.0
+    for batch in batches(sorted(targets, key=_length), _length):
+        hidden = student.final(pad([target.ids for target in batch], student.model.device))
+        own = [row[target.asked] for row, target in zip(hidden, batch, strict=True)]
+        found = _compared(student, torch.cat([target.hidden for target in batch]), torch.cat(own))
+        for target, part in zip(batch, found.split([len(x) for x in own], 1), strict=True):
+            labels = torch.tensor(target.labels or part[3].tolist(), device=part.device)
+            is_right = part[2] == labels
+            kl, tvd = kl + float(part[0].sum()), tvd + float(part[1].sum())
+            right, whole = right + float(is_right.sum()), whole + float(is_right.all())
+            tokens += len(labels)
+    if not math.isfinite(kl):
+        raise ValueError("expected finite logits, got NaN or infinity")
+    count = len(targets)
+    return Quality(kl / tokens, tvd / tokens, whole / count, right / tokens, count)
+
+
+def _length(target: Target) -> int:
+    return len(target.ids)
+
+
+def _compared(student: Student, with_context: Tensor, patched: Tensor) -> Tensor:
+    """KL, total variation distance, and both first choices, patched and with context, of hidden
+    states (n, d): (4, n) fp64.
+    """
+    count = max(1, _LOGITS // vocabulary(student.model))
+    parts = []
+    for pair in zip(with_context.split(count), patched.split(count), strict=True):
+        wanted, got = (student.logits(x).log_softmax(-1) for x in pair)
+        kl = (wanted.exp() * (wanted - got)).sum(-1)
+        tvd = (wanted.exp() - got.exp()).abs().sum(-1) / 2
+        choices = (got.argmax(-1), wanted.argmax(-1))
+        parts.append(torch.stack([x.double() for x in (kl, tvd, *choices)]))
+    return torch.cat(parts, 1)
