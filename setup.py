@@ -247,6 +247,7 @@ if __name__ == "__main__":
             "icl_patch": ["py.typed"],
             "icl_patch.evaluation.embedded": ["model/*"],
             "icl_patch.kernels": ["configs/*.json"],
+            "icl_patch.static": ["preserved_texts.txt"],
         },
         ext_modules=[native] if native else [],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": PythonlessWheel},
