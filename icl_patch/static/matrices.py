@@ -106,7 +106,7 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
         UnsupportedModelError: the module is not an ``nn.Linear`` or a Conv1D with a plain weight.
     """
     weight = getattr(module, "weight", None)
-    if type(module) not in (nn.Linear, Conv1D) or type(weight) is not nn.Parameter:
+    if not isinstance(module, nn.Linear | Conv1D) or type(weight) is not nn.Parameter:
         kind = type(module)
         raise UnsupportedModelError(
             "expected torch.nn.Linear or Conv1D with a plain weight, got"
@@ -114,4 +114,4 @@ def matrix_shape(module: nn.Module) -> tuple[int, int]:
             " quantisation, before the fit"
         )
     rows, columns = weight.shape
-    return (columns, rows) if type(module) is Conv1D else (rows, columns)
+    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)

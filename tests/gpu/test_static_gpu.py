@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import build, tokens
-from support.static import random_example
+from support.static import random_examples
 
 from icl_patch import static
 from icl_patch.static import Distillation, StaticPatch, fit
@@ -18,23 +18,24 @@ pytestmark = [
 IDS = tokens(4, 2, 6)
 
 
-@pytest.mark.parametrize(("family", "method"), [("gemma3", "ridge"), ("llama", "distill")])
-def test_every_way_of_a_static_patch(family: str, method: str, tmp_path: Path) -> None:
-    example, texts = random_example(), tokens(7, 2, 5).tolist()
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_every_way_of_a_static_patch(family: str, tmp_path: Path) -> None:
+    examples, texts = random_examples(), tokens(7, 5, 5).tolist()
     options: dict[str, Any] = {
         "rank": 2,
         "preserve": texts,
-        "distillation": Distillation(steps=4, check_every=2),
+        "accept_worse": True,
+        "distillation": Distillation(steps=4, check_every=2, dtype=torch.float32),
         "state": tmp_path / "state",
     }
     model = build(family).cuda()
-    patch = fit(model, [example], method, **options)
-    again = fit(model, [example], method, **options)  # from the files
-    on_cpu = fit(build(family), [example], method, **{**options, "state": None})
+    patch = fit(model, examples, **options)
+    again = fit(model, examples, **options)  # from the files
+    on_cpu = fit(build(family), examples, **{**options, "state": None})
     for path, change in patch.changes.items():
         assert torch.equal(change.dense().cpu(), again.changes[path].dense().cpu())
         expected = on_cpu.changes[path].dense()
-        # fp32 passes on both devices, before solves of condition 1e4 and gradient steps
+        # fp32 passes on both devices, before gradient steps
         assert (change.dense().cpu() - expected).norm() < 0.05 * expected.norm()
     patch.save(tmp_path / "patch.safetensors")
     loaded = StaticPatch.load(tmp_path / "patch.safetensors", model)

@@ -1,22 +1,22 @@
-"""Examples: from text, with the model's answers, and as the rows of both runs."""
+"""Examples: from text and chats, the token in front, and the model's answers."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.models import build, shallow, tokens
-from support.static import IDS
+import torch.nn.functional as F
+from support.models import build
 
-from icl_patch import embedded
-from icl_patch.static.block_parts import read_blocks
-from icl_patch.static.block_runner import BlockRunner, Stream, make_batches
-from icl_patch.static.examples import Example, answered, documents, preserved_rows, rows_of
+from icl_patch import embedded, static
+from icl_patch.static.examples import answered, batches
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<model>{% endif %}"
 )
+DEFAULT = "{% if messages[0].role != 'system' %}<system>be kind\n{% endif %}" + CHAT
 
 
 @pytest.fixture(scope="module")
@@ -24,53 +24,96 @@ def loaded() -> tuple:
     return embedded.load()
 
 
-def test_text_becomes_the_ids_of_its_parts(loaded: tuple) -> None:
-    _, tokenizer = loaded
-    example = Example.from_text(tokenizer, "say x\n", ["1.", "2."], ["un", "deux"], end="\n")
+def test_text_becomes_the_ids_of_both_prompts(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    first, second = static.examples(
+        model, tokenizer, ["1.", "2."], context="say x\n", answers=["un", "deux"], end="\n"
+    )
     whole = tokenizer("say x\n1.un\n")["input_ids"]
-    assert example.answers is not None
-    assert [*example.prefix, *example.context, *example.questions[0], *example.answers[0]] == whole
-    assert example.prefix == (tokenizer.bos_token_id,)
-    assert documents(tokenizer, ["say x\n1.un\n"]) == [tuple(whole)]
+    assert first.answer is not None
+    assert [*first.with_context, *first.answer] == whole
+    assert [*first.without, *first.answer] == tokenizer("1.un\n")["input_ids"]
+    assert second.without[0] == tokenizer.bos_token_id
+    assert static.documents(model, tokenizer, ["say x\n1.un\n"]) == [tuple(whole)]
 
 
-def test_a_chat_template_is_split_around_the_system_message(loaded: tuple) -> None:
-    tokenizer = embedded.load()[1]
+@pytest.mark.parametrize("template", [CHAT, DEFAULT])
+def test_a_chat_is_what_the_template_writes_with_and_without_the_system_message(
+    template: str,
+) -> None:
+    """A template's own system message, where it has one, stands in the prompt without the given
+    one.
+    """
+    model, tokenizer = embedded.load()
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):
-        Example.from_text(tokenizer, "c", ["q"], chat=True)
-    tokenizer.chat_template = CHAT
-    example = Example.from_text(tokenizer, "mode upper", ["abc>", "d>"], chat=True, end="\n")
+        static.examples(model, tokenizer, ["q"], system="c")
+    tokenizer.chat_template = template
 
-    def ids(messages: list) -> list:
+    def ids(*messages: dict) -> tuple:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    for question, text in zip(example.questions, ("abc>", "d>"), strict=True):
-        user = {"role": "user", "content": text}
-        system = {"role": "system", "content": "mode upper"}
-        assert [*example.prefix, *example.context, *question] == ids([system, user])
-        assert [*example.prefix, *question] == ids([user])
-    tokenizer.chat_template = "{% if messages[0].role != 'system' %}default {% endif %}" + CHAT
-    with pytest.raises(ValueError, match="writes something else"):
-        Example.from_text(tokenizer, "mode upper", ["abc>"], chat=True)
+    system = {"role": "system", "content": "mode upper"}
+    user, answer = {"role": "user", "content": "abc>"}, {"role": "assistant", "content": "ABC"}
+    several = [user, answer, {"role": "user", "content": "d>"}]
+    found = static.examples(model, tokenizer, ["abc>", several], system="mode upper", end="\n")
+    for example, messages in zip(found, ([user], several), strict=True):
+        assert example.with_context == ids(system, *messages)
+        assert example.without == ids(*messages)
+    (inside,) = static.examples(
+        model, tokenizer, ["abc>"], context="mode upper\n", chat=True, end="\n"
+    )
+    assert inside.with_context == ids({"role": "user", "content": "mode upper\nabc>"})
+    assert inside.without == ids(user)
+
+
+class Plain:
+    """A tokenizer that puts nothing in front of a text."""
+
+    bos_token_id, all_special_ids = 3, [3, 5, 7]
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> Any:
+        return self.tokenizer(text, add_special_tokens=False)
+
+
+def test_the_token_in_front_is_the_one_that_makes_texts_likely(loaded: tuple) -> None:
+    model, tokenizer = loaded
+    assert static.front(model, tokenizer) == (tokenizer.bos_token_id,)
+    plain: Any = Plain(tokenizer)
+    texts = [plain(text)["input_ids"] for text in static.preserved_texts()[:4]]
+    losses = {}
+    for token in plain.all_special_ids:
+        losses[token] = 0.0
+        for text in texts:
+            ids = torch.tensor([[token, *text]])
+            with torch.no_grad():
+                logits = model(ids).logits[0].double()
+            losses[token] += float(F.cross_entropy(logits[1:-1], ids[0, 2:], reduction="sum"))
+    assert static.front(model, plain) == (min(losses, key=losses.__getitem__),)
+    plain.all_special_ids = []
+    assert static.front(model, plain) == ()
 
 
 def test_answers_are_the_models_own_with_the_context(loaded: tuple) -> None:
     model, tokenizer = loaded
-    example = Example.from_text(tokenizer, "say german\n", ["1 2 3.", "4 7 7."], end="\n")
-    (got,) = answered(model, [example], 27)
-    assert got.answers is not None
-    texts = [tokenizer.decode(answer) for answer in got.answers]
+    examples = static.examples(
+        model, tokenizer, ["1 2 3.", "4 7 7."], context="say german\n", end="\n"
+    )
+    got = answered(model, examples, 27)
+    texts = [tokenizer.decode(example.answer) for example in got]
     assert texts == ["eins zwei drei\n", "vier sieben sieben\n"]
-    given = replace(example, answers=((5, 6), (7,)))
-    assert answered(model, [given], 27) == [given]
+    given = [replace(example, answer=(5, 6)) for example in examples]
+    assert answered(model, given, 27) == given
 
 
 def test_answers_are_the_first_choices_whatever_the_model_generates_by_default() -> None:
-    model, example = build("llama"), Example((5, 6), ((7, 8), (9, 10)), end=(0,))
-    (plain,) = answered(model, [example], 8)
-    assert plain.answers is not None
-    first = plain.answers[0][0]
+    model, examples = build("llama"), [static.Example((5, 6, 7), (7,)), static.Example((9,), (10,))]
+    plain = answered(model, examples, 8)
+    assert plain[0].answer is not None
+    first = plain[0].answer[0]
     for name, value in (
         ("repetition_penalty", 5.0),
         ("num_beams", 3),
@@ -78,80 +121,42 @@ def test_answers_are_the_first_choices_whatever_the_model_generates_by_default()
     ):
         model = build("llama")
         setattr(model.generation_config, name, value)
-        assert answered(model, [example], 8) == [plain]
+        assert answered(model, examples, 8) == plain
         assert getattr(model.generation_config, name) == value
 
 
-def test_rows_meet_token_by_token() -> None:
-    model = build("llama")
-    example = Example((5, 6, 7), ((11, 12), (13,)), ((21, 22, 23), (24,)), prefix=(1,))
-    rows = [*rows_of([example]), *preserved_rows([(31, 32, 33)])]
-    runner = BlockRunner(model, read_blocks(model))
-    (batch,) = make_batches(runner, rows, [0, 0, 0], kappa=2.0)
-    by_row = {row.without: at for at, row in enumerate(batch.rows)}
-    assert list(by_row) == [(31, 32, 33), (1, 13), (1, 11, 12, 21, 22)]
-    for row, at in by_row.items():
-        kept = batch.valid[at]
-        assert int(kept.sum()) == len(row)
-        assert batch.teacher.ids[at, batch.place[at]][kept].tolist() == list(row)
-    assert batch.labels[2][batch.answer[2]].tolist() == [21, 22, 23]
-    assert batch.student.ids[2][batch.answer[2]].tolist() == [12, 21, 22]
-    assert not batch.answer[0].any()
-    weights = [float(batch.weight[at][batch.valid[at]].sum()) for at in range(3)]
-    assert weights[0] == pytest.approx(2 * (weights[1] + weights[2]))
-
-
-def test_block_by_block_is_the_model() -> None:
-    model = build("gemma3")
-    runner = BlockRunner(model, read_blocks(model))
-    ids = tokens(3, 2, 9)
-    with torch.no_grad():
-        stream = Stream(runner, ids)
-        for index in range(len(runner.blocks)):
-            stream.hidden = runner.run(index, stream)
-        expected = model(ids).logits
-        assert torch.equal(runner.final(ids), stream.hidden)
-        # the head's product has other shapes for tokens one by one
-        torch.testing.assert_close(runner.logits(stream.hidden[0]), expected[0])
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gpt_bigcode", "granite", "llava"])
-def test_a_pass_that_ends_at_the_last_block_is_the_models(name: str) -> None:
-    model = shallow(name)
-    runner = BlockRunner(model, read_blocks(model))
-    with torch.no_grad():
-        got = runner.logits(runner.final(IDS).flatten(0, 1))
-        torch.testing.assert_close(got, model(IDS).logits.flatten(0, 1))
+def test_batches_hold_as_many_tokens_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["icl_patch.static.examples"], "ROW_TOKENS", 12)
+    assert batches([3, 4, 4, 5, 9, 13], lambda n: n) == [[3, 4, 4], [5], [9], [13]]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change", [{"with_context": ()}, {"without": ()}, {"answer": ()}], ids=lambda x: next(iter(x))
+)
+def test_empty_parts_are_refused(change: dict) -> None:
+    arguments = {"with_context": (1, 2), "without": (2,)}
+    with pytest.raises(ValueError, match="none of them empty"):
+        static.Example(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
     [
-        ({"context": ()}, "expected a context"),
-        ({"questions": ()}, "at least one question"),
-        ({"questions": ((1,), ())}, "none of them empty"),
-        ({"answers": ((1,),)}, "expected 2 answers"),
-        ({"answers": ((1,), ())}, "none empty"),
+        ({"questions": "3 8 1.", "context": "c"}, "expected lists of questions and answers"),
+        ({"questions": ["3"], "answers": "drei", "context": "c"}, "expected lists of questions"),
+        ({"questions": [], "context": "c"}, "at least one question"),
+        ({"questions": ["3"], "answers": [], "context": "c"}, "or one for each, got 1 and 0"),
+        ({"questions": ["3"], "context": "c", "end": "eins"}, "expected an end of one token"),
+        ({"questions": ["3"]}, "expected either a context or a system message, got none"),
     ],
 )
-def test_empty_parts_are_refused(change: dict, message: str) -> None:
-    arguments = {"context": (1,), "questions": ((2,), (3,))}
+def test_bad_examples_are_refused(loaded: tuple, arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Example(**{**arguments, **change})
+        static.examples(*loaded, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("questions", "answers"),
-    [("3 8 1.", None), (["3 8 1."], "drei"), ([381], None)],
-)
-def test_a_text_is_no_list_of_texts(loaded: tuple, questions: Any, answers: Any) -> None:
-    """Its letters would be taken as questions."""
-    with pytest.raises(ValueError, match="lists of texts as questions and answers"):
-        Example.from_text(loaded[1], "say german\n", questions, answers, end="\n")
-
-
-def test_one_question_cannot_have_two_answers() -> None:
-    one = Example((5,), ((9, 8),), ((1,),))
-    assert len(rows_of([one, replace(one, context=(6,))])) == 2
-    with pytest.raises(ValueError, match="different answers to the question"):
-        rows_of([one, replace(one, context=(6,), answers=((2,),))])
+def test_one_prompt_cannot_have_two_answers() -> None:
+    model, one = build("llama"), static.Example((5, 9, 8), (9, 8), (1,))
+    assert len(answered(model, [one, replace(one, with_context=(6, 9, 8))])) == 2
+    with pytest.raises(ValueError, match="different answers to the same prompt"):
+        answered(model, [one, replace(one, with_context=(6, 9, 8), answer=(2,))])

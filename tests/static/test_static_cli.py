@@ -11,9 +11,7 @@ from icl_patch import ContextPatch, embedded
 from icl_patch.cli import fit
 from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
-from icl_patch.static import StaticPatch, from_peft
-from icl_patch.static.block_parts import PARTS
-from icl_patch.static.fit import METHODS
+from icl_patch.static import PARTS, StaticPatch, from_peft
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     questions = [f"{n} {(3 * n + 1) % 10} {(7 * n + k) % 10}." for n in range(10) for k in (2, 5)]
     example = {"context": "say german\n", "questions": questions}
     (path / "examples.json").write_text(json.dumps([example]))
-    (path / "texts.json").write_text(json.dumps(["mode flip\nbcdf>fdcb\n"]))
+    prompts = [prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, 5)]
+    texts = [x.context + x.question + x.answer for x in prompts if "german" not in x.context]
+    (path / "texts.json").write_text(json.dumps(texts))
     return path
 
 
@@ -38,32 +38,19 @@ def patch_file(folder: Path, capsys: pytest.CaptureFixture) -> Path:
     file = folder / "patch.safetensors"
     if not file.exists():
         arguments = ["--examples", folder / "examples.json", "--preserve", folder / "texts.json"]
-        arguments += ["--method", "ridge", "--rank", "full", "--end", "\n", "--json"]
-        arguments += ["--max-new-tokens", "27", "--hidden-folder", folder]
+        arguments += ["--rank", "16", "--end", r"\n", "--first-block", "0", "--steps", "60"]
+        arguments += ["--learning-rate", "0.01", "--max-new-tokens", "27", "--json"]
         status, out, err = run(capsys, "fit", *arguments, "--out", file)
-        assert status == 0
+        assert status == 0, err
         report = json.loads(out)
         assert report["held_out"]["kl"] < report["without"]["kl"]
-        assert report["preserve_kl"] is not None
-        assert "21 questions" in err  # the twenty, and the preserved text
+        assert 0 < report["preserved"]["kl"] < 0.2
+        assert "16 questions and 16 preserved texts" in err
     return file
 
 
 def test_the_choices_are_those_of_the_package() -> None:
-    assert fit.METHODS == METHODS
     assert fit.PARTS == PARTS
-
-
-def test_the_model_writes_questions_of_its_own(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", "--rank", "1"]
-    arguments += ["--method", "ridge"]
-    arguments += ["--self-study", "24", "--max-new-tokens", "27", "--parts", "writer", "--json"]
-    status, out, err = run(capsys, *arguments, "--out", tmp_path / "patch.safetensors")
-    assert status == 0
-    assert "24 questions" in err
-    assert json.loads(out)["held_out"]["questions"] == 24
 
 
 def test_generate_with_a_static_patch(patch_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -99,7 +86,7 @@ def test_apply_and_export_are_the_patch(
     assert run(capsys, "apply", patch_file, "--out", tmp_path / "model")[0] == 0
     status, out, _ = run(capsys, "export", patch_file, "--out", tmp_path / "lora", "--json")
     assert status == 0
-    assert json.loads(out) == {"folder": str(tmp_path / "lora"), "kind": "static", "rank": 128}
+    assert json.loads(out) == {"folder": str(tmp_path / "lora"), "kind": "static", "rank": 16}
     model, tokenizer = embedded.load()
     ids = tokenizer("4 7 7.", return_tensors="pt")["input_ids"]
     with StaticPatch.load(patch_file, model).applied(model):
@@ -143,15 +130,15 @@ def test_inspect_shows_a_static_patch(
     status, out, _ = run(capsys, "inspect", patch_file, "--model", "embedded", "--json")
     assert status == 0
     shown, patch = json.loads(out), StaticPatch.load(patch_file)
-    assert (shown["kind"], shown["method"], shown["rank"]) == ("static", "ridge", 128)
+    assert (shown["kind"], shown["method"], shown["rank"]) == ("static", "distill", 16)
     path = "model.layers.2.mlp.down_proj"
     change = patch.changes[path]
     expected = (change.u.double().T @ change.v.double()).square().sum().sqrt()
     assert shown["norms"][path] == pytest.approx(float(expected))
-    assert shown["report"]["held_out"]["questions"] == 20
+    assert shown["report"]["held_out"]["questions"] == 4
     status, out, _ = run(capsys, "inspect", patch_file)
     assert status == 0
-    assert "20 questions, cross-fitted" in out
+    assert "4 held-out questions" in out
     status, _, err = run(capsys, "replay", "--patch", patch_file)
     assert status == 2
     assert "expected a patch of one change per token" in err
@@ -161,11 +148,9 @@ def test_inspect_shows_a_static_patch(
     ("options", "message"),
     [
         (["--rank", "129"], "expected a rank from 1 to 128"),
-        (["--method", "ridge", "--folds", "21"], "expected at least 21 different questions"),
-        (["--self-study", "19"], "count of at least 20, got 19"),
-        (["--rank", "full"], "expected a rank from 1 to 128"),
-        (["--method", "ridge", "--preserve-first", "0"], "expected a positive preserve_first"),
-        (["--method", "ridge", "--hidden-folder", "nowhere"], "to be a folder that exists"),
+        (["--first-block", "6"], "expected a first block from 0 to 5, got 6"),
+        (["--seconds", "-1"], "a positive number of seconds"),
+        (["--learning-rate", "9", "--steps", "1"], "expected a patch that leaves other"),
         (["--state", __file__], "expected state to be a folder, got the file"),
     ],
 )
@@ -174,14 +159,16 @@ def test_a_refused_fit_writes_nothing(
 ) -> None:
     out = tmp_path / "patch.safetensors"
     arguments = ["fit", "--examples", folder / "examples.json", "--end", "\n", *options]
-    state = [] if "--state" in options else ["--state", tmp_path / "state"]
+    state = ["--state", tmp_path / "state"]
+    if "--state" in options or "--steps" in options:  # a finished fit leaves its checkpoint
+        state = []
     status, _, err = run(capsys, *arguments, "--out", out, *state)
     assert status == 2
     assert message in err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ"])
+@pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"])
 def test_files_without_examples_are_refused(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

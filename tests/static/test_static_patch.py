@@ -1,18 +1,21 @@
 """Static patches in use: applied, merged, combined, by row, compiled, as files."""
 
 import copy
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.models import build, shallow, tokens
 from support.quantised import Int8Linear
-from support.static import CLOSE, IDS, logits, random_patch
+from support.static import CLOSE, IDS, logits, random_examples, random_patch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, static
+from icl_patch.errors import StaticPatchWarning
 from icl_patch.patch.fingerprints import weight_fingerprint
 from icl_patch.static import LowRank, StaticInfo, StaticPatch, applied
 
@@ -214,7 +217,10 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
 
 def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
     model = build("llama")
-    patch = static.fit(model, [_example()], "ridge", rank=2)
+    fitted = {"preserve": (), "accept_worse": True, "distillation": static.Distillation(steps=1)}
+    with pytest.warns(StaticPatchWarning, match="no texts to preserve"):
+        patch = static.fit(model, random_examples(), rank=2, **fitted)
+    assert patch.info.front == (1,)
     file = tmp_path / "patch.safetensors"
     patch.save(file)
     loaded = StaticPatch.load(file, model)
@@ -230,9 +236,24 @@ def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
         ContextPatch.load(file)
 
 
-def _example() -> static.Example:
-    ids = [tuple(row) for row in tokens(2, 9, 4).tolist()]
-    return static.Example(ids[8], tuple(ids[:4]), tuple(ids[4:8]))
+def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
+    model = build("llama")
+    patch = random_patch(model, 0)
+    patch = replace(patch, info=replace(patch.info, front=(5,)))
+    begins, padded = torch.tensor([[5, 6, 7], [5, 8, 9]]), torch.tensor([[0, 5, 6], [5, 8, 9]])
+    other = torch.tensor([[5, 6, 7], [6, 8, 9]])
+    with patch.applied(model), warnings.catch_warnings():
+        warnings.simplefilter("error", StaticPatchWarning)
+        cache = model(begins, use_cache=True).past_key_values
+        model(torch.tensor([[6], [6]]), past_key_values=cache)  # goes on from a front
+        model(input_ids=padded, attention_mask=(padded != 0).long())
+        with pytest.raises(StaticPatchWarning, match="begin with the token 5, .* begins with 6"):
+            model(other)
+        model(other)
+    with patch.applied(model, check_front=False), warnings.catch_warnings():
+        warnings.simplefilter("error", StaticPatchWarning)
+        model(other)
+    assert not model._forward_pre_hooks
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
