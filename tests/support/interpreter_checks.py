@@ -12,7 +12,7 @@ from support.backend_checks import check_backend
 from icl_patch.bench import tuning
 from icl_patch.kernels import Config
 
-interpreter.speed_up()
+interpreter.prepare()
 
 
 def test_whole_models(capsys: pytest.CaptureFixture[str]) -> None:
