@@ -116,11 +116,12 @@ tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and
 profile: $(RUN) ## profile the kernels and a decode step with Nsight Compute and torch.profiler; a page in docs/profiles
 	@sh tools/profile.sh
 
-lint: $(RUN) ## ruff, the import contracts and mypy
+lint: $(RUN) ## ruff, the import contracts, mypy, and the native library's symbols
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) tools/lint_imports.py
 	$(RUN) tools/lint_types.py
+	$(RUN) tools/lint_native.py
 
 format: $(RUN) ## let ruff format the code
 	$(RUN) -m ruff check --fix .

@@ -66,10 +66,8 @@ def wants_gradients(args: tuple[Any, ...]) -> bool:
 def _is_narrow(args: tuple[Any, ...]) -> bool:
     """Whether fp32 is wide enough to accumulate in, for all floating tensors and output dtypes."""
     for x in args:  # not any(): this runs before every launch of a decode step
-        if x is None:
-            continue
-        dtype = getattr(x, "dtype", x)
-        if dtype not in _NARROW and isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        dtype = x.dtype if isinstance(x, Tensor) else x
+        if isinstance(dtype, torch.dtype) and dtype not in _NARROW and dtype.is_floating_point:
             return False
     return True
 

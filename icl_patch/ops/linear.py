@@ -317,12 +317,14 @@ def _check_factors(
     rows, k = z.shape
     for name, factor, width in (("u", u, n), ("v", v, k)):
         if index is not None:
-            fits, expected = factor.dim() == 3, f"(P, R, {width})"
+            fits = factor.dim() == 3
         else:
             shared = factor.dim() == 3 and factor.shape[0] == 1
             fits = shared or (factor.dim() in (2, 3) and factor.shape[0] == rows)
-            expected = f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
         if not fits or factor.shape[-1] != width:
+            # not before: it would bind a compiled graph to this number of rows
+            own = f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
+            expected = own if index is None else f"(P, R, {width})"
             raise ValueError(f"expected {name} {expected}, got {tuple(factor.shape)}")
     if u.shape[:-1] != v.shape[:-1]:
         raise ValueError(

@@ -193,10 +193,14 @@ def test_the_compiler_sees_all_but_the_products(family: str, traces: list[Any]) 
     assert ours["stable_scale"] == blocks * (family == "gemma3")
 
 
-def test_more_rows_than_are_streamed() -> None:
+def test_a_step_takes_its_products_by_the_rows_it_has(traces: list[Any]) -> None:
+    """Up to 16 they are streamed; others were traced before, with fewer rows and with more."""
     with ContextPatcher(llama(), "stable") as patcher:
-        ids = tokens(4, 20, 4)
-        same(patcher, steps_of(patcher, ids, compile=True, check_every=5), steps_of(patcher, ids))
+        for rows in (1, 8, 64, 8):
+            ids = tokens(4, rows, 4)
+            made = steps_of(patcher, ids, compile=True, check_every=5)
+            same(patcher, made, steps_of(patcher, ids))
+    assert ["icl_patch.record_linear" in trace.code for trace in traces] == [True, True, False]
 
 
 def test_a_step_is_kept_for_the_contexts_to_come(traces: list[Any]) -> None:

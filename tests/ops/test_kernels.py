@@ -698,7 +698,9 @@ def test_paths() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    """In a process of its own: triton is interpreted or not from its import on."""
+    """In a process of its own: triton is interpreted or not from its import on, and an access
+    outside of a tensor ends it.
+    """
     command = [
         sys.executable,
         "-P",
@@ -726,6 +728,8 @@ def test_in_the_interpreter() -> None:
         check=False,
     )
     print(done.stdout)
+    crashed = done.returncode < 0 and re.search(r" in (\w+_kernel)$", done.stderr, re.M)
+    assert not crashed, f"{crashed[1]} reads or writes outside of a tensor: {done.stderr[:2400]}"
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

@@ -4,6 +4,7 @@ them.
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support import traced
 from support.numeric import UNIT, normal, same_bits, seeded
 from torch import Tensor
 
+from icl_patch import ops
 from icl_patch.ops import native
 
 pytestmark = pytest.mark.skipif(not native.serves("cpu"), reason="needs the native library")
@@ -279,6 +281,34 @@ def test_registration(kind: str) -> None:
             torch.ops.icl_patch.record_linear,
             (torch.cat([z, z]), weight, factors(kind, 3, 7, 9)[1], bias),
         )
+
+
+def test_a_compiled_graph_takes_the_path_of_the_rows_it_has() -> None:
+    """And not of those that it was traced with. 1 row has a graph of its own, and all other numbers
+    share one in each path.
+    """
+    weight = normal(seeded(0), 20, 33, dtype=torch.float32)
+    ran: list[str] = []
+
+    def step(z: Tensor, u: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+        y = ops.patched_linear(z, weight, u, z)
+        pool = ops.patched_linear(z, weight, u[:, None], z[:, None], index=index)
+        recorded = ops.record_linear(torch.cat([z, -z]), weight)[0]
+        return ops.rms_norm(y, u, 1e-5), ops.norm_pair(recorded, u[0], 1e-5).z_pair, pool
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
+        return lambda *inputs: (ran.append(graph.code), graph(*inputs))[1]
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for rows in (1, 2, 16, 17, 64, 8):
+        z, u = (normal(seeded(rows), rows, k, dtype=torch.float32) for k in (33, 20))
+        index = torch.arange(rows) - 1
+        stance = "default" if rows in (1, 2, 17) else "fail_on_recompile"
+        with torch.compiler.set_stance(stance):
+            outputs = compiled(z, u, index)
+        for op in ("patched_linear", "record_linear"):
+            assert (f"icl_patch.{op}" in ran[-1]) == (rows <= 16)
+        assert all(map(same_bits, outputs, step(z, u, index)))
 
 
 @pytest.mark.parametrize("name", traced.CALLS)

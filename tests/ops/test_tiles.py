@@ -3,18 +3,16 @@ logic, on any processor.
 """
 
 import ctypes
-import mmap
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
 from support.compiled import compiled, needs_compiler
+from support.guard_pages import between_guards, status_of_child
 from support.numeric import UNIT, normal, same_bits, seeded
 from torch import Tensor
 
 pytestmark = needs_compiler
-PROT_NONE = 0  # of mprotect: the memory may not be read
 SHAPES = [(1, 1), (7, 33), (16, 32), (65, 64), (129, 257), (70, 2089)]
 
 
@@ -135,18 +133,10 @@ def test_recording_has_the_bits_of_the_replay(library: ctypes.CDLL, n: int, k: i
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_nothing_is_read_beyond_the_weight(library: ctypes.CDLL, n: int, k: int) -> None:
-    """In a process of its own, which dies where memory that it may not read follows the weight."""
+    """In a process of its own, which dies there."""
     z, weight, *_ = inputs(3, n, k)
-    room = -(-weight.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
-    values = torch.frombuffer(memory, dtype=torch.bfloat16)[: room // 2][-weight.numel() :]
-    last = values.view(n, k).copy_(weight)
-    end = ctypes.c_void_p(last.data_ptr() + weight.nbytes)
-    if (child := os.fork()) == 0:
-        refused = ctypes.CDLL(None).mprotect(end, ctypes.c_size_t(mmap.PAGESIZE), PROT_NONE)
-        patched_linear(library, z, last)
-        os._exit(refused != 0)
-    assert os.waitpid(child, 0)[1] == 0
+    last = between_guards(weight)
+    assert status_of_child(lambda: patched_linear(library, z, last)) == 0
 
 
 def test_a_poisoned_row_stays_alone(library: ctypes.CDLL) -> None:

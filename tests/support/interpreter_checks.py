@@ -2,17 +2,44 @@
 a tuned configuration has to pass. ``test_kernels.py`` runs it with :mod:`kernel_checks`.
 """
 
+from signal import SIGSEGV
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support import interpreter
 from support.backend_checks import check_backend
+from support.guard_pages import status_of_child
 
 from icl_patch.bench import tuning
 from icl_patch.kernels import Config
 
-interpreter.speed_up()
+interpreter.prepare()
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, start, end):
+    lanes = tl.arange(0, 64) - 32
+    inside = (lanes >= start) & (lanes < end)
+    x = tl.load(x_ptr + lanes, mask=inside)
+    tl.store(y_ptr + lanes, tl.where(lanes < 0, 0.0, x), mask=inside)
+
+
+@pytest.mark.parametrize(("start", "end", "status"), [(0, 5, 0), (0, 6, SIGSEGV), (-1, 5, SIGSEGV)])
+def test_an_access_outside_of_a_tensor_ends_the_process(
+    start: int, end: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane that is masked out makes none."""
+    monkeypatch.setattr(interpreter, "tensors_begin_behind_guards", start < 0)
+    x, y = torch.ones(5), torch.zeros(5)
+    assert status_of_child(lambda: _copy_kernel[(1,)](x, y, start, end)) == status
+
+
+def test_a_store_outside_of_a_tensor_is_seen_in_its_page() -> None:
+    with pytest.raises(AssertionError, match="_copy_kernel wrote outside of y_ptr"):
+        _copy_kernel[(1,)](torch.ones(5), torch.zeros(5), -1, 5)
 
 
 def test_whole_models(capsys: pytest.CaptureFixture[str]) -> None:

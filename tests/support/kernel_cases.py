@@ -12,7 +12,7 @@ from torch import Tensor
 from icl_patch.kernels import INTERPRETED
 
 if INTERPRETED:
-    interpreter.speed_up()
+    interpreter.prepare()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = ("row", "row-rank", "shared", "pool")

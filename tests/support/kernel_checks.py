@@ -5,12 +5,13 @@ Not collected by itself: ``test_kernels.py`` runs it in Triton's interpreter,
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import expert_products
+from support import expert_products, interpreter
 from support.kernel_cases import DEVICE, DTYPES, LAYOUTS, Case, check_linear, linear_case, rounding
 from support.numeric import (
     UNIT,
@@ -31,6 +32,7 @@ from icl_patch.kernels.ops import linear
 from icl_patch.kernels.ops.linear import launch_linear, launch_linears
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
+from icl_patch.kernels.runtime.config import gpu_name
 from icl_patch.ops import reference
 
 # bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:
@@ -173,8 +175,13 @@ def test_nothing(layout: str, sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("rows", [6, 20])
 @every_float
-def test_index_minus_one_gives_the_bits_of_the_plain_map(dtype: torch.dtype, rows: int) -> None:
-    """Not ``plain + 0``: a NaN or infinity in the pool, or a -0 in the output, would show."""
+def test_index_minus_one_gives_the_bits_of_the_plain_map(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not ``plain + 0``: a NaN or infinity in the pool, or a -0 in the output, would show. Nor does
+    the row before the first of the pool get read.
+    """
+    monkeypatch.setattr(interpreter, "tensors_begin_behind_guards", True)
     case = linear_case("pool", (rows, 33, 70), 2, dtype)
     case.weight[:5], case.bias[:5] = 0, -0.0
     case.z[1] = torch.nan
@@ -850,30 +857,79 @@ def test_gradients_through_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_compiled_without_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    case = linear_case("row", (2, 20, 70))
-    pair = normal(seeded(3), 4, 70, dtype=torch.float32).to(DEVICE)
+@contextmanager
+def products_of(monkeypatch: pytest.MonkeyPatch, runs: bool = False) -> Iterator[list[dict]]:
+    """The launches of linear maps within this context, by their options and arguments; no kernel
+    runs, or all do.
+    """
+    products, run = [], launching.Launch._run
 
-    def block(z: Tensor, pair: Tensor) -> tuple[Tensor, ...]:
+    def noting(self: launching.Launch, *tensors: object) -> None:
+        if self.kernel.__name__ == "_linear_kernel":
+            names = self.kernel.arg_names[-len(self.rest) :]
+            products.append(self.options | dict(zip(names, self.rest, strict=True)))
+        if runs:
+            run(self, *tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launching.Launch, "_run", noting)
+        yield products
+
+
+def is_configured_for(rows: int, product: dict) -> bool:
+    """Whether a linear map in fp32 is launched as the table says for so many rows."""
+    path = "gemv" if rows <= 16 else "gemm"
+    config = config_for(gpu_name(torch.device(DEVICE)), torch.float32, product["N"], path)
+    expected = {
+        "M": rows,
+        "DOT": config.dot,
+        "BLOCK_M": config.block_m if config.dot else min(config.block_m, rows),
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return expected.items() <= product.items()
+
+
+def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for those that it was traced with: 1 row, then 8 for all others. The check fails if
+    the path is theirs.
+    """
+    monkeypatch.undo()
+    monkeypatch.setattr(launching, "_launches", {})
+    weight = normal(seeded(0), 20, 70, dtype=torch.float32).to(DEVICE)
+
+    def step(
+        z: Tensor, pair: Tensor, u: Tensor, index: Tensor, path: str | None = None
+    ) -> tuple[Tensor, ...]:
         normed = kernels.norm_pair(pair, pair[0], 1e-5)
         recorded = kernels.record_linear(
-            normed.z_pair, case.weight, case.bias, direction=normed.direction
+            normed.z_pair, weight, direction=normed.direction, path=path
         )
-        y = kernels.patched_linear(z, case.weight, case.u, case.v, case.bias)
-        y = kernels.add_low_rank(y, z, case.u, case.v)
-        return (
-            kernels.gated_product(recorded.y, y, "gelu_tanh"),
-            kernels.rms_norm(y, y, 1e-5),
-            recorded.u,
-        )
+        one = kernels.patched_linear(z, weight, u, z, path=path)
+        pool = kernels.patched_linear(z, weight, u[:, None], z[:, None], index=index, path=path)
+        two = kernels.patched_linears(z, [weight] * 2, [u] * 2, z, [None] * 2, path)
+        gated = kernels.gated_product(recorded.y, kernels.add_low_rank(one, z, u, z), "gelu_tanh")
+        experts = kernels.expert_linear(z, weight[None], index[:, None])
+        return kernels.rms_norm(gated, u, 1e-5), recorded.u, pool, *two, experts
 
     compiled = torch.compile(
-        block, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"
+        step, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"
     )
-    assert all(
-        same_bits(x, y) for x, y in zip(compiled(case.z, pair), block(case.z, pair), strict=True)
-    )
+    for rows in (1, 8, 64):
+        sizes = ((rows, 70), (2 * rows, 70), (rows, 20))
+        inputs = [normal(seeded(rows), *size, dtype=torch.float32).to(DEVICE) for size in sizes]
+        inputs.append(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
+        stance = "default" if rows < 64 else "fail_on_recompile"
+        with torch.compiler.set_stance(stance), products_of(monkeypatch, rows == 1) as products:
+            outputs = compiled(*inputs)
+        assert len(products) == 5
+        assert all(is_configured_for(rows, product) for product in products)
+        if rows == 1:
+            assert all(map(same_bits, outputs, step(*inputs)))
+        with products_of(monkeypatch) as products:
+            step(*inputs, path="gemv")
+        assert all(is_configured_for(rows, product) == (rows < 64) for product in products)
 
 
 # Mistakes

@@ -439,8 +439,8 @@ def check_record(
 ) -> None:
     """Raise unless the arguments fit a recorded linear map of both streams."""
     check_linear(z_pair, weight, bias, None)
-    rows, odd = divmod(z_pair.shape[0], 2)
-    check(not odd, "z_pair (2M, K)", z_pair.shape)
+    rows = z_pair.shape[0] // 2  # torch.compile has no divmod for sizes that vary
+    check(z_pair.shape[0] == 2 * rows, "z_pair (2M, K)", z_pair.shape)
     if coeff is not None:
         good = (
             coeff.shape == (rows, 1)
@@ -448,7 +448,9 @@ def check_record(
             and coeff.is_contiguous()
             and coeff.device == z_pair.device
         )
-        check(good, f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}", coeff.shape)
+        if not good:  # a message with rows in it would bind a compiled graph to their number
+            expected = f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}"
+            raise ValueError(f"expected {expected}, got {tuple(coeff.shape)}")
 
 
 def check_operands(
@@ -498,7 +500,8 @@ def check_factors(
         good = (
             index.shape == (rows,) and not index.is_floating_point() and index.dtype != torch.bool
         )
-        check(good, f"index ({rows},) of integers", index.shape)
+        if not good:
+            raise ValueError(f"expected index ({rows},) of integers, got {tuple(index.shape)}")
         check(index.device == z.device, f"index on {z.device}", index.device)
 
 

@@ -334,9 +334,7 @@ def _check_rms_norm(x: Tensor, scale: Tensor, eps: float) -> None:
     if x.dim() != 2 or not x.shape[1]:
         raise ValueError(f"expected x (M, d) with d ≥ 1, got {tuple(x.shape)}")
     check_floats(x, x=x, scale=scale)
-    check(
-        scale.shape in (x.shape, x.shape[1:]),
-        f"scale {tuple(x.shape)} or ({x.shape[1]},)",
-        scale.shape,
-    )
+    if scale.shape not in (x.shape, x.shape[1:]):
+        expected = f"scale {tuple(x.shape)} or ({x.shape[1]},)"
+        raise ValueError(f"expected {expected}, got {tuple(scale.shape)}")
     check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)
