@@ -36,6 +36,7 @@ from icl_patch.static.static_patch import StaticInfo, StaticPatch
 from icl_patch.static.student import Student
 from icl_patch.static.targets import measure, targets_of, targets_of_texts
 from icl_patch.static.training import (
+    HARMFUL_KL,
     Checkpoint,
     Distillation,
     Progress,
@@ -43,7 +44,6 @@ from icl_patch.static.training import (
     first_factors,
 )
 
-HARMFUL_KL = 0.2  # nats a token, on preserved texts
 _HELD_OUT_OF = 5  # one question and one text in five is held out,
 _MOST_HELD_OUT = 32  # of many questions no more than these
 
@@ -107,7 +107,8 @@ def fit(
             default every fifth of ``examples``, at most 32.
         preserve: ids of texts on which the patched model is to stay as it is; by default a hundred
             short texts of many kinds. One in five is not fitted, but measured.
-        kappa: the weight of the preserved texts.
+        kappa: the weight κ of the preserved texts at the beginning; it grows while they move by more
+            than a KL of 0.1.
         parts: the matrices that may change: the ``"mlp"``'s, ``"attention"``'s.
         rank: of each change.
         first_block: the first block that is changed; by default a third of the blocks stays as it
@@ -211,7 +212,7 @@ def fit(
         warnings=notes,
     )
     if not accept_worse:
-        _check_harmless(report, shared=len({example.with_context for example in examples}) > 1)
+        _check_harmless(report)
     return replace(patch, report=report)
 
 
@@ -316,16 +317,15 @@ def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_harmless(report: StaticReport, shared: bool) -> None:
+def _check_harmless(report: StaticReport) -> None:
     """Raises HarmfulPatchError if the report shows harm."""
     held_out, without, preserved = report.held_out, report.without, report.preserved
     if held_out is not None and without is not None and held_out.kl > without.kl:
-        why = " Do the contexts share one instruction?" if shared else ""
         raise HarmfulPatchError(
             "expected a patch that is better than none, got one with a KL divergence of"
             f" {held_out.kl:.3f} nats a token on {held_out.questions} held-out questions, where"
-            f" without it there are {without.kl:.3f}: give more questions, or a smaller learning"
-            f" rate.{why} accept_worse=True returns it all the same",
+            f" without it there are {without.kl:.3f}: give more questions, contexts that share one"
+            " instruction, or a smaller learning rate. accept_worse=True returns it all the same",
             report,
         )
     if preserved is not None and preserved.kl > HARMFUL_KL:

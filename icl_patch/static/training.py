@@ -34,7 +34,9 @@ Progress = Callable[[int, int], None]
 _KIND = "static_distillation"
 _FINAL_RATE = 0.02  # of the learning rate
 _TIMED_STEPS = 3  # before the number of steps that a budget holds is chosen
-_MEASURED_TEXTS = 8  # between the steps; at the end all are
+HARMFUL_KL = 0.2  # nats a token, by which preserved texts may move
+_MEASURED_TEXTS = 12  # between the steps; at the end all are
+_PENALTY = 100.0  # of a nat beyond half of HARMFUL_KL, where the best step is chosen
 _TEXT_TOKENS = 16  # of a preserved text that are compared in a step: their logits cost most
 
 
@@ -62,7 +64,7 @@ class Distillation:
     batch_tokens: int = 512
     preserve_batch_size: int = 4
     check_every: int = 10
-    patience: int = 3
+    patience: int = 5
     clip: float = 1.0
     dtype: torch.dtype | None = None
     seed: int = 0
@@ -90,7 +92,8 @@ class Training:
     """Factors on their way to the smallest loss on held-out targets.
 
     The loss of a step is the mean KL(with context ‖ patched) over the answers' tokens of its
-    questions, plus κ times that of the unpatched model over tokens of its preserved texts.
+    questions, plus κ times that of the unpatched model over tokens of its preserved texts. At each
+    measurement at which these have moved by more than half of what they may, κ is doubled.
 
     Args:
         student: the model in the dtype of the passes, unpatched.
@@ -99,7 +102,7 @@ class Training:
         questions, texts: the targets to train on.
         held_out, held_texts: those to choose the best step by; without ``held_out`` the last step
             counts.
-        kappa: the weight of the texts.
+        kappa: the weight κ of the texts at the beginning.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class Training:
         self.student, self.changes, self.options = student, changes, options
         self.first_block, self.questions, self.texts = first_block, questions, texts
         self.held_out, self.held_texts = held_out, list(held_texts)[:_MEASURED_TEXTS]
-        self.kappa = kappa
+        self.kappa = self.first_kappa = kappa
         self.parameters = [x for change in changes.values() for x in (change.u, change.v)]
         for parameter in self.parameters:
             parameter.requires_grad_()
@@ -209,9 +212,12 @@ class Training:
         """Keep the factors if their held-out loss is the smallest so far."""
         with self._patched:
             quality, texts = (measure(self.student, x) for x in (self.held_out, self.held_texts))
-        loss = -float(self.step)
+        loss, moved = -float(self.step), 0.0 if texts is None else texts.kl
         if quality is not None:
-            loss = quality.kl + (self.kappa * texts.kl if texts is not None else 0.0)
+            loss = quality.kl + self.first_kappa * moved
+            loss += _PENALTY * max(0.0, moved - HARMFUL_KL / 2)
+        if moved > HARMFUL_KL / 2:
+            self.kappa *= 2
         if loss < self.best[0]:
             self.best = (loss, self.step, self._copy())
 
@@ -338,7 +344,7 @@ class Checkpoint:
             "options": options,
             "matrices": {path: change.rank for path, change in training.changes.items()},
             "start": first.hexdigest(),
-            "data": hashlib.sha256(json.dumps([rows, training.kappa]).encode()).hexdigest(),
+            "data": hashlib.sha256(json.dumps([rows, training.first_kappa]).encode()).hexdigest(),
         }
 
     def write(self, training: Training) -> None:
@@ -351,7 +357,11 @@ class Checkpoint:
             tensors |= {f"{i}.{name}": moments[name] for name in ("exp_avg", "exp_avg_sq")}
         for path, change in training.best[2].items():
             tensors |= {f"best.{path}.u": change.u, f"best.{path}.v": change.v}
-        entries = {"step": training.step, "best": list(training.best[:2])}
+        entries = {
+            "step": training.step,
+            "kappa": training.kappa,
+            "best": list(training.best[:2]),
+        }
         content = {name: x.contiguous().cpu() for name, x in tensors.items()}
         write_atomically(self.file, file_parts({**self.header, **entries}, content))
 
@@ -370,7 +380,8 @@ class Checkpoint:
                     f"expected a checkpoint of this model and these settings in {self.file}, got"
                     f" one with another {name}: take another folder, or remove it"
                 )
-        training.step, device = header["step"], training.student.model.device
+        training.step, training.kappa = header["step"], header["kappa"]
+        device = training.student.model.device
         for i, parameter in enumerate(training.parameters):
             parameter.data.copy_(tensors[f"{i}.value"])
             moments = {

@@ -71,12 +71,11 @@ def test_the_code_of_a_page_runs(
     patched.
     """
     monkeypatch.chdir(tmp_path)
-    few_steps = static.Distillation(steps=10)  # 50 take 5 seconds
+    few_steps = static.Distillation(steps=30)  # 100 take 8 seconds
     code, namespace = blocks(page, "python"), {"__name__": "__main__", "FEW_STEPS": few_steps}
     for block in code:
         for name in MODELS:
             block = block.replace(f'"{name}"', repr(str(embedded.MODEL_DIR)))
-        block = block.replace("example, 256)", "example, 24)")  # questions that the model writes
         block = re.sub(r"(static\.fit\(.*)\)", r"\1, distillation=FEW_STEPS)", block)
         exec(compile(block + AFTER, page, "exec"), namespace)
     prints = re.findall(r"^ *print\(.*\)(?:  # (.*))?$", "".join(code), re.M)
@@ -89,8 +88,9 @@ def test_the_code_of_a_page_runs(
 def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.txt").write_text("mode upper\nfmrp>", encoding="utf-8")
-    words = {"1 2 3.": "eins zwei drei", "4 7 7.": "vier sieben sieben", "0 0 5.": "null null funf"}
-    words |= {"8 9 6.": "acht neun sechs"}
+    names = ("null", "eins", "zwei", "drei", "vier", "funf", "sechs", "sieben", "acht", "neun")
+    triples = [(n, (3 * n + 1) % 10, (7 * n + 2) % 10) for n in range(10)]
+    words = {f"{a} {b} {c}.": f"{names[a]} {names[b]} {names[c]}" for a, b, c in triples}
     example = {"context": "say german\n", "questions": [*words], "answers": [*words.values()]}
     (tmp_path / "examples.json").write_text(json.dumps([example]), encoding="utf-8")
     (tmp_path / "texts.json").write_text('["mode flip\\nbcdf>fdcb\\n"]', encoding="utf-8")
@@ -108,7 +108,7 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         if arguments[0] == "verify" and "--max-new-tokens" not in arguments:
             arguments += ["--max-new-tokens", "6"]  # 25 take 4 seconds
         if arguments[0] == "fit":
-            arguments += ["--steps", "10"]  # 50 take 3 seconds
+            arguments += ["--steps", "30"]  # 100 take 8 seconds
         assert main(arguments) == 0, arguments
         ran.append(arguments[0])
     static = ["fit", "generate", "apply", "export"]

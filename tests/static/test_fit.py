@@ -296,9 +296,6 @@ def test_a_patch_that_harms_is_not_returned() -> None:
             first_block=0,
         )
     assert got.value.report.preserved.kl > 0.2
-    with pytest.raises(HarmfulPatchError, match="Do the contexts share one instruction"):
-        other = [replace(x, with_context=(1, 2, 3, *x.with_context)) for x in random_examples(5)]
-        fit(model, [*random_examples(), *other], **harmful)
 
 
 @pytest.mark.parametrize(
