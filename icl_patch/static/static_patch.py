@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ from icl_patch.static.report import StaticReport
 from icl_patch.static.static_linear import StaticLinear, padded
 
 KIND = "static"
+_CARD = """A static patch of icl-patch as a LoRA for {model}.
+
+Every prompt must begin with the token {front}, as those that it was fitted on. Most chat templates
+and some tokenizers put it there; elsewhere put it in front of the ids.
+"""
 
 
 @dataclass(frozen=True)
@@ -280,8 +286,10 @@ class StaticPatch:
         All matrices get one rank, padded with zeros to one that vLLM allows. ``lora_alpha`` is that
         rank, so that PEFT multiplies by 1.
 
+        A README.md beside says with which token prompts are to begin, if the patch knows it.
+
         Args:
-            folder: is made; its two files are replaced.
+            folder: is made; its files are replaced.
             model: the patch's model.
 
         Returns:
@@ -295,7 +303,11 @@ class StaticPatch:
         self.check_model(model)
         transposed = {isinstance(model.get_submodule(path), Conv1D) for path in self.changes}
         factors = {path: (change.u, change.v) for path, change in self.changes.items()}
-        return write_peft(folder, factors, self.info.model, transposed)
+        rank = write_peft(folder, factors, self.info.model, transposed)
+        if self.info.front:
+            card = _CARD.format(model=self.info.model, front=self.info.front[0])
+            write_atomically(Path(folder) / "README.md", [card.encode()])
+        return rank
 
 
 class RowMap:

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ def imported_peft() -> Any:
 def test_the_files_are_the_patch(name: str, tmp_path: Path) -> None:
     model = shallow(name)
     patch = random_patch(model, 0)
+    patch = replace(patch, info=replace(patch.info, front=(7,)))
     assert patch.to_peft(tmp_path, model) == 8
+    assert "must begin with the token 7" in (tmp_path / "README.md").read_text()
     with patch.applied(model):
         expected = logits(model)
     assert (by_hand(model, tmp_path) - expected).abs().max() <= CLOSE * expected.abs().max()
