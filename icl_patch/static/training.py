@@ -59,7 +59,7 @@ class Distillation:
 
     steps: int = 100
     learning_rate: float = 5e-3
-    warmup: int = 10
+    warmup: int = 5
     batch_size: int = 16
     batch_tokens: int = 512
     preserve_batch_size: int = 4
