@@ -366,14 +366,26 @@ def test_off_zero() -> None:
     h = normal(0, 3, 48, dtype=torch.bfloat16)
     u = normal(1, 3, 48, dtype=torch.float32)
     patched = (h.float() + u).bfloat16()
-    assert torch.equal(updates.off_zero(u, patched, h), u)
+    assert not updates.off_zero(patched, h).any()
     patched[0, 3], patched[2, 40] = 0.0, -0.0
-    moved = updates.off_zero(u, patched, h)
+    step = updates.off_zero(patched, h).double()
     rms = h.double().square().mean(-1).sqrt()
-    step = (moved - u).double()
-    assert (step != 0).nonzero().tolist() == [[0, 3], [2, 40]]
-    # u is of size 1: the step shows to its rounding.
-    torch.testing.assert_close(step[[0, 2], [3, 40]], 2.0**-16 * rms[[0, 2]], rtol=0, atol=2.0**-23)
+    assert step.nonzero().tolist() == [[0, 3], [2, 40]]
+    expected = 2.0**-16 * rms[[0, 2]]  # of 48 squares in fp32
+    torch.testing.assert_close(step[[0, 2], [3, 40]], expected, rtol=48 * 2.0**-24, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_off_zero_in_a_sum_that_cancels(dtype: torch.dtype) -> None:
+    """A step that the output's rounding would swallow leaves the sum 0."""
+    patched = normal(0, 3, 48, dtype=dtype)
+    addend = patched.abs() + 1
+    patched[0, 3], patched[2, 40] = 8.0, 0.0
+    addend[0, 3], addend[2, 40] = -8.0, 0.0
+    step = updates.off_zero(patched, patched, addend)
+    assert step.nonzero().tolist() == [[0, 3], [2, 40]]
+    assert ((patched + step).to(dtype) + addend).all()
+    assert step.max() <= 2.0**-15 + 16 * torch.finfo(dtype).eps
 
 
 def test_off_zero_makes_the_output_reachable() -> None:
@@ -391,7 +403,7 @@ def test_off_zero_makes_the_output_reachable() -> None:
     zero, start = torch.zeros(1, 3), torch.ones(1, 3)
     stuck = updates.close(target, residual, zero, ops.rms_normalize(patched, 1e-6), start)
     assert stuck.misses.tolist() == [1]
-    patched = (h.float() + updates.off_zero(u, patched, h)).bfloat16()
+    patched = (h.float() + u + updates.off_zero(patched, h)).bfloat16()
     assert patched.all()
     assert updates.close(
         target, residual, zero, ops.rms_normalize(patched, 1e-6), start
@@ -405,9 +417,9 @@ def test_off_zero_reaches_numbers_that_fp16_rounds_to_zero() -> None:
     u = torch.tensor([[-64.2 * tiny, 0.0, tiny], [-8.0 + tiny, 0.0, 0.5]])
     patched = (h.float() + u).half()
     assert not ops.rms_normalize(patched, 1e-6).half()[:, 0].any()
-    moved = updates.off_zero(u, patched, h)
-    assert torch.equal(moved[:, 1:], u[:, 1:])
-    assert ops.rms_normalize((h.float() + moved).half(), 1e-6).half().all()
+    step = updates.off_zero(patched, h)
+    assert not step[:, 1:].any()
+    assert ops.rms_normalize((h.float() + u + step).half(), 1e-6).half().all()
 
 
 # Closing
