@@ -320,11 +320,7 @@ class BlockRecorder(ABC):
 
     def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """:func:`icl_patch.ops.stable_scale` on (B, T, d): u and m'. The worse status is noted."""
-        scale = norm.scale
-        if self.spec.down is None or self.addend is not None:  # x is a sum
-            delta, scale = updates.without_small_scales(delta, scale, norm.normalize(x))
-            scale = scale.flatten(0, -2)
-        stable = ops.stable_scale(delta.flatten(0, -2), scale, x.flatten(0, -2), norm.eps)
+        stable = ops.stable_scale(delta.flatten(0, -2), norm.scale, x.flatten(0, -2), norm.eps)
         self.diagnostics.inversion(stable.status.reshape(self.shape))
         return stable.u.reshape(x.shape), stable.new_scale.reshape(x.shape)
 

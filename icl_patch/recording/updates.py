@@ -37,24 +37,6 @@ def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
     return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
 
 
-def without_small_scales(delta: Tensor, scale: Tensor, normalized: Tensor) -> tuple[Tensor, Tensor]:
-    """``delta'`` and ``m'`` with ``delta' + m' ⊙ Norm(h) = delta + m ⊙ Norm(h)``, where no ``|m'|``
-    is below a quarter of the RMS of m: the stable update's start at a norm that reads a sum.
-
-    Where m is small, the stable update asks for a small input of the norm and a large new scale.
-    In a sum the small input is the difference of large terms, and the new scale multiplies their
-    rounding errors. An update may choose any scale, so it starts from a larger one there.
-
-    delta, normalized (..., d), scale (d,). Returns delta' and m', both (..., d); a row with a delta
-    of 0 keeps both.
-    """
-    floor = 0.25 * scale.square().mean().sqrt()
-    kept = (scale.abs() >= floor) | (delta == 0).all(-1, keepdim=True)
-    larger = torch.where(kept, scale, torch.copysign(floor, scale))
-    moved = (scale.double() - larger.double()) * normalized.double()
-    return (delta.double() + moved).to(delta.dtype), larger
-
-
 def off_zero(patched: Tensor, hidden_down: Tensor, addend: Tensor | None = None) -> Tensor:
     """A small number to add to the patched output where the norm behind it reads nearly 0, because
     no scale changes a 0; 0 elsewhere.
