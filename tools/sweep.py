@@ -2,12 +2,13 @@
 
     build/python tools/sweep.py                 # all types and variants; hours on one core
     build/python tools/sweep.py llama gemma2    # these types, again
-    build/python tools/sweep.py --realistic     # with the features of trained weights, into build/
+    build/python tools/sweep.py --realistic     # with the features of trained weights
 
 Every type runs in a process of its own with a time limit. A cell is one update on one scenario of
-one type. It is written to ``docs/model_classes.jsonl`` as soon as it is known, and a second call
-goes on with the types that are missing. ``docs/model_classes.md`` is written at the end. gemma3n
-needs ``timm``, and is "not built" without it.
+one type. It is written to ``docs/model_classes.jsonl``, or ``docs/model_classes_realistic.jsonl``,
+as soon as it is known, and a second call goes on with the types that are missing.
+``docs/model_classes.md`` is written at the end, from both files. gemma3n needs ``timm``, and is
+"not built" without it.
 
 A cell is *right* if the replay without the context has the logits of the unmodified model with it,
 ``model(ids)`` on each row alone: in fp32 within ten times the model's own noise floor, in bf16 bit
@@ -45,7 +46,7 @@ from icl_patch.tolerances import noise_limit
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = json.loads((ROOT / "tools/sweep.json").read_text())
 CELLS, PAGE = ROOT / "docs/model_classes.jsonl", ROOT / "docs/model_classes.md"
-REALISTIC_CELLS = ROOT / "build/realistic_classes.jsonl"
+REALISTIC_CELLS = ROOT / "docs/model_classes_realistic.jsonl"
 VOCABULARY = 97
 UPDATES = ("direct", "stable", "exact")
 
@@ -70,6 +71,8 @@ SCENARIOS = {
     "several spans": Scenario((0, 0), (13, 13), (4, 4), [(0, 5), (8, 10)]),
     "bf16": Scenario((0, 0), (11, 11), (4, 4), dtype=torch.bfloat16),
 }
+# With realistic weights only.
+HALF = {"fp16": Scenario((0, 0), (11, 11), (4, 4), dtype=torch.float16)}
 
 
 # -- models
@@ -135,6 +138,7 @@ def prepare(model: PreTrainedModel, dtype: torch.dtype, realistic: bool) -> tupl
     sys.path.insert(0, str(ROOT / "tests"))
     from support import realistic_weights
 
+    ContextPatcher(model).detach()  # a class that is refused may lack what the features need
     features = realistic_weights.realistic(model)
     realistic_weights.to_dtype(model, dtype, features)
     return features.triggers
@@ -295,16 +299,16 @@ def cells_of(
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     models: dict[torch.dtype, tuple[PreTrainedModel, tuple[int, ...]]] = {}
-    for name, scenario in SCENARIOS.items():
+    for name, scenario in (SCENARIOS | (HALF if realistic else {})).items():
         for update in UPDATES if scenario.dtype is torch.float32 else ("exact",):
             cell: dict[str, Any] = {"scenario": name, "update": update}
             try:
                 if scenario.dtype not in models:
                     model = build(model_type, changes)
-                    models[scenario.dtype] = model, prepare(model, scenario.dtype, realistic)
                     check_language_model(model)
                     with torch.no_grad():
                         model(torch.tensor([[3, 4, 5]]))
+                    models[scenario.dtype] = model, prepare(model, scenario.dtype, realistic)
             except UnsupportedModelError as error:
                 yield {**cell, "result": "refused", "text": str(error)[:500]}
                 return
@@ -373,36 +377,47 @@ def verdict(cells: list[dict[str, Any]]) -> tuple[str, str]:
     return next(name for name in worst if results[name]), text
 
 
-def page(cells: list[dict[str, Any]]) -> str:
-    """The table of all types and variants as Markdown."""
+def summary(cells: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Of each type and variant the result, the largest error and noise floor in fp32, and the
+    reason.
+    """
     by_job: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for cell in cells:
         if "result" in cell:
             by_job.setdefault((cell["type"], cell["variant"]), []).append(cell)
-    order = [(key["type"], key["variant"]) for key, _ in jobs()]
-    verdicts = {job: verdict(by_job[job]) for job in order if job in by_job}
-    types = Counter(word for (_, variant), (word, _) in verdicts.items() if not variant)
-    variants = Counter(word for (_, variant), (word, _) in verdicts.items() if variant)
-    lines = [
-        INTRODUCTION,
-        "| | " + " | ".join(RESULTS) + " |",
-        "|---" * (len(RESULTS) + 1) + "|",
-        "| types | " + " | ".join(str(types[word]) for word in RESULTS) + " |",
-        "| variants | " + " | ".join(str(variants[word]) for word in RESULTS) + " |",
+    rows = {}
+    for job in ((key["type"], key["variant"]) for key, _ in jobs()):
+        if job in by_job:
+            word, text = verdict(by_job[job])
+            errors = [
+                (cell["error"], cell.get("floor") or 0.0)
+                for cell in by_job[job]
+                if cell["result"] in ("right", "wrong") and cell["scenario"] not in ("bf16", "fp16")
+            ]
+            numbers = [f"{max(column):.0e}" for column in zip(*errors, strict=True)] or ["", ""]
+            rows[job] = (word, *numbers, " ".join(text.split()).replace("|", "\\|"))
+    return rows
+
+
+def page(cells: list[dict[str, Any]], realistic: list[dict[str, Any]]) -> str:
+    """The table of all types and variants as Markdown, with random and with realistic weights."""
+    tables = summary(cells), summary(realistic)
+    lines = [INTRODUCTION, "| | " + " | ".join(RESULTS) + " |", "|---" * (len(RESULTS) + 1) + "|"]
+    for weights, table in zip(("random", "realistic"), tables, strict=True):
+        for name, variants in (("types", False), ("variants", True)):
+            words = Counter(row[0] for job, row in table.items() if bool(job[1]) == variants)
+            counts = " | ".join(str(words[word]) for word in RESULTS)
+            lines.append(f"| {name}, {weights} weights | {counts} |")
+    lines += [
         "",
-        "| type | variant | result | error, fp32, max | noise floor | reason |",
-        "|---|---|---|---|---|---|",
+        "| type | variant | result | error, fp32, max | noise floor"
+        " | realistic weights | error, fp32, max | noise floor | reason |",
+        "|---" * 9 + "|",
     ]
-    for (model_type, variant), (word, text) in verdicts.items():
-        errors = [
-            (cell["error"], cell.get("floor") or 0.0)
-            for cell in by_job[model_type, variant]
-            if cell["result"] in ("right", "wrong") and cell["scenario"] != "bf16"
-        ]
-        numbers = [f"{max(column):.0e}" for column in zip(*errors, strict=True)] or ["", ""]
-        reason = " ".join(text.split()).replace("|", "\\|")
-        row = (model_type, variant, word, *numbers, reason)
-        lines.append("| " + " | ".join(row) + " |")
+    for job, (*found, reason) in tables[0].items():
+        *others, other_reason = tables[1].get(job, ("", "", "", ""))
+        reason = reason or (other_reason and f"realistic weights: {other_reason}")
+        lines.append("| " + " | ".join((*job, *found, *others, reason)) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -417,6 +432,13 @@ largest logit, exact in bf16 bit for bit. Scenarios that a right type refuses ar
 reason. The cells are in [model_classes.jsonl](model_classes.jsonl). Where a class has other logits
 in a batch or over its cache than for a row alone, a cell compares with those of the batch and says
 in `own` how far they are off.
+
+*Realistic weights* have the features of trained ones: a neuron that few tokens excite and that
+makes one channel 2,000 times larger than the others, a token that draws all attention, norms with
+scales from 0.01 to 30, nearly dependent rows and nearly tied logits
+(`make sweep TYPES=--realistic`, exact in fp16 too;
+[model_classes_realistic.jsonl](model_classes_realistic.jsonl)). gemma3n is built where `timm` is
+installed.
 """
 
 
@@ -438,7 +460,10 @@ def main() -> None:
         chosen = not options.types or key["type"] in options.types
         if chosen and (key["type"], key["variant"]) not in done:
             run_apart(key, changes, options.out, options.limit, options.realistic)
-    options.out.with_suffix(".md").write_text(page(read(options.out)))
+    if options.out in (CELLS, REALISTIC_CELLS):
+        PAGE.write_text(page(read(CELLS), read(REALISTIC_CELLS)))
+    else:
+        options.out.with_suffix(".md").write_text(page(read(options.out), []))
 
 
 def run_apart(

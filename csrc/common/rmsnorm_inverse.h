@@ -458,14 +458,12 @@ ICL_PATCH_INLINE Outcome invert_row(Row& row, int64_t n, Radius radius, bool bis
 
 // ---- the stable update: g and m of a row from delta, scale and h_down ----
 
-// An m of at most this part of the scale's RMS counts as 0: dividing by it costs more digits than
-// fp32 has left.
-constexpr double kScaleIsZero = 0x1p-12;
+// The least size of an m, as a part of the scale's RMS.
 constexpr double kScaleFloor = 0.25;
 
-// g = delta + scale ⊙ Norm(h), and m, the scale with its zeros replaced by `floor`.
+// g = delta + scale ⊙ Norm(h), and m, the scale with no number smaller than `floor`.
 struct Update {
-  double inverse_norm = 0, zero = -1, floor = 0;
+  double inverse_norm = 0, floor = 0;
 
   template <class V>
   ICL_PATCH_INLINE V g(V delta, V scale, V h) const {
@@ -473,7 +471,7 @@ struct Update {
   }
   template <class V>
   ICL_PATCH_INLINE V m(V scale) const {
-    return select(magnitude(scale) <= zero, V{floor}, scale);
+    return select(magnitude(scale) < floor, select(scale < 0.0, V{-floor}, V{floor}), scale);
   }
 };
 
@@ -504,12 +502,15 @@ ICL_PATCH_INLINE Outcome update_row(Row& row, int64_t n, double eps, bool bisect
   const double mean = sums.h / n;
   Update update;
   update.inverse_norm = mean + eps > 0 ? 1 / std::sqrt(mean + eps) : 0;
-  const auto g = row.template sum_inputs<Sum>([=](auto& sum, const auto& at) {
-    const V target = update.g(at.delta(), at.scale(), at.fallback());
-    sum.value += target * target;
-  });
-  update.zero = kScaleIsZero * std::sqrt(sums.m / n);
-  update.floor = kScaleFloor * std::sqrt(larger(sums.m, g.value) / n);
+  double size = sums.m;
+  if (size == 0) {  // all scales are 0: the size of g serves
+    const auto g = row.template sum_inputs<Sum>([=](auto& sum, const auto& at) {
+      const V target = update.g(at.delta(), at.scale(), at.fallback());
+      sum.value += target * target;
+    });
+    size = g.value;
+  }
+  update.floor = kScaleFloor * std::sqrt(size / n);
   row.set_update(update);
   // h = 0 has no RMS to preserve, so any radius will do.
   return invert_row(row, n, Radius{mean > 0 ? std::sqrt(mean) : 1, eps}, bisection);

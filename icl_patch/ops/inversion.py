@@ -69,9 +69,9 @@ def stable_scale(
     ``m' ⊙ Norm(h_target) = g``.
 
     ``g = delta + m ⊙ Norm(h)``; ``h_target`` is :func:`invert_rmsnorm` of g at the RMS of h, with h
-    for a fallback and with the zeros of m moved to ``0.25 max(rms m, rms g)``, so that no
-    coordinate is out of reach (:func:`icl_patch.ops.reference.floor_scale`); ``m' = m - μ ⊘ m``
-    takes the rest. A row with a delta of 0 stays as it is.
+    for a fallback and with no ``|m_k|`` below ``0.25 rms m``, so that no coordinate is out of reach
+    or loses digits (:func:`icl_patch.ops.reference.floor_scale`); ``m' = m - μ ⊘ m`` takes the
+    rest. A row with a delta of 0 stays as it is.
 
     Args:
         delta: (M, d) of any float dtype and strides. All arithmetic is fp64.

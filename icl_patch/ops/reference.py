@@ -372,26 +372,23 @@ def _power_of_two(m: Tensor, g: Tensor) -> Tensor:
     )
 
 
-# A scale below this share of the row's RMS counts as zero: dividing by it costs more digits than
-# fp32 has left.
-_SCALE_IS_ZERO = 2.0**-12
 _SCALE_FLOOR = 0.25
 
 
 def floor_scale(scale: Tensor, target: Tensor) -> Tensor:
-    """The scale that the stable update inverts for, (M, d): coordinates that are zero get ``0.25
-    max(rms m, rms g)``.
+    """The scale that the stable update inverts for, (M, d): no ``|m_k|`` is below ``0.25 rms m``,
+    or ``0.25 rms g`` where all of m is 0.
 
-    Through ``m_k = 0`` nothing can reach ``g_k``. The update is free to choose any ``m'``, so it
-    inverts for a floored scale instead; ``m'_k y_k = g_k`` then holds for every k, and coordinates
-    that were not zero are inverted for as they are.
+    A small ``m_k`` asks for a small input of the norm and a large new scale, which multiplies the
+    rounding errors of that input: it is the sum of ``h_down`` and a change of about its size. And
+    through ``m_k = 0`` nothing can reach ``g_k``. The update is free to choose any ``m'``, so it
+    inverts for a floored scale instead; ``m'_k y_k = g_k`` then holds for every k.
     """
     m = scale.double().expand(target.shape[0], -1)
-    rms_m = m.square().mean(1, keepdim=True).sqrt()
-    rms_g = target.double().square().mean(1, keepdim=True).sqrt()
-    return torch.where(
-        m.abs() <= _SCALE_IS_ZERO * rms_m, _SCALE_FLOOR * torch.maximum(rms_m, rms_g), m
-    )
+    size = m.square().mean(1, keepdim=True)
+    size = torch.where(size == 0, target.double().square().mean(1, keepdim=True), size)
+    floor = _SCALE_FLOOR * size.sqrt()
+    return torch.where(m.abs() < floor, torch.where(m < 0, -floor, floor), m)
 
 
 def stable_scale(

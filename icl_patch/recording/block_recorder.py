@@ -73,7 +73,7 @@ class BlockRecorder(ABC):
         self._residuals: list[tuple[Tensor | None, Tensor]] = []
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
-        self._addend: Tensor | None = None  # the other term of the sum that the block's norm reads
+        self.addend: Tensor | None = None  # the other term of the sum that the block's norm reads
 
     # -- the two streams
 
@@ -303,7 +303,7 @@ class BlockRecorder(ABC):
         assert layer.u is not None and layer.v is not None
         patched = add_low_rank(y, h, layer.u, layer.v, dtype)
         if self.exact:
-            layer.u = self.zero_padding(updates.off_zero(layer.u, patched, y))
+            layer.u = self.zero_padding(layer.u + updates.off_zero(patched, y, self.addend))
             patched = add_low_rank(y, h, layer.u, layer.v, dtype)
         return patched
 
@@ -313,18 +313,14 @@ class BlockRecorder(ABC):
         """
         norm = self.block.post_norm
         assert norm is not None
-        if self._addend is not None:
-            hidden_down = hidden_down + self._addend
+        if self.addend is not None:
+            hidden_down = hidden_down + self.addend
         u, self._stable_scale = self._inverted(self.writer_target(), norm, hidden_down)
         return u
 
     def _inverted(self, delta: Tensor, norm: PatchedRMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """:func:`icl_patch.ops.stable_scale` on (B, T, d): u and m'. The worse status is noted."""
-        scale = norm.scale
-        if self.spec.down is None or self._addend is not None:  # x is a sum
-            delta, scale = updates.without_small_scales(delta, scale, norm.normalize(x))
-            scale = scale.flatten(0, -2)
-        stable = ops.stable_scale(delta.flatten(0, -2), scale, x.flatten(0, -2), norm.eps)
+        stable = ops.stable_scale(delta.flatten(0, -2), norm.scale, x.flatten(0, -2), norm.eps)
         self.diagnostics.inversion(stable.status.reshape(self.shape))
         return stable.u.reshape(x.shape), stable.new_scale.reshape(x.shape)
 
@@ -368,7 +364,7 @@ class BlockRecorder(ABC):
 
     def on_addend(self, _module: Any, _args: Any, output: Tensor) -> None:
         """Keep the term that is added to the writer's before the block's norm reads the sum."""
-        self._addend = self.split(output)[1].clone()
+        self.addend = self.split(output)[1].clone()
 
     def invert_norms(self, written: Tensor) -> Tensor:
         """The change of the experts' output (B, T, d) that the stable update asks for.
@@ -390,12 +386,12 @@ class BlockRecorder(ABC):
         if self.update == "direct":
             patched = layer.base_layer(x_own)
         else:
-            assert self._inner_scale is not None and self._addend is not None
+            assert self._inner_scale is not None and self.addend is not None
             new_scale = self._inner_scale.to(torch.promote_types(x.dtype, torch.float32))
             patched = layer.apply_scale(x_own, new_scale)
             # Through an exact 0 of the sum no scale of the block's norm can reach: any small
             # number will do instead.
-            cancelled = (self._addend + patched == 0) & self.exact
+            cancelled = (self.addend + patched == 0) & self.exact
             moved = new_scale * (1 + max(2.0**-12, 2 * torch.finfo(x.dtype).eps))
             new_scale = torch.where(cancelled, moved, new_scale)
             layer.new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))

@@ -189,7 +189,13 @@ def _write(
     layer.write_u, layer.write_v = recorder.zero_padding(u), v
     if closes:
         recorder.open_loop(out, gain, layer, "write_u")
-    return layer.add_written(out, gain, layer.write_u, h.dtype)
+    written = layer.add_written(out, gain, layer.write_u, h.dtype)
+    if recorder.exact and not closes:
+        addend = recorder.addend if recorder.spec.inner_norm is None else None
+        moved = updates.off_zero(written, out, addend)
+        layer.write_u = recorder.zero_padding(u + (moved if v is not None else moved * share))
+        written = layer.add_written(out, gain, layer.write_u, h.dtype)
+    return written
 
 
 def _count_changed(index: Tensor, index_ctx: Tensor) -> Tensor:

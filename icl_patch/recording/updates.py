@@ -37,38 +37,24 @@ def direct_scale(delta: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
     return torch.where(delta == 0, scale.expand_as(delta), scale + delta / normalized)
 
 
-def without_small_scales(delta: Tensor, scale: Tensor, normalized: Tensor) -> tuple[Tensor, Tensor]:
-    """``delta'`` and ``m'`` with ``delta' + m' ⊙ Norm(h) = delta + m ⊙ Norm(h)``, where no ``|m'|``
-    is below a quarter of the RMS of m: the stable update's start at a norm that reads a sum.
-
-    Where m is small, the stable update asks for a small input of the norm and a large new scale.
-    In a sum the small input is the difference of large terms, and the new scale multiplies their
-    rounding errors. An update may choose any scale, so it starts from a larger one there.
-
-    delta, normalized (..., d), scale (d,). Returns delta' and m', both (..., d); a row with a delta
-    of 0 keeps both.
-    """
-    floor = 0.25 * scale.square().mean().sqrt()
-    kept = (scale.abs() >= floor) | (delta == 0).all(-1, keepdim=True)
-    larger = torch.where(kept, scale, torch.copysign(floor, scale))
-    moved = (scale.double() - larger.double()) * normalized.double()
-    return (delta.double() + moved).to(delta.dtype), larger
-
-
-def off_zero(u: Tensor, patched: Tensor, hidden_down: Tensor) -> Tensor:
-    """``u`` moved by a small number where the patched output is so near to 0 that its norm is 0,
-    because no scale changes a 0.
+def off_zero(patched: Tensor, hidden_down: Tensor, addend: Tensor | None = None) -> Tensor:
+    """A small number to add to the patched output where the norm behind it reads nearly 0, because
+    no scale changes a 0; 0 elsewhere.
 
     The number is 2⁻¹⁶ of the RMS of ``h_down``, or 1.5 times the smallest number of the output's
-    dtype if that is more: in fp16 a smaller change may round to 0.
+    dtype if that is more: in fp16 a smaller change may round to 0. Where an addend cancels the
+    output, it is at least two spacings of the output.
 
-    u, patched, hidden_down: (..., d). The inversion asked for a number below the rounding of
-        ``h_down`` there, so any small number serves.
+    patched, hidden_down, addend: (..., d); the norm reads ``patched + addend``. The inversion asked
+        for a number below the rounding of ``h_down`` there, so any small number serves.
     """
-    rms = hidden_down.to(u.dtype).square().mean(-1, keepdim=True).sqrt()
-    limits = torch.finfo(patched.dtype)
-    moved = u + (2.0**-16 * rms).clamp(min=1.5 * limits.smallest_normal * limits.eps)
-    return torch.where(patched.abs() <= 2.0**-24 * rms, moved, u)
+    rms = hidden_down.to(torch.promote_types(patched.dtype, torch.float32)).square().mean(-1, True)
+    rms, limits = rms.sqrt(), torch.finfo(patched.dtype)
+    small = (2.0**-16 * rms).clamp(min=1.5 * limits.smallest_normal * limits.eps)
+    total = patched
+    if addend is not None:
+        total, small = patched + addend, torch.maximum(small, 2 * limits.eps * patched.abs())
+    return torch.where(total.abs() <= 2.0**-24 * rms, small, 0)
 
 
 @dataclass(frozen=True)

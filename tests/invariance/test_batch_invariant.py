@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import realistic_weights
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -48,8 +49,9 @@ def rows_alone(model: PreTrainedModel, ids: Tensor, rows: list[int]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3"])
 def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: torch.dtype) -> None:
-    model = build(family).to(dtype)
+    model, features = realistic_weights.build(family, 0, dtype)
     ids, mask = prompts(model)
+    ids = features.mark({"context_ids": ids, "context_mask": mask})["context_ids"]
     rows = [0, 1, 5, 17, 34]
     with batch_invariant(model):
         alone = rows_alone(model, ids, rows)

@@ -154,7 +154,8 @@ def test_against_exact_arithmetic(update: Update, eps: float) -> None:
             norm = mp.sqrt(rms**2 + mpf(eps))
             g = [d_k + m_k * x_k / norm for d_k, m_k, x_k in zip(d, m, x, strict=True)]
             rms_m, rms_g = (mp.sqrt(mp.fsum(v**2 for v in values) / n) for values in (m, g))
-            floored = [v if abs(v) > rms_m / 4096 else max(rms_m, rms_g) / 4 for v in m]
+            floor = (rms_m or rms_g) / 4
+            floored = [v if abs(v) > floor else -floor if v < 0 else floor for v in m]
             exact = solve(tuple(floored), tuple(g), rms, eps)
             assert exact.status == result.status[row] and exact.status is Status.EASY
             for k in range(n):

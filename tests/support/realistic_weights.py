@@ -272,7 +272,7 @@ def draw_attention(model: PreTrainedModel, triggers: Tensor) -> None:
     parameters = [
         parameter
         for name, parameter in model.named_parameters()
-        if name.startswith(f"{path}.") and "norm" not in name
+        if name.startswith(f"{path}.") and "norm" not in name.removeprefix(path)
     ]
     optimiser = torch.optim.Adam(parameters, lr=0.006)
     for _ in range(100):
