@@ -52,3 +52,7 @@ class HarmfulPatchError(ValueError):
 
 class StaticPatchWarning(UserWarning):
     """Something is not known of a static patch, or its prompts lack what it was fitted with."""
+
+
+class TokenPatchWarning(UserWarning):
+    """The change of weights of one token is written for a use at all tokens."""

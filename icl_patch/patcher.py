@@ -15,6 +15,7 @@ from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
 from icl_patch.generation.decoder import Decoder
 from icl_patch.models.language_model import check_length
+from icl_patch.models.prompts import Question
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import WeightCheck
 from icl_patch.patch.serialization import check_fit
@@ -418,9 +419,10 @@ class ContextPatcher:
 
     def ask(
         self,
-        context: str,
-        question: str,
+        context: str | None = None,
+        question: Question | None = None,
         *,
+        system: str | None = None,
         chat: bool = False,
         max_new_tokens: int | None = None,
         **arguments: Any,
@@ -430,13 +432,18 @@ class ContextPatcher:
             with ContextPatcher(model, tokenizer=tokenizer) as patcher:
                 answer = patcher.ask("Mars has two moons. ", "The moons of Mars are")
                 patcher.forward(answer.patch.kept_ids, answer.patch)  # again, without the context
+                patcher.ask(question="Who are you?", system="Your name is Pip.")  # in a chat
 
         Every token of the answer comes from freshly patched weights, as in :meth:`generate`.
 
         Args:
             context, question: read as one text, ``context + question``. Its tokens up to the
-                question are absorbed.
-            chat: put both into one user's turn of the tokenizer's chat template.
+                question are absorbed. In a chat the question may be a list of messages,
+                ``[{"role": "user", "content": ...}, ...]``.
+            system: a chat's system message, in place of ``context``. It is absorbed with all that
+                the chat template writes before it.
+            chat: the context begins the user's (first) message of a chat. See
+                :func:`icl_patch.models.prompts.make_prompt`.
             max_new_tokens, arguments: as for :meth:`generate`.
 
         Returns:
@@ -444,11 +451,18 @@ class ContextPatcher:
             all of the question's and the answer's tokens.
 
         Raises:
-            ValueError: the patcher has no tokenizer, or a slow one, or one without a chat template;
-                a text has no tokens; or as :meth:`generate`.
+            ValueError: the patcher has no tokenizer, or a slow one, or one without a chat template
+                or with one that refuses the messages; a text has no tokens; or as :meth:`generate`.
+            TypeError: there is no question, or one that is no text.
         """
         return answering.answer(
-            self.decoder, context, question, chat=chat, max_new_tokens=max_new_tokens, **arguments
+            self.decoder,
+            context,
+            question,
+            system=system,
+            chat=chat,
+            max_new_tokens=max_new_tokens,
+            **arguments,
         )
 
     def decoding_method(

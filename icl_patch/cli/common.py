@@ -106,19 +106,36 @@ def add_max_new_tokens(parser: argparse.ArgumentParser, default: int, meaning: s
     )
 
 
-def add_context(parser: argparse.ArgumentParser, default: str, required: bool = False) -> None:
-    """Add ``--context``, ``--context-file`` and ``--chat``, for :func:`context_text`."""
+def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add a context, its question and ``--chat``, for :func:`context_text` and :func:`prompt_text`;
+    without a default the first two are required.
+    """
+    required = default is None
     source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument(
         "--context",
         metavar="TEXT",
-        help="the context" if required else f"the context (default: {default})",
+        help="the context, before the question"
+        + ("" if required else f" (default, without a question: {default})"),
     )
     source.add_argument(
         "--context-file", type=Path, metavar="FILE", help="read the context from a UTF-8 file"
     )
+    source.add_argument(
+        "--system", metavar="TEXT", help="the context is the system message of a chat"
+    )
     parser.add_argument(
-        "--chat", action="store_true", help="apply the tokenizer's chat template to the context"
+        "--question",
+        *(["--kept"] if required else []),
+        required=required,
+        metavar="TEXT",
+        help="the text after the context; in a chat the user's message"
+        + ("; it runs without the context" if required else ""),
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="a chat by the tokenizer's template: the context begins the user's message",
     )
 
 
@@ -209,6 +226,18 @@ def context_text(options: argparse.Namespace) -> str | None:
         return read_text(options.context_file)
     context: str | None = options.context
     return context
+
+
+def prompt_text(options: argparse.Namespace) -> str | None:
+    """The context and the question as one text, in a chat the user's message; None without both.
+
+    Raises:
+        ValueError: a system message without a question.
+    """
+    if options.system is not None and options.question is None:
+        raise ValueError("expected --question, the user's message, with --system")
+    given = [text for text in (context_text(options), options.question) if text is not None]
+    return "".join(given) if given else None
 
 
 def read_text(path: Path) -> str:

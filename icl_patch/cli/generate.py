@@ -21,13 +21,13 @@ MODES = ("auto", "two_pass", "two_stream", "shared_cache")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     common.add_model(parser)
-    common.add_context(parser, "as for verify")
+    common.add_prompt(parser, "as for verify")
     common.add_update(parser)
     parser.add_argument(
         "--patch",
         type=Path,
         metavar="FILE",
-        help="generate after --context with the changed weights of this file instead, the same at"
+        help="generate after the prompt with the changed weights of this file instead, the same at"
         " every token",
     )
     common.add_max_new_tokens(parser, 50, "at most N tokens")
@@ -110,9 +110,9 @@ def _generate(
 
     from icl_patch.evaluation.loading import default_context, encode_contexts
 
-    context, model = common.context_text(options), patcher.model
-    context = default_context(model) if context is None else context
-    ids, mask = encode_contexts(tokenizer, [context], chat=options.chat)
+    prompt, model = common.prompt_text(options), patcher.model
+    prompt = default_context(model) if prompt is None else prompt
+    ids, mask = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
     arguments = _sampling(options)
     if not options.json:
         arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -152,28 +152,44 @@ def _with_patch(
     """Generate with a patch file: a static patch, or the last token's of one for each token."""
     from contextlib import ExitStack
 
+    import torch
+
     from icl_patch.evaluation.loading import encode_contexts
     from icl_patch.patch.context_patch import ContextPatch
     from icl_patch.patch.serialization import read_file
     from icl_patch.patcher import ContextPatcher
     from icl_patch.static import StaticPatch
 
-    prompt = common.context_text(options)
+    prompt = common.prompt_text(options)
     if prompt is None or options.check_every or options.compile:
-        raise ValueError("expected --context, and no --check-every or --compile, with --patch")
-    ids, mask = encode_contexts(tokenizer, [prompt], chat=options.chat)
+        raise ValueError(
+            "expected --context or --question, and no --check-every or --compile, with --patch"
+        )
+    ids, _ = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
     with ExitStack() as stack:
         if read_file(options.patch)[0].get("kind") == "static":
             static = StaticPatch.load(options.patch, model, tokenizer)
             stack.enter_context(static.applied(model))
+            front = static.info.front
+            in_chat = options.chat or options.system is not None
+            if front and not in_chat and int(ids[0, 0]) != front[0]:
+                ids = torch.cat([torch.tensor([front], dtype=ids.dtype), ids], 1)
         else:
             patch = ContextPatch.load(options.patch, model, tokenizer)
+            kept = patch.kept_ids[0][patch.kept_mask[0]].tolist()
+            if ids[0, -len(kept) :].tolist() != kept:
+                raise ValueError(
+                    "expected a prompt that ends with the tokens of the patch, each of which has"
+                    f" changes of its own, {tokenizer.decode(kept)!r}, got"
+                    f" {tokenizer.decode(ids[0])!r}: icl-patch replay runs these tokens,"
+                    " icl-patch fit makes a patch for other prompts"
+                )
             patcher = stack.enter_context(ContextPatcher(model, patch.info.update))
             stack.enter_context(patcher.applied(patch))
         generate: Any = model.generate
         out = generate(
             ids.to(model.device),
-            attention_mask=mask.to(model.device).long(),
+            attention_mask=torch.ones_like(ids, device=model.device),
             max_new_tokens=options.max_new_tokens,
             **_sampling(options),
         )

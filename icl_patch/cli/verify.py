@@ -10,7 +10,7 @@ HELP = "compare the patched model without context with the model with it, token 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     common.add_model(parser)
-    common.add_context(
+    common.add_prompt(
         parser, "the paper's Mars prompt; for the embedded model its first held-out prompt"
     )
     common.add_update(parser)
@@ -49,11 +49,12 @@ def _verify_model(options: argparse.Namespace) -> int:
         result = verify(
             model,
             tokenizer,
-            context=common.context_text(options),
+            context=common.prompt_text(options),
             max_new_tokens=options.max_new_tokens,
             update=options.update,
             keep_last=options.keep_last,
             chat=options.chat,
+            system=options.system,
             progress=progress,
             name=options.model,
         )

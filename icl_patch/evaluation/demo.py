@@ -21,7 +21,7 @@ from icl_patch.evaluation.embedded.scoring import (
 )
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport, verify
-from icl_patch.generation.answering import encode_pair
+from icl_patch.models.prompts import make_prompt, split_ids
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
 
@@ -109,23 +109,20 @@ class Encoded:
 
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """:data:`FEW_SHOT`, and :data:`CHATS` if the tokenizer has a chat template with a system
-    message in a turn of its own: this turn is the context.
+    """:data:`FEW_SHOT`, and :data:`CHATS` if the tokenizer has a chat template that takes a system
+    message: this is the context.
     """
     found = []
     for context, question in FEW_SHOT:
-        ids = encode_pair(tokenizer, context, question, chat=False)
+        ids = split_ids(tokenizer, make_prompt(tokenizer, question, context=context))
         found.append(Encoded(Prompt("few-shot", context, question, ""), *ids))
-    for system, question in CHATS if tokenizer.chat_template else ():
-        turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        template: Any = tokenizer.apply_chat_template
-        context = str(template(turns[:1], tokenize=False))
-        text = str(template(turns, tokenize=False, add_generation_prompt=True))
-        if text.startswith(context) and system in context:
-            parts = (context, text.removeprefix(context))
-            encoded = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
-            tensors = [torch.tensor([part], dtype=torch.int64) for part in encoded]
-            found.append(Encoded(Prompt("chat", system, question, ""), *tensors))
+    for system, question in CHATS:
+        try:
+            chat = make_prompt(tokenizer, question, system=system)
+        except ValueError:  # no template, or none with a system message
+            break
+        ids = split_ids(tokenizer, chat)
+        found.append(Encoded(Prompt("chat", system, question, ""), *ids))
     return found
 
 

@@ -21,6 +21,7 @@ from transformers import (
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation import embedded
+from icl_patch.models.prompts import chat_text
 
 MARS_PROMPT = (
     "Write a single-sentence weather forecast for Mars, from the perspective of a slightly annoyed"
@@ -113,26 +114,21 @@ def _check_loadable(model: str | Path, revision: str | None) -> None:
 
 
 def encode_contexts(
-    tokenizer: PreTrainedTokenizerBase, contexts: Sequence[str], *, chat: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    contexts: Sequence[str],
+    *,
+    chat: bool = False,
+    system: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Texts as left-padded ids and mask, (B, T) int64 and bool.
+    """Texts as left-padded ids and mask, (B, T) int64 and bool; with ``chat`` or a system message
+    as the user's messages of chats.
 
     Raises:
-        ValueError: a text has no tokens, or the tokenizer has no chat template.
+        ValueError: a text has no tokens, or as :func:`icl_patch.models.prompts.chat_text`.
     """
-    if chat and not tokenizer.chat_template:
-        raise ValueError(
-            f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none"
-        )
+    chat = chat or system is not None
     if chat:
-        contexts = [
-            str(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-                )
-            )
-            for text in contexts
-        ]
+        contexts = [chat_text(tokenizer, text, system) for text in contexts]
     rows = [
         torch.tensor(tokenizer(text, add_special_tokens=not chat)["input_ids"], dtype=torch.int64)
         for text in contexts
@@ -157,16 +153,19 @@ def encode_inputs(
     tokenizer: PreTrainedTokenizerBase,
     context: str | Sequence[str] | Mapping[str, Tensor],
     chat: bool = False,
+    system: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Contexts as ids and mask (B, T), and the model's further inputs; on its device, in its dtype.
 
     Raises:
-        ValueError: a mapping without ``input_ids``, or as :func:`encode_contexts`.
+        ValueError: a mapping without ``input_ids``, or with ``chat`` or ``system``; or as
+            :func:`encode_contexts`.
     """
     if isinstance(context, Mapping):
-        if "input_ids" not in context:
+        if "input_ids" not in context or chat or system is not None:
             raise ValueError(
-                f"expected input_ids in the context, got {', '.join(context) or 'nothing'}"
+                "expected input_ids in the context, and chat and system for text only, got"
+                f" {', '.join(context) or 'nothing'}, {chat=} and {system=}"
             )
         inputs = {
             name: x.to(model.device, model.dtype if x.is_floating_point() else None)
@@ -180,5 +179,5 @@ def encode_inputs(
             "expected a context as text, as several texts, or as a processor's output with"
             f" input_ids, got {type(context).__name__}"
         )
-    ids, mask = encode_contexts(tokenizer, texts, chat=chat)
+    ids, mask = encode_contexts(tokenizer, texts, chat=chat, system=system)
     return ids.to(model.device), mask.to(model.device), {}

@@ -189,6 +189,7 @@ def verify(
     device: torch.device | str | None = None,
     keep_last: int = 0,
     chat: bool = False,
+    system: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     name: str | None = None,
 ) -> VerifyReport:
@@ -208,7 +209,8 @@ def verify(
         dtype, device: by default those of the model or of its files. A model object is copied
             before it is converted or moved.
         keep_last: tokens before the current one that stay in the reduced context.
-        chat: apply the tokenizer's chat template to a context of text.
+        chat: a context of text is the user's message of a chat.
+        system: the system message before it; the prompt is a chat then.
         progress: called with (steps done, steps in all).
         name: the model's name in the report; by default the path or id it was loaded from.
 
@@ -224,7 +226,7 @@ def verify(
     loaded, tokenizer = load_model(model, tokenizer, dtype, device)
     if context is None:
         context = default_context(loaded)
-    ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat)
+    ids, mask, inputs = encode_inputs(loaded, tokenizer, context, chat, system)
     check_context(ids, mask)
     if ids.shape[1] <= keep_last + 1 or int(mask.sum(1).min()) <= keep_last + 1:
         raise ValueError(

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from icl_patch.generation import loop
 from icl_patch.generation.decoder import Decoder
+from icl_patch.models.prompts import Question, make_prompt, split_ids
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import assemble
 
@@ -32,9 +32,10 @@ class Answer:
 
 def answer(
     decoder: Decoder,
-    context: str,
-    question: str,
+    context: str | None,
+    question: Question | None,
     *,
+    system: str | None,
     chat: bool,
     max_new_tokens: int | None,
     **arguments: Any,
@@ -45,9 +46,11 @@ def answer(
         raise ValueError(
             "expected ContextPatcher(model, tokenizer=...) for texts, got no tokenizer"
         )
+    if question is None:
+        raise TypeError("expected ask(context, question) or ask(question=..., system=...)")
+    asked = make_prompt(attached.tokenizer, question, context=context, system=system, chat=chat)
     context_ids, question_ids = (
-        ids.to(attached.model.device)
-        for ids in encode_pair(attached.tokenizer, context, question, chat)
+        ids.to(attached.model.device) for ids in split_ids(attached.tokenizer, asked)
     )
     prompt = torch.cat([context_ids, question_ids], 1)
     options = loop.Options(patches=False, arithmetic="model")  # as the patch below is computed
@@ -59,43 +62,3 @@ def answer(
     patch = attached.compute(assemble(context_ids, kept_ids)).patch
     text = str(attached.tokenizer.decode(token_ids[0], skip_special_tokens=True))
     return Answer(text, token_ids, patch)
-
-
-def encode_pair(
-    tokenizer: PreTrainedTokenizerBase, context: str, question: str, chat: bool
-) -> tuple[Tensor, Tensor]:
-    """The tokens of ``context + question``, (1, C) and (1, T), cut where the question begins.
-
-    A token across the cut belongs to the question. With ``chat`` both stand in one user's turn of
-    the chat template; tokens that the template puts before them join the context.
-
-    Raises:
-        ValueError: the tokenizer has no chat template or is slow; or one side has no tokens.
-    """
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"expected a fast tokenizer, which knows where each token begins in the text, got"
-            f" {type(tokenizer).__name__}: encode the texts and use compute and generate"
-        )
-    if chat and not tokenizer.chat_template:
-        raise ValueError(
-            f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none"
-        )
-    if not (isinstance(context, str) and isinstance(question, str)):
-        kinds = f"{type(context).__name__} and {type(question).__name__}"
-        raise TypeError(f"expected a context and a question as text, got {kinds}")
-    text, cut = context + question, len(context)
-    if chat:
-        turn = [{"role": "user", "content": text}]
-        text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
-        cut = text.rindex(question.strip())  # templates may strip a turn
-    encoded = tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=True)
-    ends = [end for _, end in encoded["offset_mapping"]]
-    count = next((place for place, end in enumerate(ends) if end > cut), len(ends))
-    ids = torch.tensor([encoded["input_ids"]], dtype=torch.int64)
-    if not 0 < count < ids.shape[1]:
-        raise ValueError(
-            "expected a context and a question of at least one token each, got"
-            f" {context!r} and {question!r}"
-        )
-    return ids[:, :count], ids[:, count:]

@@ -1,5 +1,6 @@
 """Prompts with a context and without it: text or chats, as text and as token ids."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ Tokens = tuple[int, ...]
 Messages = Sequence[Mapping[str, str]]
 Question = str | Messages
 
+# Characters that Unicode keeps out of texts: they mark two places while a template writes a chat.
+_END, _BEGIN = "\ufdd0", "\ufdd1"
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -20,8 +24,8 @@ class Prompt:
 
     Attributes:
         with_context, without: the two texts.
-        kept: the place in ``with_context`` from which the text stays if a patch for each token
-            takes the context's place.
+        kept: the place in ``with_context`` behind the context, from which the text stays if a patch
+            for each token takes the context's place.
         chat: whether a chat template wrote them, special tokens included.
     """
 
@@ -50,7 +54,9 @@ def make_prompt(
     ========================  =======================================================
 
     Without the context a chat is what the template writes without it: templates with a system
-    message of their own, such as Qwen 2.5's, then write that one.
+    message of their own, such as Qwen 2.5's, then write that one. The kept text of a chat begins
+    with the turn behind the system message, or with the user's words if the template writes both
+    into one turn (Gemma 3, Mistral).
 
     Args:
         question: text, or a chat's messages, ``[{"role": "user", "content": ...}, ...]``, of which
@@ -59,7 +65,7 @@ def make_prompt(
 
     Raises:
         ValueError: there is no context or more than one; an empty question; or the tokenizer has no
-            chat template, or one that takes no system message.
+            chat template, or one that takes no system message or leaves the context out.
         TypeError: a context or a question that is no text.
     """
     if (context is None) is (system is None):
@@ -77,76 +83,108 @@ def make_prompt(
     if isinstance(question, str) and system is None and not chat:
         return Prompt(text + question, question, len(text), chat=False)
     messages = _messages(question)
-    without = _render(tokenizer, messages)
-    first = messages[0]["content"]
+    without = chat_text(tokenizer, messages)
     if system is not None:
-        turn = {"role": "system", "content": text}
-        with_context = _render(tokenizer, [turn, *messages])
-        alone = _opening(tokenizer, turn)
-        if text.strip() in alone and with_context.startswith(alone):
-            return Prompt(with_context, without, len(alone), chat=True)
-        after = with_context.index(text.strip()) + len(text.strip())
-        return Prompt(with_context, without, with_context.index(first.strip(), after), chat=True)
-    whole = text + first
-    with_context = _render(tokenizer, [{**messages[0], "content": whole}, *messages[1:]])
-    stripped = len(whole) - len(whole.lstrip())  # templates may strip a message
-    kept = with_context.index(whole.strip()) + len(text) - stripped
+        with_context = chat_text(tokenizer, messages, system)
+        kept = _end_of_system(tokenizer, system, messages, with_context)
+    else:
+        words = messages[0]["content"]
+
+        def beginning(begin: str) -> str:
+            return chat_text(tokenizer, [{**messages[0], "content": begin + words}, *messages[1:]])
+
+        with_context = beginning(text)
+        kept = beginning(text + _BEGIN).index(_BEGIN)
+        if with_context == without:
+            raise ValueError(f"expected a context that the chat template writes, got {text!r:.40}")
     return Prompt(with_context, without, kept, chat=True)
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, question: Question, system: str | None = None
+) -> str:
+    """A chat up to the place where the assistant answers: a user's message or several messages,
+    behind a system message if one is given.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that refuses these messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none: leave"
+            " out chat and system, and give the context as text"
+        )
+    messages = _messages(question)
+    cure = ""
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+        cure = (
+            ". Give the system message as the context of a chat, context=... with chat=True"
+            " (--context with --chat), which puts it before the user's words"
+        )
+    roles = ", ".join(message["role"] for message in messages)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(
+            f"expected a chat template that takes messages of {roles}, got one that refuses them:"
+            f" {str(error).rstrip('.')}{cure}"
+        ) from error
+    if messages[0]["content"].strip() not in text:
+        raise ValueError(
+            f"expected a chat template that writes the {messages[0]['role']} message as it is, got"
+            f" one without it: {text!r:.120}{cure}"
+        )
+    return str(text)
 
 
 def _messages(question: Question) -> list[dict[str, str]]:
     if isinstance(question, str):
         return [{"role": "user", "content": question}]
-    messages = [dict(message) for message in question]
-    roles = [message.get("role") for message in messages]
     if (
-        any(set(message) != {"role", "content"} for message in messages)
-        or not all(isinstance(message["content"], str) for message in messages)
-        or (roles[0], roles[-1]) != ("user", "user")
+        not all(isinstance(message, Mapping) for message in question)
+        or any(set(message) != {"role", "content"} for message in question)
+        or not all(isinstance(message["content"], str) for message in question)
+        or (question[0]["role"], question[-1]["role"]) != ("user", "user")
     ):
         raise ValueError(
             "expected messages with a role and a content of text, the first and the last of the"
-            f" user, got {question!r:.120}"
+            f" user (a system message is an argument of its own, system), got {question!r:.120}"
         )
-    return messages
+    return [dict(message) for message in question]
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError unless the tokenizer has a chat template."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            f"expected a tokenizer with a chat template, {type(tokenizer).__name__} has none: leave"
-            " out chat and system, and give the context as text"
-        )
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    """The chat up to the place where the assistant answers."""
-    check_chat_template(tokenizer)
+def _end_of_system(
+    tokenizer: PreTrainedTokenizerBase,
+    system: str,
+    messages: Sequence[Mapping[str, str]],
+    with_context: str,
+) -> int:
+    """The place behind the system message: the end of its own turn, else the user's next words."""
+    # marks do not hide from a template the whitespace that it may strip
+    marked = re.sub(r"\s*\Z", _END + r"\g<0>", system, count=1)
+    users = [
+        {**message, "content": re.sub(r"(?=\S|\Z)", _BEGIN, message["content"], count=1)}
+        if message["role"] == "user"
+        else message
+        for message in messages
+    ]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise ValueError(
-            "expected messages that the tokenizer's chat template takes, got roles"
-            f" {', '.join(message['role'] for message in messages)}, which it refuses:"
-            f" {error}. If it takes no system message, give the context as context=..., which puts"
-            " it before the user's words"
-        ) from error
-    if messages[0]["content"].strip() not in text:
-        raise ValueError(
-            f"expected a chat template that writes the {messages[0]['role']} message as it is, got"
-            f" one without it: {text!r:.120}. Give the context as context=..., which puts it before"
-            " the user's words"
-        )
-    return str(text)
-
-
-def _opening(tokenizer: PreTrainedTokenizerBase, turn: dict[str, str]) -> str:
-    """What the template writes for a system message alone; nothing if it refuses that."""
-    try:
-        return str(tokenizer.apply_chat_template([turn], tokenize=False))
+        turn = {"role": "system", "content": marked}
+        alone = str(tokenizer.apply_chat_template([turn], tokenize=False))
     except TemplateError:
-        return ""
+        alone = ""
+    own_turn = alone.replace(_END, "")
+    if _END in alone and with_context.startswith(own_turn):
+        return len(own_turn)
+    before, _, behind = chat_text(tokenizer, users, marked).partition(_END)
+    between, found, _ = behind.partition(_BEGIN)
+    if not found:
+        raise ValueError(
+            "expected a chat template that writes the system message before the user's last one,"
+            f" got {with_context!r:.120}"
+        )
+    return len(before.replace(_BEGIN, "")) + len(between)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
@@ -177,7 +215,7 @@ def split_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Tenso
     ends = [end for _, end in encoded["offset_mapping"]]
     count = next((place for place, end in enumerate(ends) if end > prompt.kept), len(ends))
     ids = torch.tensor([encoded["input_ids"]], dtype=torch.int64)
-    if not 0 < count < ids.shape[1]:
+    if not any(ends[:count]) or count == len(ends):  # special tokens end at 0
         raise ValueError(
             "expected a context and a question of at least one token each, got"
             f" {prompt.with_context[: prompt.kept]!r} and {prompt.with_context[prompt.kept :]!r}"

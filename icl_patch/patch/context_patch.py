@@ -23,6 +23,7 @@ ids, masks, positions and slots as lists.
 """
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.errors import FingerprintMismatch, PatchFormatError
+from icl_patch.errors import FingerprintMismatch, PatchFormatError, TokenPatchWarning
 from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, tokenizer_fingerprint, weight_fingerprint
@@ -267,7 +268,8 @@ class ContextPatch:
     ) -> int:
         """Write one token's changes as a LoRA of rank 1 in the layout of PEFT.
 
-        The LoRA is exact for that token, its history and its position only.
+        The LoRA is exact for that token, its history and its position only; a
+        :class:`icl_patch.errors.TokenPatchWarning` says so.
 
         Args:
             folder: is made; its two files are replaced.
@@ -304,7 +306,14 @@ class ContextPatch:
                 )
             factors[path] = (change.u[row, at].unsqueeze(0), change.v[row, at].unsqueeze(0))
             transposed.add(change.transposed)
-        return write_peft(folder, factors, self.info.model, transposed, norms)
+        rank = write_peft(folder, factors, self.info.model, transposed, norms)
+        warnings.warn(
+            f"the LoRA in {os.fspath(folder)} holds for one token at one position only, kept token"
+            f" {at} of row {row}. PEFT applies it to every token: for that fit a static patch",
+            TokenPatchWarning,
+            stacklevel=2,
+        )
+        return rank
 
     # -- files
 

@@ -215,7 +215,7 @@ def test_extract_then_inspect_and_replay(
         "extract",
         "--context",
         prompt.context,
-        "--kept",
+        "--question",
         prompt.question,
         "--out",
         str(file),
@@ -298,7 +298,7 @@ def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) ->
         "mode ",
         "--context",
         "flip\n",
-        "--kept",
+        "--question",
         "bcdf>",
         "--out",
         str(file),
@@ -352,7 +352,7 @@ BAD_USAGE = {
         "extract",
         "--context",
         "abc",
-        "--kept",
+        "--question",
         "d",
         "--out",
         "/nowhere/x.safetensors",
@@ -369,7 +369,7 @@ def test_bad_usage_exits_with_2(capsys: pytest.CaptureFixture, arguments: list[s
 
 def test_a_patch_of_another_model_is_refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file, other = tmp_path / "p.safetensors", tmp_path / "other"
-    run(capsys, "extract", "--context", "abc", "--kept", "d", "--out", str(file))
+    run(capsys, "extract", "--context", "abc", "--question", "d", "--out", str(file))
     model, tokenizer = embedded.load()
     model.get_submodule("model.layers.0.mlp.up_proj").weight.data[0, 0] += 1
     model.save_pretrained(other)
@@ -580,7 +580,7 @@ def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> No
         "mode ",
         "--context",
         "up",
-        "--kept",
+        "--question",
         "per",
         "--out",
         str(file),

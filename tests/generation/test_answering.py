@@ -104,3 +104,22 @@ def test_a_patcher_says_what_it_is_attached_to() -> None:
     assert repr(patcher) == "ContextPatcher(embedded, stable, float32, 6 blocks patched)"
     patcher.detach()
     assert repr(patcher) == "ContextPatcher(embedded, stable, float32, detached)"
+
+
+def test_a_system_message_and_several_turns() -> None:
+    model, tokenizer = embedded.load()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<model>{% endif %}"
+    )
+    turns = [("user", "bcdf>"), ("assistant", "BCDF"), ("user", "fmrp>")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        answer = patcher.ask(question=messages, system="mode upper", max_new_tokens=1)
+        with pytest.raises(TypeError, match=r"ask\(question=..., system=...\)"):
+            patcher.ask("fmrp>", system="mode upper")
+    kept = "<user>bcdf>\n<assistant>BCDF\n<user>fmrp>\n<model>"
+    assert tokenizer.decode(answer.patch.kept_ids[0]) == kept
+    ids = tokenizer(f"<system>mode upper\n{kept}", add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():
+        assert int(model(ids.input_ids).logits[0, -1].argmax()) == int(answer.token_ids)

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,10 @@ REPOSITORY = Path(__file__).parents[2]
 DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 MODELS = ("Qwen/Qwen3-0.6B", "google/gemma-3-1b-it")
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<model>{% endif %}"
+)
 # Minutes, or a GPU: their options are parsed only.
 SLOW = ("--all-families", "demo", "bench", "tune")
 AFTER = """
@@ -87,6 +92,9 @@ def test_the_code_of_a_page_runs(
 
 def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    chat_model = tmp_path / "model"  # the embedded one has no chat template
+    shutil.copytree(embedded.MODEL_DIR, chat_model)
+    (chat_model / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
     (tmp_path / "prompt.txt").write_text("mode upper\nfmrp>", encoding="utf-8")
     names = ("null", "eins", "zwei", "drei", "vier", "funf", "sechs", "sieben", "acht", "neun")
     triples = [(n, (3 * n + 1) % 10, (7 * n + 2) % 10) for n in range(10)]
@@ -98,9 +106,7 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
     for command in commands():
         if command[0] != "icl-patch":
             continue
-        arguments = [str(embedded.MODEL_DIR) if word in MODELS else word for word in command[1:]]
-        if "--chat" in arguments:
-            arguments.remove("--chat")  # the embedded model has no chat template
+        arguments = [str(chat_model) if word in MODELS else word for word in command[1:]]
         if set(SLOW) & set(arguments):
             if "cuda" not in arguments:
                 _parser().parse_args(arguments)
@@ -113,7 +119,8 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         ran.append(arguments[0])
     static = ["fit", "generate", "apply", "export"]
     usage = ["verify", "verify", "verify", "generate", "extract", "inspect", "replay"]
-    assert ran == [*static, *usage, "fit", "generate", "export"]
+    chats = ["extract", "replay"]
+    assert ran == [*static, *usage, "fit", "generate", "export", *chats]
     assert (tmp_path / "figure.png").exists()
 
 

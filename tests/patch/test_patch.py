@@ -17,6 +17,7 @@ from support.patch_files import read, refuses, write
 from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch, PatchFormatError, metrics
+from icl_patch.errors import TokenPatchWarning
 from icl_patch.evaluation import tiny_models
 from icl_patch.evaluation.embedded.train import build_tokenizer
 
@@ -793,3 +794,11 @@ def test_to_moves_every_tensor(patch_of: Callable) -> None:
     tensors += [moved.logits, *vars(moved.report).values()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert patch.kept_ids.device.type == "cpu"
+
+
+def test_the_lora_of_a_token_warns_that_it_is_no_others(tmp_path: Path) -> None:
+    with ContextPatcher(small("llama"), "stable") as patcher:
+        patch = patcher.compute(tokens(0, 2, 5), tokens(1, 2, 3))
+    with pytest.warns(TokenPatchWarning, match="position only, kept token 2 of row 1") as caught:
+        patch.to_peft(tmp_path / "lora", row=1)
+    assert caught[0].filename == __file__

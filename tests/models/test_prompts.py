@@ -1,0 +1,274 @@
+"""Prompts from texts and chats, with templates of well-known models, against what they write."""
+
+import re
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from icl_patch.evaluation.embedded.train import build_tokenizer
+from icl_patch.models.prompts import chat_text, encode, make_prompt, own_front, split_ids
+
+OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+SMOLLM2 = (
+    "{% for m in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}" + OPENING
+)
+QWEN = (
+    "{% if messages[0].role == 'system' %}"
+    "{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role != 'system' or not loop.first %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    + OPENING
+)
+# Qwen 3.5 refuses a system message alone.
+STRICT_QWEN = (
+    "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{{ raise_exception('No user query found') }}{% endif %}" + QWEN
+)
+LLAMA3 = (
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "{{ '<|h|>' + m.role + '<|/h|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|h|>assistant<|/h|>\n\n' }}{% endif %}"
+)
+_GEMMA = (
+    "{% set name = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<turn>' + name + '\n' + (front if loop.first else '') + m.content | trim + '</turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"
+)
+GEMMA2 = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% set front = '' %}{% for m in messages %}" + _GEMMA
+)
+GEMMA3 = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}"
+    "{% set front = messages[0].content + '\n\n' %}{% set turns = messages[1:] %}"
+    "{% else %}{% set front = '' %}{% set turns = messages %}{% endif %}{% for m in turns %}"
+    + _GEMMA
+)
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}{{ bos_token }}"
+    "{% for m in turns %}{% if m.role == 'user' %}"
+    "{% if loop.last and system is defined %}{{ '[INST] ' + system + '\n\n' + m.content }}"
+    "{% else %}{{ '[INST] ' + m.content }}{% endif %}{{ '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
+STRIPPING = "{% for m in messages %}{{ m.content.strip() }}|{% endfor %}"
+SYSTEM = "Talk like a pirate."
+QUESTION = "Who are you?"
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": QUESTION},
+]
+
+
+def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.eos_token = "</s>"
+    return tokenizer
+
+
+def chatml(*turns: str) -> str:
+    """Turns of ChatML, each ``role text``, and the opening of the answer."""
+    lines = [f"<|im_start|>{turn.replace(' ', chr(10), 1)}<|im_end|>\n" for turn in turns]
+    return "".join(lines) + "<|im_start|>assistant\n"
+
+
+ASK = f"user {QUESTION}"
+LLAMA_ASK = f"<|h|>user<|/h|>\n\n{QUESTION}<|eot|><|h|>assistant<|/h|>\n\n"
+GEMMA_END = f"{QUESTION}</turn>\n<turn>model\n"
+SYSTEM_CASES = {  # template: what stands before the kept text, the kept text, without the context
+    "smollm2": (
+        SMOLLM2,
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n",
+        chatml(ASK),
+        chatml("system You are SmolLM.", ASK),
+    ),
+    "qwen": (
+        QWEN,
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n",
+        chatml(ASK),
+        chatml("system You are Qwen.", ASK),
+    ),
+    "strict qwen": (
+        STRICT_QWEN,
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n",
+        f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
+        chatml("system You are Qwen.", ASK),
+    ),
+    "llama 3": (
+        LLAMA3,
+        f"<bos><|h|>system<|/h|>\n\n{SYSTEM}<|eot|>",
+        LLAMA_ASK,
+        f"<bos>{LLAMA_ASK}",
+    ),
+    "gemma 3": (
+        GEMMA3,
+        f"<bos><turn>user\n{SYSTEM}\n\n",
+        GEMMA_END,
+        f"<bos><turn>user\n{GEMMA_END}",
+    ),
+    "mistral": (
+        MISTRAL,
+        f"<bos>[INST] {SYSTEM}\n\n",
+        f"{QUESTION}[/INST]",
+        f"<bos>[INST] {QUESTION}[/INST]",
+    ),
+    "stripping": (STRIPPING, f"{SYSTEM}|", f"{QUESTION}|", f"{QUESTION}|"),
+}
+
+
+@pytest.mark.parametrize("case", SYSTEM_CASES.values(), ids=SYSTEM_CASES)
+def test_a_system_message_is_the_context(case: tuple[str, str, str, str]) -> None:
+    template, before, kept, without = case
+    tokenizer = tokenizer_with(template)
+    prompt = make_prompt(tokenizer, QUESTION, system=SYSTEM)
+    assert (prompt.with_context, prompt.kept) == (before + kept, len(before))
+    assert (prompt.without, prompt.chat) == (without, True)
+    assert chat_text(tokenizer, QUESTION, SYSTEM) == before + kept
+    context_ids, kept_ids = split_ids(tokenizer, prompt)
+    assert tokenizer.decode(context_ids[0]) == before  # one <bos> at most, the template's
+    assert tokenizer.decode(kept_ids[0]) == kept
+
+
+@pytest.mark.parametrize("text", ["user", "s", "im_start", "Who are you?", " Be brief.\n"])
+@pytest.mark.parametrize("name", SYSTEM_CASES)
+def test_words_of_the_template_or_the_question_do_not_move_the_cut(name: str, text: str) -> None:
+    template, before, kept, _ = SYSTEM_CASES[name]
+    prompt = make_prompt(tokenizer_with(template), QUESTION, system=text)
+    written = text.strip() if name in ("llama 3", "stripping") else text
+    whole = before.replace(SYSTEM, written)
+    assert (prompt.with_context, prompt.kept) == (whole + kept, len(whole))
+
+
+def test_the_templates_own_system_message_can_be_the_context() -> None:
+    prompt = make_prompt(tokenizer_with(SMOLLM2), QUESTION, system="You are SmolLM.")
+    assert prompt.with_context == prompt.without
+    assert prompt.with_context[prompt.kept :] == chatml(ASK)
+
+
+CONTEXT_CASES = {
+    "smollm2": (
+        SMOLLM2,
+        "<|im_start|>system\nYou are SmolLM.<|im_end|>\n<|im_start|>user\n Two moons. ",
+        f"{QUESTION} <|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "llama 3": (
+        LLAMA3,
+        "<bos><|h|>user<|/h|>\n\nTwo moons. ",
+        LLAMA_ASK.split("\n\n", 1)[1],
+    ),
+    "gemma 2": (GEMMA2, "<bos><turn>user\nTwo moons. ", GEMMA_END),
+    "gemma 3": (GEMMA3, "<bos><turn>user\nTwo moons. ", GEMMA_END),
+    "mistral": (MISTRAL, "<bos>[INST]  Two moons. ", f"{QUESTION} [/INST]"),
+    "stripping": (STRIPPING, "Two moons. ", f"{QUESTION}|"),
+}
+
+
+@pytest.mark.parametrize("case", CONTEXT_CASES.values(), ids=CONTEXT_CASES)
+def test_a_context_begins_the_users_message(case: tuple[str, str, str]) -> None:
+    """With spaces around the message, which some templates strip."""
+    template, before, kept = case
+    tokenizer = tokenizer_with(template)
+    prompt = make_prompt(tokenizer, f"{QUESTION} ", context=" Two moons. ", chat=True)
+    assert (prompt.with_context, prompt.kept) == (before + kept, len(before))
+    assert prompt.without == chat_text(tokenizer, f"{QUESTION} ")
+    assert tokenizer.decode(split_ids(tokenizer, prompt)[1][0]) == kept
+
+
+def test_chats_of_several_turns() -> None:
+    ask = chatml("user Hi", "assistant Hello.", ASK)
+    prompt = make_prompt(tokenizer_with(SMOLLM2), TURNS, system=SYSTEM)
+    assert prompt.with_context[prompt.kept :] == ask
+    prompt = make_prompt(tokenizer_with(SMOLLM2), TURNS, context="Be brief. ")  # a chat by itself
+    assert prompt.with_context[prompt.kept :] == ask.removeprefix("<|im_start|>user\n")
+    assert prompt.without == chatml("system You are SmolLM.", "user Hi", "assistant Hello.", ASK)
+    prompt = make_prompt(tokenizer_with(GEMMA3), TURNS, system=SYSTEM)
+    assert prompt.with_context[prompt.kept :] == (
+        f"Hi</turn>\n<turn>model\nHello.</turn>\n<turn>user\n{GEMMA_END}"
+    )
+    # Mistral writes the system message into the last turn: the earlier ones are before the context
+    prompt = make_prompt(tokenizer_with(MISTRAL), TURNS, system=SYSTEM)
+    assert prompt.with_context[: prompt.kept] == (
+        f"<bos>[INST] Hi[/INST] Hello.</s>[INST] {SYSTEM}\n\n"
+    )
+    assert prompt.with_context[prompt.kept :] == f"{QUESTION}[/INST]"
+
+
+def test_plain_text() -> None:
+    tokenizer = tokenizer_with(None)
+    prompt = make_prompt(tokenizer, "fmrp>", context="mode upper\n")
+    assert (prompt.with_context, prompt.without) == ("mode upper\nfmrp>", "fmrp>")
+    context_ids, kept_ids = split_ids(tokenizer, prompt)
+    assert tokenizer.decode(context_ids[0]) == "<bos>mode upper\n"
+    assert tokenizer.decode(kept_ids[0]) == "fmrp>"
+    assert own_front(tokenizer) == (tokenizer.bos_token_id,)
+    assert encode(tokenizer, "fmrp>") == tuple(kept_ids[0].tolist())
+
+
+def test_a_token_across_the_cut_is_kept() -> None:
+    bpe = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+    context_ids, kept_ids = split_ids(tokenizer, make_prompt(tokenizer, "ba", context="ba"))
+    assert (context_ids.tolist(), kept_ids.tolist()) == ([[1]], [[2, 0]])
+    with pytest.raises(ValueError, match="at least one token each, got 'a' and 'b'"):
+        split_ids(tokenizer, make_prompt(tokenizer, "b", context="a"))
+    assert own_front(tokenizer) == ()
+
+
+REFUSED = {
+    "no context": (QWEN, {"question": "q"}, "either a context or a system message, got none"),
+    "both": (QWEN, {"question": "q", "context": "a", "system": "b"}, "system message, got both"),
+    "empty context": (QWEN, {"question": "q", "context": ""}, "at least one token each"),
+    "empty question": (QWEN, {"question": [], "system": "a"}, "at least one token each"),
+    "no template": (None, {"question": "q", "system": "a"}, "with a chat template, .* has none"),
+    "no system role": (
+        GEMMA2,
+        {"question": "q", "system": "a"},
+        "messages of system, user, got one that refuses them: System role not supported. Give the"
+        r" system message as the context of a chat, context=\.\.\. with chat=True",
+    ),
+    "system left out": (
+        "{{ messages[-1].content }}",
+        {"question": "q", "system": "be brief"},
+        "that writes the system message as it is, .* context=",
+    ),
+    "system last": (
+        "{{ messages[-1].content }}{{ messages[0].content }}",
+        {"question": "q", "system": "be brief"},
+        "writes the system message before the user's last one, got 'qbe brief'",
+    ),
+    "stripped context": (
+        STRIPPING,
+        {"question": "q", "context": " ", "chat": True},
+        "expected a context that the chat template writes, got ' '",
+    ),
+    "a list of texts": (QWEN, {"question": ["q", "r"], "system": "a"}, "messages with a role and"),
+    "the assistant last": (QWEN, {"question": TURNS[:2], "system": "a"}, "the last of the user"),
+    "a system message among them": (
+        QWEN,
+        {"question": [{"role": "system", "content": "a"}, TURNS[0]], "context": "b"},
+        "an argument of its own, system",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(template: str | None, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_prompt(tokenizer_with(template), **arguments)
+
+
+def test_texts_of_other_types_are_refused() -> None:
+    tokenizer = tokenizer_with(QWEN)
+    for question, context in (("q", 3), (3, "c")):
+        with pytest.raises(TypeError, match=re.escape("a context and a question as text, got")):
+            make_prompt(tokenizer, question, context=context)
