@@ -270,7 +270,7 @@ def each_token(subject: Subject, cell: Cell, _entries: Any, stack: ExitStack) ->
     def replayed(target: Target) -> Any:
         asked = source[target]
         pairs = zip(reversed(asked.with_context), reversed(asked.without), strict=False)
-        kept = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        kept = next((i for i, (a, b) in enumerate(pairs) if a != b), len(asked.without))
         ids = torch.tensor([asked.with_context[:-kept]])
         own = torch.tensor([asked.with_context[-kept:] + target.labels[:-1]])
         patch = patcher.compute(ids, own)
