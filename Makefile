@@ -100,9 +100,10 @@ papers-%: $(RUN)
 
 STATIC ?=
 
-static: $(RUN) ## static patches beside other methods, into docs/static.jsonl; resumes a stopped run; STATIC=--full: the whole grid; STATIC="--model llama"
-	$(RUN) examples/static/evaluation.py $(STATIC)
-	$(RUN) examples/static/page.py
+static: $(RUN) build/peft $(if $(MODEL),,build/gguf) ## static patches beside other methods on a real model, into docs/static-results.md, in a day; resumes a stopped run; MODEL=FOLDER: another model; STATIC=--quick: two tasks in minutes
+	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
+	OMP_NUM_THREADS=1 PYTHONPATH=build/peft $(RUN) examples/static/evaluation.py "$$model" $(STATIC) $(if $(MODEL)$(STATIC),--out build/static/cells.jsonl) && \
+	$(RUN) examples/static/page.py $(if $(MODEL)$(STATIC),build/static/cells.jsonl --out build/static)
 
 gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
 	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh

@@ -1,163 +1,287 @@
-"""The baselines of static patches: steering vectors, Mazzawi's one-shot form, prompt
-tuning. Each returns a function from ids (B, T) to logits (B, T, V) without the context.
+"""The other methods that replace a context: vectors in the residual stream, and PEFT's adapters.
+
+A ``Run`` gives the fp32 logits (n, V) of each target of a batch at the tokens that it asks for.
+Each method returns one, with the bytes that it stores.
 """
 
-import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor
 
-from icl_patch.static.block_parts import weight_of
-from icl_patch.static.block_runner import Batch, BlockRunner
-from icl_patch.static.report import plain_logits, spread
-from icl_patch.static.ridge import LowRank, choose_ridge, moments_of, sums
-from icl_patch.static.static_patch import StaticInfo, StaticPatch
+from icl_patch.static import Example
+from icl_patch.static.examples import pad
+from icl_patch.static.student import Student
+from icl_patch.static.targets import Target
 
-Logits = Callable[[Tensor], Tensor]
-_FACTORS = (0.5, 1.0, 1.5, 2.0)
+Run = Callable[[Sequence[Target]], list[Tensor]]
 
-
-def mean_kl(batches: Sequence[Batch], wanted: Sequence[Tensor], logits: Logits) -> float:
-    """Mean KL(with context ‖ logits) over the answers' tokens."""
-    total, count = 0.0, 0
-    for batch, teacher in zip(batches, wanted, strict=True):
-        p, q = (x[batch.answer].log_softmax(-1) for x in (teacher, logits(batch.student.ids)))
-        total += float((p.exp() * (p - q)).sum())
-        count += len(p)
-    return total / count
+_ROWS = 8  # of a batch that is measured
+_TEXT_ROWS = 4  # preserved texts a step
+_PROMPT_RATE = 3e-2  # of prompt tuning
 
 
-@contextmanager
-def adding(layers: dict[nn.Module, Tensor]) -> Iterator[None]:
-    """Within this context vectors (d,) are added to the outputs of blocks, at all tokens but the
-    first.
+def batched(targets: Sequence[Target]) -> Iterator[list[Target]]:
+    """Batches of similar lengths."""
+    ordered = sorted(targets, key=lambda target: len(target.ids))
+    for start in range(0, len(ordered), _ROWS):
+        yield ordered[start : start + _ROWS]
+
+
+@torch.no_grad()
+def plain(student: Student, batch: Sequence[Target]) -> list[Tensor]:
+    """The run of the model as it is now."""
+    return _logits(student, batch, _final(student, batch))
+
+
+def _final(student: Student, batch: Sequence[Target]) -> Tensor:
+    return student.final(pad([target.ids for target in batch], student.model.device))
+
+
+def _logits(student: Student, batch: Sequence[Target], final: Tensor) -> list[Tensor]:
+    asked = [row[target.asked] for row, target in zip(final, batch, strict=True)]
+    return list(student.logits(torch.cat(asked)).split([len(x) for x in asked]))
+
+
+def divergences(student: Student, targets: Sequence[Target], got: Sequence[Tensor]) -> Tensor:
+    """KL(with context ‖ got) of each token, in nats."""
+    with torch.no_grad():
+        p = student.logits(torch.cat([target.hidden for target in targets])).log_softmax(-1)
+    return (p.exp() * (p - torch.cat(list(got)).log_softmax(-1))).sum(-1)
+
+
+@torch.no_grad()
+def mean_kl(student: Student, targets: Sequence[Target], run: Run) -> float:
+    """The mean over the tokens of the answers."""
+    found = [divergences(student, batch, run(batch)) for batch in batched(targets)]
+    return float(torch.cat(found).mean())
+
+
+# -- vectors in the residual stream
+
+
+@torch.no_grad()
+def last_states(student: Student, rows: Sequence[Sequence[int]], blocks: Sequence[int]) -> Tensor:
+    """The mean (blocks, d) of the residual stream behind blocks, at the last tokens of rows."""
+    found = []
+    for row in rows:
+        ids = pad([row], student.model.device)
+        states = student.model.base_model(ids, output_hidden_states=True, use_cache=False)
+        found.append(torch.stack([states.hidden_states[block + 1][0, -1] for block in blocks]))
+    return torch.stack(found).float().mean(0)
+
+
+@torch.no_grad()
+def edited(
+    student: Student, block: int, edit: Callable[[Tensor, Tensor], None], batch: Sequence[Target]
+) -> list[Tensor]:
+    """The run in which each row (T, d) of the stream behind a block is changed in place, at some of
+    the columns that its target asks for.
     """
 
-    def hook(vector: Tensor) -> Any:
-        def add(_module: nn.Module, _args: Any, out: Any) -> Any:
-            hidden = out[0] if isinstance(out, tuple) else out
-            changed = torch.cat([hidden[:, :1], hidden[:, 1:] + vector], 1)
-            return (changed, *out[1:]) if isinstance(out, tuple) else changed
+    def hook(_module: Any, _args: Any, out: Any) -> Any:
+        hidden = (out[0] if isinstance(out, tuple) else out).clone()
+        for row, target in zip(hidden, batch, strict=True):
+            edit(row, target.asked)
+        return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
 
-        return add
+    handle = student.layers[block].register_forward_hook(hook)
+    try:
+        final = _final(student, batch)
+    finally:
+        handle.remove()
+    return _logits(student, batch, final)
 
-    with ExitStack() as hooks:
-        for layer, vector in layers.items():
-            hooks.callback(layer.register_forward_hook(hook(vector)).remove)
-        yield
+
+def adding(student: Student, block: int, vector: Tensor) -> Run:
+    """A vector is added behind a block at the question's last token and at those of the answer."""
+
+    def edit(row: Tensor, asked: Tensor) -> None:
+        row[asked] += vector.to(row.dtype)
+
+    return partial(edited, student, block, edit)
 
 
-def steering_vector(runner: BlockRunner, batches: Sequence[Batch]) -> tuple[Logits, int]:
-    """The mean difference of the residual stream at the answers' tokens, added behind one block;
-    block and factor are those with the smallest KL on the sample.
+def replacing(student: Student, block: int, vector: Tensor) -> Run:
+    """A vector takes the place of the stream behind a block at the question's last token."""
+
+    def edit(row: Tensor, asked: Tensor) -> None:
+        row[asked[0]] = vector.to(row.dtype)
+
+    return partial(edited, student, block, edit)
+
+
+def chosen_run(
+    student: Student, tries: dict[str, tuple[Run, Tensor]], targets: Sequence[Target]
+) -> tuple[Run, int, dict[str, Any]]:
+    """The one with the smallest KL divergence on some questions."""
+    best = min(tries, key=lambda name: mean_kl(student, targets, tries[name][0]))
+    run, vector = tries[best]
+    return run, vector.nbytes, {"chosen": best}
+
+
+def steering_vector(
+    student: Student,
+    examples: Sequence[Example],
+    targets: Sequence[Target],
+    blocks: Sequence[int],
+    factors: Sequence[float],
+) -> tuple[Run, int, dict[str, Any]]:
+    """The mean difference, with the context less without it, at the questions' last tokens."""
+    with_context = last_states(student, [x.with_context for x in examples], blocks)
+    vectors = with_context - last_states(student, [x.without for x in examples], blocks)
+    tries = {
+        f"block {block}, factor {factor}": (adding(student, block, factor * vector), vector)
+        for block, vector in zip(blocks, vectors, strict=True)
+        for factor in factors
+    }
+    return chosen_run(student, tries, targets)
+
+
+def task_vector(
+    student: Student,
+    examples: Sequence[Example],
+    targets: Sequence[Target],
+    blocks: Sequence[int],
+) -> tuple[Run, int, dict[str, Any]]:
+    """The mean stream with the context at the questions' last tokens."""
+    vectors = last_states(student, [x.with_context for x in examples], blocks)
+    tries = {
+        f"block {block}": (replacing(student, block, vector), vector)
+        for block, vector in zip(blocks, vectors, strict=True)
+    }
+    return chosen_run(student, tries, targets)
+
+
+# -- PEFT
+
+
+def logits_of(adapted: Any, virtual_tokens: int, batch: Sequence[Target]) -> list[Tensor]:
+    """The run of a model of PEFT, behind its virtual tokens."""
+    ids = pad([target.ids for target in batch], adapted.device)
+    logits = adapted(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    rows = logits[:, virtual_tokens:]
+    return [row[target.asked].float() for row, target in zip(rows, batch, strict=True)]
+
+
+def train(
+    student: Student,
+    run: Run,
+    parameters: Sequence[Tensor],
+    data: tuple[Sequence[Target], Sequence[Target]],
+    *,
+    rate: float,
+    batch_size: int,
+    seed: int,
+    steps: float = float("inf"),
+    seconds: float = float("inf"),
+) -> int:
+    """The usual loop: AdamW on the mean KL divergence of a batch of questions plus that of a batch
+    of preserved texts; the rate falls to 0 over the steps, or the seconds of the CPU. Returns the
+    number of steps.
     """
-    wanted = [spread(batch, plain_logits(runner, batch.teacher.ids)) for batch in batches]
-    best, chosen = float("inf"), (0, torch.zeros(()))
-    for index in range(len(runner.layers) - 1):
-        differences = []
-        for batch in batches:
-            batch.teacher.hidden = runner.run(index, batch.teacher)
-            batch.student.hidden = runner.run(index, batch.student)
-            change = spread(batch, batch.teacher.hidden) - batch.student.hidden
-            differences.append(change[batch.answer])
-        mean = torch.cat(differences).mean(0)
-        for factor in _FACTORS:
-            with adding({runner.layers[index]: factor * mean}):
-                kl = mean_kl(batches, wanted, lambda ids: plain_logits(runner, ids))
-            if kl < best:
-                best, chosen = kl, (index, factor * mean)
-
-    def logits(ids: Tensor) -> Tensor:
-        with adding({runner.layers[chosen[0]]: chosen[1]}):
-            return plain_logits(runner, ids)
-
-    return logits, chosen[1].nbytes
+    optimizer = torch.optim.AdamW(parameters, lr=rate)
+    draws = [
+        _shuffled(*of) for of in zip(data, (batch_size, _TEXT_ROWS), (seed, seed + 1), strict=True)
+    ]
+    began, step = time.process_time(), 0
+    while (done := max(step / steps, (time.process_time() - began) / seconds)) < 1:
+        batches = [next(draw) for draw in draws]
+        with torch.enable_grad():
+            loss = sum(divergences(student, batch, run(batch)).mean() for batch in batches)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        optimizer.param_groups[0]["lr"] = rate * (1 - done)
+        optimizer.step()
+        step += 1
+    return step
 
 
-def one_shot(runner: BlockRunner, batches: Sequence[Batch], folds: int) -> tuple[Logits, int]:
-    """Mazzawi et al. (2025): in every block a matrix on the MLP's input and a vector, both fitted
-    on the stream with the context alone: readers by ridge from z to z_ctx, and the mean δ.
-    """
-    changes: dict[str, LowRank] = {}
-    vectors: dict[nn.Module, Tensor] = {}
-    for index, block in enumerate(runner.blocks):
-        paths = {"hidden": block.hidden, "z": block.readers[0]}
-        found: dict[str, list[Tensor]] = {}
-        with runner.taps(index, paths) as taps:
-            for batch in batches:
-                own = spread(batch, batch.teacher.hidden)
-                batch.teacher.hidden = runner.run(index, batch.teacher)
-                values = {name: batch.aligned(x) for name, x in taps.items()}
-                runner.run(index, batch.student, own)
-                for name, x in taps.items():
-                    found.setdefault(f"{name}_ctx", []).append(values[name])
-                    found.setdefault(name, []).append(batch.own(x))
-        rows = {name: torch.cat(values) for name, values in found.items()}
-        vectors[runner.layers[index]] = (rows["hidden_ctx"] - rows["hidden"]).mean(0)
-        weights = [
-            weight_of(runner.model.get_submodule(f"{block.path}.{path}")) for path in block.readers
-        ]
-        fold = torch.cat([torch.full((int(batch.valid.sum()),), batch.fold) for batch in batches])
-        ones = torch.ones(len(fold), dtype=torch.float64)
-        by_fold = moments_of(rows["z"], rows["z_ctx"] - rows["z"], ones, fold, folds)
-        moments = sums(by_fold)
-        ridge, _ = choose_ridge(by_fold, moments[:-1], left=torch.cat(weights))
-        solution = moments[-1].solve(ridge)
-        for path, weight in zip(block.readers, weights, strict=True):
-            changes[f"{block.path}.{path}"] = solution.low_rank(None, weight).to(torch.float32)
-    patch = StaticPatch(StaticInfo("", None, None, "", "one-shot"), changes)
+def _shuffled(targets: Sequence[Target], size: int, seed: int) -> Iterator[list[Target]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(targets), generator=generator).tolist()
+        for start in range(0, len(order), size):
+            yield [targets[i] for i in order[start : start + size]]
 
-    def logits(ids: Tensor) -> Tensor:
-        with patch.applied(runner.model), adding(vectors):
-            return plain_logits(runner, ids)
 
-    return logits, patch.nbytes + sum(vector.nbytes for vector in vectors.values())
+def adapted(student: Student, config: Any, seed: int) -> tuple[Any, list[Tensor]]:
+    """The model in PEFT's hands, with the parameters to train."""
+    torch.manual_seed(seed)
+    model = get_peft_model(student.model, config).eval()
+    return model, [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def prompt_tuning(
-    runner: BlockRunner,
-    batches: Sequence[Batch],
+    student: Student,
+    data: tuple[Sequence[Target], Sequence[Target]],
+    *,
     tokens: int,
-    steps: int | None,
+    seconds: float,
+    batch_size: int,
     seed: int,
-    seconds: float = math.inf,
-) -> tuple[Logits, int]:
-    """Soft tokens behind the first token, trained by KL on whole batches; they start from
-    embeddings of random tokens. Training ends after so many steps, or seconds of the CPU.
+) -> tuple[Run, int, dict[str, Any], Any]:
+    """Virtual tokens in front, which start as tokens of the vocabulary; trained for so many seconds
+    of the CPU. The last value is PEFT's model.
     """
-    began = time.process_time()
-    model: PreTrainedModel = runner.model
-    embedding = model.get_input_embeddings()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        ids = torch.randint(0, model.config.vocab_size, (1, tokens), generator=generator)
-        soft = embedding(ids)[0].clone().requires_grad_()
-        wanted = [spread(batch, plain_logits(runner, batch.teacher.ids)) for batch in batches]
+    config = PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=tokens, prompt_tuning_init="SAMPLE_VOCAB"
+    )
+    model, parameters = adapted(student, config, seed)
+    run = partial(logits_of, model, tokens)
+    options = {"rate": _PROMPT_RATE, "batch_size": batch_size, "seed": seed}
+    steps = train(student, run, parameters, data, seconds=seconds, **options)
+    return torch.no_grad()(run), sum(x.nbytes for x in parameters), {"steps": steps}, model
 
-    def logits(ids: Tensor) -> Tensor:
-        embedded = embedding(ids)
-        middle = soft.expand(len(ids), -1, -1)
-        given = torch.cat([embedded[:, :1], middle, embedded[:, 1:]], 1)
-        out = model(inputs_embeds=given, use_cache=False).logits
-        return torch.cat([out[:, :1], out[:, 1 + tokens :]], 1)
 
-    optimizer = torch.optim.Adam([soft], lr=0.05)
-    for step in itertools.count() if steps is None else range(steps):
-        if time.process_time() - began > seconds:
-            break
-        at = step % len(batches)
-        batch = batches[at]
-        with torch.enable_grad():
-            p, q = (
-                x[batch.answer].log_softmax(-1) for x in (wanted[at], logits(batch.student.ids))
-            )
-            (gradient,) = torch.autograd.grad((p.exp() * (p - q)).sum() / len(p), [soft])
-        soft.grad = gradient
-        optimizer.step()
-    return logits, soft.nbytes
+def lora(
+    student: Student,
+    data: tuple[Sequence[Target], Sequence[Target]],
+    *,
+    rates: Sequence[float],
+    rank: int,
+    steps: int,
+    batch_size: int,
+    seed: int,
+) -> tuple[Run, int, dict[str, Any], Any]:
+    """A LoRA on the MLPs of all blocks. Of several rates that one counts which is the better on a
+    tenth of the data; ``seconds`` and ``cpu_seconds`` are those of its training alone. The last
+    value is PEFT's model.
+    """
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=["gate_proj", "up_proj", "down_proj"],
+    )
+    fitted, held = zip(*((x[len(x) // 10 :], x[: len(x) // 10]) for x in data), strict=True)
+    best: tuple[float, dict[str, Any], list[Tensor]] | None = None
+    model, parameters = adapted(student, config, seed)
+    first, run = [x.detach().clone() for x in parameters], partial(logits_of, model, 0)
+    for rate in rates:
+        for parameter, value in zip(parameters, first, strict=True):
+            parameter.data.copy_(value)
+        began = time.perf_counter(), time.process_time()
+        train(
+            student,
+            run,
+            parameters,
+            fitted,
+            rate=rate,
+            steps=steps,
+            batch_size=batch_size,
+            seed=seed,
+        )
+        wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
+        kl = sum(mean_kl(student, targets, run) for targets in held if targets)
+        if best is None or kl < best[0]:
+            details = {"rate": rate, "steps": steps, "seconds": wall, "cpu_seconds": cpu}
+            best = (kl, details, [x.detach().clone() for x in parameters])
+    assert best is not None
+    for parameter, value in zip(parameters, best[2], strict=True):
+        parameter.data.copy_(value)
+    return partial(plain, student), sum(x.nbytes for x in parameters), best[1], model

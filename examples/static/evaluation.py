@@ -1,448 +1,534 @@
-"""Static patches on the embedded model's tasks, beside other methods that replace a context.
+"""Static patches of a pretrained chat model beside other methods that replace a context.
 
-    python examples/static/evaluation.py                 # the reduced grid
-    python examples/static/evaluation.py --full          # N from 1 to 256, ranks, five seeds
-    python examples/static/evaluation.py --model llama   # the Llama of llama_model.py
+    python examples/static/evaluation.py FOLDER                 # all cells, in bf16, on one thread
+    python examples/static/evaluation.py FOLDER --part 1/2      # half of the tasks
+    python examples/static/evaluation.py FOLDER --only few_shot "static patch"
+    python examples/static/evaluation.py FOLDER --quick --out build/static/cells.jsonl
 
-The time that the missing cells will take is printed first. Each cell is appended to
-``docs/static.jsonl`` as it is made; a run that was stopped goes on. ``page.py`` makes the tables
-and pictures of ``docs/static.md`` from all cells of the file.
+A cell is one method on one task with one seed. It is appended to the file as a line of JSON as soon
+as it is made; a second call goes on with the missing ones. ``page.py`` makes a page of them.
 """
 
 import argparse
 import json
-import random
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import llama_model
-import regression
 import torch
-from baselines import Logits, one_shot, prompt_tuning, steering_vector
-from page import DOCS, read
-from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from baselines import (
+    Run,
+    batched,
+    divergences,
+    lora,
+    plain,
+    prompt_tuning,
+    steering_vector,
+    task_vector,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
-from icl_patch import ContextPatcher, embedded, static
-from icl_patch.evaluation.embedded import tasks
-from icl_patch.static.block_parts import read_blocks
-from icl_patch.static.block_runner import Batch, BlockRunner, make_batches
-from icl_patch.static.examples import Example, Row, answered, greedy, rows_of
-from icl_patch.static.report import Tally, plain_logits, spread
+from icl_patch import ContextPatcher, static
+from icl_patch.errors import HarmfulPatchError
+from icl_patch.models.prompts import Tokens, encode
+from icl_patch.static.examples import Example, answered
+from icl_patch.static.student import Student
+from icl_patch.static.targets import Target, targets_of, targets_of_texts
 
-LONGEST = 27  # tokens of an answer, line end included
-PRESERVED = 50  # generic documents
-OTHER = 25  # unrelated prompts of each kind
-FOLDS = 4
-# For samples that the model itself extends: all their questions, steps, documents by method.
-STUDIED, STUDIED_STEPS = 256, 150
-STUDIED_PRESERVED = {"ridge": 200, "distill": 400}
-TUNED_SECONDS = 10.0  # of the CPU: what distillation takes at 64 questions
-ATTENTION = ("o_proj", "readers", "writer")
-LLAMA = False  # --model llama
+# Chosen before anything was fitted.
+FEW_SHOT = (
+    "country to capital",
+    "word to upper case",
+    "singular to plural",
+    "present to past",
+    "word to opposite",
+    "number to next number",
+    "country to continent",
+    "word to first letter",
+    "name to initials",
+    "adjective to comparative",
+    "three words to the last",
+    "English to Spanish",
+)
+CHATS = ("knight", "Spanish", "short", "Mira")
+SHOTS, QUESTIONS, HELD_OUT = 8, 48, 40  # pairs: of the context, to fit, the last ones to test
+FEW_QUESTIONS = 12
+NEW_TOKENS = 32  # of an answer, at most
+KEPT_TOKENS = 8  # of an answer to an unrelated prompt
+PATCHED_PROMPTS = 8  # that get a patch for each token
+SEEDS = 3
+STEPS, BATCH_SIZE = 100, 16
+TRIED_QUESTIONS = 8  # by which vectors are chosen
+TRIED_BLOCKS, FACTORS = 6, (0.5, 1.0, 2.0)
+VIRTUAL_TOKENS = 16
+LORA_RANK, LORA_RATES = 8, (1e-3, 5e-3)  # the rate is chosen with seed 0
+
+NONE, CONTEXT, EACH_TOKEN = "no context", "context", "patch for each token"
+OURS, OURS_FEW = "static patch", f"static patch, {FEW_QUESTIONS} questions"
+LORA, PROMPT = "LoRA (PEFT)", "prompt tuning (PEFT)"
+STEERING, TASK_VECTOR = "steering vector", "task vector"
+
+OUT = Path(__file__).parents[2] / "docs" / "data" / "static-cells.jsonl"
+TASKS = Path(__file__).with_name("tasks")
+Entry = dict[str, Any]
+Tested = dict[str, dict[Target, Example]]  # by group: the targets, and what they come from
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One fit: its task, method, questions, rank and seed; the model is the embedded one, or the
-    Llama.
-    """
+    """One method on one task."""
 
     kind: str
-    name: str
+    task: str
     method: str
-    n: int
-    rank: int | None
     seed: int
 
     @property
-    def key(self) -> str:
+    def key(self) -> tuple[str, ...]:
         """Its name in the file."""
-        return "llama/" * LLAMA + "/".join(map(str, asdict(self).values()))
+        return self.kind, self.task, self.method, str(self.seed)
+
+
+def read(name: str) -> Any:
+    """A file of tasks."""
+    return tomllib.loads((TASKS / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def named(kind: str, name: str) -> Any:
+    """The few-shot task or chat of a name."""
+    found = read(kind)["task" if kind == "few_shot" else "chat"]
+    return next(task for task in found if task["name"] == name)
 
 
 # -- tasks
 
 
-def contexts(kind: str, name: str, seed: int) -> str:
-    """The context of a task."""
-    rng = random.Random(f"{kind}/{name}/{seed}")
-    if kind == "fewshot":
-        words = rng.sample(tasks._atoms("word", True), 3)
-        return "".join(f"{word}>{tasks._FUNCTIONS[name](word)}\n" for word in words)
-    if kind == "recall":
-        values = rng.sample(tasks._atoms("value", True), 3)
-        return name + "".join(f" {a}{value}" for a, value in zip("abc", values, strict=True)) + "\n"
-    return f"say {name}\n" if kind == "language" else f"mode {name}\n"
-
-
-def questions(kind: str, name: str, count: int, held_out: bool, seed: int) -> list[str]:
-    """Questions of a task. Recall has three facts, and c is never asked in the sample; the model
-    takes a key in capitals as the same key.
+@dataclass
+class Task:
+    """What a patch is fitted on, and tested on by group; seconds of the wall and of the CPU that
+    the answers took on which it is fitted.
     """
-    rng = random.Random(f"{kind}/{name}/{seed}/{held_out}")
-    if kind == "recall":
-        return [f"{name} c"] if held_out else [f"{name} {'ab'[i % 2]}" for i in range(2)]
-    if kind == "language":
-        return [f"{triple}." for triple in rng.sample(tasks._atoms("digits", held_out), count)]
-    return [f"{word}>" for word in rng.sample(tasks._atoms("word", held_out), count)]
+
+    fit: list[Example]
+    targets: list[Target]
+    tests: Tested
+    seconds: tuple[float, float]
 
 
-@cache
-def model() -> Any:
-    """The embedded model or the Llama, and its tokenizer."""
-    if not LLAMA:
-        return embedded.load()
-    folder = llama_model.FOLDER
-    if not (folder / "config.json").exists():
-        llama_model.main([str(folder)])
-    return LlamaForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+@dataclass(eq=False)
+class Subject:
+    """A model, and what all cells share."""
+
+    model: Any
+    tokenizer: Any
+    steps: int = STEPS
+    student: Student = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model.requires_grad_(False)
+        self.student = Student(self.model)
+        self.task = cache(self.task)  # type: ignore[method-assign]
+
+    @cached_property
+    def front(self) -> Tokens:
+        """The token in front of every text."""
+        return static.front(self.model, self.tokenizer)
+
+    @cached_property
+    def texts(self) -> list[Target]:
+        """Texts on which a LoRA of PEFT is to stay as it is, too."""
+        texts = static.documents(self.model, self.tokenizer, static.preserved_texts())
+        return targets_of_texts(self.student, texts)
+
+    @cached_property
+    def unrelated(self) -> Tested:
+        """Unrelated prompts by kind, with the model's own answers."""
+        found = {}
+        for kind, prompts in read("unrelated").items():
+            rows = [(*self.front, *encode(self.tokenizer, prompt)) for prompt in prompts]
+            if kind == "chat":
+                rows = [self.chat_ids(prompt) for prompt in prompts]
+            found[kind] = self.tested([Example(row, row) for row in rows], KEPT_TOKENS)
+        return found
+
+    def chat_ids(self, message: str) -> Tokens:
+        """A user's message in the chat template."""
+        chat = [{"role": "user", "content": message}]
+        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return encode(self.tokenizer, str(text))
+
+    def tested(
+        self, examples: Sequence[Example], tokens: int = NEW_TOKENS
+    ) -> dict[Target, Example]:
+        """Examples with the runs that they are to be like, answered with at most so many tokens."""
+        found = answered(self.model, examples, tokens)
+        return dict(zip(targets_of(self.student, found), found, strict=True))
+
+    def task(self, kind: str, name: str) -> Task:
+        """A task, its answers given by the model with the context."""
+        make = {"few_shot": self.few_shot, "chats": self.chat, "facts": self.facts}[kind]
+        fit, tests = make(name)
+        began = clock()
+        fit = answered(self.model, fit, NEW_TOKENS)
+        seconds = since(began)
+        return Task(fit, targets_of(self.student, fit), tests, seconds)
+
+    def few_shot(self, name: str) -> tuple[list[Example], Tested]:
+        """Lines "input -> output" as context; tested on the right answers and on the model's."""
+        pairs = named("few_shot", name)["pairs"]
+        context = "".join(f"{given} -> {answer}\n" for given, answer in pairs[:SHOTS])
+        make = partial(static.examples, self.model, self.tokenizer, context=context, end="\n")
+        asked = [f"{given} ->" for given, _ in pairs]
+        tested = asked[-HELD_OUT:]
+        right = make(tested, answers=[f" {answer}" for _, answer in pairs[-HELD_OUT:]])
+        tests = {"right": self.tested(right), "answers": self.tested(make(tested))}
+        return make(asked[SHOTS : SHOTS + QUESTIONS]), tests
+
+    def chat(self, name: str) -> tuple[list[Example], Tested]:
+        """A system message; tested on messages and on conversations."""
+        chat = named("chats", name)
+        roles = ("user", "assistant", "user")
+        turns = [
+            [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+            for texts in chat["conversations"]
+        ]
+        make = partial(static.examples, self.model, self.tokenizer, system=chat["system"])
+        return make(chat["fit"]), {"answers": self.tested(make([*chat["held_out"], *turns]))}
+
+    def facts(self, _name: str) -> tuple[list[Example], Tested]:
+        """All facts at once; tested by the strength of the model's belief, and on neighbours."""
+
+        def example(statement: str, prompt: str, answer: str) -> Example:
+            own = encode(self.tokenizer, prompt)
+            whole = encode(self.tokenizer, f"{statement} {prompt}") if statement else own
+            ids = (*self.front, *whole), (*self.front, *own)
+            return Example(*ids, encode(self.tokenizer, f" {answer}"))
+
+        facts = read("facts")["fact"]
+        facts.sort(key=lambda x: self.belief(example("", x["question"], x["true"])))
+        half = len(facts) // 2
+        fit, tests = [], {}
+        for name, group in (("weak", facts[:half]), ("strong", facts[half:])):
+            made = [
+                [example(x["statement"], prompt, x["new"]) for prompt in prompts]
+                for x in group
+                for prompts in [(x["question"], *x["paraphrases"])]
+            ]
+            fit += [x for prompts in made for x in prompts[:2]]
+            tests[f"{name}, question"] = self.tested([prompts[0] for prompts in made])
+            others = [x for prompts in made for x in prompts[2:]]
+            tests[f"{name}, paraphrases"] = self.tested(others)
+        near = [example("", *pair) for x in facts for pair in x["neighbours"]]
+        return fit, {**tests, "neighbours": self.tested(near)}
+
+    def belief(self, example: Example) -> float:
+        """log p(answer) without a context."""
+        (target,) = targets_of(self.student, [example])
+        surprise = self.student.logits(target.hidden).log_softmax(-1)
+        return float(surprise[range(len(target.labels)), target.labels].sum())
 
 
-def kinds() -> tuple[str, ...]:
-    """The kinds of task that the model has learned."""
-    return ("format", "language") if LLAMA else embedded.KINDS
+# -- methods: each changes the model until the stack is closed
 
 
-@cache
-def runner() -> BlockRunner:
-    """Its blocks."""
-    return BlockRunner(model()[0], read_blocks(model()[0]))
+@dataclass(frozen=True)
+class Made:
+    """What a method made of a task; details go into the cell."""
+
+    run: Run
+    nbytes: int = 0
+    details: Entry = field(default_factory=dict)
 
 
-@cache
-def example(kind: str, name: str, count: int, held_out: bool, seed: int) -> Example:
-    """A task's answered example."""
-    found = Example.from_text(
-        model()[1],
-        contexts(kind, name, seed),
-        questions(kind, name, count, held_out, seed),
-        end="\n",
-    )
-    return answered(model()[0], [found], LONGEST)[0]
+Method = Callable[[Subject, Cell, dict[tuple[str, ...], Entry], ExitStack], Made]
 
 
-@cache
-def paraphrased(name: str, seed: int) -> list[Row]:
-    """The facts that a recall sample asks, asked in other words."""
-    sample = questions("recall", name, 2, False, seed)
-    asked = [question.replace(name, name.upper()) for question in sample]
-    found = Example.from_text(model()[1], contexts("recall", name, seed), asked, end="\n")
-    return rows_of(answered(model()[0], [found], LONGEST))
+def no_context(subject: Subject, *_: Any) -> Made:
+    """The model without its context."""
+    return Made(partial(plain, subject.student))
 
 
-@cache
-def preserved(count: int) -> list[tuple[int, ...]]:
-    """Documents of all kinds, each with a context of its own."""
-    rng = random.Random(0)
-    document = llama_model.document if LLAMA else tasks.training_document
-    return static.documents(model()[1], [document(rng)[0] for _ in range(count)])
+def context(subject: Subject, *_: Any) -> Made:
+    """The model with its context."""
+    return Made(lambda batch: [subject.student.logits(target.hidden) for target in batch])
 
 
-@cache
-def unrelated() -> list[tuple[str, list[Row]]]:
-    """Held-out prompts of each kind with their own contexts, and the model's answers."""
-    network, tokenizer = model()
-    found = []
-    for kind in kinds():
-        prompts = embedded.held_out_prompts(kind, OTHER, seed=1)
-        ids = static.documents(tokenizer, [p.context + p.question for p in prompts])
-        end = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
-        answers = greedy(network, ids, LONGEST, end)
-        rows = []
-        for prompt, answer in zip(ids, answers, strict=True):
-            whole = (*prompt, *answer[:-1])
-            rows.append(Row(whole, whole, len(whole), len(prompt) - 1, answer))
-        found.append((kind, rows))
-    return found
+def each_token(subject: Subject, cell: Cell, _entries: Any, stack: ExitStack) -> Made:
+    """A patch for each token of a prompt, replayed without the context."""
+    patcher = stack.enter_context(ContextPatcher(subject.model))
+    tests = subject.task(cell.kind, cell.task).tests
+    source = {target: x for group in tests.values() for target, x in group.items()}
+    details: Entry = {"tokens": 0, "same_token": 0, "patches": 0, "patch_bytes": 0}
+
+    def replayed(target: Target) -> Any:
+        asked = source[target]
+        pairs = zip(reversed(asked.with_context), reversed(asked.without), strict=False)
+        kept = next((i for i, (a, b) in enumerate(pairs) if a != b), len(asked.without))
+        ids = torch.tensor([asked.with_context[:-kept]])
+        own = torch.tensor([asked.with_context[-kept:] + target.labels[:-1]])
+        patch = patcher.compute(ids, own)
+        logits, wanted = (
+            x[0, -len(target.labels) :].float() for x in (patcher.forward(own, patch), patch.logits)
+        )
+        details["tokens"] += len(logits)
+        details["same_token"] += int((logits.argmax(-1) == wanted.argmax(-1)).sum())
+        details["patches"] += 1
+        details["patch_bytes"] += patch.nbytes
+        return logits
+
+    return Made(lambda batch: [replayed(target) for target in batch], 0, details)
 
 
-# -- methods
+def vector(make: Callable[..., Any], **options: Any) -> Method:
+    """A vector in the residual stream."""
+
+    def method(subject: Subject, cell: Cell, *_: Any) -> Made:
+        task, count = subject.task(cell.kind, cell.task), len(subject.student.layers)
+        blocks = sorted({(i + 1) * count // (TRIED_BLOCKS + 1) for i in range(TRIED_BLOCKS)})
+        tried = task.targets[:TRIED_QUESTIONS]
+        return Made(*make(subject.student, task.fit, tried, blocks, **options))
+
+    return method
 
 
-def patched(patch: static.StaticPatch) -> tuple[Logits, int]:
-    """The model with a static patch."""
-
-    def logits(ids: Tensor) -> Tensor:
-        with patch.applied(model()[0]):
-            return plain_logits(runner(), ids)
-
-    return logits, patch.nbytes
-
-
-def studied(cell: Cell, count: int) -> static.Example:
-    """The cell's sample with questions of the model's own, less those with held-out atoms."""
-    sample = example(cell.kind, cell.name, cell.n, False, cell.seed)
-    end = sample.questions[0][-1:]
-    more = static.self_study(
-        model()[0], sample, count, end=end, seed=cell.seed, max_new_tokens=LONGEST
-    )
-    assert more.answers is not None
-    kept = [
-        pair
-        for pair in zip(more.questions, more.answers, strict=True)
-        if not tasks.is_held_out(model()[1].decode(pair[0][:-1]))
-    ]
-    given, answers = zip(*kept, strict=True)
-    return replace(more, questions=given, answers=answers)
-
-
-def static_fit(cell: Cell, sample: static.Example | None = None, **options: Any) -> Any:
-    """A patch of the cell's rank; fewer than FOLDS questions are fitted without folds."""
-    sample = sample or example(cell.kind, cell.name, cell.n, False, cell.seed)
-    folds = FOLDS if len(sample.questions) >= FOLDS else 1
-    defaults = {
-        "method": "ridge",
-        "rank": cell.rank,
-        "preserve": preserved(PRESERVED),
-        "folds": folds,
+def ours(subject: Subject, cell: Cell, _entries: Any, stack: ExitStack) -> Made:
+    """A static patch, with the defaults of its fit; a refused one is measured all the same."""
+    examples = fitted(subject, cell)
+    options = {
+        "tokenizer": subject.tokenizer,
+        "distillation": static.Distillation(steps=subject.steps, seed=cell.seed),
     }
-    return static.fit(model()[0], [sample], **{**defaults, **options})
+    refused = None
+    began = clock()
+    try:
+        patch = static.fit(subject.model, examples, **options)
+        seconds = since(began)
+    except HarmfulPatchError as error:
+        refused, seconds = str(error), since(began)
+        patch = static.fit(subject.model, examples, accept_worse=True, **options)
+    stack.enter_context(patch.applied(subject.model, check_front=False))
+    assert patch.report is not None
+    details = {
+        "seconds": seconds[0],
+        "cpu_seconds": seconds[1],
+        "steps": patch.report.steps,
+        "refused": refused,
+        "report": patch.report.to_json(),
+    }
+    return Made(partial(plain, subject.student), patch.nbytes, details)
 
 
-def distilled(cell: Cell, steps: int = 50, **options: Any) -> static.StaticPatch:
-    """Distillation with the cell's seed."""
-    settings = static.Distillation(steps, seed=cell.seed)
-    options = {"method": "distill", "distillation": settings, **options}
-    return static_fit(cell, **options)
+def fitted(subject: Subject, cell: Cell) -> list[Example]:
+    """The questions that a cell's patch is fitted on."""
+    examples = subject.task(cell.kind, cell.task).fit
+    return examples[:FEW_QUESTIONS] if cell.method == OURS_FEW else examples
 
 
-def fit_studied(
-    cell: Cell, method: str, count: int = STUDIED, texts: int = 0, **options: Any
-) -> static.StaticPatch:
-    """A fit on the extended sample, o_proj included: more questions bear more steps."""
-    settings = static.Distillation(
-        STUDIED_STEPS, preserve_batch_size=8, patience=STUDIED_STEPS, seed=cell.seed
+def peft_lora(
+    subject: Subject, cell: Cell, entries: dict[tuple[str, ...], Entry], stack: ExitStack
+) -> Made:
+    """A LoRA of PEFT."""
+    first = entries.get((*cell.key[:3], "0"))
+    run, nbytes, details, model = lora(
+        subject.student,
+        (subject.task(cell.kind, cell.task).targets, subject.texts),
+        rates=LORA_RATES if first is None else (first["rate"],),
+        rank=LORA_RANK,
+        steps=subject.steps,
+        batch_size=BATCH_SIZE,
+        seed=cell.seed,
     )
-    return static_fit(
-        cell,
-        studied(cell, count),
-        method=method,
-        distillation=settings,
-        parts=ATTENTION,
-        preserve=preserved(texts or STUDIED_PRESERVED[method]),
-        **options,
+    stack.callback(model.unload)
+    return Made(run, nbytes, details)
+
+
+def peft_prompt(
+    subject: Subject, cell: Cell, entries: dict[tuple[str, ...], Entry], _stack: ExitStack
+) -> Made:
+    """Virtual tokens of PEFT, trained for as long as the static patch of seed 0."""
+    first = entries[(cell.kind, cell.task, OURS, "0")]
+    task = subject.task(cell.kind, cell.task)
+    run, nbytes, details, _ = prompt_tuning(
+        subject.student,
+        (task.targets, subject.texts),
+        tokens=VIRTUAL_TOKENS,
+        seconds=first["cpu_seconds"] - task.seconds[1],
+        batch_size=BATCH_SIZE,
+        seed=cell.seed,
     )
+    return Made(run, nbytes, details)
 
 
-def tuned(cell: Cell, tokens: int) -> tuple[Logits, int]:
-    """Prompt tuning for as long as distillation takes; 216 vectors are its parameters at rank 4."""
-    return prompt_tuning(runner(), batches(cell), tokens, None, cell.seed, TUNED_SECONDS)
-
-
-def batches(cell: Cell) -> list[Batch]:
-    """The cell's sample before the first block."""
-    rows = rows_of([example(cell.kind, cell.name, cell.n, False, cell.seed)])
-    return make_batches(runner(), rows, [i % FOLDS for i in range(len(rows))], 0.0)
-
-
-def other_context(cell: Cell) -> static.StaticPatch:
-    """A control: the patch of another context."""
-    names = {"language": "spanish", "recall": "zzz"}
-    return static_fit(replace(cell, name=names.get(cell.kind, "twin")))
-
-
-def shuffled(cell: Cell) -> static.StaticPatch:
-    """A control: every question with another question's answer."""
-    sample = example(cell.kind, cell.name, cell.n, False, cell.seed)
-    assert sample.answers is not None
-    mixed = replace(sample, answers=(*sample.answers[1:], sample.answers[0]))
-    return static_fit(cell, mixed)
-
-
-METHODS: dict[str, Callable[[Cell], tuple[Logits, int]]] = {
-    "no context": lambda cell: (lambda ids: plain_logits(runner(), ids), 0),
-    "steering vector": lambda cell: steering_vector(runner(), batches(cell)),
-    "one shot (Mazzawi)": lambda cell: one_shot(runner(), batches(cell), FOLDS),
-    "prompt tuning": lambda cell: prompt_tuning(runner(), batches(cell), 16, 100, cell.seed),
-    "prompt tuning, equal seconds": lambda cell: tuned(cell, 16),
-    "prompt tuning, equal parameters": lambda cell: tuned(cell, 216),
-    "writer alone (PatchKV)": lambda cell: patched(
-        static_fit(cell, parts=("writer",), rank=None, preserve=())
-    ),
-    "ridge, nothing preserved": lambda cell: patched(static_fit(cell, preserve=())),
-    "ridge": lambda cell: patched(static_fit(cell)),
-    "ridge with o_proj": lambda cell: patched(static_fit(cell, parts=ATTENTION)),
-    "ridge, self-study": lambda cell: patched(fit_studied(cell, "ridge")),
-    "ridge, one weight": lambda cell: patched(static_fit(cell, preserve_first=1.0)),
-    "ridge, self-study, one weight": lambda cell: patched(
-        fit_studied(cell, "ridge", preserve_first=1.0)
-    ),
-    "ridge, self-study of 512, weight 3": lambda cell: patched(
-        fit_studied(cell, "ridge", 512, texts=400, preserve_first=3.0)
-    ),
-    "ridge, self-study, κ = 3": lambda cell: patched(fit_studied(cell, "ridge", kappa=3.0)),
-    "auto": lambda cell: patched(distilled(cell, method="auto")),
-    "distill, nothing preserved": lambda cell: patched(distilled(cell, preserve=())),
-    "distill": lambda cell: patched(distilled(cell)),
-    "distill, 15 steps": lambda cell: patched(distilled(cell, steps=15)),
-    "distill, 20 steps": lambda cell: patched(distilled(cell, steps=20)),
-    "distill, self-study": lambda cell: patched(fit_studied(cell, "distill")),
-    "distill, self-study of 512": lambda cell: patched(fit_studied(cell, "distill", 512)),
-    "ridge, then distill": lambda cell: patched(distilled(cell, start=static_fit(cell))),
-    "another context's patch": lambda cell: patched(other_context(cell)),
-    "shuffled answers": lambda cell: patched(shuffled(cell)),
+METHODS: dict[str, Method] = {
+    NONE: no_context,
+    CONTEXT: context,
+    EACH_TOKEN: each_token,
+    STEERING: vector(steering_vector, factors=FACTORS),
+    TASK_VECTOR: vector(task_vector),
+    OURS: ours,
+    OURS_FEW: ours,
+    LORA: peft_lora,
+    PROMPT: peft_prompt,
 }
-TASKS = [("format", name) for name in ("upper", "halves", "flip")]
-TASKS += [("fewshot", "upper"), ("language", "german")]
-# methods that are measured with every N and seed, and at every rank
-MAIN = ("no context", "ridge", "distill", "ridge, self-study", "distill, self-study")
-RANKED = ("ridge", "distill")
-# what the page's goals are about, with three seeds in the reduced grid too
-GOALS = [("ridge, self-study", *TASKS[i]) for i in (4, 3, 0)]
-GOALS += [
-    (method, "format", "flip") for method in ("distill, self-study", "distill, self-study of 512")
-]
-# the weight of preserved texts by block, with the model's own questions
-WEIGHTS = ("ridge, self-study, one weight", "ridge, self-study, κ = 3")
-GOALS += [(method, *TASKS[i]) for method in WEIGHTS for i in (3, 4)]
-GOALS += [("ridge, self-study of 512, weight 3", *TASKS[4])]
-# methods that have their places in the grid
-PLACED = {*MAIN, *(goal[0] for goal in GOALS), "ridge, one weight", "auto"}
+_NOT_FITTED = (NONE, CONTEXT, EACH_TOKEN)
 
 
-def per_token(cell: Cell) -> dict[str, Any]:
-    """The ceiling: a patch for each token, replayed without the context."""
-    test = example(cell.kind, cell.name, 100, True, cell.seed)
-    tally = Tally()
-    made = make_batches(runner(), rows_of([test]), [0] * len(test.questions), 0.0)
-    teachers = [spread(batch, plain_logits(runner(), batch.teacher.ids)) for batch in made]
-    with ContextPatcher(model()[0], "stable") as patcher:
-        for batch, wanted in zip(made, teachers, strict=True):
-            ids = batch.student.ids
-            first, count = len(test.prefix), len(ids)
-            context = torch.tensor([test.context]).expand(count, -1)
-            patch = patcher.compute(
-                context, ids[:, first:], prefix_ids=ids[:, :first], kept_mask=batch.valid[:, first:]
-            )
-            logits = patcher.forward(patch.kept_ids, patch)
-            tally.add(batch, wanted, torch.cat([wanted[:, :first], logits], 1))
-    return {"quality": asdict(tally.quality())}
+def cells(few_shot: Sequence[str] = FEW_SHOT, chats: Sequence[str] = CHATS) -> list[Cell]:
+    """All cells, those of the first seed first; the tasks of any two parts are alike."""
+    tasks = [*(("few_shot", x) for x in few_shot), *(("chats", x) for x in chats)]
+    tasks += [("facts", "facts")] if chats else []
+    return [
+        Cell(*task, method, seed)
+        for seed in range(SEEDS)
+        for task in tasks
+        for method in METHODS
+        if seed == 0 or method in (OURS, LORA)
+        if task[0] != "facts" or method != OURS_FEW  # twelve of its questions ask for six facts
+    ]
 
 
-# -- cells
-
-
-def quality(rows: list[Row], logits: Logits) -> dict[str, Any]:
-    """Of a method on rows."""
-    tally = Tally()
-    for batch in make_batches(runner(), rows, [0] * len(rows), 0.0):
-        wanted = spread(batch, plain_logits(runner(), batch.teacher.ids))
-        tally.add(batch, wanted, logits(batch.student.ids))
-    return asdict(tally.quality())
+# -- measuring
 
 
 @torch.no_grad()
-def measure(cell: Cell) -> dict[str, Any]:
-    """One cell: fit, then quality on 100 held-out questions and on unrelated prompts."""
-    if cell.kind == "regression":
-        began = time.process_time()
-        error = regression.measure(cell.method, cell.n, cell.rank, cell.seed)
-        return {"quality": error, "cpu_seconds": time.process_time() - began}
-    if cell.method == "patch for each token":
-        return per_token(cell)
-    test = rows_of([example(cell.kind, cell.name, 100, True, cell.seed)])
-    example(cell.kind, cell.name, cell.n, False, cell.seed)  # the answers are not timed
-    for count in (PRESERVED, *STUDIED_PRESERVED.values()):
-        preserved(count)
-    began, cpu = time.perf_counter(), time.process_time()
-    logits, nbytes = METHODS[cell.method](cell)
-    seconds = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
-    others = {kind: quality(rows, logits) for kind, rows in unrelated()}
-    found = {"quality": quality(test, logits), "others": others, "bytes": nbytes, **seconds}
-    if cell.kind == "recall":  # its held-out question asks the third fact, which no sample asks
-        seen = rows_of([example(cell.kind, cell.name, cell.n, False, cell.seed)])
-        found["seen"] = quality(seen, logits)
-        found["paraphrased"] = quality(paraphrased(cell.name, cell.seed), logits)
-    return found
+def measure(subject: Subject, run: Run, targets: Iterable[Target]) -> Entry:
+    """Of a run: ``accuracy``, the share of answers whose tokens are all its first choice; ``kl``,
+    the mean KL(with context ‖ run) in nats a token; ``agreement``, the share of tokens at which its
+    first choice is the one with the context; ``kept``, of answers at all of whose tokens it is.
+    """
+    student, right, kept, same, kls = subject.student, [], [], [], []
+    for batch in batched(list(targets)):
+        logits = run(batch)
+        kls.append(divergences(student, batch, logits))
+        for target, got in zip(batch, logits, strict=True):
+            choices = got.argmax(-1)
+            equal = choices == student.logits(target.hidden).argmax(-1)
+            right.append(choices.tolist() == list(target.labels))
+            kept.append(bool(equal.all()))
+            same.append(equal)
+    return {
+        "questions": len(right),
+        "accuracy": sum(right) / len(right),
+        "kl": float(torch.cat(kls).mean()),
+        "agreement": float(torch.cat(same).float().mean()),
+        "kept": sum(kept) / len(kept),
+    }
 
 
-def grid(full: bool) -> Iterator[Cell]:
-    """The cells, the reduced ones first."""
-    unlearned = [("format", "flip")] if LLAMA else []
-    tasks_of_model = [t for t in TASKS if t[0] in kinds() and t not in unlearned]
-    for seed in range(3) if not LLAMA else ():
-        for method, kind, name in GOALS:
-            yield Cell(kind, name, method, 64, 8, seed)
-    for kind, name in tasks_of_model if LLAMA else ():
-        yield Cell(kind, name, "ridge, one weight", 64, 4, 0)
-    if LLAMA:
-        yield Cell("language", "german", WEIGHTS[0], 64, 8, 0)
-    seeds = (3 if LLAMA else 5) if full else 1
-    for seed in range(seeds):
-        yield from _regression(seed)
-        for n in (64, 16, 4, 1, 256) if full and not LLAMA else (64, 16, 4):
-            for kind, name in tasks_of_model:
-                yield Cell(kind, name, "patch for each token", 1, None, seed)
-                if seed < 3:
-                    yield Cell(kind, name, "auto", n, 4, seed)
-                if LLAMA:
-                    yield Cell(kind, name, "ridge, then distill", n, 4, seed)
-                for method in MAIN:
-                    yield Cell(kind, name, method, n, 8 if "study" in method else 4, seed)
-        for n in (64, 16) if seed < 2 and not LLAMA else ():
-            for kind, name in tasks_of_model:
-                for method in METHODS:
-                    if method not in PLACED:
-                        yield Cell(kind, name, method, n, 4, seed)
-        for method in RANKED if seed < 2 and not LLAMA else ():
-            for kind, name in tasks_of_model if full else [("language", "german")]:
-                for rank in (1, 2, 8, 16, None if method == "ridge" else 64):
-                    yield Cell(kind, name, method, 64, rank, seed)
-        for method in ("no context", "ridge", "distill") if not LLAMA else ():
-            yield Cell("recall", "bem", method, 2, 4, seed)
+def measured(subject: Subject, cell: Cell, entries: dict[tuple[str, ...], Entry]) -> Entry:
+    """The entry of a cell."""
+    task = subject.task(cell.kind, cell.task)
+    tests, unrelated = dict(task.tests), subject.unrelated
+    if cell.method == EACH_TOKEN:
+        tests.pop("neighbours", None)  # they have no context
+        tests = {name: dict(list(x.items())[:PATCHED_PROMPTS]) for name, x in tests.items()}
+    with ExitStack() as stack:
+        began = clock()
+        made = METHODS[cell.method](subject, cell, entries, stack)
+        wall, cpu = since(began)
+        if cell.method not in _NOT_FITTED:  # the answers to fit on take time, too
+            share = len(fitted(subject, cell)) / len(task.fit)
+            wall, cpu = (
+                made.details.get(name, own) + share * of_answers
+                for name, own, of_answers in zip(
+                    ("seconds", "cpu_seconds"), (wall, cpu), task.seconds, strict=True
+                )
+            )
+        found = {name: measure(subject, made.run, group) for name, group in tests.items()}
+        kept = {}
+        if cell.method not in (CONTEXT, EACH_TOKEN):
+            kept = {kind: measure(subject, made.run, group) for kind, group in unrelated.items()}
+    times = {"seconds": wall, "cpu_seconds": cpu}
+    numbers = {"tests": found, "unrelated": kept, "nbytes": made.nbytes}
+    names = {"kind": cell.kind, "task": cell.task, "method": cell.method, "seed": cell.seed}
+    return {**names, **numbers, **made.details, **times}
 
 
-def _regression(seed: int) -> Iterator[Cell]:
-    for n in (4, 16, 64, 256) if not LLAMA else ():
-        for method in regression.METHODS:
-            for rank in (1, None) if method == "ridge" else (None,):
-                yield Cell("regression", "linear", method, n, rank, seed)
+def clock() -> tuple[float, float]:
+    """Seconds of the wall, and of this process on the CPU."""
+    return time.perf_counter(), time.process_time()
 
 
-def seconds_of(cell: Cell, known: dict[str, dict[str, Any]]) -> float:
-    """An estimate: the mean of the method's known cells, fitted and measured."""
-    spent = [
-        entry["cpu_seconds"]
-        for entry in known.values()
-        if entry["method"] == cell.method
-        and "cpu_seconds" in entry
-        and (entry["kind"] == "regression") == (cell.kind == "regression")
-    ]
-    return sum(spent) / len(spent) + 5 if spent else 10.0
+def since(began: tuple[float, float]) -> tuple[float, float]:
+    """Those that went by."""
+    now = clock()
+    return now[0] - began[0], now[1] - began[1]
 
 
-def main() -> None:
-    """Make the missing cells."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--out", type=Path, default=DOCS / "static.jsonl")
-    parser.add_argument("--part", default="0/1", help="i/n: every n-th cell from the i-th on")
-    parser.add_argument("--hours", type=float, default=3.0, help="start no cell after so many")
-    parser.add_argument("--model", choices=("embedded", "llama"), default="embedded")
-    parser.add_argument("--only", default="", help="only the cells with this text in their key")
-    options = parser.parse_args()
-    global LLAMA
-    LLAMA = options.model == "llama"
-    began, known = time.perf_counter(), read(options.out)
+# -- the file
+
+
+def known(path: Path) -> dict[tuple[str, ...], Entry]:
+    """The cells of a file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    entries = [json.loads(line) for line in lines]
+    return {(e["kind"], e["task"], e["method"], str(e["seed"])): e for e in entries}
+
+
+def append(path: Path, entry: Entry) -> None:
+    """Add a line in one write, which another process cannot split."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(_short(entry), ensure_ascii=False) + "\n"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+
+
+def _short(value: Any) -> Any:
+    """Floats with five digits."""
+    if isinstance(value, dict):
+        return {name: _short(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(x) for x in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def run(subject: Subject, wanted: Sequence[Cell], out: Path) -> None:
+    """Make the cells that the file lacks."""
+    for number, cell in enumerate(wanted, 1):
+        entries = known(out)
+        if cell.key in entries:
+            continue
+        began = time.perf_counter()
+        append(out, measured(subject, cell, entries))
+        took = time.perf_counter() - began
+        print(f"{number}/{len(wanted)} {' / '.join(cell.key)}: {took:.1f} s", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the cells that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="a causal language model with a chat template")
+    parser.add_argument("--out", type=Path, default=OUT, help="the file of the cells")
+    parser.add_argument("--part", default="1/1", help="of the tasks, as 1/2")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="kind, task, method, seed: cells with all of these"
+    )
+    parser.add_argument("--quick", action="store_true", help="two tasks, one seed, 20 steps")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    wanted = cells()
+    if options.quick:
+        wanted = [cell for cell in cells(FEW_SHOT[:2], ()) if cell.seed == 0]
     part, parts = map(int, options.part.split("/"))
-    cells = [cell for cell in dict.fromkeys(grid(options.full)) if cell.key not in known]
-    cells = [cell for cell in cells[part::parts] if options.only in cell.key]
-    hours = sum(seconds_of(cell, known) for cell in cells) / 3600
-    print(f"{len(cells)} cells, about {hours:.1f} hours of one core", flush=True)
-    for cell in cells:
-        if time.perf_counter() - began > 3600 * options.hours:
-            break
-        entry = {"key": cell.key, "model": options.model, **asdict(cell), **measure(cell)}
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        print(cell.key, {k: round(v, 3) for k, v in entry["quality"].items()}, flush=True)
+    tasks = list(dict.fromkeys((cell.kind, cell.task) for cell in wanted))
+    own = set(tasks[part - 1 :: parts])
+    wanted = [cell for cell in wanted if (cell.kind, cell.task) in own]
+    wanted = [cell for cell in wanted if set(options.only) <= set(cell.key)]
+    run(Subject(model, tokenizer, 20 if options.quick else STEPS), wanted, options.out)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

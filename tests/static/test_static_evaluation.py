@@ -1,8 +1,7 @@
-"""The evaluation's cells: what they measure, and that a stopped run goes on."""
+"""The evaluation's cells on a small model: a stopped run goes on, and a page is made of them."""
 
 import importlib
 import json
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,187 +10,125 @@ from types import ModuleType
 import pytest
 import torch
 
-from icl_patch import static
+from icl_patch import embedded, static
 
+pytest.importorskip("peft")
 FOLDER = Path(__file__).parents[2] / "examples" / "static"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORDS = ("ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st", "uv", "wx", "yz")
+FACT = {"statement": "Ore is red:", "true": "blue", "new": "red", "question": "Ore is"}
+TASKS = {
+    "few_shot": {"task": [{"name": "upper", "pairs": [(word, word.upper()) for word in WORDS]}]},
+    "chats": {
+        "chat": [
+            {
+                "name": "loud",
+                "system": "Be loud.",
+                "fit": [f"{word}?" for word in WORDS[:6]],
+                "held_out": ["you?"],
+                "conversations": [["hi", "HI", "who?"]],
+            }
+        ]
+    },
+    "facts": {
+        "fact": [
+            {
+                **{name: text.replace("Ore", thing) for name, text in FACT.items()},
+                "paraphrases": [f"{x} {thing} is" for x in ("The", "All", "Some")],
+                "neighbours": [[f"No {thing} is", "red"]],
+            }
+            for thing in ("Ore", "Ash")
+        ]
+    },
+    "unrelated": {kind: ["1 + 1", "a b c"] for kind in ("few_shot", "chat", "passage", "code")},
+}
 
 
 @pytest.fixture(scope="module")
 def evaluation() -> Iterator[ModuleType]:
-    """The script as a module, with few unrelated prompts and texts."""
+    """The script as a module, with tiny tasks and few texts to preserve."""
+    fit = sys.modules[static.fit.__module__]
+    patches = pytest.MonkeyPatch()
+    for place in (static, fit):
+        patches.setattr(place, "preserved_texts", lambda: ["a = 1", "Bees fly.", "Oh!", "1, 2"])
     sys.path.insert(0, str(FOLDER))
     module = importlib.import_module("evaluation")
-    module.OTHER, module.PRESERVED = 2, 2
-    module.STUDIED_PRESERVED = {"ridge": 2, "distill": 2}
+    module.read = TASKS.__getitem__
+    module.SHOTS, module.QUESTIONS, module.HELD_OUT = 2, 8, 3
+    module.NEW_TOKENS, module.KEPT_TOKENS, module.FEW_QUESTIONS = 4, 2, 4
+    module.SEEDS = 2
     yield module
+    patches.undo()
     sys.path.remove(str(FOLDER))
-    for name in ("evaluation", "baselines", "page", "regression", "llama_model"):
-        del sys.modules[name]
+    for name in ("evaluation", "baselines", "page"):
+        sys.modules.pop(name, None)
 
 
-def test_a_run_goes_on_where_it_stopped(
-    evaluation: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cells = [
-        evaluation.Cell("language", "german", method, 4, 4, 0)
-        for method in ("no context", "ridge, nothing preserved", "patch for each token")
-    ]
+def test_cells_of_each_kind_and_a_page(evaluation: ModuleType, tmp_path: Path) -> None:
+    model, tokenizer = embedded.load()
+    tokenizer.chat_template = TEMPLATE
+    subject = evaluation.Subject(model, tokenizer, steps=2)
     out = tmp_path / "cells.jsonl"
-    monkeypatch.setattr(sys, "argv", ["evaluation.py", "--out", str(out)])
-    for count in (1, 3):
-        monkeypatch.setattr(evaluation, "grid", lambda _full, count=count: cells[:count])
-        evaluation.main()
-        first = out.read_text().splitlines()[0]
+    wanted = evaluation.cells(("upper",), ("loud",))
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    for count in (3, len(wanted)):  # the second call goes on
+        evaluation.run(subject, wanted[:count], out)
+    after = model.state_dict()
+    assert list(after) == list(weights)  # nothing of PEFT's is left
+    assert all(torch.equal(after[name], x) for name, x in weights.items())
+
     entries = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [entry["key"] for entry in entries] == [cell.key for cell in cells]
-    assert json.dumps(entries[0]) == first
-    plain, ridge, token = (entry["quality"] for entry in entries)
-    assert plain["whole"] < ridge["whole"] < token["whole"] == 1
-    assert ridge["kl"] < plain["kl"]
-    assert abs(token["kl"]) < 1e-5
-    assert all(kind["kl"] == 0 for kind in entries[0]["others"].values())
-    assert any(kind["kl"] > 0 for kind in entries[1]["others"].values())
+    assert list(evaluation.known(out)) == [cell.key for cell in wanted]
+    assert len(entries) == len(wanted)
+    for entry in entries:
+        groups = entry["tests"]
+        if entry["method"] == evaluation.CONTEXT:
+            assert all(group["kl"] == 0 and group["agreement"] == 1 for group in groups.values())
+        if entry["method"] == evaluation.EACH_TOKEN:
+            assert entry["same_token"] == entry["tokens"] > 0
+            assert all(group["kl"] < 1e-4 for group in groups.values())
+        if entry["method"] == evaluation.NONE:
+            assert all(group["kept"] == 1 for group in entry["unrelated"].values())
+        if entry["method"] in (evaluation.LORA, evaluation.OURS):
+            assert entry["steps"] == 2
+    page = importlib.import_module("page")
+    page.main([str(out), "--out", str(tmp_path)])
+    text = (tmp_path / "static-results.md").read_text()
+    assert all(f"\n## {title}\n" in text for title in ("Few-shot tasks", "Chats", "Facts", "Cost"))
+    assert (tmp_path / "pictures" / "static-front.png").stat().st_size > 5000
 
 
-@torch.no_grad()
-def test_a_steering_vector_is_added_behind_one_block(evaluation: ModuleType) -> None:
-    cell = evaluation.Cell("format", "upper", "steering vector", 4, 4, 0)
-    made = evaluation.batches(cell)
-    wanted = [
-        evaluation.spread(batch, evaluation.plain_logits(evaluation.runner(), batch.teacher.ids))
-        for batch in made
-    ]
-    baselines = sys.modules["baselines"]
-
-    def plain(ids: torch.Tensor) -> torch.Tensor:
-        return evaluation.plain_logits(evaluation.runner(), ids)
-
-    logits, nbytes = baselines.steering_vector(evaluation.runner(), made)
-    assert nbytes == 4 * 128
-    before, after = (baselines.mean_kl(made, wanted, way) for way in (plain, logits))
-    assert after < before
-    ids = made[0].student.ids
-    assert torch.equal(logits(ids)[:, 0], plain(ids)[:, 0])  # nothing is added at the first token
-    assert not torch.equal(logits(ids), plain(ids))
-
-
-def test_the_one_shot_form_and_soft_tokens_are_measured(evaluation: ModuleType) -> None:
-    baselines = sys.modules["baselines"]
-    cell = evaluation.Cell("language", "german", "", 8, 4, 0)
-    logits, _ = baselines.one_shot(evaluation.runner(), evaluation.batches(cell), 4)
-    test = evaluation.rows_of([evaluation.example("language", "german", 8, False, 0)])
-    with torch.no_grad():
-        one_shot = evaluation.quality(test, logits)
-        before = evaluation.quality(test, evaluation.METHODS["no context"](cell)[0])
-    soft = {}
-    for steps in (1, 12):
-        tuned, nbytes = baselines.prompt_tuning(
-            evaluation.runner(), evaluation.batches(cell), 4, steps, 0
-        )
-        assert nbytes == 4 * 4 * 128
+def test_weak_facts_are_those_the_model_believes_less(evaluation: ModuleType) -> None:
+    subject = evaluation.Subject(*embedded.load())
+    tests = subject.task("facts", "facts").tests
+    (weak,), (strong,) = (tests[f"{x}, question"].values() for x in ("weak", "strong"))
+    true = evaluation.encode(subject.tokenizer, " blue")
+    beliefs = []
+    for example in (weak, strong):
+        ids = torch.tensor([example.without + true])
         with torch.no_grad():
-            soft[steps] = evaluation.quality(test, tuned)["kl"]
-    timed, _ = baselines.prompt_tuning(
-        evaluation.runner(), evaluation.batches(cell), 4, None, 0, seconds=0.0
-    )
-    with torch.no_grad():  # no time for a step
-        assert evaluation.quality(test, timed)["kl"] > soft[1]
-    assert one_shot["kl"] < before["kl"]
-    assert soft[12] < soft[1]
+            found = subject.model(ids).logits[0, -len(true) - 1 : -1].log_softmax(-1)
+        beliefs.append(float(found[range(len(true)), true].sum()))
+    assert beliefs[0] < beliefs[1]
 
 
-def test_recall_asks_what_the_sample_did_not(evaluation: ModuleType) -> None:
-    sample = evaluation.questions("recall", "bem", 2, False, 0)
-    assert set(sample).isdisjoint(evaluation.questions("recall", "bem", 100, True, 0))
-    assert isinstance(evaluation.example("recall", "bem", 2, False, 0), static.Example)
+def test_the_parts_share_all_tasks(evaluation: ModuleType) -> None:
+    tasks = {(cell.kind, cell.task) for cell in evaluation.cells()}
+    assert len(tasks) == 17 and len(set(evaluation.FEW_SHOT)) == 12
+    seeds = [cell.seed for cell in evaluation.cells()]
+    assert seeds == sorted(seeds)
 
 
-def test_recall_is_asked_in_other_words_too(evaluation: ModuleType) -> None:
-    sample, other = (
-        evaluation.example("recall", "bem", 2, False, 0),
-        evaluation.paraphrased("bem", 0),
-    )
-    assert [row.labels for row in other] == list(sample.answers)  # the model knows what is asked
-    for row, question in zip(other, sample.questions, strict=True):
-        assert row.without[len(sample.prefix) : row.answer + 1] != question
-    found = evaluation.measure(evaluation.Cell("recall", "bem", "no context", 2, 4, 0))
-    assert [found[name]["questions"] for name in ("seen", "paraphrased", "quality")] == [2, 2, 1]
-
-
-def test_a_studied_sample_has_no_held_out_question(evaluation: ModuleType) -> None:
-    cell = evaluation.Cell("language", "german", "ridge, self-study", 4, 4, 0)
-    studied = evaluation.studied(cell, 40)
-    own = evaluation.example("language", "german", 4, False, 0)
-    assert studied.questions[:4] == own.questions
-    assert 20 < len(studied.questions) < 40
-    test = evaluation.example("language", "german", 100, True, 0)
-    assert set(studied.questions).isdisjoint(test.questions)
-
-
-def test_the_linear_regression_is_measured_against_its_context(evaluation: ModuleType) -> None:
-    regression = evaluation.regression
-    block = regression.trained(300)
-    regression.trained = lambda: block
-    errors = {name: regression.measure(name, 64, None, 0)["error"] for name in regression.METHODS}
-    assert errors["patch for each token"] < 1e-10
-    # measured with 3,000 steps of training: 0.004, 1.1 and 0.33
-    assert errors["ridge"] < 0.3 * min(errors["no context"], errors["mean of u vᵀ (Dherin)"])
-    # the whole regression is the least squares of the difference; a rank of 1 is not
-    assert regression.measure("ridge", 64, 1, 0)["error"] > errors["ridge"]
-
-
-def test_the_llamas_documents_mark_their_answers(evaluation: ModuleType) -> None:
-    rng = random.Random(0)
-    documents = [evaluation.llama_model.document(rng) for _ in range(200)]
-    bare = [text for text, _ in documents if not text.startswith(("mode ", "say "))]
-    assert 20 <= len(bare) <= 60
-    for text, spans in documents:
-        assert len(spans) == 4
-        assert all(text[start - 1] in ">." and text[stop - 1] == "\n" for start, stop in spans)
-    first = next(text for text in bare if ">" in text).split("\n")[0]
-    assert first == first[:4] + ">" + first[:4]  # without a context the word itself
-
-
-def test_the_llama_is_trained_within_a_cell(
-    evaluation: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluation.llama_model, "STEPS", 1)
-    with torch.no_grad():  # cells are measured so
-        model, _ = evaluation.llama_model.train()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_tables_and_pictures_are_of_the_cells(evaluation: ModuleType, tmp_path: Path) -> None:
-    page = sys.modules["page"]
+def test_the_page_means_over_tasks_and_shows_the_range_of_seeds(evaluation: ModuleType) -> None:
+    page = importlib.import_module("page")
     entries = [
-        {
-            "model": "embedded",
-            "kind": kind,
-            "name": name,
-            "method": "ridge",
-            "n": n,
-            "rank": 4,
-            "seed": seed,
-            "quality": {"whole": 0.5 + 0.1 * seed, "kl": 0.25},
-            "others": {kind: {"whole": 0.75} for kind in page.KINDS.values()},
-            "cpu_seconds": 2.0,
-            "bytes": 1000,
-        }
-        for kind, name in page.TASKS.values()
-        for n in (16, 64)
-        for seed in (0, 1)
+        {"kind": "few_shot", "task": task, "method": "static patch", "seed": seed, "value": value}
+        for task, seed, value in (("a", 0, 0.1), ("a", 1, 0.3), ("b", 0, 0.6))
     ]
-    # more seeds of a task do not count more in the means over the tasks
-    seeds = 3 * [{**entries[0], "quality": {"kl": 1.0}}]
-    assert page.over_tasks([*seeds, entries[-1]], lambda e: e["quality"]["kl"]) == 0.625
-    lines = page.tables(entries).splitlines()
-    share = "0.55 (0.50–0.60)"
-    rest = "0.250 | 0.75 | 0.75 | 0.75 | 0.75 | 2.0 | 1,000 |"
-    assert lines[2] == f"| ridge | 64 | 4 | {' | '.join([share] * 5)} | {rest}"
-    assert lines[3].startswith("| ridge | 16 | 4 |")
-    fact = {"kind": "recall", "name": "bem", "seen": {"whole": 1.0}, "paraphrased": {"whole": 0.5}}
-    recall = page.tables([*entries, {**entries[0], **fact}]).split("\n\n")[1]
-    assert recall.splitlines()[2] == "| ridge | 1.00 | 0.50 | 0.50 |"
-    for draw in (page.draw_quality, page.draw_cost):
-        draw(entries, tmp_path / f"{draw.__name__}.png")
-        assert (tmp_path / f"{draw.__name__}.png").stat().st_size > 5000
+    assert page.over_tasks(entries, lambda e: e["value"]) == pytest.approx(0.4)
+    assert page.shown(entries[:2], lambda e: e["value"], "{:.1f}") == "0.2 [0.1–0.3]"
+    assert page.shown(entries[2:], lambda e: e["value"], "{:.1f}") == "0.6"
+    assert page.shown([], lambda e: e["value"]) == "–"
