@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="a budget of time for the whole fit"
     )
-    parser.add_argument("--steps", type=common.positive, default=100, help="at most (default 100)")
+    parser.add_argument("--steps", type=common.positive, default=60, help="at most (default 60)")
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="(default 0.005)")
     parser.add_argument("--start", type=Path, metavar="FILE", help="a patch to start from")
     common.add_max_new_tokens(parser, 64, "of an answer")

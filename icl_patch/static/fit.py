@@ -107,8 +107,8 @@ def fit(
             default every fifth of ``examples``, at most 32.
         preserve: ids of texts on which the patched model is to stay as it is; by default a hundred
             short texts of many kinds. One in five is not fitted, but measured.
-        kappa: the weight κ of the preserved texts at the beginning; it grows while they move by more
-            than a KL of 0.1.
+        kappa: the weight κ of the preserved texts at the beginning; it grows while they move by
+            more than a KL of 0.1.
         parts: the matrices that may change: the ``"mlp"``'s, ``"attention"``'s.
         rank: of each change.
         first_block: the first block that is changed; by default a third of the blocks stays as it

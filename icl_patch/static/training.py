@@ -57,7 +57,7 @@ class Distillation:
         seed: of the first factors and the order of the questions.
     """
 
-    steps: int = 100
+    steps: int = 60
     learning_rate: float = 5e-3
     warmup: int = 5
     batch_size: int = 16

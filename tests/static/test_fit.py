@@ -463,7 +463,7 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
 
 
 def test_bad_models_and_examples_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected examples, .* got 0 examples"):
+    with pytest.raises(ValueError, match=r"expected examples, .* got 0 examples"):
         fit(build("llama"), [])
     with pytest.raises(ValueError, match="expected ids from 0 to 96, got 5 to 200"):
         fit(build("llama"), [Example((5, 6), (6,), (200, 1))])

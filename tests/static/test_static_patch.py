@@ -247,7 +247,7 @@ def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
         cache = model(begins, use_cache=True).past_key_values
         model(torch.tensor([[6], [6]]), past_key_values=cache)  # goes on from a front
         model(input_ids=padded, attention_mask=(padded != 0).long())
-        with pytest.raises(StaticPatchWarning, match="begin with the token 5, .* begins with 6"):
+        with pytest.raises(StaticPatchWarning, match=r"begin with the token 5, .* begins with 6"):
             model(other)
         model(other)
     with patch.applied(model, check_front=False), warnings.catch_warnings():
