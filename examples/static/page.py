@@ -46,11 +46,12 @@ HEAD = """\
 - *static patch*: `static.fit` with its defaults; also with 12 questions.
 - *steering vector*, *task vector*: the mean difference of the residual stream is added, or the mean
   stream with the context put in the question's last token, behind the best of six blocks.
-- *LoRA (PEFT)*: rank 8 on the MLPs of all blocks, the usual loop of 100 steps with AdamW on the
-  same divergence and texts; the better of two learning rates, without the time of the other one.
+- *LoRA (PEFT)*: rank 8 on the MLPs of all blocks, the usual loop with AdamW on the same divergence
+  and texts, as many steps as the static patch makes at most; of two learning rates the better one
+  on the first task of a kind, without the time of the other.
 - *prompt tuning (PEFT)*: 16 virtual tokens, for as many seconds of the CPU as the static patch.
 
-Brackets hold the range over three seeds.
+Brackets hold the range over three seeds. A task is shown once all methods have been run on it.
 """
 SECTIONS = {
     "few_shot": """
@@ -77,9 +78,9 @@ where each token of the answer has the first choice that it had:
     "kept": """
 ## Unrelated prompts
 
-The share of 24 prompts of each kind to which the greedy answer of eight tokens stays the same, in
-%, over all tasks. In bf16 near ties make even the unpatched model give another answer if its rows
-are batched otherwise: that is the row *no context*.
+24 prompts of each kind, each with the unpatched model's greedy answer of eight tokens: the share of
+these tokens that are still the first choice, in %, over all tasks. In bf16 near ties make even the
+unpatched model choose otherwise if its rows are batched otherwise: that is the row *no context*.
 """,
     "cost": """
 ## Cost
@@ -176,24 +177,22 @@ def facts(entries: Sequence[Entry]) -> str:
 
 
 def kept(entries: Sequence[Entry]) -> str:
-    """Unrelated prompts that keep their answer, by method and kind."""
+    """Tokens of the answers to unrelated prompts that stay, by method and kind."""
     entries = [e for e in entries if e["unrelated"]]
     rows = [
         [
             method,
             *(
-                shown(of(entries, method=method), lambda e, kind=kind: 100 * share(e, kind))
+                shown(
+                    of(entries, method=method),
+                    lambda e, kind=kind: 100 * e["unrelated"][kind]["agreement"],
+                )
                 for kind in KINDS
             ),
         ]
         for method in methods_of(entries)
     ]
     return table(["method", *KINDS.values()], rows)
-
-
-def share(entry: Entry, kind: str) -> float:
-    """Of the unrelated prompts of a kind, those that keep their answer."""
-    return float(entry["unrelated"][kind]["kept"])
 
 
 def cost(entries: Sequence[Entry]) -> str:
@@ -246,6 +245,17 @@ def draw(entries: Sequence[Entry], path: Path) -> None:
     plt.close(figure)
 
 
+def complete(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of the tasks on which all methods of their kind have been run."""
+    methods: dict[str, set[str]] = {}
+    for e in entries:
+        methods.setdefault(e["kind"], set()).add(e["method"])
+    of_task: dict[str, set[str]] = {}
+    for e in entries:
+        of_task.setdefault(e["task"], set()).add(e["method"])
+    return [e for e in entries if of_task[e["task"]] == methods[e["kind"]]]
+
+
 def page(entries: Sequence[Entry]) -> str:
     """The whole page."""
     parts = {
@@ -269,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("cells", type=Path, nargs="?", default=CELLS)
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder of the page")
     options = parser.parse_args(arguments)
-    entries = read(options.cells)
+    entries = complete(read(options.cells))
     draw(entries, options.out / "pictures" / "static-front.png")
     (options.out / "static-results.md").write_text(page(entries), encoding="utf-8")
 

@@ -1,0 +1,140 @@
+"""Serve a static patch as a LoRA with vLLM, and compare its tokens and log-probabilities with ours.
+
+    make vllm             # in an environment of its own, build/vllm; MODEL=FOLDER: another model
+    build/python tools/vllm_adapter.py export FOLDER build/vllm-adapter
+    build/vllm/bin/python tools/vllm_adapter.py serve FOLDER build/vllm-adapter
+
+``export`` fits a small patch, writes its LoRA, and the greedy tokens of the model with it and
+without it on some prompts. ``serve`` loads both into vLLM and sends all prompts in one batch, each
+with the LoRA and without it. The exit status is 0 if all tokens are the same and no log-probability
+is more than 1e-3 off.
+
+``max_loras`` is 2: with 1, vLLM gives the LoRA to requests without one in the same batch, too
+(vllm #48421, #49656).
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SYSTEM = "You are a friendly pirate. Talk like a pirate."
+QUESTIONS = (
+    "What is the sun?",
+    "How do I make tea?",
+    "Why do cats sleep so much?",
+    "Tell me about the sea.",
+    "What should I eat today?",
+    "How are you?",
+    "Who wrote this book?",
+    "What is a good name for a dog?",
+    "How far is the moon?",
+    "What do you like most?",
+)
+NEW_TOKENS, STEPS, LIMIT = 16, 20, 1e-3
+Answers = list[dict[str, Any]]  # of each prompt: its ids, new tokens and their log-probabilities
+
+
+def export(model_folder: str, folder: Path) -> None:
+    """Write the LoRA and our answers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from icl_patch import static
+    from icl_patch.static.examples import greedy
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    examples = static.examples(model, tokenizer, QUESTIONS, system=SYSTEM)
+    patch = static.fit(
+        model,
+        examples,
+        tokenizer=tokenizer,
+        max_new_tokens=NEW_TOKENS,
+        distillation=static.Distillation(steps=STEPS),
+    )
+    print(patch.report)
+    patch.to_peft(folder / "lora", model)
+    prompts = [example.without for example in examples]
+
+    @torch.no_grad()
+    def answers() -> Answers:
+        found = []
+        for prompt in prompts:
+            (tokens,) = greedy(model, [prompt], NEW_TOKENS)
+            logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+            chosen = logits.log_softmax(-1)[range(len(tokens)), list(tokens)]
+            found.append({"prompt": prompt, "tokens": tokens, "logprobs": chosen.tolist()})
+        return found
+
+    expected = {"plain": answers()}
+    with patch.applied(model):
+        expected["patched"] = answers()
+    (folder / "expected.json").write_text(json.dumps(expected))
+
+
+def serve(model_folder: str, folder: Path) -> bool:
+    """Whether vLLM gives the same."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    expected = json.loads((folder / "expected.json").read_text())
+    engine = LLM(
+        model_folder,
+        dtype="float32",
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+        max_model_len=256,
+        enforce_eager=True,
+    )
+    lora = LoRARequest("patch", 1, str((folder / "lora").resolve()))
+    # in turn, so that requests with the LoRA and without it share every batch
+    asked = [
+        (answer, adapter)
+        for pair in zip(expected["plain"], expected["patched"], strict=True)
+        for answer, adapter in zip(pair, (None, lora), strict=True)
+    ]
+    got = engine.generate(
+        [{"prompt_token_ids": answer["prompt"]} for answer, _ in asked],
+        SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=1),
+        lora_request=[adapter for _, adapter in asked],
+    )
+    same, worst = 0, 0.0
+    for (answer, _), output in zip(asked, got, strict=True):
+        out = output.outputs[0]
+        tokens = list(out.token_ids)
+        same += tokens == answer["tokens"]
+        chosen = [step[token].logprob for step, token in zip(out.logprobs, tokens, strict=True)]
+        pairs = zip(chosen, answer["logprobs"], strict=False)
+        worst = max(worst, *(abs(own - ours) for own, ours in pairs))
+    differ = sum(a["tokens"] != b["tokens"] for a, b in zip(*expected.values(), strict=True))
+    print(
+        f"vLLM: {same} of {len(asked)} answers have the same tokens, with and without the LoRA in one"
+        f" batch; log-probabilities at most {worst:.1e} off; the LoRA changes {differ} of"
+        f" {len(QUESTIONS)} answers"
+    )
+    return same == len(asked) and math.isfinite(worst) and worst <= LIMIT and differ > 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one half."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("half", choices=("export", "serve"))
+    parser.add_argument("model")
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args(arguments)
+    if options.half == "export":
+        options.folder.mkdir(parents=True, exist_ok=True)
+        export(options.model, options.folder)
+        return 0
+    return 0 if serve(options.model, options.folder) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
