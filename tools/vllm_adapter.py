@@ -115,9 +115,9 @@ def serve(model_folder: str, folder: Path) -> bool:
         worst = max(worst, *(abs(own - ours) for own, ours in pairs))
     differ = sum(a["tokens"] != b["tokens"] for a, b in zip(*expected.values(), strict=True))
     print(
-        f"vLLM: {same} of {len(asked)} answers have the same tokens, with and without the LoRA in one"
-        f" batch; log-probabilities at most {worst:.1e} off; the LoRA changes {differ} of"
-        f" {len(QUESTIONS)} answers"
+        f"vLLM: {same} of {len(asked)} answers have the same tokens, those with the LoRA and those"
+        f" without it in one batch; log-probabilities at most {worst:.1e} off; the LoRA changes"
+        f" {differ} of {len(QUESTIONS)} answers"
     )
     return same == len(asked) and math.isfinite(worst) and worst <= LIMIT and differ > 0
 
