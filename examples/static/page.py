@@ -25,6 +25,7 @@ STYLES = {  # by method: the colour and marker of the picture
     "task vector": ("#e6ab02", "^"),
     "static patch": ("#1b9e77", "o"),
     "static patch, 12 questions": ("#66c2a5", "o"),
+    "static patch, self-study": ("#00441b", "o"),
     "LoRA (PEFT)": ("#1f78b4", "s"),
     "prompt tuning (PEFT)": ("#d95f02", "D"),
 }
@@ -43,7 +44,8 @@ HEAD = """\
 - *context*: the model with its context; *no context*: the model alone.
 - *patch for each token*: the exact patch of this package, which is made for one prompt: the first
   eight held-out prompts.
-- *static patch*: `static.fit` with its defaults; also with 12 questions.
+- *static patch*: `static.fit` with its defaults; also with 12 questions, and with 192, of which the
+  model has written all but the given ones.
 - *steering vector*, *task vector*: the mean difference of the residual stream is added, or the mean
   stream with the context put in the question's last token, behind the best of six blocks.
 - *LoRA (PEFT)*: rank 8 on the MLPs of all blocks, the usual loop with AdamW on the same divergence

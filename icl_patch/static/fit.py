@@ -158,7 +158,7 @@ def fit(
     rows = _split(model, examples, held_out, preserve or (), max_new_tokens)
     notes = _unknown(rows, max_new_tokens)
     for note in notes:
-        warnings.warn(note, StaticPatchWarning, stacklevel=2)
+        warnings.warn(note, StaticPatchWarning, stacklevel=3)
     student = Student(model)
     held, held_texts = (
         targets_of(student, rows.held_out),

@@ -76,7 +76,7 @@ def test_the_code_of_a_page_runs(
     patched.
     """
     monkeypatch.chdir(tmp_path)
-    few_steps = static.Distillation(steps=30)  # 100 take 8 seconds
+    few_steps = static.Distillation(steps=60)
     code, namespace = blocks(page, "python"), {"__name__": "__main__", "FEW_STEPS": few_steps}
     for block in code:
         for name in MODELS:
@@ -114,7 +114,7 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         if arguments[0] == "verify" and "--max-new-tokens" not in arguments:
             arguments += ["--max-new-tokens", "6"]  # 25 take 4 seconds
         if arguments[0] == "fit":
-            arguments += ["--steps", "30"]  # 100 take 8 seconds
+            arguments += ["--steps", "60"]
         assert main(arguments) == 0, arguments
         ran.append(arguments[0])
     static = ["fit", "generate", "apply", "export"]
