@@ -32,13 +32,14 @@ from baselines import (
     steering_vector,
     task_vector,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from icl_patch import ContextPatcher, static
 from icl_patch.errors import HarmfulPatchError
 from icl_patch.models.prompts import Tokens, encode
-from icl_patch.static.examples import Example, answered
+from icl_patch.static.examples import Example, answered, pad
 from icl_patch.static.student import Student
 from icl_patch.static.targets import Target, targets_of, targets_of_texts
 
@@ -325,10 +326,33 @@ def ours(subject: Subject, cell: Cell, _entries: Any, stack: ExitStack) -> Made:
         "seconds": seconds[0],
         "cpu_seconds": seconds[1],
         "steps": patch.report.steps,
+        "floor": floor(subject, subject.task(cell.kind, cell.task).targets, patch.report.steps),
         "refused": refused,
         "report": patch.report.to_json(),
     }
     return Made(partial(plain, subject.student), patch.nbytes, details)
+
+
+def floor(subject: Subject, targets: Sequence[Target], steps: int) -> float:
+    """CPU seconds of the least that a training can take: as many steps, each a forward and a
+    backward pass of the whole unpatched model over a batch of questions and one of texts.
+    """
+    options, model = static.Distillation(), subject.model
+    batches = targets[: options.batch_size], subject.texts[: options.preserve_batch_size]
+
+    def step() -> None:
+        for batch in batches:
+            ids = pad([target.ids for target in batch], model.device)
+            embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+            out = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+            out.float().sum().backward()
+
+    with sdpa_kernel(SDPBackend.MATH):  # the faster one of torch's for so few tokens
+        step()
+        began = clock()
+        for _ in range(3):
+            step()
+    return steps * since(began)[1] / 3
 
 
 def fitted(subject: Subject, cell: Cell) -> list[Example]:
