@@ -72,16 +72,16 @@ def _is_narrow(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _triton_for(args: tuple[Any, ...], differentiable: bool) -> Any:
+def _triton_for(args: tuple[Any, ...]) -> Any:
     """Triton's kernels if they serve these arguments, else None.
 
-    They have no forward-mode derivatives, and no transform of torch.func sees into them.
+    They have no derivatives, and no transform of torch.func sees into them.
     """
     if not (args[0].is_cuda if backend == "auto" else backend == "triton"):
         return None
-    if forward_ad._current_level >= 0 or is_transformed() or not _is_narrow(args):
+    if wants_gradients(args) or is_transformed() or not _is_narrow(args):
         return None
-    return _kernels() if differentiable or not wants_gradients(args) else None
+    return _kernels()
 
 
 def _native_serves(args: tuple[Any, ...], fp64: bool) -> bool:
@@ -128,7 +128,6 @@ class Op:
         tensors of the same sizes, strides, dtypes and devices.
     triton: calls the kernel, where its arguments or results differ from the native op's; its first
         argument is :mod:`icl_patch.kernels`.
-    differentiable: whether the kernel has derivatives.
     """
 
     name: str
@@ -138,7 +137,6 @@ class Op:
     native_fp64: bool = False
     triton_if: Callable[..., bool] | None = None
     triton: Callable[..., Any] | None = None
-    differentiable: bool = False
     _native: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +168,7 @@ class Op:
 
     def dispatch(self, *args: Any, **options: Any) -> Any:
         """Triton's kernel, the native op or plain torch: the first that serves the arguments."""
-        kernels = _triton_for(args, self.differentiable)
+        kernels = _triton_for(args)
         if kernels is not None and (self.triton_if is None or self.triton_if(*args, **options)):
             if self.triton is not None:
                 return self.triton(kernels, *args, **options)

@@ -387,7 +387,6 @@ _patched_linear = Op(
     triton_if=lambda z, weight, u, *_, path: (
         u is None or u.dim() < 3 or u.shape[1] <= _TRITON_RANKS
     ),
-    differentiable=True,
 )
 _patched_linears = Op(
     "patched_linears",

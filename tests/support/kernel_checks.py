@@ -22,7 +22,6 @@ from support.numeric import (
     poisoned,
     same_bits,
     seeded,
-    within_roundings,
 )
 from torch import Tensor
 
@@ -695,42 +694,6 @@ def test_no_rows() -> None:
 # As operators
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients(layout: str) -> None:
-    case = linear_case(layout, (4, 5, 70), 2)
-    names = ["z", "weight", "u", "v", "bias"]
-    leaves = {name: getattr(case, name).requires_grad_() for name in names}
-    grad = normal(seeded(1), 4, 5, dtype=torch.float32).to(DEVICE)
-    found = torch.autograd.grad(
-        kernels.patched_linear(**case.arguments), list(leaves.values()), grad
-    )
-    fine = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
-    u, v = fine["u"], fine["v"]
-    if layout == "row":
-        u, v = u.unsqueeze(1), v.unsqueeze(1)
-    if layout == "pool":
-        u, v = (f[case.index.clamp(min=0)] * (case.index >= 0)[:, None, None] for f in (u, v))
-    u, v = u.expand(4, -1, -1), v.expand(4, -1, -1)
-    y = F.linear(fine["z"], fine["weight"], fine["bias"])
-    y = y + torch.einsum("mr,mrn->mn", torch.einsum("mk,mrk->mr", fine["z"], v), u)
-    for name, own, exact in zip(
-        names, found, torch.autograd.grad(y, list(fine.values()), grad.double()), strict=True
-    ):
-        assert own.shape == exact.shape, name
-        assert ((own - exact).abs() <= 256 * UNIT[torch.float32] * exact.abs().amax()).all(), name
-
-
-def test_gradients_of_an_empty_pool() -> None:
-    case = linear_case("pool", (3, 7, 9))
-    u, v = (factor[:0].detach().requires_grad_() for factor in (case.u, case.v))
-    z, weight = (x.requires_grad_() for x in (case.z, case.weight))
-    kernels.patched_linear(
-        z, weight, u, v, index=torch.full((3,), -1, device=DEVICE)
-    ).sum().backward()
-    assert (u.grad.shape, v.grad.shape) == (u.shape, v.shape)
-    torch.testing.assert_close(z.grad, weight.detach().sum(0).expand(3, -1))
-
-
 def test_signs_that_are_still_to_be_changed() -> None:
     """The imaginary part of a conjugate is a view of numbers with the other sign."""
     case = linear_case("row", (3, 7, 9))
@@ -738,26 +701,6 @@ def test_signs_that_are_still_to_be_changed() -> None:
     assert z.is_neg()
     assert same_bits(
         kernels.patched_linear(z, case.weight), kernels.patched_linear(-case.z, case.weight)
-    )
-
-
-def test_gradients_ask_only_for_what_is_wanted() -> None:
-    case = linear_case("pool", (4, 5, 70), 2)
-    case.u.fill_(torch.nan)
-    z = case.z.requires_grad_()
-    kernels.patched_linear(
-        z, case.weight, case.u, case.v, index=torch.full_like(case.index, -1)
-    ).sum().backward()
-    assert within_roundings(
-        z.grad, case.weight.double().sum(0).expand_as(z), 5, case.weight.abs().sum(0).expand_as(z)
-    )
-    plain = linear_case("row", (4, 5, 70))
-    kernels.patched_linear(plain.z, plain.weight.requires_grad_()).sum().backward()
-    assert within_roundings(
-        plain.weight.grad,
-        plain.z.double().sum(0).expand(5, -1),
-        4,
-        plain.z.abs().sum(0).expand(5, -1),
     )
 
 
@@ -846,15 +789,6 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "test_aot_dispatch_dynamic",
     )
     torch.library.opcheck(operator, operator_calls()[name], test_utils=checks)
-
-
-def test_gradients_through_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    case = linear_case("row-rank", (3, 5, 70), 2)
-    leaves = [getattr(case, name).requires_grad_() for name in ("z", "weight", "u", "v", "bias")]
-    torch.library.opcheck(
-        torch.ops.icl_patch.triton_patched_linear.default, (*leaves, None, None, None)
-    )
 
 
 @contextmanager

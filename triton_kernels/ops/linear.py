@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from icl_patch.kernels.ops.coefficients import LANES, plan_coefficients
-from icl_patch.kernels.ops.gradients import backward, setup
 from icl_patch.kernels.ops.linear_kernels import _linear_kernel
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import GEMM, GEMV, GEMV_ROWS, Config, config_for, gpu_name
@@ -391,7 +390,7 @@ def patched_linear(
             weight, the bias and the GPU.
 
     Returns:
-        (M, N). Differentiable in z, weight, u, v and bias.
+        (M, N). Not differentiable.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -503,6 +502,3 @@ def check_factors(
         if not good:
             raise ValueError(f"expected index ({rows},) of integers, got {tuple(index.shape)}")
         check(index.device == z.device, f"index on {z.device}", index.device)
-
-
-library.autograd("triton_patched_linear", backward, setup)

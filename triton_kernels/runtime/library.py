@@ -1,6 +1,4 @@
-"""The kernels as operators of ``torch.ops.icl_patch``: for torch.compile, for autograd and for fake
-tensors.
-"""
+"""The kernels as operators of ``torch.ops.icl_patch``: for torch.compile and for fake tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +19,3 @@ def define(schema: str, launch: Callable[..., Any]) -> None:
 def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the operator's fake: its outputs' sizes and dtypes, without running it."""
     return torch.library.register_fake(f"icl_patch::{name}", lib=_LIBRARY)
-
-
-def autograd(name: str, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
-    """Register its derivative."""
-    torch.library.register_autograd(
-        f"icl_patch::{name}", backward, setup_context=setup, lib=_LIBRARY
-    )
