@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from icl_patch import ContextPatch, embedded
+from icl_patch import ContextPatch, embedded, static
 from icl_patch.cli import fit
 from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
@@ -166,6 +166,19 @@ def test_a_refused_fit_writes_nothing(
     assert status == 2
     assert message in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stopped_fit_says_how_to_go_on(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(static, "fit", stop)
+    arguments = ["fit", "--examples", folder / "examples.json", "--out", tmp_path / "p.safetensors"]
+    assert run(capsys, *arguments) == (130, "", "")
+    status, _, err = run(capsys, *arguments, "--state", tmp_path / "state")
+    assert status == 130 and f"goes on from its files in {tmp_path / 'state'}" in err
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"])
