@@ -19,7 +19,7 @@ from icl_patch.models.prompts import Tokens
 from icl_patch.static.examples import Example
 
 _BATCH = 64  # questions that are written at a time
-_PATIENCE = 3  # batches without a new question
+_FRUITFUL = 8  # new ones in a batch, without which the model repeats itself
 
 
 @torch.no_grad()
@@ -54,11 +54,11 @@ def self_study(
         raise ValueError(f"expected a count of at least {len(examples)}, got {count}")
     longest = 2 * max(map(len, questions))
     known = dict.fromkeys(questions)
-    wanted, fruitless, batch = len(known) + count - len(examples), 0, 0
-    while len(known) < wanted and fruitless < _PATIENCE:
+    wanted, batch, found = len(known) + count - len(examples), 0, _FRUITFUL
+    while len(known) < wanted and found >= _FRUITFUL:
         before = len(known)
         known |= dict.fromkeys(_written(model, context, end, longest, (seed << 20) + batch))
-        fruitless, batch = 0 if len(known) > before else fruitless + 1, batch + 1
+        batch, found = batch + 1, len(known) - before
     new = list(known)[len(set(questions)) : wanted]
     first = replace(examples[0], answer=None)
     return [
