@@ -31,7 +31,8 @@ def run(options: argparse.Namespace) -> int:
     patch = StaticPatch.load(options.file, model, tokenizer)
     _save(options.out, patch.merge(model), tokenizer)
     result = {"folder": str(options.out), "matrices": len(patch.changes), "rank": patch.rank}
-    common.print_result(options, result, f"{options.out}: the model with {patch!r}")
+    said = common.front_of(patch, tokenizer)
+    common.print_result(options, result, f"{options.out}: the model with {patch!r}", *said)
     return 0
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from icl_patch.patcher import ContextPatcher
+    from icl_patch.static import StaticPatch
 
 # As in patch.serialization, which imports torch.
 UPDATES = ("direct", "stable", "exact")
@@ -254,6 +255,14 @@ def read_text(path: Path) -> str:
             f"expected UTF-8 text in {path}, got byte 0x{error.object[error.start]:02x} at"
             f" {error.start}: convert it, as by iconv -f LATIN1 -t UTF-8"
         ) from error
+
+
+def front_of(patch: "StaticPatch", tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """With which token the prompts of a static patch are to begin, a line if it is known."""
+    return [
+        f"prompts must begin with the token {token}, {tokenizer.decode([token])!r}"
+        for token in patch.info.front
+    ]
 
 
 def check_patch_file(path: Path) -> None:

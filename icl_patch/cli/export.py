@@ -42,12 +42,14 @@ def run(options: argparse.Namespace) -> int:
             " all tokens"
         )
     model, tokenizer = common.load(options)
+    said: list[str] = []
     if kind == "static":
-        rank = StaticPatch.load(options.file, model, tokenizer).to_peft(options.out, model)
+        static = StaticPatch.load(options.file, model, tokenizer)
+        rank, said = static.to_peft(options.out, model), common.front_of(static, tokenizer)
     else:
         patch = ContextPatch.load(options.file, model, tokenizer)
         row, token = options.row or 0, -1 if options.token is None else options.token
         rank = patch.to_peft(options.out, row=row, token=token, scales=options.scales)
     result = {"folder": str(options.out), "kind": kind, "rank": rank}
-    common.print_result(options, result, f"{options.out}: a LoRA of rank {rank}")
+    common.print_result(options, result, f"{options.out}: a LoRA of rank {rank}", *said)
     return 0

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.models.language_model import check_length, check_vocabulary
+from icl_patch.models.language_model import check_length, check_vocabulary, vocabulary
 from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front
 
 ROW_TOKENS = 8192  # of a batch without gradients: bounds its memory
@@ -41,6 +41,9 @@ class Example:
     end: Tokens = ()
 
     def __post_init__(self) -> None:
+        for name in ("with_context", "without", "answer", "end"):
+            ids = getattr(self, name)
+            object.__setattr__(self, name, ids if ids is None else tuple(ids))
         if not self.with_context or not self.without or self.answer == ():
             lengths = len(self.with_context), len(self.without)
             raise ValueError(
@@ -70,8 +73,9 @@ def examples(
             message; system: the system message of a chat. One of them, see
             :func:`icl_patch.models.prompts.make_prompt`.
         answers: texts, one a question; by default the model answers.
-        end: the one token that ends an answer, by default the tokenizer's end of sequence; it is
-            added to the given answers.
+        end: the one token that ends an answer; it is added to the given answers. By default the
+            tokenizer's end of sequence; an answer that the model gives in a chat ends where its
+            generation configuration says.
 
     Raises:
         ValueError: questions or answers are no lists of text; ``end`` is not one token; or as
@@ -87,7 +91,11 @@ def examples(
             f" and {0 if answers is None else len(answers)}"
         )
     ends = (tokenizer.eos_token_id,) if end is None else encode(tokenizer, end)
-    if len(ends) != 1 or ends[0] is None:
+    if ends == (None,):
+        raise ValueError(
+            "expected the token that ends an answer, got a tokenizer without one: end="
+        )
+    if len(ends) != 1:
         raise ValueError(f"expected an end of one token, got {end!r}, which is {len(ends)}")
     first = () if chat or system is not None else front(model, tokenizer)
     found = []
@@ -100,7 +108,8 @@ def examples(
             own = encode(tokenizer, prompt.without)
             before = encode(tokenizer, prompt.with_context[: prompt.kept])
             ids = (*first, *before, *own), (*first, *own)
-        found.append(Example(*ids, answer, ends))
+        # a chat's turn may end otherwise than a text: as the model's configuration says
+        found.append(Example(*ids, answer, () if prompt.chat and end is None else ends))
     return found
 
 
@@ -135,7 +144,8 @@ def front(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tokens:
             total += float(F.cross_entropy(row[1 : len(own)].float(), labels, reduction="sum"))
         return total
 
-    special: list[int] = sorted(set(tokenizer.all_special_ids))
+    known = range(vocabulary(model))
+    special: list[int] = sorted(token for token in set(tokenizer.all_special_ids) if token in known)
     return (min(special, key=surprise),) if special else ()
 
 
@@ -170,9 +180,9 @@ def answered(
     found = list(examples)
     asked = [i for i, example in enumerate(found) if example.answer is None]
     for example in found:
-        ids = torch.tensor([[*example.with_context, *(example.answer or ())[:-1]]])
-        check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
-        check_length(model, ids.shape[1], 0 if example.answer else max_new_tokens)
+        new = 0 if example.answer else max_new_tokens
+        for prompt in (example.with_context, example.without):
+            check_row(model, (*prompt, *(example.answer or ())), new)
     asked.sort(key=lambda i: (found[i].end, len(found[i].with_context)))
     for batch in batches(asked, lambda i: len(found[i].with_context) + max_new_tokens):
         for end in dict.fromkeys(found[i].end for i in batch):
@@ -189,6 +199,21 @@ def answered(
                 " Fit a patch for each context"
             )
     return found
+
+
+def check_row(model: PreTrainedModel, row: Sequence[int], new: int = 0) -> None:
+    """Raises ValueError unless the model has the ids of a row, and positions for it and ``new``
+    tokens behind it.
+    """
+    ids = torch.tensor([list(row)])
+    check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    check_length(model, ids.shape[1] - 1, new)  # the last token may be an answer's end: no input
+
+
+def ends_of(model: PreTrainedModel, end: Tokens) -> list[int]:
+    """The ids that end an answer: ``end``, or those of the model's generation configuration."""
+    own: Any = model.generation_config.eos_token_id if model.generation_config else None
+    return list(end) or ([] if own is None else [own] if isinstance(own, int) else list(own))
 
 
 def batches(items: Sequence[_T], length: Callable[[_T], int]) -> list[list[_T]]:
@@ -211,27 +236,32 @@ def greedy(
     options of the model's generation configuration, whose penalties give other tokens than the
     model's first choice.
     """
-    configured: Any = model.generation_config
-    own = configured.eos_token_id
-    ends = list(end) or ([] if own is None else [own] if isinstance(own, int) else list(own))
+    ends = ends_of(model, end)
     width = max(map(len, rows))
     check_length(model, width, max_new_tokens)
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    generated = plain_generate(
+        model,
+        ids.to(model.device),
+        mask.to(model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    return [_up_to_end(row, ends) for row in generated[:, width:].tolist()]
+
+
+def plain_generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """``model.generate`` with these options alone, and none of the generation configuration."""
     generate: Any = model.generate
-    model.generation_config = GenerationConfig()
+    configured, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        generated: Tensor = generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else 0,
-        )
+        found: Tensor = generate(ids, attention_mask=mask, **options)
     finally:
         model.generation_config = configured
-    return [_up_to_end(row, ends) for row in generated[:, width:].tolist()]
+    return found
 
 
 def _up_to_end(ids: list[int], ends: list[int]) -> Tokens:

@@ -3,30 +3,32 @@
 import copy
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
-from icl_patch.models.language_model import (
-    check_length,
-    check_vocabulary,
-    text_config,
-    vocabulary,
-)
+from icl_patch.models.language_model import layers_of, text_config, vocabulary
 from icl_patch.models.prompts import Tokens
 from icl_patch.recording.attached_model import check_training
 from icl_patch.static.examples import (
+    ROW_TOKENS,
     Example,
     answered,
+    check_row,
     common_front,
     documents,
+    ends_of,
     preserved_texts,
 )
 from icl_patch.static.low_rank import LowRank
@@ -34,7 +36,7 @@ from icl_patch.static.matrices import Matrix, find_matrices
 from icl_patch.static.report import StaticReport
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 from icl_patch.static.student import Student
-from icl_patch.static.targets import measure, targets_of, targets_of_texts
+from icl_patch.static.targets import LOGITS, measure, targets_of, targets_of_texts
 from icl_patch.static.training import (
     HARMFUL_KL,
     Checkpoint,
@@ -44,8 +46,21 @@ from icl_patch.static.training import (
     first_factors,
 )
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_FITTING = threading.RLock()
 _HELD_OUT_OF = 5  # one question and one text in five is held out,
 _MOST_HELD_OUT = 32  # of many questions no more than these
+
+
+def one_at_a_time(function: _Function) -> _Function:
+    """Calls of the function take turns: a fit puts forwards of its own into the model."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _FITTING:
+            return function(*args, **kwargs)
+
+    return cast("_Function", called)
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,7 @@ class Plan:
         )
 
 
+@one_at_a_time
 @torch.inference_mode(False)
 def fit(
     model: PreTrainedModel,
@@ -95,6 +111,8 @@ def fit(
     """One change of weights with which the model, without the context of the examples, answers as
     it does with it: low-rank factors with the smallest mean KL(with context ‖ patched) over the
     answers' tokens, plus κ times KL(unpatched ‖ patched) over preserved texts.
+
+    Fits take turns. No other thread may use the model meanwhile.
 
     Args:
         model: a causal language model without experts and recurrent layers. Its weights stay as
@@ -159,6 +177,9 @@ def fit(
     notes = _unknown(rows, max_new_tokens)
     for note in notes:
         warnings.warn(note, StaticPatchWarning, stacklevel=3)
+    dtype = options.dtype_for(model)
+    if on_plan is not None:
+        on_plan(plan(model, matrices, rank, rows, options))
     student = Student(model)
     held, held_texts = (
         targets_of(student, rows.held_out),
@@ -167,12 +188,7 @@ def fit(
     measuring = time.perf_counter()
     without = measure(student, held)
     measuring = (time.perf_counter() - measuring) * (1 + len(held_texts) / max(len(held), 1))
-
-    dtype = options.dtype_for(model)
-    trained = student
-    if dtype != model.dtype:
-        copied: Any = copy.deepcopy(model)
-        trained = Student(copied.to(dtype))
+    trained = student if dtype == model.dtype else Student(in_dtype(model, dtype))
     cast = [
         [replace(target, hidden=target.hidden.to(dtype)) for target in targets]
         for targets in (held, held_texts)
@@ -188,14 +204,20 @@ def fit(
         kappa=kappa,
         options=options,
     )
-    if on_plan is not None:
-        on_plan(plan(training, copied=trained is not student))
     info = StaticInfo.of(model, tokenizer, "distill", rows.front)
     checkpoint = None
     if state is not None:
-        checkpoint = Checkpoint(state, training, str(info.fingerprint))
+        data = [rows.fitted, rows.held_out, rows.fitted_texts, rows.held_texts, kappa]
+        checkpoint = Checkpoint(state, training, str(info.fingerprint), repr(data))
         checkpoint.read(training)
-    training.run(began + seconds - 1.5 * measuring, checkpoint, progress)
+    until = began + seconds - 1.5 * measuring
+    if time.perf_counter() >= until:
+        gone = time.perf_counter() - began + 1.5 * measuring
+        raise ValueError(
+            f"expected a budget of more than {gone:.0f} seconds, which pass without a step, got"
+            f" {seconds:g}"
+        )
+    training.run(until, checkpoint, progress)
 
     patch = StaticPatch(info, training.best[2])
     with patch.applied(model, check_front=False):
@@ -242,7 +264,7 @@ def _factors_of(
 class _Rows:
     """Answered examples and texts, to fit and held out.
 
-    repeated: how many examples have the prompt of another one, without its context.
+    repeated: how many examples are given twice. endless: the model's own answers that did not end.
     """
 
     fitted: list[Example]
@@ -251,6 +273,7 @@ class _Rows:
     held_texts: list[Tokens]
     front: Tokens
     repeated: int
+    endless: int
 
 
 def _split(
@@ -265,10 +288,9 @@ def _split(
         raise ValueError("expected ids of texts to preserve, got text: static.documents gives them")
     if not all(len(text) for text in texts):
         raise ValueError("expected texts to preserve of at least one token each, got an empty one")
-    for text in texts:
-        ids = torch.tensor([text])
-        check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
-        check_length(model, len(text))
+    own = list(dict.fromkeys(map(tuple, texts)))  # one that is held out must not be fitted too
+    for text in own:
+        check_row(model, text, 1)
     asked = answered(model, [*examples, *held_out], max_new_tokens)
     fitted, held = asked[: len(examples)], asked[len(examples) :]
     number = {ids: i for i, ids in enumerate(dict.fromkeys(x.without for x in fitted))}
@@ -276,16 +298,20 @@ def _split(
         raise ValueError(
             f"expected held-out prompts that are not among the examples, got {known} that are"
         )
-    repeated = len(fitted) - len(number)
+    repeated = len(fitted) - len({(x.with_context, x.without) for x in fitted})
+    endless = sum(
+        given.answer is None and (x.answer or ())[-1] not in ends_of(model, x.end)
+        for given, x in zip((*examples, *held_out), asked, strict=True)
+    )
     if not held and len(number) > 1:
         every = max(min(_HELD_OUT_OF, len(number)), math.ceil(len(number) / _MOST_HELD_OUT))
         held = [x for x in fitted if number[x.without] % every == every - 1]
         fitted = [x for x in fitted if number[x.without] % every != every - 1]
-    every = min(_HELD_OUT_OF, max(len(texts), 2))
-    held_texts = [tuple(text) for text in texts[every - 1 :: every]]
-    fitted_texts = [tuple(x) for i, x in enumerate(texts) if i % every != every - 1]
+    every = min(_HELD_OUT_OF, max(len(own), 2))
+    held_texts = own[every - 1 :: every]
+    fitted_texts = [x for i, x in enumerate(own) if i % every != every - 1]
     front = common_front([ids for x in asked for ids in (x.with_context, x.without)])
-    return _Rows(fitted, held, fitted_texts, held_texts, front, repeated)
+    return _Rows(fitted, held, fitted_texts, held_texts, front, repeated, endless)
 
 
 def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
@@ -308,11 +334,10 @@ def _unknown(rows: _Rows, max_new_tokens: int) -> tuple[str, ...]:
             " most of their attention to the first token, and a fit cannot replace it: let all"
             " prompts begin with one token, such as <bos>"
         )
-    endless = sum(len(x.answer or ()) == max_new_tokens for x in (*rows.fitted, *rows.held_out))
-    if endless > len(rows.fitted) // 2:
+    if rows.endless:
         found.append(
-            f"{endless} answers did not end within {max_new_tokens} tokens: give the token that"
-            " ends an answer as end, or more max_new_tokens"
+            f"{rows.endless} answers did not end within {max_new_tokens} tokens: give the token"
+            " that ends an answer as end, or more max_new_tokens"
         )
     return tuple(found)
 
@@ -338,43 +363,68 @@ def _check_harmless(report: StaticReport) -> None:
         )
 
 
-def plan(training: Training, copied: bool) -> Plan:
-    """The plan of a training.
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy of the model with weights in a dtype; its buffers, such as rotary frequencies, keep
+    theirs.
+    """
+    weights: dict[int, Any] = {
+        id(x): torch.nn.Parameter(x.detach().to(dtype), requires_grad=False)
+        for x in model.parameters()
+    }
+    return copy.deepcopy(model, weights)
+
+
+def plan(
+    model: PreTrainedModel,
+    matrices: Sequence[Matrix],
+    rank: int,
+    rows: _Rows,
+    options: Distillation,
+) -> Plan:
+    """The plan of a fit.
 
     Memory: the copy of the model, if there is one; factors, gradients, two moments and the best
-    factors; the hidden states of all rows; and of one step the values that the changed blocks keep
-    for the gradient, about 8 vectors as wide as the residual stream and 5 as wide as the MLP, and
-    the logits. Seconds: 2 operations a weight and token forward, as many backward.
+    factors; the hidden states of all rows; and the larger of a step and a pass without gradients. A
+    step keeps for the gradient about 8 vectors as wide as the residual stream and 5 as wide as the
+    MLP in each changed block, attention's scores, and logits. Seconds: 2 operations a weight and
+    token forward, as many backward.
     """
-    model, options = training.student.model, training.options
-    width, shapes = int(getattr(text_config(model), "hidden_size")), training.shapes  # noqa: B009
-    element, weights = model.dtype.itemsize, sum(p.numel() for p in model.parameters())
-    questions = min(options.batch_tokens, options.batch_size * training.longest(training.questions))
-    texts = min(
-        options.batch_tokens, options.preserve_batch_size * training.longest(training.texts)
-    )
-    step, rows = questions + texts, [*training.questions, *training.texts]
-    changed = len(training.student.layers) - training.first_block
-    factors = sum(p.numel() for p in training.parameters)
-    hidden = sum(len(x.ids) for x in rows) * width * element * 2
-    inner = max(k for _, k in shapes)
-    kept = changed * step * (8 * width + 5 * inner) * element + 5 * 4 * step * vocabulary(model)
-    nbytes = 5 * 4 * factors + hidden + kept + (weights * element if copied else 0)
-    share = changed / len(training.student.layers)
-    operations = 4.0 * weights * share * step * options.steps
-    return Plan(
-        len(training.questions),
-        len(training.texts),
-        step,
-        options.steps,
-        nbytes,
-        operations / _speed(model),
-    )
+    dtype, config = options.dtype_for(model), text_config(model)
+    width, heads = (int(getattr(config, x)) for x in ("hidden_size", "num_attention_heads"))
+    layers = layers_of(model)
+    linear = (m for x in layers.values() for m in x.modules() if isinstance(m, nn.Linear | Conv1D))
+    inner = max(max(m.weight.shape) for m in linear)
+    answers = [len((*x.without, *(x.answer or ())[:-1])) for x in rows.fitted]
+    texts = [len(x) for x in rows.fitted_texts]
+    teachers = [len(x.with_context) + len(x.answer or ()) for x in (*rows.fitted, *rows.held_out)]
+
+    def batch(lengths: Sequence[int], size: int) -> int:
+        longest = max(lengths, default=0)
+        return max(longest, min(options.batch_tokens, longest * min(size, len(lengths))))
+
+    asked = batch(answers, options.batch_size), batch(texts, options.preserve_batch_size)
+    step, changed = sum(asked), len(layers) - min(matrix.block for matrix in matrices)
+    scores = heads * max(answers + texts) * max(asked)
+    logits = 5 * 4 * vocabulary(model)
+    kept = dtype.itemsize * changed * (step * (8 * width + 5 * inner) + 3 * scores) + logits * step
+    at_once = min(ROW_TOKENS, sum(teachers + texts))
+    longest = max(teachers + texts)
+    passing = model.dtype.itemsize * (at_once * (8 * width + 3 * inner) + heads * at_once * longest)
+    passing += logits * min(LOGITS // vocabulary(model), at_once)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    factors = sum(rank * sum(matrix.shape) for matrix in matrices)
+    hidden = 2 * width * dtype.itemsize * sum(answers + texts)
+    nbytes = 5 * 4 * factors + hidden + max(kept, passing)
+    if dtype != model.dtype:
+        nbytes += weights * dtype.itemsize
+    operations = 4.0 * weights * changed / len(layers) * step * options.steps
+    seconds = operations / _speed(model.device, dtype)
+    return Plan(len(answers), len(texts), step, options.steps, nbytes, seconds)
 
 
-def _speed(model: PreTrainedModel) -> float:
-    """Operations a second of a matrix product in the model's dtype on its device."""
-    x = torch.randn(512, 512, device=model.device).to(model.dtype)
+def _speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a matrix product."""
+    x = torch.randn(512, 512, device=device).to(dtype)
     float((x @ x).sum())  # waits for the device
     began = time.perf_counter()
     for _ in range(3):

@@ -7,16 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from icl_patch.models.language_model import vocabulary
+from icl_patch.models.language_model import check_length, vocabulary
 from icl_patch.models.prompts import Tokens
-from icl_patch.static.examples import Example
+from icl_patch.static.examples import Example, plain_generate
 
 _BATCH = 64  # questions that are written at a time
 _FRUITFUL = 8  # new ones in a batch, without which the model repeats itself
@@ -28,7 +23,7 @@ def self_study(
 ) -> list[Example]:
     """The examples and others, ``count`` in all, whose questions the model writes: it continues the
     context at temperature 1 until a question ends as all given ones do. A fit lets it answer them
-    with the context.
+    with the context. No other thread may use the model meanwhile.
 
     A fit generalises from the questions that it has seen, so more of them make a better patch. Look
     at some before the fit.
@@ -102,26 +97,23 @@ def _written(
 ) -> list[Tokens]:
     """Questions that are sampled behind the context."""
     ids = torch.tensor([context], device=model.device)
-    generate: Any = model.generate
-    configured, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            rows: Tensor = generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=longest,
-                num_return_sequences=_BATCH,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                stopping_criteria=StoppingCriteriaList([_EndsWith(end)]),
-                eos_token_id=vocabulary(model),  # no id: a question may hold any
-                pad_token_id=0,
-            )
-    finally:
-        model.generation_config = configured
+    check_length(model, len(context), longest)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        rows = plain_generate(
+            model,
+            ids,
+            torch.ones_like(ids),
+            max_new_tokens=longest,
+            num_return_sequences=_BATCH,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            stopping_criteria=StoppingCriteriaList([_EndsWith(end)]),
+            eos_token_id=vocabulary(model),  # no id: a question may hold any
+            pad_token_id=0,
+        )
     found = []
     for row in rows[:, len(context) :].tolist():
         places = (i for i in range(1, len(row)) if tuple(row[i : i + len(end)]) == end)

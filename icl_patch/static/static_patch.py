@@ -27,11 +27,11 @@ from icl_patch.static.report import StaticReport
 from icl_patch.static.static_linear import StaticLinear, padded
 
 KIND = "static"
-_CARD = """A static patch of icl-patch as a LoRA for {model}.
-
-Every prompt must begin with the token {front}, as those that it was fitted on. Most chat templates
+_FRONT = """\
+Every prompt must begin with the token of id {}, as those that it was fitted on. Most chat templates
 and some tokenizers put it there; elsewhere put it in front of the ids.
 """
+_UNKNOWN_FRONT = "With which token prompts are to begin is not known.\n"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class StaticPatch:
         for path, change in other.changes.items():
             own = changes.get(path)
             changes[path] = change if own is None else _stacked(path, own, change)
-        return StaticPatch(replace(self.info, method="combination"), changes)
+        fronts = {patch.info.front for patch in (self, other)} - {()}
+        front = fronts.pop() if len(fronts) == 1 else ()
+        return StaticPatch(replace(self.info, method="combination", front=front), changes)
 
     def __mul__(self, factor: float) -> "StaticPatch":
         """The patch scaled: ``factor ΔW``."""
@@ -286,7 +288,7 @@ class StaticPatch:
         All matrices get one rank, padded with zeros to one that vLLM allows. ``lora_alpha`` is that
         rank, so that PEFT multiplies by 1.
 
-        A README.md beside says with which token prompts are to begin, if the patch knows it.
+        A README.md beside says with which token prompts are to begin.
 
         Args:
             folder: is made; its files are replaced.
@@ -304,9 +306,9 @@ class StaticPatch:
         transposed = {isinstance(model.get_submodule(path), Conv1D) for path in self.changes}
         factors = {path: (change.u, change.v) for path, change in self.changes.items()}
         rank = write_peft(folder, factors, self.info.model, transposed)
-        if self.info.front:
-            card = _CARD.format(model=self.info.model, front=self.info.front[0])
-            write_atomically(Path(folder) / "README.md", [card.encode()])
+        front = _FRONT.format(*self.info.front) if self.info.front else _UNKNOWN_FRONT
+        card = f"A static patch of icl-patch as a LoRA for {self.info.model}.\n\n{front}"
+        write_atomically(Path(folder) / "README.md", [card.encode()])
         return rank
 
 
@@ -361,7 +363,10 @@ def applied(
     row_map.set(rows)
     on_device = [patch._on(model) for patch in patches]
     paths = dict.fromkeys(path for patch in patches for path in patch.changes)
-    with _swapped(model, paths) as modules:
+    fronts = {patch.info.front for patch in patches} - {()}
+    with _swapped(model, paths) as modules, ExitStack() as stack:
+        if len(fronts) == 1:
+            stack.enter_context(_checked_front(model, *fronts.pop()))
         for path, module in modules.items():
             pool = _pool([changes.get(path) for changes in on_device])
             module.set_pool(*pool, index)
@@ -375,6 +380,8 @@ def _checked_front(model: PreTrainedModel, front: int) -> Iterator[None]:
     """
 
     def check(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
         ids = args[0] if args else kwargs.get("input_ids")
         cache = kwargs.get("past_key_values")
         if ids is None or (cache is not None and cache.get_seq_length() > 0):
@@ -469,7 +476,7 @@ def _read_info(header: dict[str, Any]) -> StaticInfo:
         if not (isinstance(value, str) or (value is None and name in optional)):
             raise PatchFormatError(f"expected header entry {name!r} of text, got {value!r:.80}")
     front = header.get("front")
-    if not isinstance(front, list) or not all(type(token) is int for token in front[:2]):
+    if not isinstance(front, list) or len(front) > 1 or not all(type(x) is int for x in front):
         raise PatchFormatError(
             f"expected header entry 'front' of ids, got {front!r:.80}:"
             " fit a patch of an earlier version again"

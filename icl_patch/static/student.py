@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.models.language_model import layers_of
 
@@ -33,30 +34,28 @@ class Student:
             self._call(torch.zeros(1, 1, dtype=torch.int64, device=model.device))
 
     def below(self, ids: Tensor, block: int) -> Tensor:
-        """The hidden states (B, T, d) before a block, of ids (B, T)."""
-        found: list[Tensor] = []
-
-        def stop(*args: Any, **kwargs: Any) -> Any:
-            found.append(args[0] if args else kwargs["hidden_states"])
-            raise _Stopped
-
-        self._run(ids, {block: stop})
-        return found[0]
+        """The hidden states (B, T, d) that the block before one gives, of ids (B, T)."""
+        return self._behind(ids, block - 1, {})
 
     def final(self, ids: Tensor, block: int = 0, below: Tensor | None = None) -> Tensor:
         """The hidden states (B, T, d) behind the last block, of ids (B, T); from the hidden states
         ``below`` before ``block``, if they are known.
         """
+        given = {} if below is None else self._giving(block, below)
+        return self._behind(ids, len(self.layers) - 1, given)
+
+    def _behind(self, ids: Tensor, block: int, forwards: dict[int, Forward]) -> Tensor:
+        """What a block's own forward returns: hooks on the block see it when it is given back."""
         found: list[Tensor] = []
-        last = self.layers[-1].forward
+        forward = self.layers[block].forward
 
         def stop(*args: Any, **kwargs: Any) -> Any:
-            out = last(*args, **kwargs)
+            out = forward(*args, **kwargs)
             found.append(out[0] if isinstance(out, tuple) else out)
             raise _Stopped
 
-        given = {} if below is None else self._giving(block, below)
-        self._run(ids, given | {len(self.layers) - 1: stop})
+        with self._overrides(forwards | {block: stop}), suppress(_Stopped):
+            self._call(ids)
         return found[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -79,13 +78,15 @@ class Student:
         def note(*args: Any, **kwargs: Any) -> Any:
             out = forward(*args, **kwargs)
             self.tuples[number] = isinstance(out, tuple)
+            hidden = out[0] if isinstance(out, tuple) else out
+            if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+                raise UnsupportedModelError(
+                    "expected blocks that give hidden states (B, T, d) for a static patch, got"
+                    f" {type(self.layers[number]).__name__}, which gives others"
+                )
             return out
 
         return note
-
-    def _run(self, ids: Tensor, forwards: dict[int, Forward]) -> None:
-        with self._overrides(forwards), suppress(_Stopped):
-            self._call(ids)
 
     def _overrides(self, forwards: dict[int, Forward]) -> Overrides:
         return Overrides((self.layers[i], forward) for i, forward in forwards.items())

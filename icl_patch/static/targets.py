@@ -12,7 +12,7 @@ from icl_patch.models.prompts import Tokens
 from icl_patch.static.examples import Example, batches, pad
 from icl_patch.static.student import Student
 
-_LOGITS = 2**24  # that are compared at a time: bounds the memory
+LOGITS = 2**24  # that are compared at a time: bounds the memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ def _compared(student: Student, with_context: Tensor, patched: Tensor) -> Tensor
     """KL, total variation distance, and both first choices, patched and with context, of hidden
     states (n, d): (4, n) fp64.
     """
-    count = max(1, _LOGITS // vocabulary(student.model))
+    count = max(1, LOGITS // vocabulary(student.model))
     parts = []
     for pair in zip(with_context.split(count), patched.split(count), strict=True):
         wanted, got = (student.logits(x).log_softmax(-1) for x in pair)

@@ -1,7 +1,6 @@
 """Training low-rank changes by gradient descent on a KL divergence."""
 
 import hashlib
-import json
 import math
 import os
 import time
@@ -132,16 +131,6 @@ class Training:
         self._patched = Overrides(_with_changes(student.model, changes))
         self._below = self._computed_once() if first_block else {}
 
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(N, K) of each matrix."""
-        return [(x.u.shape[1], x.v.shape[1]) for x in self.changes.values()]
-
-    @staticmethod
-    def longest(targets: Sequence[Target]) -> int:
-        """Tokens of the longest row."""
-        return max((len(target.ids) for target in targets), default=0)
-
     def _copy(self) -> dict[str, LowRank]:
         return {
             path: LowRank(change.u.detach().clone(), change.v.detach().clone())
@@ -170,7 +159,7 @@ class Training:
         """All steps; fewer if the held-out loss has not fallen for ``patience`` measurements, or if
         the time ``until``, of ``time.perf_counter``, does not hold them.
         """
-        options, steps, measured = self.options, self.options.steps, -1
+        options, steps, measured = self.options, self.options.steps, self.step
         first, began = self.step, time.perf_counter()
         for questions, texts in self._draws():
             waited = self.step - self.best[1]
@@ -326,13 +315,8 @@ class Checkpoint:
     """The file from which a stopped training continues."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], training: Training, fingerprint: str
+        self, folder: str | os.PathLike[str], training: Training, fingerprint: str, data: str
     ) -> None:
-        rows = [
-            [target.ids, target.labels]
-            for of_kind in (training.questions, training.texts, training.held_out)
-            for target in of_kind
-        ]
         first = hashlib.sha256()  # of the factors from which it starts
         for parameter in training.parameters:
             first.update(parameter.detach().cpu().numpy().data)
@@ -344,7 +328,7 @@ class Checkpoint:
             "options": options,
             "matrices": {path: change.rank for path, change in training.changes.items()},
             "start": first.hexdigest(),
-            "data": hashlib.sha256(json.dumps([rows, training.first_kappa]).encode()).hexdigest(),
+            "data": hashlib.sha256(data.encode()).hexdigest(),
         }
 
     def write(self, training: Training) -> None:

@@ -255,9 +255,9 @@ def test_the_plan_is_known_before_the_fit() -> None:
     fit(model, random_examples(), on_plan=plans.append, preserve=tokens(4, 10, 6).tolist())
     (plan,) = plans
     assert (plan.questions, plan.texts, plan.steps) == (7, 8, 2)
-    assert plan.tokens == 16 * 7 + 4 * 6  # a front of 1, a question of 4, an answer of 3 less 1
+    assert plan.tokens == 7 * 7 + 4 * 6  # a front of 1, a question of 4, an answer of 3 less 1
     assert plan.nbytes > 0 and plan.seconds > 0
-    assert "7 questions and 8 preserved texts, 2 steps of 136 tokens" in str(plan)
+    assert "7 questions and 8 preserved texts, 2 steps of 73 tokens" in str(plan)
 
 
 def test_distillation_stops_early() -> None:
@@ -309,7 +309,11 @@ def test_a_patch_that_harms_is_not_returned() -> None:
             {},
             "begin with different tokens",
         ),
-        (random_examples(), {"max_new_tokens": 3}, "8 answers did not end within 3 tokens"),
+        (
+            [replace(x, answer=None) for x in random_examples()],
+            {"max_new_tokens": 3},
+            "8 answers did not end within 3 tokens",
+        ),
     ],
 )
 def test_what_is_not_known_is_said(examples: list, options: dict, message: str) -> None:
@@ -364,6 +368,9 @@ def test_a_stopped_fit_goes_on(tmp_path: Path) -> None:
         fitted(state=tmp_path, start=2 * whole)
     with pytest.raises(ValueError, match="with another data"):
         fitted(state=tmp_path, held_out=random_examples(3))
+    with pytest.raises(ValueError, match="with another data"):  # answers given, another context
+        others = [replace(x, with_context=(1, 9, *x.with_context[2:])) for x in examples]
+        fit(model, others, distillation=options, state=tmp_path)
     with pytest.raises(ValueError, match="with another matrices"):
         fitted(state=tmp_path, rank=3)
     with pytest.raises(ValueError, match="with another options"):
@@ -426,9 +433,41 @@ def test_other_forms_of_blocks(name: str) -> None:
     assert patch.report is not None and patch.report.held_out
 
 
+def test_hooks_on_blocks_are_seen_once_from_a_block_on() -> None:
+    model, ids = build("llama"), tokens(11, 3, 6)
+    model.model.layers[0].register_forward_hook(lambda _m, _a, out: out + 1.0)
+    model.model.layers[1].register_forward_pre_hook(lambda _m, args: (2.0 * args[0], *args[1:]))
+    student = Student(model)
+    with torch.no_grad():
+        from_one = student.final(torch.zeros_like(ids), 1, student.below(ids, 1))
+        torch.testing.assert_close(from_one, student.final(ids))
+
+
+def test_a_copy_in_another_dtype_keeps_its_rotary_frequencies() -> None:
+    model = build("llama")
+    copied = importlib.import_module("icl_patch.static.fit").in_dtype(model, torch.bfloat16)
+    assert copied.dtype == torch.bfloat16 and model.dtype == torch.float32
+    own, other = (dict(x.named_buffers()) for x in (model, copied))
+    assert own and all(torch.equal(x, other[name]) for name, x in own.items())
+    assert all(x.dtype == other[name].dtype for name, x in own.items())
+    for name, x in copied.named_parameters():
+        assert torch.equal(x, model.get_parameter(name).bfloat16())
+
+
+def test_texts_that_are_given_twice_are_not_held_out_of_themselves() -> None:
+    fit_module = importlib.import_module("icl_patch.static.fit")
+    rows = fit_module._split(build("llama"), random_examples(), (), [[3, 4, 5]] * 10, 8)
+    assert (rows.fitted_texts, rows.held_texts) == ([(3, 4, 5)], [])
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("mixtral", "with experts"), ("llama4", "with experts"), ("mamba", "recurrent layers")],
+    [
+        ("gemma3n", r"give hidden states \(B, T, d\)"),
+        ("mixtral", "with experts"),
+        ("llama4", "with experts"),
+        ("mamba", "recurrent layers"),
+    ],
 )
 def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -442,6 +481,7 @@ def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> N
         ({"kappa": -1.0}, "kappa ≥ 0"),
         ({"kappa": math.nan}, "kappa ≥ 0"),
         ({"seconds": 0.0}, "a positive number of seconds"),
+        ({"seconds": 1e-6}, "seconds, which pass without a step, got 1e-06"),
         ({"seconds": math.nan}, "a positive number of seconds"),
         ({"preserve": ["text"]}, "expected ids of texts to preserve, got text"),
         ({"preserve": [()]}, "of at least one token each"),
@@ -465,7 +505,7 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
 def test_bad_models_and_examples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected examples, .* got 0 examples"):
         fit(build("llama"), [])
-    with pytest.raises(ValueError, match="expected ids from 0 to 96, got 5 to 200"):
+    with pytest.raises(ValueError, match="expected ids from 0 to 96, got 1 to 200"):
         fit(build("llama"), [Example((5, 6), (6,), (200, 1))])
     model = shallow("gpt2").train()
     model.config.attn_pdrop = 0.1

@@ -49,7 +49,7 @@ def test_the_files_are_the_patch(name: str, tmp_path: Path) -> None:
     patch = random_patch(model, 0)
     patch = replace(patch, info=replace(patch.info, front=(7,)))
     assert patch.to_peft(tmp_path, model) == 8
-    assert "must begin with the token 7" in (tmp_path / "README.md").read_text()
+    assert "must begin with the token of id 7" in (tmp_path / "README.md").read_text()
     with patch.applied(model):
         expected = logits(model)
     assert (by_hand(model, tmp_path) - expected).abs().max() <= CLOSE * expected.abs().max()

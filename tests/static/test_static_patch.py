@@ -253,7 +253,12 @@ def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:
     with patch.applied(model, check_front=False), warnings.catch_warnings():
         warnings.simplefilter("error", StaticPatchWarning)
         model(other)
+    with applied(model, [patch], rows=[0]), pytest.warns(StaticPatchWarning):
+        model(other)
     assert not model._forward_pre_hooks
+    unknown, else_where = replace(patch.info, front=()), replace(patch.info, front=(6,))
+    assert (patch + StaticPatch(unknown, patch.changes)).info.front == (5,)
+    assert (patch + StaticPatch(else_where, patch.changes)).info.front == ()
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
