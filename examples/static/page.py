@@ -53,7 +53,7 @@ HEAD = """\
   on the first task of a kind, without the time of the other.
 - *prompt tuning (PEFT)*: 16 virtual tokens, for as many seconds of the CPU as the static patch.
 
-Brackets hold the range over three seeds. A task is shown once all methods have been run on it.
+Brackets hold the range over seeds. What has not been run yet is left out: the cells name what has.
 """
 SECTIONS = {
     "few_shot": """
