@@ -244,7 +244,9 @@ def draw(entries: Sequence[Entry], path: Path) -> None:
             name, (0.01, value), xycoords=("axes fraction", "data"), va="bottom", color="0.4"
         )
     axis.set(xscale="log", ylim=(-4, 110), xlabel="seconds of the CPU for a fit")
-    axis.set_ylabel("right answers, % of those with the context")
+    axis.set_ylabel("right answers,\n% of those with the context")
+    for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+        formatter("{x:g}")
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
