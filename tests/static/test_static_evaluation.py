@@ -86,7 +86,9 @@ def test_cells_of_each_kind_and_a_page(evaluation: ModuleType, tmp_path: Path) -
     for entry in entries:
         groups = entry["tests"]
         if entry["method"] == evaluation.CONTEXT:
-            assert all(group["kl"] == 0 and group["agreement"] == 1 for group in groups.values())
+            # logits of one hidden state, from batches of two sizes: roundings of fp32
+            assert all(abs(group["kl"]) < 1e-5 for group in groups.values())
+            assert all(group["agreement"] == 1 for group in groups.values())
         if entry["method"] == evaluation.EACH_TOKEN:
             assert entry["same_token"] == entry["tokens"] > 0
             assert all(group["kl"] < 1e-4 for group in groups.values())
