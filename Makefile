@@ -100,7 +100,7 @@ papers-%: $(RUN)
 
 STATIC ?=
 
-static: $(RUN) build/peft $(if $(MODEL),,build/gguf) ## static patches beside other methods on a real model, into docs/static-results.md, in a day; resumes a stopped run; MODEL=FOLDER: another model; STATIC=--quick: two tasks in minutes
+static: $(RUN) build/peft $(if $(MODEL),,build/gguf) ## static patches beside other methods on a real model, into docs/static-results.md, in hours; resumes a stopped run; MODEL=FOLDER: another model; STATIC=--quick: two tasks in minutes
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
 	OMP_NUM_THREADS=1 PYTHONPATH=build/peft $(RUN) examples/static/evaluation.py "$$model" $(STATIC) $(if $(MODEL)$(STATIC),--out build/static/cells.jsonl) && \
 	$(RUN) examples/static/page.py $(if $(MODEL)$(STATIC),build/static/cells.jsonl --out build/static)

@@ -43,7 +43,7 @@ from icl_patch.static.examples import Example, answered, pad
 from icl_patch.static.student import Student
 from icl_patch.static.targets import Target, targets_of, targets_of_texts
 
-# Chosen before anything was fitted.
+# Tasks and numbers of questions: chosen before anything was fitted.
 FEW_SHOT = (
     "country to capital",
     "word to upper case",

@@ -6,11 +6,11 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,21 +46,16 @@ from icl_patch.static.training import (
     first_factors,
 )
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _FITTING = threading.RLock()
 _HELD_OUT_OF = 5  # one question and one text in five is held out,
 _MOST_HELD_OUT = 32  # of many questions no more than these
 
 
-def one_at_a_time(function: _Function) -> _Function:
-    """Calls of the function take turns: a fit puts forwards of its own into the model."""
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with _FITTING:
-            return function(*args, **kwargs)
-
-    return cast("_Function", called)
+@contextmanager
+def _taking_turns() -> Iterator[None]:
+    """Fits wait for each other: each puts forwards of its own into its model."""
+    with _FITTING:
+        yield
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class Plan:
         )
 
 
-@one_at_a_time
+@_taking_turns()
 @torch.inference_mode(False)
 def fit(
     model: PreTrainedModel,
@@ -176,7 +171,7 @@ def fit(
     rows = _split(model, examples, held_out, preserve or (), max_new_tokens)
     notes = _unknown(rows, max_new_tokens)
     for note in notes:
-        warnings.warn(note, StaticPatchWarning, stacklevel=3)
+        warnings.warn(note, StaticPatchWarning, stacklevel=4)  # behind two decorators
     dtype = options.dtype_for(model)
     if on_plan is not None:
         on_plan(plan(model, matrices, rank, rows, options))

@@ -320,6 +320,7 @@ def test_what_is_not_known_is_said(examples: list, options: dict, message: str) 
     with pytest.warns(StaticPatchWarning) as caught:
         patch = fit(build("llama"), examples, **options)
     assert patch.report is not None
+    assert {warning.filename for warning in caught} == {__file__}  # the caller's line
     said = [str(warning.message) for warning in caught]
     assert [text for text in said if message in text]
     assert said == list(patch.report.warnings)
