@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out",
         type=Path,
         metavar="FILE",
-        help="JSON like --examples: questions to measure on (default: one in five of up to 20, one in ten of more)",
+        help="JSON like --examples: questions to measure on (default: some of the examples)",
     )
     parser.add_argument(
         "--preserve",
