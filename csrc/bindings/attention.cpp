@@ -32,6 +32,9 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   check("value", value, query, {rows, groups, keys, -1});
   STD_TORCH_CHECK(groups ? heads % groups == 0 : heads == 0, "expected a multiple of ", groups,
                   " query heads, got ", heads);
+  STD_TORCH_CHECK(key.scalar_type() == query.scalar_type() &&
+                      value.scalar_type() == query.scalar_type(),
+                  "expected query, key and value of one dtype");
   Attention call;
   call.heads = heads;
   call.groups = groups;

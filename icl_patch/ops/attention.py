@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from icl_patch.ops import native, reference
+from icl_patch.ops import reference
 from icl_patch.ops.checks import check_floats
-from icl_patch.ops.dispatch import Op
+from icl_patch.ops.dispatch import Op, native_serves
 
 
 def decode_attention(
@@ -36,7 +36,8 @@ def decode_attention(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = max(query.shape[-1], 1) ** -0.5
     return _decode_attention.native_first(query, key, value, scale, mask)
 
 
@@ -75,4 +76,4 @@ _decode_attention = Op(
 
 def has_decode_attention(device_type: str) -> bool:
     """Whether :func:`decode_attention` has a kernel of ours on a type of device."""
-    return device_type == "cpu" and native.is_loaded
+    return device_type == "cpu" and native_serves("cpu")
