@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block, Writer
 from icl_patch.models.diagnosis import explain_failure
 from icl_patch.models.forward import check_inputs, counts_slots, names_of
+from icl_patch.models.forward_override import what_runs
 from icl_patch.models.language_model import (
     check_length,
     check_vocabulary,
@@ -35,7 +36,12 @@ from icl_patch.models.language_model import (
 from icl_patch.models.model_checks import check_language_model
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.patch.context_patch import ContextPatch
-from icl_patch.patch.fingerprints import WatchedWeights, WeightCheck, tokenizer_fingerprint
+from icl_patch.patch.fingerprints import (
+    WatchedWeights,
+    WeightCheck,
+    tokenizer_fingerprint,
+    weight_state,
+)
 from icl_patch.patch.serialization import PatchInfo, check_fit, check_update
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
@@ -56,6 +62,32 @@ from icl_patch.recording.sequences import Sequences, with_media
 from icl_patch.tolerances import rounding_limit
 
 
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What attaching found of a model.
+
+    state: of its modules, settings and weights then. block_specs, takes_padding: as of
+        :class:`AttachedModel`. weights: watched since.
+    """
+
+    state: tuple[Any, ...]
+    block_specs: tuple[Block, ...]
+    takes_padding: bool
+    weights: WatchedWeights
+
+
+_known: "weakref.WeakKeyDictionary[PreTrainedModel, _Known]" = weakref.WeakKeyDictionary()
+
+
+def _state_of(model: PreTrainedModel) -> tuple[Any, ...] | None:
+    """What the self-check depends on; None if torch does not count changes of the weights."""
+    if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
+        return None
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    runs = tuple(x if isinstance(x, plain) else id(x) for x in what_runs(model))
+    return runs, tuple(weight_state(model)), model.config.to_json_string(use_diff=False)
+
+
 class HasAttachedModel(Protocol):
     """A patcher, for functions that stand below it."""
 
@@ -66,7 +98,8 @@ class AttachedModel:
     """A Hugging Face model with patched modules in place of its blocks' readers and writers.
 
     Threads take turns: a pass has the model to itself, and another thread's pass, or its call of
-    the model, waits until it ends. An attached model that nobody refers to any more detaches.
+    the model, waits until it ends. An attached model that nobody refers to any more detaches. What
+    attaching finds is remembered for as long as nothing in the model changes.
 
     Args:
         model: a causal language model in eval mode.
@@ -102,6 +135,7 @@ class AttachedModel:
         check_language_model(model)
         check_attention(model)
         check_training(model, model.training)
+        state = _state_of(model)
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
@@ -113,7 +147,7 @@ class AttachedModel:
         try:
             # autocast's rounding would hide the errors that the self-check looks for
             with self.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
-                self._attach()
+                self._attach(state)
         except torch.OutOfMemoryError:
             self.detach()
             raise
@@ -130,19 +164,34 @@ class AttachedModel:
             self.detach()
             raise
 
-    def _attach(self) -> None:
-        self.block_specs: tuple[Block, ...] = tuple(blocks_of(self.model))
+    def _attach(self, state: tuple[Any, ...] | None) -> None:
+        known = _known.get(self.model)
+        if known is not None and known.state != state:
+            known = None
+        self.block_specs: tuple[Block, ...] = (
+            tuple(blocks_of(self.model)) if known is None else known.block_specs
+        )
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         self._depends_on_cache = depends_on_cache(self.model)
         self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
+        if known is not None:
+            self.takes_padding, self.weights = known.takes_padding, known.weights
+            self._swap_blocks()
+            return
         check = SelfCheck(self.model, self.recurrent)
         check.check_positions()
         self.takes_padding = check.takes_padding()
-        for block in self.block_specs:
-            self.blocks.append(AttachedBlock(self.model, block, self.attachment))
+        self._swap_blocks()
         measure_multipliers(self)
         self.block_specs = tuple(block.block for block in self.blocks)
         check.run(self)
+        if state is not None:
+            found = _Known(state, self.block_specs, self.takes_padding, self.weights)
+            _known[self.model] = found
+
+    def _swap_blocks(self) -> None:
+        for block in self.block_specs:
+            self.blocks.append(AttachedBlock(self.model, block, self.attachment))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -440,9 +440,11 @@ def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_compiled() -> None:
-    with ContextPatcher(build("llama"), "exact") as patcher:
-        with pytest.raises(ValueError, match="with compile, got 'two_pass'"):
-            patcher.generate(IDS, compile=True, max_new_tokens=2, mode="two_pass")
+    with (
+        ContextPatcher(build("llama"), "exact") as patcher,
+        pytest.raises(ValueError, match="with compile, got 'two_pass'"),
+    ):
+        patcher.generate(IDS, compile=True, max_new_tokens=2, mode="two_pass")
     model = tiny_models.build("xglm")
     ids = IDS % model.config.vocab_size
     with ContextPatcher(model, "stable") as patcher:

@@ -2,6 +2,7 @@
 what is built.
 """
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -163,6 +164,51 @@ class Doubled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * self.inner(x)
+
+
+def _changed_weight(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _changed_weight,
+        lambda model: model.config.update({"rms_norm_eps": 1e-4}),
+        lambda model: model.model.norm.register_forward_hook(lambda *_: None),
+        lambda model: model.set_attn_implementation("eager"),
+        lambda model: model.bfloat16(),
+    ],
+    ids=["weight", "config", "hook", "attention", "dtype"],
+)
+def test_what_attaching_found_holds_until_something_changes(
+    change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = build("llama"), []
+    monkeypatch.setattr(type(model), "forward", counted(type(model).forward, calls))
+    with ContextPatcher(model) as patcher:
+        first = patcher.attached_model.block_specs
+    tried = len(calls)
+    with ContextPatcher(model, "stable") as patcher:
+        assert patcher.attached_model.block_specs == first
+        patch = patcher.compute(tokens(0, 1, 4), tokens(1, 1, 2))
+    assert tried > 10
+    assert len(calls) - tried <= 2  # those of compute
+    assert patch.info.fingerprint == patcher.attached_model.weights.check().fingerprint
+    change(model)
+    before = len(calls)
+    ContextPatcher(model).detach()
+    assert len(calls) - before == tried
+
+
+def counted(forward: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **kwargs)
+
+    return counting
 
 
 @pytest.mark.parametrize("what", ["one matrix", "an MLP", "a matrix within another"])
