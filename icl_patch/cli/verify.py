@@ -28,19 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)",
     )
-    parser.add_argument(
-        "--all-families",
-        action="store_true",
-        help="instead of MODEL: every block form, on small random models",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify one model, or every block form; 1 if a promise is not kept."""
-    return _verify_families(options) if options.all_families else _verify_model(options)
-
-
-def _verify_model(options: argparse.Namespace) -> int:
+    """Verify a model; 1 if the promise is not kept."""
     model, tokenizer = common.load(options)
     from icl_patch.evaluation import report
     from icl_patch.evaluation.verify import verify
@@ -71,39 +62,3 @@ def _verify_model(options: argparse.Namespace) -> int:
         *report.verify_tables([result]),
     )
     return 0 if result.passed else 1
-
-
-def _verify_families(options: argparse.Namespace) -> int:
-    _check_alone(options)
-    common.import_torch()
-    with common.stage("importing transformers"):
-        from icl_patch.evaluation import report
-        from icl_patch.evaluation.architecture_suite import run_suite
-
-    with common.progress_bar("verifying each block form") as progress:
-        reports = run_suite(seed=options.seed, progress=progress)
-    passed = all(family.passed for family in reports)
-    common.print_result(
-        options,
-        {"families": [family.to_dict() for family in reports], "passed": passed},
-        report.suite_table(reports),
-        report.refused_table(reports),
-    )
-    return 0 if passed else 1
-
-
-def _check_alone(options: argparse.Namespace) -> None:
-    """Refuse options of one model beside ``--all-families``."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    allowed = ("all_families", "seed")
-    ignored = [
-        "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-        for name, default in vars(parser.parse_args([])).items()
-        if name not in allowed and getattr(options, name) != default
-    ]
-    if ignored:
-        raise ValueError(
-            "expected only --seed and --json beside --all-families, which makes models and"
-            f" contexts, got {', '.join(ignored)}"
-        )

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.architecture_suite import FamilyReport
 from icl_patch.evaluation.verify import VerifyReport
 
 # The block's last operation, by its writer.
@@ -118,47 +117,6 @@ def _exact_table(reports: Sequence[VerifyReport]) -> Table:
     ]
     title = "Exact steps by arithmetic; token match and L∞ max are against the unmodified model"
     return _table_of(title, records)
-
-
-def suite_table(reports: Sequence[FamilyReport]) -> Table:
-    """The measurements of every supported block form."""
-    records = [
-        {
-            "family": entry.name,
-            "ends in": entry.writer,
-            "lemmas": entry.lemmas,
-            "floor": format_floor(entry.noise_floor),
-            "direct fp32": entry.direct,
-            "stable fp32": entry.stable,
-            "exact fp32": percent(entry.exact_fp32),
-            "exact bf16": percent(entry.exact_bf16),
-            "reader error, ε": _digits(entry.reader_error),
-            "correction, ε": _digits(entry.correction),
-            "experts": percent(entry.experts_identical),
-            "passed": entry.refused or entry.passed,
-        }
-        for entry in reports
-        if entry.expected
-    ]
-    return _table_of(
-        "Every supported form, on a small random model: replay without context against the model"
-        " with it",
-        records,
-    )
-
-
-def refused_table(reports: Sequence[FamilyReport]) -> Table:
-    """The refused block forms, why, and the error that attaching raises."""
-    records = [
-        {"family": entry.name, "why": entry.note, "the error": entry.refused or "NOT refused"}
-        for entry in reports
-        if not entry.expected
-    ]
-    return _table_of("Refused", records)
-
-
-def _digits(value: float | None) -> str | None:
-    return None if value is None else f"{value:.1f}"
 
 
 def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:

@@ -22,7 +22,7 @@ CHAT = (
     "{% if add_generation_prompt %}<model>{% endif %}"
 )
 # Minutes, or a GPU: their options are parsed only.
-SLOW = ("--all-families", "demo", "bench", "tune")
+SLOW = ("demo", "bench", "tune")
 AFTER = """
 import torch
 from icl_patch import embedded
