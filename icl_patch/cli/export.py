@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         patch = ContextPatch.load(options.file, model, tokenizer)
         row, token = options.row or 0, -1 if options.token is None else options.token
-        rank = patch.to_peft(options.out, row=row, token=token, scales=options.scales)
+        rank = patch.to_peft(options.out, model, row=row, token=token, scales=options.scales)
     result = {"folder": str(options.out), "kind": kind, "rank": rank}
     common.print_result(options, result, f"{options.out}: a LoRA of rank {rank}", *said)
     return 0

@@ -49,19 +49,20 @@ def check_language_model(model: object) -> None:
 def _check_unwrapped(model: object) -> None:
     """Raises UnsupportedModelError for a wrapper around a model, or one that is compiled."""
     name, cure = type(model).__name__, ""
+    steps = ". Decode steps are compiled by generate(compile=True)"
     if hasattr(model, "_orig_mod"):
-        cure = "the model that torch.compile was given, model._orig_mod"
+        cure = f"the model that torch.compile was given, model._orig_mod; got {name}{steps}"
     elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         cure = (
             "model.get_base_model(), in which LoRA adapters stay in effect, or"
-            " model.merge_and_unload()"
+            f" model.merge_and_unload(); got {name}"
         )
     elif getattr(model, "_compiled_call_impl", None) is not None:
-        name, cure = f"{name} after model.compile()", "a model that is not compiled, loaded again"
-    if cure:
-        raise UnsupportedModelError(
-            f"expected {cure}; got {name}. Decode steps are compiled by generate(compile=True)"
+        cure = (
+            f"a model that is not compiled, loaded again; got {name} after model.compile(){steps}"
         )
+    if cure:
+        raise UnsupportedModelError(f"expected {cure}")
 
 
 def _check_in_memory(model: PreTrainedModel) -> None:

@@ -208,6 +208,8 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
     assert weight_fingerprint(model) == before
     with pytest.raises(FingerprintMismatch, match="expected a patch of"):
         patch.merge(build("llama", seed=3))
+    with pytest.raises(FingerprintMismatch, match=r"in torch\.bfloat16, got one of \w+ in torch\.fl"):
+        patch.merge(build("llama").bfloat16())
     with pytest.raises(ValueError, match="expected patches and rows"), applied(model, [], [0]):
         pass
 
