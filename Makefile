@@ -21,7 +21,7 @@ $(RUN): build/interpreter requirements.txt pyproject.toml setup.py $(SOURCES)
 	@sh tools/setup.sh "$(PYTHON)"
 
 demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof; MODEL=FOLDER: on that model, with chats
-	$(RUN) -m icl_patch demo $(if $(MODEL),--model "$(MODEL)")
+	$(RUN) -m icl_patch demo $(if $(MODEL),"$(MODEL)")
 
 # Apart from the rest: transformers imports torchao wherever it finds it, which prints to every command.
 build/torchao: | $(RUN)

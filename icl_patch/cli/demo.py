@@ -17,10 +17,11 @@ HELP = "show the main job on the embedded model, or on any other, and verify it"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--model",
+        "model",
+        nargs="?",
         metavar="MODEL",
-        help="folder or hub id of a model to answer six prompts with, chats with a system message"
-        " among them (default: the embedded model on held-out prompts)",
+        help="local folder or hub id of a model to answer six prompts with, chats with a system"
+        " message among them (default: the embedded model on held-out prompts)",
     )
     parser.add_argument(
         "--prompts",

@@ -40,7 +40,6 @@ from icl_patch.patch.fingerprints import WatchedWeights, check_same_model, token
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import (
-    DTYPES,
     TOKEN_TENSORS,
     PatchInfo,
     check_finite,

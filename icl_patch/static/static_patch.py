@@ -44,9 +44,9 @@ class StaticInfo:
 
     model: the name or path the model was loaded from; fingerprint: SHA-256 of its weights, None if
     it is not known (of an imported LoRA); tokenizer: SHA-256 of the tokenizer, None if there was
-    none; dtype: of the model, as "torch.float32", None if it is not known; family: of the model; method: "distill" or how else the patch was made; front: the id with
+    none; family: of the model; method: "distill" or how else the patch was made; front: the id with
     which every prompt of the fit began, in a tuple, and with which prompts are to begin; () if it
-    is not known.
+    is not known; dtype: of the model, as "torch.float32", None if it is not known.
     """
 
     model: str
@@ -492,8 +492,13 @@ def _read_report(header: dict[str, Any]) -> StaticReport | None:
         raise PatchFormatError(f"expected a fit's report, got {value!r:.80}") from error
 
 
+def _numbers_as_numbers(path: str) -> list[tuple[int, str]]:
+    """A key that sorts block 10 behind block 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+
+
 def _read_changes(tensors: dict[str, Tensor]) -> dict[str, LowRank]:
-    paths = list(dict.fromkeys(name[:-2] for name in tensors))
+    paths = sorted({name[:-2] for name in tensors}, key=_numbers_as_numbers)
     expected = {f"{path}.{side}" for path in paths for side in ("u", "v")}
     if not paths or set(tensors) != expected:
         raise PatchFormatError(

@@ -228,7 +228,7 @@ def test_extract_then_inspect_and_replay(
     assert json.loads(out)["kept_tokens"] == len(prompt.question)
     assert ContextPatch.load(file).info.update == update
     status, out, _ = run(
-        capsys, "inspect", str(file), "--model", "embedded", "--device", "cpu", "--json"
+        capsys, "inspect", "embedded", "--patch", str(file), "--device", "cpu", "--json"
     )
     summary = json.loads(out)
     assert status == 0
@@ -237,7 +237,7 @@ def test_extract_then_inspect_and_replay(
     assert status == 0
     assert json.loads(out)["rows"][0]["replayed"][-1] == prompt.answer[0]
     assert len(summary["norms"]["mlp.gate_proj"]) == summary["layers"] == 6
-    status, out, _ = run(capsys, "inspect", str(file))
+    status, out, _ = run(capsys, "inspect", "--patch", str(file))
     assert status == 0
     assert "mlp.up_proj" in out
 
@@ -314,17 +314,17 @@ def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) ->
     [
         (["verify", "/nowhere/at/all"], 2, "got /nowhere/at/all: no such folder"),
         (["verify", str(Path(__file__).parent)], 2, "there is no config.json in it"),
-        (["inspect", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
-        (["inspect", str(embedded.MODEL_DIR)], 2, "files there: model.safetensors"),
+        (["inspect", "--patch", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
+        (["inspect", "--patch", str(embedded.MODEL_DIR)], 2, "files there: model.safetensors"),
         (["replay", "--patch", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
         (["verify", "--context-file", "/nowhere/at/all"], 2, "No such file"),
         (["verify", "--context", "a", "--keep-last", "9"], 2, "more than 10 tokens"),
         (["verify", "--chat"], 2, "chat template"),
-        (["inspect", __file__], 1, "safetensors"),
+        (["inspect", "--patch", __file__], 1, "safetensors"),
         (
-            ["inspect", __file__, "--device", "cpu"],
+            ["inspect", "--patch", __file__, "--device", "cpu"],
             2,
-            "expected --model with --revision or --device",
+            "expected MODEL with --revision or --device",
         ),
     ],
 )
@@ -374,7 +374,7 @@ def test_a_patch_of_another_model_is_refused(capsys: pytest.CaptureFixture, tmp_
     model.get_submodule("model.layers.0.mlp.up_proj").weight.data[0, 0] += 1
     model.save_pretrained(other)
     tokenizer.save_pretrained(other)
-    status, _, err = run(capsys, "inspect", str(file), "--model", str(other))
+    status, _, err = run(capsys, "inspect", str(other), "--patch", str(file))
     assert status == 1
     assert "expected a patch of" in err
 
@@ -553,7 +553,7 @@ def test_compile_without_a_compiler(
     ("arguments", "kind", "status"),
     [
         (["verify", "/nowhere/at/all"], "OSError", 2),
-        (["inspect", __file__], "PatchFormatError", 1),
+        (["inspect", "--patch", __file__], "PatchFormatError", 1),
         (["verify", "--keep-last", "99"], "ValueError", 2),
         (["verify", "--dtype", "int3"], "UsageError", 2),
     ],
@@ -585,17 +585,17 @@ def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> No
         "--out",
         str(file),
     )
-    _, out, _ = run(capsys, "inspect", str(file))
+    _, out, _ = run(capsys, "inspect", "--patch", str(file))
     assert "['per']" in out and "mode " in out and "ids" not in out
-    result = json.loads(run(capsys, "inspect", str(file), "--json")[1])
+    result = json.loads(run(capsys, "inspect", "--patch", str(file), "--json")[1])
     assert result["kept_text"] == ["per"]
     assert result["prefix_text"] == ["<bos>mode "]
     assert len(result["kept_ids"][0]) == 3
     patch = ContextPatch.load(file)
     other = replace(patch, info=replace(patch.info, model="/nowhere"))
     other.save(file)
-    _, out, _ = run(capsys, "inspect", str(file))
-    assert "3 tokens; --model MODEL shows them as text" in out
+    _, out, _ = run(capsys, "inspect", "--patch", str(file))
+    assert "3 tokens; with MODEL they are shown as text" in out
 
 
 def test_generate_streams(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
