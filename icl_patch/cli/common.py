@@ -45,6 +45,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """Add --verbose: tables of all measurements."""
+    parser.add_argument(
+        "--verbose", action="store_true", help="print all measurements as tables, with a legend"
+    )
+
+
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Add --out, the patch file that the command writes, for :func:`check_out`."""
     parser.add_argument(

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)",
     )
+    common.add_verbose(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,10 +56,13 @@ def run(options: argparse.Namespace) -> int:
 
         figures.plot(result, tokens, options.plot)
     text = "".join(tokens)
+    tables = report.verify_tables([result])
+    details = [*tables, report.legend(tables)] if options.verbose else ["details: --verbose"]
     common.print_result(
         options,
         result.to_dict(),
         f"{result.model}, {result.family}, generated: {text!r}",
-        *report.verify_tables([result]),
+        report.verdict_lines(result),
+        *details,
     )
     return 0 if result.passed else 1

@@ -481,7 +481,8 @@ def _read_info(header: dict[str, Any]) -> StaticInfo:
             f"expected header entry 'front' of ids, got {front!r:.80}:"
             " fit a patch of an earlier version again"
         )
-    return StaticInfo(**{name: header.get(name) for name in names}, front=tuple(front))
+    values: dict[str, Any] = {name: header.get(name) for name in names}
+    return StaticInfo(**values, front=tuple(front))
 
 
 def _read_report(header: dict[str, Any]) -> StaticReport | None:

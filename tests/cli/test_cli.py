@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.numeric import noise_limit
 from transformers import BertConfig, PreTrainedConfig, T5Config, ViTConfig
 
@@ -24,8 +25,9 @@ from icl_patch.bench.commands import tune
 from icl_patch.bench.results import code_fingerprint
 from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
-from icl_patch.evaluation import report
+from icl_patch.evaluation import figures, report
 from icl_patch.evaluation.loading import load_model
+from icl_patch.evaluation.verify import verify
 from icl_patch.generation.loop import LOGITS, MODES
 from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
@@ -65,16 +67,44 @@ def test_verify_prints_a_table(capsys: pytest.CaptureFixture) -> None:
         capsys, "verify", "--max-new-tokens", "2", "--update", "stable", "--dtype", "bfloat16"
     )
     assert status == 0
-    assert "stable" in out
-    assert "no promise" in out
+    assert "same token: yes, 2 of 2 tokens; error " in out
+    assert "promise kept: there is none for this dtype" in out
+    assert "details: --verbose" in out
+    command = ("verify", "--max-new-tokens", "2", "--update", "stable", "--verbose")
+    status, out, _ = run(capsys, *command, "--dtype", "bfloat16")
+    assert "token match" in out and "no promise" in out
+    words = ("reader error", "correction", "promise kept")
+    assert all(f"- {word}: {report.LEGEND[word][:40]}" in out for word in words)
+
+
+def test_a_terminal_of_80_columns_breaks_no_word(capsys: pytest.CaptureFixture) -> None:
+    """The short verdict, and the tables, whose rows become columns there."""
+    verified = verify(max_new_tokens=3)
+    for line in report.verdict_lines(verified).splitlines():
+        assert len(line) <= 80
+    assert report.verdict_lines(verified).splitlines()[0] == (
+        "identical: yes, 3 of 3 tokens, in two passes, to the unmodified model"
+    )
+    tables = report.verify_tables([verified])
+    shown = {}
+    for width in (80, 200):
+        console = Console(width=width, file=io.StringIO())
+        console.print(*tables)
+        shown[width] = console.file.getvalue()
+        assert max(map(len, shown[width].splitlines())) <= width
+        names = [str(column.header) for table in tables for column in table.columns]
+        assert all(name in shown[width] for name in names)
+    header = next(line for line in shown[200].splitlines() if "reader error" in line)
+    assert "bit-identical" in header  # one row of names: nothing is exchanged there
+    assert len(report.legend(tables).splitlines()) > 5
 
 
 def test_verify_shows_both_arithmetics_of_exact_steps(capsys: pytest.CaptureFixture) -> None:
     status, out, _ = run(capsys, "verify", "--max-new-tokens", "2")
     assert status == 0
     assert "the unmodified model" in out
-    assert "batch_invariant" in out and "not measured" not in out
-    command = ["verify", "--max-new-tokens", "2", "--keep-last", "1"]
+    assert "in one pass, to the model on batch-invariant" in out and "not measured" not in out
+    command = ["verify", "--max-new-tokens", "2", "--keep-last", "1", "--verbose"]
     _, out, _ = run(capsys, *command)
     assert "not measured" in out
     numbers = json.loads(run(capsys, *command, "--json")[1])
@@ -379,14 +409,22 @@ def test_a_patch_of_another_model_is_refused(capsys: pytest.CaptureFixture, tmp_
     assert "expected a patch of" in err
 
 
-def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    folder = tmp_path / "report"
+def test_demo_writes_its_report(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, drawn, plot = tmp_path / "report", [], figures.plot
+
+    def watched(shown: Any, tokens: list[str], file: Path) -> None:
+        drawn.append((shown.update, shown.dtype, "".join(tokens)))
+        plot(shown, tokens, file)
+
+    monkeypatch.setattr(figures, "plot", watched)
     command = [
         "demo",
         "--prompts",
         "2",
         "--max-new-tokens",
-        "2",
+        "6",
         "--prompts-per-kind",
         "1",
         "--report",
@@ -402,7 +440,14 @@ def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -
         for dtype in ("float32", "bfloat16")
     }
     assert "without, but patched" in out
-    assert (folder / "report.md").read_text().count("|") > 50
+    page = (folder / "report.md").read_text()
+    assert page.count("|") > 50 and "- promise kept: exact: every bit" in page
+    answer = embedded.held_out_prompts(embedded.KINDS[0], 1)[0].answer
+    assert drawn == [("exact", "bfloat16", f"{answer}\n")]
+    lines = out.splitlines()
+    assert "exact, bfloat16: identical: yes, 12 of 12 tokens" in lines
+    assert any(line.startswith("stable, float32: same token: yes, 12 of 12") for line in lines)
+    assert "TVD" not in out  # --verbose shows the tables
     assert (folder / "exactness.png").stat().st_size > 10_000
 
 
@@ -474,7 +519,7 @@ def test_output_survives_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stdout", terminal)
     assert cli.main(["verify", "--max-new-tokens", "2"]) == 0
     terminal.seek(0)
-    assert "token match" in terminal.read()
+    assert "identical: yes, 2 of 2 tokens" in terminal.read()
 
 
 @pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["table", "json"])
