@@ -146,3 +146,4 @@ train: $(RUN) ## train the embedded model again, into build/embedded (less than 
 
 clean: ## remove everything that make made, .venv included
 	rm -rf build .venv *.egg-info icl_patch/ops/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
