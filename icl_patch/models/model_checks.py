@@ -22,6 +22,7 @@ def check_language_model(model: object) -> None:
             " choose another model"
         )
     _check_in_memory(model)
+    _check_kept_weights(model)
     if not takes_cache(model):
         raise UnsupportedModelError(
             f"expected a model with a cache, {type(model).__name__} has none: a replay starts from"
@@ -78,6 +79,21 @@ def _check_in_memory(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             "expected a default device with memory, got meta: call torch.set_default_device('cpu')"
         )
+
+
+def _check_kept_weights(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for 4-bit weights of bitsandbytes on a CPU with bf16 products:
+    their first call packs them anew, and ``state_dict()``, which a fingerprint takes, then spoils
+    them (seen in 0.50.2).
+    """
+    for path, module in model.named_modules():
+        packs = getattr(module, "support_avx512bf16_for_cpu", False)
+        if packs and next(module.parameters()).device.type == "cpu":
+            raise UnsupportedModelError(
+                f"expected weights that state_dict() leaves as they are, got those of {path}"
+                f" ({type(module).__name__}), which bitsandbytes packs anew on this CPU: load the"
+                " model in 8 bits or with torchao (docs/models.md, Quantised models)"
+            )
 
 
 def _has_head(model: PreTrainedModel) -> bool:

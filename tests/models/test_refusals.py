@@ -103,6 +103,18 @@ def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
         ContextPatcher(model)
 
 
+def test_weights_that_a_state_dict_spoils_are_refused() -> None:
+    """bitsandbytes marks them so where the CPU multiplies in bf16; elsewhere they are served."""
+    for packs in (True, False):
+        model = build("llama")
+        model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu = packs
+        if packs:
+            with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj .*8 bits"):
+                ContextPatcher(model)
+        else:
+            ContextPatcher(model).detach()
+
+
 def test_weights_and_ids_without_values_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="weights of LlamaForCausalLM in memory, "):
         ContextPatcher(build("llama").to("meta"))
