@@ -37,7 +37,8 @@ class ContextPatcher:
     Threads may share a patcher and its model; they take turns. A pass (:meth:`compute`,
     :meth:`forward`, one step of :meth:`generate`) holds a lock, and so does a call of the model:
     other threads wait until it ends. A generation holds no lock between two steps. A patcher that
-    is garbage collected detaches.
+    is garbage collected detaches. After an interrupt the model is as before, and the patcher goes
+    on.
 
     Args:
         model: a Hugging Face causal language model of a known family.
@@ -173,6 +174,7 @@ class ContextPatcher:
             TypeError: ids or a mask are no tensor, or the model does not take one of
                 ``model_inputs``.
         """
+        self.attached_model.attachment.check_outside()
         self.attached_model.require_attached()
         sequences = assemble(
             context_ids,
@@ -214,6 +216,7 @@ class ContextPatcher:
 
         Source: Dherin et al. (2025), Proposition 3.1.
         """
+        self.attached_model.attachment.check_outside()
         self.attached_model.require_attached()
         sequences = assemble(
             context_ids,
@@ -274,6 +277,7 @@ class ContextPatcher:
         if not isinstance(patch, ContextPatch):
             raise TypeError(f"expected a ContextPatch, got {type(patch).__name__}")
         check_tensor("kept_ids", kept_ids)
+        self.attached_model.attachment.check_outside()
         with self.attached_model.attachment.one_pass():
             self._check_replay(kept_ids, patch, kept_mask)
             return self.attached_model.replay_checked(patch)
@@ -415,6 +419,7 @@ class ContextPatcher:
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
+        self.attached_model.attachment.check_outside()
         options = loop.Options(
             logits, mode, compile, patches, check_every, prefill_chunk, arithmetic
         )
@@ -462,6 +467,7 @@ class ContextPatcher:
                 or with one that refuses the messages; a text has no tokens; or as :meth:`generate`.
             TypeError: there is no question, or one that is no text.
         """
+        self.attached_model.attachment.check_outside()
         return answering.answer(
             self.decoder,
             context,
