@@ -5,8 +5,8 @@ made of it.
     python examples/papers/table_1.py --quick      # one family a row, seconds
 
 Small random models in fp32 and bf16, contexts of two absorbed spans, a prefix, ragged rows: see
-:mod:`icl_patch.evaluation.architecture_suite`. For every model ``icl_patch.controllability`` says how many
-(block, token) pairs are input- and output-controllable. One thread, fixed seeds.
+:mod:`icl_patch.evaluation.architecture_suite`. For every model ``icl_patch.controllability`` says
+how many (block, token) pairs are input- and output-controllable. One thread, fixed seeds.
 """
 
 import argparse
