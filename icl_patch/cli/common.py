@@ -61,7 +61,7 @@ def add_out(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file to write (.safetensors)",
     )
-    _add_force(parser)
+    add_force(parser)
 
 
 def add_out_folder(parser: argparse.ArgumentParser, content: str) -> None:
@@ -73,10 +73,11 @@ def add_out_folder(parser: argparse.ArgumentParser, content: str) -> None:
         metavar="DIR",
         help=f"folder of the {content}; it is made",
     )
-    _add_force(parser)
+    add_force(parser)
 
 
-def _add_force(parser: argparse.ArgumentParser) -> None:
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Add --force, for :func:`check_out`."""
     parser.add_argument(
         "--force", action="store_true", help="replace what is there already under --out"
     )
