@@ -44,8 +44,10 @@ X86 = ["-DICL_PATCH_X86"] if platform.machine() in ("x86_64", "AMD64") else []
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", f"-I{CSRC}", *X86]
 CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-psabi"]
 CPU_FLAGS = ["-fno-math-errno", "-fno-trapping-math"]
-# Without fused multiply-add every instruction set gives the same bits. Only the products need it.
+# Without fused multiply-add every instruction set gives the same bits. Products and attention need
+# it.
 CPU_DRIVERS = {
+    "attention": [],
     "linear": [],
     "rmsnorm_inverse": ["-ffp-contract=off"],
     "row_ops": ["-ffp-contract=off"],

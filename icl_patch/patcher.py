@@ -352,7 +352,7 @@ class ContextPatcher:
         patches: bool = True,
         check_every: int = 0,
         prefill_chunk: int | None = None,
-        arithmetic: str = "auto",
+        arithmetic: str | None = None,
         **arguments: Any,
     ) -> Iterator[loop.GenerationStep]:
         """Generate with weights that are patched anew for every token, which then runs alone.
@@ -375,9 +375,15 @@ class ContextPatcher:
                 patch, without context.
             mode: how a step runs the rows with the context and the rows without it:
                 ``"two_pass"``: the unmodified model, then the current token alone. It serves every
-                update; a few models need it, and so does ``exact`` in the model's own arithmetic.
-                ``"two_stream"``: one pass over both, each with its rows in the cache.
-                ``"shared_cache"``: one pass over one cache for both; not for every model.
+                update, and a few models need it. Exact steps are then bit-identical to the
+                unmodified model.
+                ``"two_stream"``: one pass over both, each with its rows in the cache; not for
+                exact steps.
+                ``"shared_cache"``: one pass over one cache for both; not for every model. Exact
+                steps are then bit-identical to the same model with batch-invariant products and
+                activations in its steps
+                (:data:`icl_patch.invariance.functions.ROW_FUNCTIONS`), which is as near to the
+                model in fp32.
                 ``"auto"``: the fastest of these that serves the update and the model. Mixtures of
                 experts in bf16 and fp16 take two streams, because replays of a shared cache may
                 choose other experts there. ``GenerationStep.mode`` says how a step ran.
@@ -396,12 +402,8 @@ class ContextPatcher:
                 ``step.check``. Exact steps are replayed unasked, with 0: the first one, and then as
                 many as take at most 2 % of the time.
             prefill_chunk: the number of context tokens per pass; all at once by default.
-            arithmetic: of exact steps. ``"model"``: bit-identical to the unmodified model, in two
-                passes. ``"batch_invariant"``: bit-identical to the same model with batch-invariant
-                products and activations in its steps
-                (:data:`icl_patch.invariance.functions.ROW_FUNCTIONS`), in one pass over a shared
-                cache. ``"auto"``: the second if the model allows it. Both are equally near to the
-                model in fp32.
+            arithmetic: deprecated. ``"model"`` asks for ``mode="two_pass"``, ``"batch_invariant"``
+                for ``mode="shared_cache"``.
             arguments: any of ``model.generate``: ``generation_config``, ``do_sample``,
                 ``temperature``, ``eos_token_id``, ``logits_processor``, ``stopping_criteria``,
                 further inputs of the model …
@@ -412,17 +414,15 @@ class ContextPatcher:
             threads may use the patcher.
 
         Raises:
-            UnsupportedModelError: ``mode="shared_cache"``, ``compile`` or
-                ``arithmetic="batch_invariant"`` does not cover this model; or it has forward hooks
-                with which a step would be wrong, or that have changed since a compiled step was
-                traced.
+            UnsupportedModelError: ``mode="shared_cache"`` or ``compile`` does not cover this model;
+                or it has forward hooks with which a step would be wrong, or that have changed since
+                a compiled step was traced.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
         self.attached_model.attachment.check_outside()
-        options = loop.Options(
-            logits, mode, compile, patches, check_every, prefill_chunk, arithmetic
-        )
+        mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
+        options = loop.Options(logits, mode, compile, patches, check_every, prefill_chunk)
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(
@@ -486,7 +486,7 @@ class ContextPatcher:
         mode: str = "auto",
         compile: bool | str = False,
         prefill_chunk: int | None = None,
-        arithmetic: str = "auto",
+        arithmetic: str | None = None,
     ) -> Callable[..., Any]:
         """The loop of :meth:`generate` as a decoding method for transformers: ``model.generate(...,
         custom_generate=this)``.
@@ -495,8 +495,6 @@ class ContextPatcher:
         to a decoding method, so it is an argument here; the other arguments are as for
         :meth:`generate`.
         """
-        return loop.decoding_method(
-            self.decoder,
-            streamer,
-            loop.Options(logits, mode, compile, False, 0, prefill_chunk, arithmetic),
-        )
+        mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
+        options = loop.Options(logits, mode, compile, False, 0, prefill_chunk)
+        return loop.decoding_method(self.decoder, streamer, options)

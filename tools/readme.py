@@ -30,7 +30,7 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 STEPS = {
     "`exact`": "recompute and apply, exact",
     "`exact`, `compile=True`": "recompute and apply, exact, compiled",
-    '`exact`, `arithmetic="model"`': "recompute and apply, exact, two passes",
+    '`exact`, `mode="two_pass"`': "recompute and apply, exact, two passes",
     "`stable`": "recompute and apply, shared cache",
     "`stable`, `compile=True`": "recompute and apply, compiled",
     "PEFT: a LoRA adapter of rank 1, swapped": "PEFT, factors swapped",

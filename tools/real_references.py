@@ -18,7 +18,7 @@ from icl_patch import batch_invariant
 ONE_PASS = "one pass"
 """A step of ``generate``. Reference: the model's step in ``batch_invariant``."""
 TWO_PASSES = "two passes"
-"""A step of ``generate(arithmetic="model")``. Reference: the model's step."""
+"""A step of ``generate(mode="two_pass")``. Reference: the model's step."""
 COMPUTE = "compute"
 """``compute`` of all tokens at once. Reference: the model's call on all tokens."""
 WAYS = (ONE_PASS, TWO_PASSES, COMPUTE)

@@ -168,7 +168,7 @@ def refusal(patcher: ContextPatcher) -> str | None:
     """Why ``generate`` does not take its exact steps in one pass, or None."""
     ids = torch.arange(3, 7)[None]
     try:
-        next(patcher.generate(ids, max_new_tokens=1, arithmetic="batch_invariant"))
+        next(patcher.generate(ids, max_new_tokens=1, mode="shared_cache"))
     except UnsupportedModelError as error:
         return str(error)
     (step,) = patcher.generate(ids, max_new_tokens=1)

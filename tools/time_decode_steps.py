@@ -66,12 +66,9 @@ def mode_arguments(generate: Callable[..., Any], mode: str) -> dict[str, Any]:
     """
     names = inspect.signature(generate).parameters
     compiled = mode == "compiled"
-    if mode == "exact":
-        if "arithmetic" not in names:
-            raise ValueError("expected generate(arithmetic=), got a package without exact steps")
-        return {"arithmetic": "batch_invariant"}
     if {"mode", "compile"} <= names.keys():
-        return {"mode": "shared_cache" if compiled else mode, "compile": compiled}
+        layout = "shared_cache" if mode in ("compiled", "exact") else mode
+        return {"mode": layout, "compile": compiled}
     if {"fast", "compiled"} <= names.keys():
         return {"fast": compiled or mode == "shared_cache", "compiled": compiled}
     expected = "generate(mode=, compile=) or generate(fast=, compiled=)"

@@ -15,6 +15,8 @@ struct CpuDriver {
   decltype(&portable::norm_rows) norm_rows;
   decltype(&portable::gated_outputs) gated_outputs;
   decltype(&portable::read_direction) read_direction;
+  decltype(&portable::attention_parts) attention_parts;
+  decltype(&portable::attention_outputs) attention_outputs;
 };
 
 // The widest instruction set of this processor, but for amx, which must be named; or the one that

@@ -33,6 +33,9 @@ STABLE_TORCH_LIBRARY(icl_patch, m) {
       " bool cast_first=True)"
       " -> (Tensor z_pair, Tensor delta, Tensor v, Tensor inverse_norm2)");
   m.def("gated_product(Tensor gate, Tensor up, str activation) -> Tensor");
+  m.def(
+      "decode_attention(Tensor query, Tensor key, Tensor value, float scale, Tensor? mask=None)"
+      " -> Tensor");
 }
 
 extern "C" __attribute__((visibility("default"))) const char* icl_patch_cpu_instructions() {

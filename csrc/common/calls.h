@@ -95,4 +95,18 @@ struct Gated {
   void* y = nullptr;  // (rows, n) contiguous, gate's dtype
 };
 
+// Attention of one token a row: y = softmax(scale q·k) v over the keys that the row sees.
+struct Attention {
+  static constexpr int64_t kPart = 256;  // visible keys that are summed apart
+  int64_t heads = 0, groups = 0, keys = 0, d = 0, e = 0, parts = 0;  // groups: heads of keys
+  Matrix query;       // (heads, d) of a row
+  Matrix key, value;  // (keys, d) and (keys, e) of a row and a group
+  int64_t query_row = 0, key_row = 0, key_group = 0, value_row = 0, value_group = 0;  // strides
+  const int32_t* visible = nullptr;  // (rows, keys): the keys that a row sees; null for all
+  const int64_t* counts = nullptr;   // (rows,): how many they are
+  float scale = 0;
+  float* partial = nullptr;  // (rows, groups, parts, heads / groups, 2 + e)
+  void* y = nullptr;         // (rows, heads, e) contiguous, the query's dtype
+};
+
 }  // namespace icl_patch

@@ -12,11 +12,12 @@ as it is made; a second call goes on with the missing ones. ``page.py`` makes a 
 import argparse
 import json
 import os
+import random
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,9 @@ FEW_SHOT = (
     "English to Spanish",
 )
 CHATS = ("knight", "Spanish", "short", "Mira")
-SHOTS, QUESTIONS, HELD_OUT = 8, 48, 40  # pairs: of the context, to fit, the last ones to test
-FEW_QUESTIONS, STUDIED = 12, 192  # of other static patches; with those that the model writes
+# pairs: the first of the list as context; of the others, in random order, those to fit and to test
+SHOTS, QUESTIONS, HELD_OUT = 8, 48, 40
+FEW_QUESTIONS = 12  # of another static patch
 NEW_TOKENS = 32  # of an answer, at most
 KEPT_TOKENS = 8  # of an answer to an unrelated prompt
 PATCHED_PROMPTS = 8  # that get a patch for each token
@@ -73,7 +75,6 @@ LORA_RANK, LORA_RATES = 8, (1e-3, 5e-3)  # the rate is chosen on the first task 
 
 NONE, CONTEXT, EACH_TOKEN = "no context", "context", "patch for each token"
 OURS, OURS_FEW = "static patch", f"static patch, {FEW_QUESTIONS} questions"
-OURS_STUDY = "static patch, self-study"
 LORA, PROMPT = "LoRA (PEFT)", "prompt tuning (PEFT)"
 STEERING, TASK_VECTOR = "steering vector", "task vector"
 
@@ -184,7 +185,10 @@ class Subject:
 
     def few_shot(self, name: str) -> tuple[list[Example], Tested]:
         """Lines "input -> output" as context; tested on the right answers and on the model's."""
-        pairs = named("few_shot", name)["pairs"]
+        listed = named("few_shot", name)["pairs"]
+        others = listed[SHOTS:]  # they are listed from known to rare, some of them
+        random.Random(name).shuffle(others)
+        pairs = listed[:SHOTS] + others
         context = "".join(f"{given} -> {answer}\n" for given, answer in pairs[:SHOTS])
         make = partial(static.examples, self.model, self.tokenizer, context=context, end="\n")
         asked = [f"{given} ->" for given, _ in pairs]
@@ -303,11 +307,6 @@ def vector(make: Callable[..., Any], **options: Any) -> Method:
 def ours(subject: Subject, cell: Cell, _entries: Any, stack: ExitStack) -> Made:
     """A static patch, with the defaults of its fit; a refused one is measured all the same."""
     examples, began = fitted(subject, cell), clock()
-    if cell.method == OURS_STUDY:
-        tested = {x.without for x in subject.task(cell.kind, cell.task).tests["answers"].values()}
-        given = [replace(x, answer=None) for x in examples]
-        written = static.self_study(subject.model, given, STUDIED, seed=cell.seed)[len(given) :]
-        examples = [*examples, *(x for x in written if x.without not in tested)]
     options = {
         "tokenizer": subject.tokenizer,
         "max_new_tokens": NEW_TOKENS,
@@ -405,7 +404,6 @@ METHODS: dict[str, Method] = {
     TASK_VECTOR: vector(task_vector),
     OURS: ours,
     OURS_FEW: ours,
-    OURS_STUDY: ours,
     LORA: peft_lora,
     PROMPT: peft_prompt,
 }
@@ -423,7 +421,6 @@ def cells(few_shot: Sequence[str] = FEW_SHOT, chats: Sequence[str] = CHATS) -> l
         for method in METHODS
         if seed == 0 or method == OURS or (method == LORA and task[0] == "few_shot")
         if task[0] != "facts" or method != OURS_FEW  # twelve of its questions ask for six facts
-        if task[0] == "few_shot" or method != OURS_STUDY
     ]
 
 

@@ -25,7 +25,6 @@ STYLES = {  # by method: the colour and marker of the picture
     "task vector": ("#e6ab02", "^"),
     "static patch": ("#1b9e77", "o"),
     "static patch, 12 questions": ("#66c2a5", "o"),
-    "static patch, self-study": ("#00441b", "o"),
     "LoRA (PEFT)": ("#1f78b4", "s"),
     "prompt tuning (PEFT)": ("#d95f02", "D"),
 }
@@ -90,7 +89,7 @@ unpatched model choose otherwise if its rows are batched otherwise: that is the 
 
 Means over all tasks: seconds on the clock and of the CPU, answers to fit on included; *floor*, the
 CPU seconds of as many forward and backward passes of the whole model over such batches and nothing
-else (the static patch leaves out a third of the blocks); steps, and bytes of what is stored.
+else; steps, and bytes of what is stored.
 *Refused*: fits that raise `HarmfulPatchError`; the tables show what their patches do all the same.
 """,
 }

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out",
         type=Path,
         metavar="FILE",
-        help="JSON like --examples: questions to measure on (default: every fifth of the examples)",
+        help="JSON like --examples: questions to measure on (default: some of the examples)",
     )
     parser.add_argument(
         "--preserve",
@@ -72,8 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--first-block",
         type=int,
+        default=0,
         metavar="N",
-        help="the first block that changes (default: a third of the blocks stays as it is)",
+        help="the first block that changes (default 0): leaving out blocks takes less time",
     )
     parser.add_argument(
         "--kappa", type=float, default=1.0, help="weight of the preserved texts (default 1)"

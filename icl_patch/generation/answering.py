@@ -53,7 +53,7 @@ def answer(
         ids.to(attached.model.device) for ids in split_ids(attached.tokenizer, asked)
     )
     prompt = torch.cat([context_ids, question_ids], 1)
-    options = loop.Options(patches=False, arithmetic="model")  # as the patch below is computed
+    options = loop.Options(patches=False, mode="two_pass")  # as the patch below is computed
     steps = loop.generate(decoder, prompt, None, max_new_tokens, None, options, **arguments)
     token_ids = torch.stack([step.token_ids for step in steps], 1)
     if len(token_ids) != 1:

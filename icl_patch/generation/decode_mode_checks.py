@@ -70,8 +70,8 @@ def require_batch_invariant_steps(decoder: Decoder) -> None:
     """
     if reason := _reason_against_batch_invariance(decoder.attached):
         raise UnsupportedModelError(
-            f"arithmetic='batch_invariant' does not cover {type(decoder.attached.model).__name__}:"
-            f" {reason}; arithmetic='model' does"
+            f"mode='shared_cache' does not cover {type(decoder.attached.model).__name__}: {reason};"
+            " mode='two_pass' does"
         )
     require_shared_cache(decoder)
 

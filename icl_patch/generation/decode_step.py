@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
@@ -28,7 +28,7 @@ from icl_patch.generation.decode_state import (
 )
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.fused_modules import FusedModules
-from icl_patch.generation.shared_cache import SharedCacheStreams
+from icl_patch.generation.shared_cache import SharedCacheStreams, attending
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
 from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
@@ -154,7 +154,7 @@ class DecodeStep:
         if self.streams is not None:
             attention = self.streams.run(self.inputs.slot, context_only=context_only)
         else:
-            attention = restricted_attention(model, OneToken(self.inputs.mask, batch=batch))
+            attention = _own_rows(model, batch, self.inputs.mask)
         shared = nullcontext() if self.shared_inputs is None else self.shared_inputs.one_pass()
         # not by an ExitStack: an interrupt between entering and noting would leave the forwards
         with attention, self._overrides, shared, self._head(batch, return_context_logits):
@@ -170,6 +170,16 @@ class DecodeStep:
         forward = linear_forward(head) if is_plain_linear(head) else head.forward
         reduced = forward if return_context_logits else lambda x: forward(x[-batch:])
         return Overrides([(head, reduced)])
+
+
+@contextmanager
+def _own_rows(model: PreTrainedModel, batch: int, mask: Tensor) -> Iterator[None]:
+    """Within this context the rows without the context attend to the current token alone."""
+    with (
+        restricted_attention(model, OneToken(mask, batch=batch)),
+        attending(lambda *_: None),
+    ):
+        yield
 
 
 @dataclass(frozen=True, eq=False)

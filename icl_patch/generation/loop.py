@@ -36,7 +36,7 @@ from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.replay_checks import ReplayCheck, ReplayChecks
-from icl_patch.invariance.arithmetic import ARITHMETICS, BATCH_INVARIANT, MODEL
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.models.forward import (
     MediaPositions,
     check_last_type,
@@ -49,7 +49,11 @@ from icl_patch.recording.sequences import check_context
 
 LOGITS = ("reduced", "context", "replay")
 MODES = ("auto", *(mode.value for mode in DecodeMode))
-ARITHMETIC_CHOICES = ("auto", *ARITHMETICS)
+_MODES_OF_ARITHMETIC = {
+    "auto": "auto",
+    MODEL: DecodeMode.TWO_PASS.value,
+    BATCH_INVARIANT: DecodeMode.SHARED_CACHE.value,
+}
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -102,7 +106,6 @@ class Options:
     patches: bool = True
     check_every: int = 0
     prefill_chunk: int | None = None
-    arithmetic: str = "auto"
 
     @property
     def compilers(self) -> CompileOptions:
@@ -114,10 +117,6 @@ class Options:
             raise ValueError(f"expected logits {', '.join(LOGITS)}, got {self.logits!r}")
         if self.mode not in MODES:
             raise ValueError(f"expected mode {', '.join(MODES)}, got {self.mode!r}")
-        if self.arithmetic not in ARITHMETIC_CHOICES:
-            raise ValueError(
-                f"expected arithmetic {', '.join(ARITHMETIC_CHOICES)}, got {self.arithmetic!r}"
-            )
         CompileOptions.of(self.compile)
         if self.check_every < 0:
             raise ValueError(f"expected check_every ≥ 0, got {self.check_every}")
@@ -143,6 +142,30 @@ class _Prepared:
     def capacity(self) -> int:
         """The largest number of tokens, the prompt's included."""
         return max(int(self.config.max_length), self.ids.shape[1] + 1)
+
+
+def mode_of(mode: str, arithmetic: str | None, update: str) -> str:
+    """The mode that ``arithmetic``, an option of earlier versions, asks for; warns of it."""
+    if arithmetic is None:
+        return mode
+    if arithmetic not in _MODES_OF_ARITHMETIC:
+        expected = ", ".join(map(repr, _MODES_OF_ARITHMETIC))
+        raise ValueError(f"expected arithmetic {expected}, got {arithmetic!r}")
+    if update != "exact":
+        if arithmetic == BATCH_INVARIANT:
+            raise ValueError(
+                f"expected update 'exact' with arithmetic {arithmetic!r}, got {update!r}"
+            )
+        arithmetic = "auto"
+    wanted = _MODES_OF_ARITHMETIC[arithmetic]
+    warnings.warn(
+        f"arithmetic={arithmetic!r} is deprecated: say mode={wanted!r}",
+        FutureWarning,
+        stacklevel=3,
+    )
+    if "auto" not in (mode, wanted) and mode != wanted:
+        raise ValueError(f"expected mode {wanted!r} with arithmetic {arithmetic!r}, got {mode!r}")
+    return wanted if mode == "auto" else mode
 
 
 # Arguments that transformers' generate adds to the model's inputs.
@@ -385,17 +408,11 @@ def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
     """The mode of the steps: the requested one, or the fastest that the model allows.
 
     Raises:
-        ValueError: the update takes two passes on this model, or runs in another arithmetic than
-            requested.
+        ValueError: the update takes two passes on this model.
         UnsupportedModelError: a shared cache is requested, but the streams cannot share one.
     """
     if decoder.attached.update == "exact":
         return _choose_exact_mode(decoder, options)
-    if options.arithmetic == BATCH_INVARIANT:
-        raise ValueError(
-            f"expected arithmetic 'model' with update {decoder.attached.update!r}, got"
-            f" {options.arithmetic!r}, which is for exact steps"
-        )
     one_pass = options.mode in ("two_stream", "shared_cache") or bool(options.compilers)
     if decoder.attached.needs_two_passes or options.mode == "two_pass":
         if one_pass:
@@ -428,24 +445,17 @@ def _choose_exact_mode(decoder: Decoder, options: Options) -> DecodeMode:
             "expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, got"
             " 'two_stream'"
         )
-    two_passes = options.mode == "two_pass" or options.arithmetic == MODEL
-    one_pass = (
-        options.mode == "shared_cache"
-        or options.arithmetic == BATCH_INVARIANT
-        or bool(options.compilers)
-    )
-    if two_passes and one_pass:
-        asked = f"{options.mode!r} with {options.arithmetic!r} and compile={options.compile!r}"
+    if options.mode == "two_pass" and options.compilers:
         raise ValueError(
-            "expected mode 'two_pass' with arithmetic 'model' and without compile, or"
-            f" 'shared_cache' with 'batch_invariant', got {asked}"
+            "expected mode 'auto' or 'shared_cache' with compile, got 'two_pass', whose steps are"
+            " the unmodified model's own"
         )
-    if two_passes:
+    if options.mode == "two_pass":
         return DecodeMode.TWO_PASS
     try:
         require_batch_invariant_steps(decoder)
     except UnsupportedModelError as error:
-        if one_pass:
+        if options.mode == "shared_cache" or options.compilers:
             raise
         _warn_slower(decoder, "in two passes, 2 to 4 times as long as the model's own", error)
         return DecodeMode.TWO_PASS

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import InvariantModules
+from icl_patch.invariance.functions import one_token_attention
 from icl_patch.models.attention_mask import Override
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
@@ -38,6 +39,7 @@ from icl_patch.models.trace import trace
 from icl_patch.recording.attached_block import AttachedBlock
 
 _IMPLEMENTATION = "sdpa"
+_FURTHER = ("position_bias", "softcap", "cache", "s_aux")  # inputs of an attention beyond the usual
 
 # Called with (output, query, value, keyword arguments) of every attention of the model.
 _attend: ContextVar[Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | None] = ContextVar(
@@ -47,10 +49,22 @@ _attend: ContextVar[Callable[[Tensor, Tensor, Tensor, dict[str, Any]], None] | N
 
 def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
     ) -> Any:
-        output = original(module, query, key, value, *args, **kwargs)
-        attend = _attend.get()
+        attend, y = _attend.get(), None
+        if attend is not None and not any(kwargs.get(name) is not None for name in _FURTHER):
+            y = one_token_attention(query, key, value, attention_mask, dropout, scaling)
+        if y is None:
+            output = original(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        else:
+            output = (y.transpose(1, 2), None)
         if attend is not None:
             attend(output[0], query, value, kwargs)
         return output
@@ -63,7 +77,10 @@ _override = Override(_table._local_mapping, _IMPLEMENTATION, _table[_IMPLEMENTAT
 
 
 @contextmanager
-def _attending(attend: Callable[..., Any]) -> Iterator[None]:
+def attending(attend: Callable[..., Any]) -> Iterator[None]:
+    """Within this context attention of one token a row runs in our kernel, where it serves it, and
+    ``attend`` gets each attention's (output, query, value, keyword arguments).
+    """
     token = _attend.set(attend)
     try:
         with _override():
@@ -133,7 +150,7 @@ class SharedCacheStreams:
         """
         self._slot, self._context_only = slot, context_only
         try:
-            with _attending(self._alone), self._overrides:
+            with attending(self._alone), self._overrides:
                 yield
         finally:
             self._reduced = self._slot = None
@@ -223,7 +240,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
         outputs[output.data_ptr()] = output, options.get("s_aux") is not None
 
     ids = torch.arange(2, device=model.device).unsqueeze(0) % vocabulary(model)
-    with _attending(on_attention):
+    with attending(on_attention):
         traces = trace(model, {block.block.path: block.module for block in blocks}, ids)
     if len(outputs) != len(blocks):
         raise UnsupportedModelError(

@@ -12,7 +12,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from icl_patch import ops
-from icl_patch.invariance.functions import ATTENTION, ROW_FUNCTIONS, Replacements, is_own
+from icl_patch.invariance.functions import (
+    ATTENTION,
+    ONE_TOKEN_ATTENTION,
+    ROW_FUNCTIONS,
+    Replacements,
+    is_own,
+)
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.models.recurrent_state import is_recurrent
 
@@ -42,13 +48,13 @@ def running_in(arithmetic: str, *, attention: bool = False) -> Iterator[None]:
         arithmetic: ``"model"``: torch's functions, as the model calls them.
             ``"batch_invariant"``: products and activations in which a row's bits do not depend on
             the rows beside it.
-        attention: whether attention is batch-invariant too. A token without a context attends to
-            itself alone, and needs none of that.
+        attention: whether attention is batch-invariant for several tokens a row too, not for one
+            alone. A token without a context attends to itself, and needs none of that.
     """
     if arithmetic == MODEL:
         yield
         return
-    table = {**ROW_FUNCTIONS, **ATTENTION} if attention else ROW_FUNCTIONS
+    table = {**ROW_FUNCTIONS, **(ATTENTION if attention else ONE_TOKEN_ATTENTION)}
     with _products(), _Replacing(table):
         yield
 

@@ -173,6 +173,55 @@ _ACTIVATIONS: Replacements = {
 
 # -- attention
 
+
+def one_token_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor | None:
+    """``scaled_dot_product_attention`` of one token a row by our kernel, whose bits depend on the
+    row alone; None for calls that it does not serve.
+
+    query (B, H, 1, D), or packed as (B, G, H/G, D) beside a mask; key and value (B, G, S, ·); mask
+    (B or 1, 1, 1, S) bool.
+    """
+    packed = mask is not None and mask.shape[-2] == 1
+    if dropout or not (query.shape[2] == 1 or packed) or query.dtype == torch.float64:
+        return None
+    if not ops.has_decode_attention(query.device.type):
+        return None
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):
+            return None
+        mask = mask[:, 0, 0].expand(len(query), -1)
+    rows = query.flatten(1, 2) if query.shape[2] > 1 else query[:, :, 0]
+    y = ops.decode_attention(rows, key, value, mask, scale=scale)
+    return y.reshape(*query.shape[:-1], y.shape[-1])
+
+
+def _own_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's own, but for one token a row."""
+    y = one_token_attention(query, key, value, attn_mask, dropout_p, scale)
+    if y is not None:
+        return y
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 # Beside a mask, newer versions of transformers give one token's query heads as tokens of the heads
 # of keys, older ones repeat the keys. Without a mask both leave it to this function, which must
 # do the same.
@@ -202,6 +251,9 @@ def attention(
     Raises:
         UnsupportedModelError: a mask of another dtype or for each head.
     """
+    y = one_token_attention(query, key, value, attn_mask, dropout_p, scale)
+    if y is not None:
+        return y
     heads, tokens = query.shape[1], query.shape[2]
     if heads != key.shape[1]:
         if tokens == 1 and _PACKS_QUERIES:
@@ -293,3 +345,6 @@ ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}
 
 ATTENTION: Replacements = {F.scaled_dot_product_attention: attention}
 """The same for attention; a row is a sequence there."""
+
+ONE_TOKEN_ATTENTION: Replacements = {F.scaled_dot_product_attention: _own_attention}
+"""The same where each row has one token, as in a decode step; else torch's own."""

@@ -186,5 +186,6 @@ class Op:
 
 def _as_native(x: Any) -> Any:
     """An argument as the native ops take it: integers as contiguous int64."""
-    is_index = isinstance(x, Tensor) and not x.is_floating_point()
-    return x.to(torch.int64).contiguous() if is_index else x
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
+        return x
+    return x.to(torch.int64).contiguous()

@@ -28,6 +28,7 @@ _OPS = (
     "rms_norm",
     "norm_pair",
     "gated_product",
+    "decode_attention",
 )
 _LIBRARY = Path(__file__).with_name("_native.so")
 
@@ -186,6 +187,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda x, *_, **__: x.new_empty(x.shape),
     "norm_pair": _norm_pair,
     "gated_product": lambda gate, *_, **__: gate.new_empty(gate.shape),
+    "decode_attention": lambda query, _key, value, *_, **__: query.new_empty(
+        (*query.shape[:2], value.shape[-1])
+    ),
 }
 """The shapes and dtypes that the ops return, for torch.compile and for meta tensors."""
 

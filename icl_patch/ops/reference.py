@@ -180,6 +180,21 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return activation_named(activation)(wide).to(gate.dtype) * up
 
 
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
+    """``softmax(scale · q Kᵀ) V`` (B, H, E) of queries (B, H, D); 0 for a row without keys."""
+    (rows, heads, width), (groups, keys) = query.shape, key.shape[1:3]
+    q, k, v = (x.to(accumulation_dtype(query)) for x in (query, key, value))
+    shared = heads // groups if groups else 0
+    scores = scale * q.reshape(rows, groups, shared, width) @ k.transpose(-1, -2)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.reshape(rows, 1, 1, keys), -torch.inf)
+        v = v.masked_fill(~mask.reshape(rows, 1, keys, 1), 0)
+    y = scores.softmax(-1).nan_to_num(0) if mask is not None else scores.softmax(-1)
+    return (y @ v).reshape(rows, heads, v.shape[-1]).to(query.dtype)
+
+
 @dataclass(frozen=True)
 class _Secular:
     """One batch of secular equations ``φ(s) = Σ (p/(e + s))² = N``, shifted to the nearest pole;

@@ -47,8 +47,9 @@ from icl_patch.static.training import (
 )
 
 _FITTING = threading.RLock()
-_HELD_OUT_OF = 5  # one question and one text in five is held out,
-_MOST_HELD_OUT = 32  # of many questions no more than these
+_HELD_OUT_OF = 5  # one question and one text in five is held out
+_MANY, _HELD_OUT_OF_MANY = 20, 10  # of more questions than these, one in ten,
+_MOST_HELD_OUT = 32  # and no more than these
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def fit(
     kappa: float = 1.0,
     parts: Iterable[str] = ("mlp",),
     rank: int = 8,
-    first_block: int | None = None,
+    first_block: int = 0,
     seconds: float = math.inf,
     distillation: Distillation | None = None,
     start: StaticPatch | None = None,
@@ -117,15 +118,15 @@ def fit(
         tokenizer: its fingerprint goes into the patch; it encodes the texts that are preserved by
             default.
         held_out: examples on which the patch is measured, and by which the best step is chosen; by
-            default every fifth of ``examples``, at most 32.
+            default every fifth of up to 20 ``examples``, every tenth of more, at most 32.
         preserve: ids of texts on which the patched model is to stay as it is; by default a hundred
             short texts of many kinds. One in five is not fitted, but measured.
         kappa: the weight κ of the preserved texts at the beginning; it grows while they move by
             more than a KL of 0.1.
         parts: the matrices that may change: the ``"mlp"``'s, ``"attention"``'s.
         rank: of each change.
-        first_block: the first block that is changed; by default a third of the blocks stays as it
-            is. What lies below is computed once.
+        first_block: the first block that is changed. What lies below is computed once: a third of
+            the blocks left out takes a fifth of the time, and some of the quality.
         seconds: a budget of time for the whole fit; it makes as many steps as fit.
         distillation: steps, learning rate and the like.
         start: a patch from which the training starts; its changes are cut to ``rank``.
@@ -278,7 +279,7 @@ def _split(
     texts: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> _Rows:
-    """Hold out every fifth prompt, if none are given, and every fifth text."""
+    """Hold out some of the prompts, if none are given, and every fifth text."""
     if any(isinstance(text, str) for text in texts):
         raise ValueError("expected ids of texts to preserve, got text: static.documents gives them")
     if not all(len(text) for text in texts):
@@ -299,7 +300,8 @@ def _split(
         for given, x in zip((*examples, *held_out), asked, strict=True)
     )
     if not held and len(number) > 1:
-        every = max(min(_HELD_OUT_OF, len(number)), math.ceil(len(number) / _MOST_HELD_OUT))
+        every = _HELD_OUT_OF if len(number) <= _MANY else _HELD_OUT_OF_MANY
+        every = max(min(every, len(number)), math.ceil(len(number) / _MOST_HELD_OUT))
         held = [x for x in fitted if number[x.without] % every == every - 1]
         fitted = [x for x in fitted if number[x.without] % every != every - 1]
     every = min(_HELD_OUT_OF, max(len(own), 2))

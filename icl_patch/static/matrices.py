@@ -33,7 +33,7 @@ class Matrix:
 
 
 def find_matrices(
-    model: PreTrainedModel, parts: Iterable[str], first_block: int | None = None
+    model: PreTrainedModel, parts: Iterable[str], first_block: int = 0
 ) -> list[Matrix]:
     """The matrices of some of :data:`PARTS` in the blocks from one on, by default in the last two
     thirds of the blocks.
@@ -59,8 +59,6 @@ def find_matrices(
             " patcher, or leave the patch's context, first"
         )
     blocks = blocks_of(model)
-    if first_block is None:
-        first_block = len(blocks) // 3
     if not 0 <= first_block < len(blocks):
         raise ValueError(f"expected a first block from 0 to {len(blocks) - 1}, got {first_block}")
     with_experts = [block.path for block in blocks if block.spec.experts is not None]

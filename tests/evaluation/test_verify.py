@@ -70,7 +70,8 @@ def test_exact_on_the_embedded_model(dtype: torch.dtype) -> None:
         assert steps.reason is None
         assert steps.bit_identical == 1.0 and steps.misses == steps.tokens_taken_twice == 0
         assert steps.reader_error_max <= 4 * epsilon and steps.correction_max <= 8 * epsilon
-    assert in_one.token_match >= 0.99
+    # rounding decides a near tie of 16-bit logits otherwise now and then
+    assert in_one.token_match >= (0.99 if dtype == torch.float32 else 0.97)
     if dtype == torch.float32:
         assert in_one.linf_max <= noise_limit(embedded.load()[0])
     else:

@@ -74,7 +74,7 @@ def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> 
     model, features = realistic_weights.build(family, 1, dtype)
     ids = features.mark({"context_ids": IDS, "context_mask": MASK})["context_ids"]
     with ContextPatcher(model) as patcher:
-        steps = list(steps_of(patcher, 3, ids, arithmetic="batch_invariant"))
+        steps = list(steps_of(patcher, 3, ids, mode="shared_cache"))
         for step in steps:
             patch = step.patch
             assert (step.mode, patch.passes) == ("shared_cache", 1)
@@ -88,15 +88,14 @@ def test_a_step_is_its_replay_and_the_model(family: str, dtype: torch.dtype) -> 
             assert torch.equal(step.logits, logits)
 
 
-def test_the_reference_needs_the_attention_of_torch() -> None:
-    """Within the default, which replaces it, the padded rows of a step have other bits."""
+def test_a_step_is_the_model_with_batch_invariant_attention() -> None:
+    """The kernel that attends for one token does not see padding, so both forms give its bits."""
     model = build("llama")
     with ContextPatcher(model) as patcher:
         steps = list(steps_of(patcher))
     reference = batch_invariant_logits(model, [step.token_ids for step in steps], attention=True)
-    assert any(
-        not torch.equal(step.logits, logits) for step, logits in zip(steps, reference, strict=True)
-    )
+    for step, logits in zip(steps, reference, strict=True):
+        assert torch.equal(step.logits, logits)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo2"])
@@ -108,8 +107,8 @@ def test_outputs_that_underflow_in_fp16_are_reached(family: str) -> None:
             if "down_proj" in name:
                 parameter.mul_(2.0**-14)
     with ContextPatcher(model) as patcher:
-        for arithmetic, passes in ((BATCH_INVARIANT, 1), (MODEL, 2)):
-            for step in steps_of(patcher, 6, arithmetic=arithmetic):
+        for mode, passes in (("shared_cache", 1), ("two_pass", 2)):
+            for step in steps_of(patcher, 6, mode=mode):
                 patch = step.patch
                 assert patch.passes == passes
                 assert patch.report is not None and not patch.report.misses.any()
@@ -120,7 +119,7 @@ def test_a_row_replays_alike_in_any_batch() -> None:
     """Of 19 rows, which take another product by default than one row does."""
     ids = tokens(4, 19, 6)
     with ContextPatcher(build("llama")) as patcher:
-        (step,) = patcher.generate(ids, max_new_tokens=1, arithmetic="batch_invariant")
+        (step,) = patcher.generate(ids, max_new_tokens=1, mode="shared_cache")
         patch = step.patch
         for rows in (slice(1, 2), slice(3, 20)):
             part = patch.select(rows=rows)
@@ -132,7 +131,7 @@ def test_it_is_as_near_to_fp64_as_the_model_is() -> None:
     for name, distances in ((MODEL, own), (BATCH_INVARIANT, invariant)):
         model = build("gemma3")
         with ContextPatcher(model) as patcher:
-            steps = list(steps_of(patcher, arithmetic=name))
+            steps = list(steps_of(patcher, mode="two_pass" if name == MODEL else "shared_cache"))
         wide = model.double()
         so_far, mask = IDS, MASK
         for number, step in enumerate(steps):
@@ -202,7 +201,7 @@ def test_where_it_does_not_go() -> None:
     """Asked for by name it is refused with the reason; else two passes serve."""
     with ContextPatcher(tiny_models.build("llama4")) as patcher:
         with pytest.raises(UnsupportedModelError, match="its experts scale their input"):
-            steps_of(patcher, arithmetic="batch_invariant")
+            steps_of(patcher, mode="shared_cache")
         with pytest.raises(UnsupportedModelError, match="the host reads how many experts"):
             steps_of(patcher, compile=True)
         (step,) = steps_of(patcher, 1)
@@ -211,22 +210,34 @@ def test_where_it_does_not_go() -> None:
     with ContextPatcher(model) as patcher:
         for options, message in (
             ({"mode": "two_stream"}, "got 'two_stream'"),
-            ({"mode": "two_pass", "arithmetic": "batch_invariant"}, "'two_pass' with"),
-            ({"arithmetic": "exact"}, "expected arithmetic auto, model, batch_invariant"),
+            ({"mode": "two_pass", "compile": True}, "got 'two_pass', whose steps are"),
         ):
             with pytest.raises(ValueError, match=message):
                 steps_of(patcher, **options)
         hook = model.lm_head.register_forward_hook(lambda *_: None)
         with pytest.raises(UnsupportedModelError, match="forward hooks"):
-            steps_of(patcher, arithmetic="batch_invariant")
+            steps_of(patcher, mode="shared_cache")
         hook.remove()
         with torch.autocast("cpu"), pytest.raises(UnsupportedModelError, match="autocast"):
-            steps_of(patcher, arithmetic="batch_invariant")
-        (step,) = steps_of(patcher, 1, arithmetic="model")
+            steps_of(patcher, mode="shared_cache")
+        (step,) = steps_of(patcher, 1, mode="two_pass")
         assert (step.mode, step.patch.info.arithmetic) == ("two_pass", MODEL)
+
+
+def test_the_arithmetic_of_earlier_versions_is_a_mode() -> None:
+    model = build("llama")
+    with ContextPatcher(model) as patcher:
+        for arithmetic, mode in (("model", "two_pass"), ("batch_invariant", "shared_cache")):
+            with pytest.warns(FutureWarning, match=f"say mode='{mode}'"):
+                (step,) = steps_of(patcher, 1, arithmetic=arithmetic)
+            assert step.mode == mode
+        with pytest.raises(ValueError, match="expected arithmetic 'auto', 'model', 'batch_inv"):
+            steps_of(patcher, arithmetic="exact")
+        with pytest.warns(FutureWarning), pytest.raises(ValueError, match="got 'two_pass'"):
+            steps_of(patcher, mode="two_pass", arithmetic="batch_invariant")
     with (
         ContextPatcher(model, "stable") as patcher,
-        pytest.raises(ValueError, match="which is for exact steps"),
+        pytest.raises(ValueError, match="expected update 'exact' with arithmetic"),
     ):
         steps_of(patcher, arithmetic="batch_invariant")
 

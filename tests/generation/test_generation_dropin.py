@@ -123,18 +123,16 @@ def test_the_decoding_method_in_each_arithmetic() -> None:
     outputs = {"return_dict_in_generate": True, "output_logits": True}
     chosen = {}
     with ContextPatcher(model) as patcher:
-        for arithmetic in ("model", "batch_invariant"):
-            method = patcher.decoding_method(arithmetic=arithmetic)
+        for mode in ("two_pass", "shared_cache"):
+            method = patcher.decoding_method(mode=mode)
             said = model.generate(ids, **arguments, **outputs, custom_generate=method)
-            steps = patcher.generate(ids, arithmetic=arithmetic, **arguments)
+            steps = patcher.generate(ids, mode=mode, **arguments)
             for logits, step in zip(said.logits, steps, strict=True):
                 assert torch.equal(logits, step.logits)
-            chosen[arithmetic] = torch.stack(said.logits)
-        assert not torch.equal(chosen["model"], chosen["batch_invariant"])
-        with pytest.raises(ValueError, match="expected arithmetic auto, model, batch_invariant"):
-            patcher.decoding_method(arithmetic="exact")
+            chosen[mode] = torch.stack(said.logits)
+        assert not torch.equal(chosen["two_pass"], chosen["shared_cache"])
     with ContextPatcher(shallow("llama4")) as patcher:
-        method = patcher.decoding_method(arithmetic="batch_invariant")
+        method = patcher.decoding_method(mode="shared_cache")
         with pytest.raises(UnsupportedModelError, match="its experts scale their input"):
             patcher.model.generate(ids, **arguments, custom_generate=method)
 

@@ -15,7 +15,7 @@ from icl_patch.generation.replay_checks import ReplayChecks
 from icl_patch.recording import updates
 
 IDS, KEPT = tokens(3, 2, 9), tokens(4, 2, 3)
-ONE_PASS, TWO_PASSES = {}, {"arithmetic": "model"}
+ONE_PASS, TWO_PASSES = {}, {"mode": "two_pass"}
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, layer_calls: slice = slice(None)) -> None:

@@ -164,7 +164,7 @@ def test_the_prose_about_speed_has_the_committed_numbers() -> None:
     rows = re.findall(r"^\| `exact`(.*?) \| (\S+×) \|", text_of("docs/performance.md"), re.M)
     times = dict(rows)
     text = " ".join(text_of("README.md").split())
-    in_generate, in_ask = times[""], times[', `arithmetic="model"`']
+    in_generate, in_ask = times[""], times[', `mode="two_pass"`']
     assert f"{in_generate} the model's own time in `generate`" in text
     assert f"and {in_ask} in `ask`" in text
 

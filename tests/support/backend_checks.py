@@ -43,7 +43,7 @@ MODELS = {
 
 EVERY_OP = traced.CALLS | {"rms_normalize": lambda z, *_: ops.rms_normalize(z, 1e-5)}
 # functions of icl_patch.ops that compute nothing
-NO_OPS = {"product_path", "gemv_products", "has_kernels", "has_triton"}
+NO_OPS = {"product_path", "gemv_products", "has_decode_attention", "has_kernels", "has_triton"}
 
 
 class Kernels(TorchDispatchMode):

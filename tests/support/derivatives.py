@@ -31,6 +31,13 @@ FUNCTIONS = {
     "read_direction": _of(lambda z, w, u, v: ops.read_direction(z).v),
     "rms_norm": _of(lambda z, w, u, v: ops.rms_norm(z, v[0], 1e-6)),
     "norm_pair": _of(lambda z, w, u, v: ops.norm_pair(torch.cat([z, v]), v[0], 1e-6).z_pair),
+    "decode_attention": _of(
+        lambda z, w, u, v: ops.decode_attention(
+            z.unsqueeze(1),
+            torch.stack([v, -v], 1).unsqueeze(1),
+            torch.stack([z, v], 1).unsqueeze(1),
+        ).squeeze(1)
+    ),
     "gated_product": _of(lambda z, w, u, v: ops.gated_product(z, v, "silu")),
 }
 

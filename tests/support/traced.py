@@ -64,20 +64,23 @@ CALLS: dict[str, Call] = {
     "rms_norm": lambda z, w, u, v, b, pu, pv, i: ops.rms_norm(z, v, 1e-5),
     "norm_pair": lambda z, w, u, v, b, pu, pv, i: _norm_pair(z, v),
     "gated_product": lambda z, w, u, v, b, pu, pv, i: ops.gated_product(z, v, "silu"),
+    "decode_attention": lambda z, w, u, v, b, pu, pv, i: ops.decode_attention(
+        z.unsqueeze(1), v[:, None, None], u[:, None, None]
+    ),
     "invert_rmsnorm": lambda z, w, u, v, b, pu, pv, i: (
         ops.invert_rmsnorm(z, v, u[:, 0].abs()).hidden
     ),
     "stable_scale": lambda z, w, u, v, b, pu, pv, i: ops.stable_scale(z, v[0], v).u,
 }
 # the native library's, whatever serves the products
-INVERSIONS = ("invert_rmsnorm", "stable_scale")
+NATIVE = ("decode_attention", "invert_rmsnorm", "stable_scale")
 
 
 def check_traced(name: str) -> None:
     """The op's node is in the graph, and nothing of the first run's numbers."""
     call, op = CALLS[name], name.partition(",")[0]
     graph = make_fx(call)(*arguments(0))
-    triton = dispatch.backend == "triton" and op not in INVERSIONS
+    triton = dispatch.backend == "triton" and op not in NATIVE
     if triton and "tiles" in name:
         op = "patched_linear"  # Triton's own tiles
     if op == "patched_linears" and not triton:

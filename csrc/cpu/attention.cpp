@@ -1,0 +1,214 @@
+// The CPU driver of attention for one token a row. The visible keys are taken in parts of a fixed
+// number, each with a maximum, a sum and an output of its own, which are then joined in order. So a
+// row's bits depend neither on the number of threads nor on keys that the row does not see.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "cpu/conversions.h"
+#include "cpu/drivers.h"
+
+namespace icl_patch::ICL_PATCH_ISA {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int64_t kBlock = 32;  // keys that are in fp32 at a time
+constexpr float kLeast = -std::numeric_limits<float>::infinity();
+
+ICL_PATCH_INLINE float larger_of(float a, float b) { return b > a ? b : a; }
+
+// exp(x) for x <= 0, to two units in the last place; 0 below -87. NaN stays NaN.
+ICL_PATCH_INLINE float exp_of_negative(float x) {
+  constexpr float kLog2e = 0x1.715476p+0f, kRound = 0x1.8p23f;
+  constexpr float kRoughLn2 = 0x1.62e4p-1f, kFineLn2 = 0x1.7f7d1cp-20f;
+  const float bounded = x < -87 ? -87 : x;
+  const float shifted = bounded * kLog2e + kRound, whole = shifted - kRound;
+  const uint32_t n = bits_of(shifted) - bits_of(kRound);
+  const float r = bounded - whole * kRoughLn2 - whole * kFineLn2;
+  const float tail = 0x1.55545cp-5f + r * (0x1.123be4p-7f + r * 0x1.6db4ecp-10f);
+  const float p = 1 + (r + r * r * (0.5f + r * (0x1.55548ep-3f + r * tail)));
+  return x < -87 ? 0 : p * from_bits((127 + n) << 23);
+}
+
+using Vector = float __attribute__((vector_size(kLanes * sizeof(float))));
+
+ICL_PATCH_INLINE Vector vector_at(const float* from) {
+  Vector x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
+// The first `count` < kLanes numbers, then zeros.
+ICL_PATCH_INLINE Vector vector_at(const float* from, int64_t count) {
+  Vector x = {};
+  memcpy(&x, from, count * sizeof(float));
+  return x;
+}
+
+// The sum of the lanes, in pairs.
+template <class V>
+ICL_PATCH_INLINE float sum_of(V x) {
+  if constexpr (sizeof x == sizeof(float)) {
+    return x[0];
+  } else {
+    struct {
+      float __attribute__((vector_size(sizeof x / 2))) low, high;
+    } halves;
+    memcpy(&halves, &x, sizeof x);
+    return sum_of(halves.low + halves.high);
+  }
+}
+
+// scores[j] = scale q·rows[j].
+ICL_PATCH_INLINE void multiply(const float* q, const float* const* rows, int64_t count, int64_t d,
+                               float scale, float* scores) {
+  constexpr int kTogether = 4;  // keys
+  const auto some = [&](auto together, int64_t j) ICL_PATCH_INLINE_LAMBDA {
+    constexpr int kKeys = decltype(together)::value;
+    Vector sums[kKeys] = {};
+    int64_t k = 0;
+    for (; k + kLanes <= d; k += kLanes)
+      for (int i = 0; i < kKeys; ++i) sums[i] += vector_at(q + k) * vector_at(rows[j + i] + k);
+    if (k < d)
+      for (int i = 0; i < kKeys; ++i)
+        sums[i] += vector_at(q + k, d - k) * vector_at(rows[j + i] + k, d - k);
+    for (int i = 0; i < kKeys; ++i) scores[j + i] = scale * sum_of(sums[i]);
+  };
+  int64_t j = 0;
+  for (; j + kTogether <= count; j += kTogether)
+    some(std::integral_constant<int, kTogether>{}, j);
+  for (; j < count; ++j) some(std::integral_constant<int, 1>{}, j);
+}
+
+// y += Σ_j weights[j] rows[j].
+ICL_PATCH_INLINE void add_rows(const float* weights, const float* const* rows, int64_t count,
+                               int64_t n, float* y) {
+  constexpr int kTogether = 4;  // vectors
+  const auto some = [&](auto together, int64_t e) ICL_PATCH_INLINE_LAMBDA {
+    constexpr int kVectors = decltype(together)::value;
+    Vector sums[kVectors];
+    memcpy(sums, y + e, sizeof sums);
+    for (int64_t j = 0; j < count; ++j)
+      for (int i = 0; i < kVectors; ++i)
+        sums[i] += weights[j] * vector_at(rows[j] + e + i * kLanes);
+    memcpy(y + e, sums, sizeof sums);
+  };
+  int64_t e = 0;
+  for (; e + kTogether * kLanes <= n; e += kTogether * kLanes)
+    some(std::integral_constant<int, kTogether>{}, e);
+  for (; e + kLanes <= n; e += kLanes) some(std::integral_constant<int, 1>{}, e);
+  for (; e < n; ++e)
+    for (int64_t j = 0; j < count; ++j) y[e] += weights[j] * rows[j][e];
+}
+
+// Rows of keys or values in fp32: their addresses, or those of copies.
+class Rows {
+ public:
+  explicit Rows(int64_t width) : copies_(kBlock * width) {}
+
+  // Rows [first, first + count) of those that `visible` lists, if it does.
+  const float* const* load(const Matrix& from, const int32_t* visible, int64_t first,
+                           int64_t count, int64_t n) {
+    from.visit([&](const auto* data) {
+      using T = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+      for (int64_t j = 0; j < count; ++j) {
+        const auto* row = data + (visible ? visible[first + j] : first + j) * from.row;
+        if constexpr (std::is_same_v<T, float>)
+          if (from.column == 1) {
+            rows_[j] = row;
+            continue;
+          }
+        float* to = &copies_[j * n];
+        if (from.column == 1)
+          for (int64_t k = 0; k < n; ++k) to[k] = static_cast<float>(row[k]);
+        else
+          for (int64_t k = 0; k < n; ++k) to[k] = static_cast<float>(row[k * from.column]);
+        rows_[j] = to;
+      }
+    });
+    return rows_;
+  }
+
+ private:
+  std::vector<float> copies_;
+  const float* rows_[kBlock];
+};
+
+}  // namespace
+
+// Parts [begin, end) of all rows and heads of keys.
+void attention_parts(const Attention& call, int64_t begin, int64_t end) {
+  const int64_t d = call.d, e = call.e, shared = call.heads / call.groups;
+  std::vector<float> q(shared * d);
+  Rows block(std::max(d, e));
+  std::vector<float> weights(shared * Attention::kPart);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t part = item % call.parts, group = item / call.parts % call.groups;
+    const int64_t row = item / call.parts / call.groups;
+    const int32_t* visible = call.visible ? call.visible + row * call.keys : nullptr;
+    const int64_t first = part * Attention::kPart;
+    const int64_t count = std::min(Attention::kPart, call.counts[row] - first);
+    if (count <= 0) continue;
+    const Matrix key = call.key.shifted(row * call.key_row + group * call.key_group);
+    const Matrix value = call.value.shifted(row * call.value_row + group * call.value_group);
+    for (int64_t h = 0; h < shared; ++h)
+      load_fp32(call.query.shifted(row * call.query_row), group * shared + h, d, &q[h * d]);
+    for (int64_t j = 0; j < count; j += kBlock) {
+      const int64_t some = std::min(kBlock, count - j);
+      const float* const* rows = block.load(key, visible, first + j, some, d);
+      for (int64_t h = 0; h < shared; ++h)
+        multiply(&q[h * d], rows, some, d, call.scale, &weights[h * Attention::kPart + j]);
+    }
+    float* outputs = call.partial + item * shared * (e + 2);
+    for (int64_t h = 0; h < shared; ++h) {
+      float *w = &weights[h * Attention::kPart], *out = outputs + h * (e + 2);
+      float most = kLeast;
+      Vector sums = {};
+      for (int64_t j = 0; j < count; ++j) most = larger_of(most, w[j]);
+      for (int64_t j = 0; j < count; ++j) w[j] = exp_of_negative(w[j] - most);
+      int64_t j = 0;
+      for (; j + kLanes <= count; j += kLanes) sums += vector_at(w + j);
+      if (j < count) sums += vector_at(w + j, count - j);
+      out[0] = most;
+      out[1] = sum_of(sums);
+      std::fill(out + 2, out + 2 + e, 0.0f);
+    }
+    for (int64_t j = 0; j < count; j += kBlock) {
+      const int64_t some = std::min(kBlock, count - j);
+      const float* const* rows = block.load(value, visible, first + j, some, e);
+      for (int64_t h = 0; h < shared; ++h)
+        add_rows(&weights[h * Attention::kPart + j], rows, some, e, outputs + h * (e + 2) + 2);
+    }
+  }
+}
+
+// Rows and heads [begin, end) of y, from their parts.
+void attention_outputs(const Attention& call, int64_t begin, int64_t end) {
+  const int64_t e = call.e, shared = call.heads / call.groups;
+  std::vector<float> y(e);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t row = item / call.heads, head = item % call.heads;
+    const int64_t parts =
+        (call.counts[row] + Attention::kPart - 1) / Attention::kPart;
+    const auto output = [&](int64_t part) {
+      const int64_t at = (row * call.groups + head / shared) * call.parts + part;
+      return call.partial + (at * shared + head % shared) * (e + 2);
+    };
+    float most = kLeast, sum = 0;
+    std::fill(y.begin(), y.end(), 0.0f);
+    for (int64_t p = 0; p < parts; ++p) most = larger_of(most, output(p)[0]);
+    for (int64_t p = 0; p < parts; ++p) {
+      const float* from = output(p);
+      const float weight = exp_of_negative(from[0] - most);
+      sum += weight * from[1];
+      for (int64_t i = 0; i < e; ++i) y[i] += weight * from[2 + i];
+    }
+    if (parts)
+      for (int64_t i = 0; i < e; ++i) y[i] /= sum;
+    store(y.data(), e, call.query.dtype, call.y, item * e);
+  }
+}
+
+}  // namespace icl_patch::ICL_PATCH_ISA

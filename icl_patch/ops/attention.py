@@ -1,0 +1,79 @@
+"""Attention of one token a row over a cache of keys and values."""
+
+import torch
+from torch import Tensor
+
+from icl_patch.ops import reference
+from icl_patch.ops.checks import check_floats
+from icl_patch.ops.dispatch import Op, native_serves
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """``y = softmax(scale · q Kᵀ) V`` for one token a row, over the keys that the row sees.
+
+    Every key and value is read once, for all heads that share it. A row's bits depend on its query
+    and the keys and values that it sees, not on other rows, padding, or the room in a cache.
+
+    Args:
+        query: (B, H, D) float.
+        key, value: (B, G, S, D) and (B, G, S, E), query's dtype, any strides; G divides H, and
+            heads ``[g H/G, (g + 1) H/G)`` share head g of the keys.
+        mask: (B, S) bool, True for the keys that a row sees; all by default.
+        scale: ``1/√D`` by default.
+
+    Returns:
+        (B, H, E) in query's dtype, summed in fp32 and rounded once (fp64 for fp64). A row that sees
+        no key gets 0.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit.
+    """
+    if scale is None:
+        scale = max(query.shape[-1], 1) ** -0.5
+    return _decode_attention.native_first(query, key, value, scale, mask)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, _scale: float, mask: Tensor | None) -> None:
+    check_floats(query=query, key=key, value=value)
+    if query.dim() != 3 or key.dim() != 4 or value.dim() != 4:
+        dims = f"{query.dim()}, {key.dim()} and {value.dim()}"
+        raise ValueError(
+            f"expected query (B, H, D), key (B, G, S, D) and value (B, G, S, E), got {dims}"
+            " dimensions"
+        )
+    rows, heads, width = query.shape
+    groups, keys = key.shape[1:3]
+    fits = key.shape == (rows, groups, keys, width) and value.shape[:3] == (rows, groups, keys)
+    if not fits or (heads % groups if groups else heads):
+        raise ValueError(
+            f"expected key ({rows}, G, S, {width}) and value ({rows}, G, S, E) of a query"
+            f" {tuple(query.shape)}, where G divides {heads}, got {tuple(key.shape)} and"
+            f" {tuple(value.shape)}"
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(f"expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (rows, keys)):
+        raise ValueError(
+            f"expected a mask ({rows}, {keys}) of bools, got {tuple(mask.shape)} {mask.dtype}"
+        )
+
+
+_decode_attention = Op(
+    "decode_attention",
+    _check,
+    reference.decode_attention,
+    triton_if=lambda *_: False,  # torch's own kernels serve GPUs
+)
+
+
+def has_decode_attention(device_type: str) -> bool:
+    """Whether :func:`decode_attention` has a kernel of ours on a type of device."""
+    return device_type == "cpu" and native_serves("cpu")

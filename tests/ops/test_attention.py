@@ -1,0 +1,209 @@
+"""Attention of one token a row, in the implementation that runs here."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.inversion import needs_native
+from support.numeric import (
+    FLOATING,
+    FLOATS,
+    UNIT,
+    by_columns,
+    check_refused,
+    every_dtype,
+    in_gaps,
+    normal,
+    poisoned,
+    poisoned_memory,
+    same_bits,
+    seeded,
+)
+from torch import Tensor
+
+from icl_patch import ops
+
+NARROW = {name: dtype for name, dtype in FLOATS.items() if name != "fp64"}
+every_narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+# rows, query heads, key heads, keys, widths of keys and of values
+SHAPES = [
+    (1, 1, 1, 1, 1, 1),
+    (2, 9, 3, 257, 64, 64),
+    (3, 4, 4, 1030, 7, 5),
+    (1, 6, 1, 33, 80, 129),
+    (2, 8, 2, 512, 128, 17),
+    (2, 3, 3, 0, 8, 8),
+    (0, 4, 2, 5, 8, 8),
+]
+
+
+def problem(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value, and a mask of which the last row sees nothing if there are several."""
+    rows, heads, groups, keys, d, e = shape
+    rng = seeded(keys + d)
+    mask = torch.rand(rows, keys, generator=rng) < 0.7
+    mask[:, keys // 2 :] |= keys > 1
+    if rows > 1:
+        mask[-1] = False
+    return (
+        normal(rng, rows, heads, d, dtype=dtype),
+        normal(rng, rows, groups, keys, d, dtype=dtype),
+        normal(rng, rows, groups, keys, e, dtype=dtype),
+        mask,
+    )
+
+
+def by_formula(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output in fp64, head by head over the keys that are seen, and the size of its terms."""
+    rows, heads, _ = query.shape
+    y = torch.zeros(rows, heads, value.shape[-1], dtype=torch.float64)
+    size = torch.zeros_like(y)
+    for row in range(rows):
+        for head in range(heads if mask[row].any() else 0):
+            group = head // (heads // key.shape[1])
+            seen = [x[row, group][mask[row]].double() for x in (key, value)]
+            weights = torch.softmax(scale * seen[0] @ query[row, head].double(), 0)
+            y[row, head], size[row, head] = weights @ seen[1], weights @ seen[1].abs()
+    return y, size
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_dtype
+def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    query, key, value, mask = problem(shape, dtype)
+    for seen in (torch.ones_like(mask), mask):
+        with poisoned_memory():
+            y = ops.decode_attention(query, key, value, None if seen.all() else seen)
+        expected, size = by_formula(query, key, value, seen, max(shape[4], 1) ** -0.5)
+        # the softmax's argument is a sum of D products, with errors in fp32 or wider
+        wide = UNIT[torch.promote_types(dtype, torch.float32)] * (8 * shape[4] + shape[3] + 40)
+        assert y.shape == expected.shape and y.dtype == dtype
+        limit = (wide + UNIT[dtype]) * size + UNIT[dtype] * expected.abs() + 1e-12
+        assert ((y.double() - expected).abs() <= limit).all()
+
+
+@every_narrow
+def test_layouts_of_a_cache(dtype: torch.dtype) -> None:
+    query, key, value, mask = problem((2, 6, 3, 301, 40, 48), dtype)
+    y = ops.decode_attention(query, key, value, mask, scale=0.3)
+    for other in (poisoned, by_columns, in_gaps):
+        layout = [other(x) for x in (query, key, value)]
+        found = ops.decode_attention(*layout, mask.T.contiguous().T, scale=0.3)
+        assert same_bits(found, y)
+    repeated = [x.repeat_interleave(2, 1) for x in (key, value)]
+    assert same_bits(ops.decode_attention(query, *repeated, mask, scale=0.3), y)
+
+
+@needs_native
+@every_narrow
+def test_a_row_depends_on_nothing_but_what_it_sees(dtype: torch.dtype) -> None:
+    query, key, value, mask = problem((3, 6, 2, 700, 64, 64), dtype)
+    y = ops.decode_attention(query, key, value, mask)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert same_bits(ops.decode_attention(query, key, value, mask), y)
+    finally:
+        torch.set_num_threads(threads)
+    for row in (0, 1):
+        one = slice(row, row + 1)
+        seen = [x[one][:, :, mask[row]] for x in (key, value)]
+        assert same_bits(ops.decode_attention(query[one], *seen), y[one])
+    hidden = key.masked_fill(~mask[:, None, :, None], torch.nan)
+    assert same_bits(ops.decode_attention(query, hidden, value, mask), y)
+
+
+@every_narrow
+def test_extremes(dtype: torch.dtype) -> None:
+    one = torch.ones(1, 1, 4, dtype=dtype)
+    key = torch.tensor([[-3e4], [3e4], [3e4]], dtype=dtype).expand(3, 4)[None, None]
+    value = torch.tensor([[9.0], [1.0], [2.0]], dtype=dtype)[None, None]
+    assert ops.decode_attention(one, key, value).item() == 1.5  # the others' weight is 0
+    alone = ops.decode_attention(one, key[:, :, :1], value[:, :, :1])
+    assert alone.item() == 9  # a softmax of one number is exactly 1
+    key = key.clone()
+    key[0, 0, 0, 0] = torch.nan
+    assert ops.decode_attention(one, key, value).isnan().all()
+
+
+@every_narrow
+def test_like_torch(dtype: torch.dtype) -> None:
+    query, key, value, mask = problem((2, 9, 3, 257, 64, 64), dtype)
+    mask[-1, 5] = True  # torch gives NaN without a key
+    y = ops.decode_attention(query, key, value, mask)
+    theirs = F.scaled_dot_product_attention(
+        query.double().unsqueeze(2),
+        *(x.double() for x in (key, value)),
+        attn_mask=mask[:, None, None],
+        enable_gqa=True,
+    )
+    assert (y - theirs.squeeze(2)).abs().max() <= 4 * UNIT[dtype] * theirs.abs().max() + 1e-6
+
+
+def test_gradients_come_from_the_formula() -> None:
+    query, key, value, _ = problem((2, 4, 2, 5, 3, 3), torch.float64)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[0, :3] = False
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    assert torch.autograd.gradcheck(lambda *x: ops.decode_attention(*x, mask), leaves)
+
+
+@needs_native
+def test_registration_and_compilation() -> None:
+    query, key, value, mask = problem((2, 4, 2, 9, 8, 6), torch.bfloat16)
+    operator = torch.ops.icl_patch.decode_attention
+    torch.library.opcheck(operator, (query, key, value, 0.5, mask))
+    compiled = torch.compile(ops.decode_attention, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = ops.decode_attention(query, key, value, mask)
+        assert same_bits(compiled(query, key, value, mask), expected)
+    meta = [x.to("meta") for x in (query, key, value)]
+    assert ops.decode_attention(*meta).shape == (2, 4, 6)
+
+
+Q, K = torch.ones(2, 4, 3), torch.ones(2, 2, 5, 3)
+ERRORS = {
+    "vector": (
+        lambda: ops.decode_attention(Q[0], K, K),
+        ValueError,
+        "expected query (B, H, D), key (B, G, S, D) and value (B, G, S, E), got 2, 4 and 4"
+        " dimensions",
+    ),
+    "heads": (
+        lambda: ops.decode_attention(Q[:, :3], K, K),
+        ValueError,
+        "expected key (2, G, S, 3) and value (2, G, S, E) of a query (2, 3, 3), where G divides 3,"
+        " got (2, 2, 5, 3) and (2, 2, 5, 3)",
+    ),
+    "value": (
+        lambda: ops.decode_attention(Q, K, K[:, :, :4]),
+        ValueError,
+        "expected key (2, G, S, 3) and value (2, G, S, E) of a query (2, 4, 3), where G divides 4,"
+        " got (2, 2, 5, 3) and (2, 2, 4, 3)",
+    ),
+    "dtype": (
+        lambda: ops.decode_attention(Q, K.half(), K),
+        TypeError,
+        "expected one dtype, got torch.float32, torch.float16 and torch.float32",
+    ),
+    "integers": (
+        lambda: ops.decode_attention(Q.int(), K, K),
+        TypeError,
+        FLOATING.format("query", "int32"),
+    ),
+    "mask": (
+        lambda: ops.decode_attention(Q, K, K, torch.ones(2, 5)),
+        ValueError,
+        "expected a mask (2, 5) of bools, got (2, 5) torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ERRORS)
+def test_what_does_not_fit_is_refused(mistake: str) -> None:
+    call, error, message = ERRORS[mistake]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            check_refused(error, message, call)
