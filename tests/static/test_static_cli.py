@@ -229,7 +229,8 @@ def test_a_file_is_replaced_only_with_force(
     out.write_text("mine")
     options = ["--context", "abc", "--question", "d"]
     if command == "fit":
-        options = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "60"]
+        options = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "2"]
+        options += ["--accept-worse"]
     status, _, err = run(capsys, command, *options, "--out", out)
     assert (status, out.read_text()) == (2, "mine")
     assert f"expected a new name for --out, there is {out} already: --force replaces" in err
