@@ -21,7 +21,7 @@ $(RUN): build/interpreter requirements.txt pyproject.toml setup.py $(SOURCES)
 	@sh tools/setup.sh "$(PYTHON)"
 
 demo: $(RUN) ## the main job on the embedded model: answers with, without and with the patch, and the proof; MODEL=FOLDER: on that model, with chats
-	$(RUN) -m icl_patch demo $(if $(MODEL),--model "$(MODEL)")
+	$(RUN) -m icl_patch demo $(if $(MODEL),"$(MODEL)")
 
 # Apart from the rest: transformers imports torchao wherever it finds it, which prints to every command.
 build/torchao: | $(RUN)
@@ -146,3 +146,4 @@ train: $(RUN) ## train the embedded model again, into build/embedded (less than 
 
 clean: ## remove everything that make made, .venv included
 	rm -rf build .venv *.egg-info icl_patch/ops/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

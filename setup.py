@@ -20,6 +20,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import setuptools
+
+# pip checks pyproject.toml's build requirements only where it isolates the build
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(
+        f"icl-patch: expected setuptools 77 or later, got {setuptools.__version__}: pip install"
+        " 'setuptools>=77' ninja"
+    )
+
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext

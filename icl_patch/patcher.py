@@ -37,7 +37,8 @@ class ContextPatcher:
     Threads may share a patcher and its model; they take turns. A pass (:meth:`compute`,
     :meth:`forward`, one step of :meth:`generate`) holds a lock, and so does a call of the model:
     other threads wait until it ends. A generation holds no lock between two steps. A patcher that
-    is garbage collected detaches.
+    is garbage collected detaches. After an interrupt the model is as before, and the patcher goes
+    on.
 
     Args:
         model: a Hugging Face causal language model of a known family.
@@ -173,6 +174,7 @@ class ContextPatcher:
             TypeError: ids or a mask are no tensor, or the model does not take one of
                 ``model_inputs``.
         """
+        self.attached_model.attachment.check_outside()
         self.attached_model.require_attached()
         sequences = assemble(
             context_ids,
@@ -214,6 +216,7 @@ class ContextPatcher:
 
         Source: Dherin et al. (2025), Proposition 3.1.
         """
+        self.attached_model.attachment.check_outside()
         self.attached_model.require_attached()
         sequences = assemble(
             context_ids,
@@ -238,6 +241,7 @@ class ContextPatcher:
         kept_mask: Tensor | None = None,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        **others: object,
     ) -> Tensor:
         """Replay: run the kept tokens with the patch's weights and no context anywhere.
 
@@ -261,12 +265,19 @@ class ContextPatcher:
                 patch was computed.
             ValueError: the tokens are not those the patch is for, or the patch is a part that
                 cannot be replayed.
+            TypeError: there are ``others``, arguments of :meth:`compute` that the patch carries.
         """
+        if others:
+            raise TypeError(
+                f"expected kept_ids, patch and kept_mask, got {', '.join(others)} too: a patch"
+                " carries its prefix, its positions and what it absorbed"
+            )
         kept_ids = either("kept_ids", kept_ids, "input_ids", input_ids)
         kept_mask = either("kept_mask", kept_mask, "attention_mask", attention_mask)
         if not isinstance(patch, ContextPatch):
             raise TypeError(f"expected a ContextPatch, got {type(patch).__name__}")
         check_tensor("kept_ids", kept_ids)
+        self.attached_model.attachment.check_outside()
         with self.attached_model.attachment.one_pass():
             self._check_replay(kept_ids, patch, kept_mask)
             return self.attached_model.replay_checked(patch)
@@ -409,6 +420,7 @@ class ContextPatcher:
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
+        self.attached_model.attachment.check_outside()
         mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
         options = loop.Options(logits, mode, compile, patches, check_every, prefill_chunk)
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
@@ -455,6 +467,7 @@ class ContextPatcher:
                 or with one that refuses the messages; a text has no tokens; or as :meth:`generate`.
             TypeError: there is no question, or one that is no text.
         """
+        self.attached_model.attachment.check_outside()
         return answering.answer(
             self.decoder,
             context,

@@ -262,13 +262,13 @@ def command_lines() -> dict[str, list[str]]:
     ``extract``.
     """
     upper, file = ["--context", "mode upper\n"], "patch.safetensors"
-    extract = ["extract", *upper, "--kept", "fmrp>", "--out", file]
+    extract = ["extract", *upper, "--kept", "fmrp>", "--out", file, "--force"]
     generate = ["generate", "--context", "mode upper\nfmrp>", "--max-new-tokens", "4"]
     verify = ["verify", "--max-new-tokens", "4"]
     found = {}
     for update in UPDATES:
         found[f"extract {update}"] = [*extract, "--update", update]
-        found[f"inspect {update}"] = ["inspect", file, "--model", "embedded"]
+        found[f"inspect {update}"] = ["inspect", "embedded", "--patch", file]
         found[f"replay {update}"] = ["replay", "--patch", file]
         found[f"generate {update}"] = [*generate, "--update", update]
         for dtype in ("fp32", "bf16"):
@@ -276,7 +276,7 @@ def command_lines() -> dict[str, list[str]]:
     stable = [*generate, "--update", "stable"]
     return found | {
         "extract prefix": [*extract, "--prefix", "mode "],
-        "inspect prefix": ["inspect", file],
+        "inspect prefix": ["inspect", "--patch", file],
         "verify keep-last": [*verify, "--keep-last", "2"],
         "generate shared_cache": [*stable, *SHARED_CACHE_FLAGS, "--check-every", "2"],
         "generate context logits": [*stable, "--logits", "context"],

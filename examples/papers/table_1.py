@@ -5,8 +5,8 @@ made of it.
     python examples/papers/table_1.py --quick      # one family a row, seconds
 
 Small random models in fp32 and bf16, contexts of two absorbed spans, a prefix, ragged rows: see
-``icl-patch verify --all-families``. For every model ``icl_patch.controllability`` says how many
-(block, token) pairs are input- and output-controllable. One thread, fixed seeds.
+:mod:`icl_patch.evaluation.architecture_suite`. For every model ``icl_patch.controllability`` says
+how many (block, token) pairs are input- and output-controllable. One thread, fixed seeds.
 """
 
 import argparse
@@ -56,7 +56,7 @@ ROWS = (
 
 _HEAD = """# Table 1 of Goldwaser et al., row by row
 
-Small random models of every block form (`icl-patch verify --all-families`), with a prefix, a
+Small random models of every block form ([models](../models.md#block-forms)), with a prefix, a
 context of two absorbed spans, and ragged rows. L∞ compares a replay without the context with the
 unmodified model with it, relative to the largest logit, in fp32, for the worst family; the update
 is direct (last row: stable). The noise floor compares the unmodified model with itself at twice the

@@ -14,21 +14,21 @@ HELP = "write the model with a static patch in its weights"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE")
     common.add_model(parser)
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the model; it is made"
-    )
+    common.add_patch(parser, meaning="a static patch, as icl-patch fit writes it")
+    common.add_out_folder(parser, "model")
 
 
 def run(options: argparse.Namespace) -> int:
     """Merge the patch and save the model with its tokenizer."""
-    from icl_patch.static import StaticPatch
-
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"expected a folder to write the model to, got the file {options.out}")
-    model, tokenizer = common.load(options)
-    patch = StaticPatch.load(options.file, model, tokenizer)
+    common.check_out(options)
+    header = common.read_header(options)
+    from icl_patch.static import StaticPatch
+
+    model, tokenizer = common.load_for_patch(options, header)
+    patch = StaticPatch.load(options.patch, model, tokenizer)
     _save(options.out, patch.merge(model), tokenizer)
     result = {"folder": str(options.out), "matrices": len(patch.changes), "rank": patch.rank}
     said = common.front_of(patch, tokenizer)

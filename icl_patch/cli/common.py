@@ -45,8 +45,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """Add --verbose: tables of all measurements."""
+    parser.add_argument(
+        "--verbose", action="store_true", help="print all measurements as tables, with a legend"
+    )
+
+
 def add_out(parser: argparse.ArgumentParser) -> None:
-    """Add --out, the patch file that the command writes."""
+    """Add --out, the patch file that the command writes, for :func:`check_out`."""
     parser.add_argument(
         "--out",
         type=writable(".safetensors"),
@@ -54,6 +61,39 @@ def add_out(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file to write (.safetensors)",
     )
+    add_force(parser)
+
+
+def add_out_folder(parser: argparse.ArgumentParser, content: str) -> None:
+    """Add --out, the folder that the command makes, for :func:`check_out`."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help=f"folder of the {content}; it is made",
+    )
+    add_force(parser)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Add --force, for :func:`check_out`."""
+    parser.add_argument(
+        "--force", action="store_true", help="replace what is there already under --out"
+    )
+
+
+def check_out(options: argparse.Namespace) -> None:
+    """Raises ValueError if ``--out`` would replace something, without ``--force``."""
+    out: Path = options.out
+    filled = any(out.iterdir()) if out.is_dir() else out.exists()
+    if filled and not options.force:
+        raise ValueError(f"expected a new name for --out, there is {out} already: --force replaces")
+
+
+def add_patch(parser: argparse.ArgumentParser, *, required: bool = True, meaning: str) -> None:
+    """Add ``--patch``, for :func:`read_header`."""
+    parser.add_argument("--patch", type=Path, metavar="FILE", required=required, help=meaning)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -213,6 +253,46 @@ def load(options: argparse.Namespace) -> "tuple[PreTrainedModel, PreTrainedToken
         return load_model(options.model, None, options.dtype, options.device, options.revision)
 
 
+def read_header(options: argparse.Namespace) -> dict[str, Any]:
+    """The header of the file ``--patch``.
+
+    Raises:
+        ValueError: there is no such file. PatchFormatError: it is no patch file.
+    """
+    path: Path = options.patch
+    if path.is_dir():
+        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))[:3]) or "none"
+        raise ValueError(f"expected a patch file, got the folder {path}; files there: {held}")
+    if not path.exists():
+        raise ValueError(f"expected a patch file, there is no {path}: icl-patch extract writes one")
+    import_torch()
+    with stage("importing transformers"):
+        from icl_patch.patch.serialization import read_file
+
+    return read_file(path)[0]
+
+
+def load_for_patch(
+    options: argparse.Namespace, header: dict[str, Any]
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """:func:`load` in the dtype of a patch file, unless the options name another.
+
+    Raises:
+        ValueError: the options name no model, and the patch is not the embedded one's.
+    """
+    from icl_patch.patch.serialization import DTYPES
+
+    name = header.get("model")
+    if options.model is None and name != "embedded":
+        raise ValueError(
+            f"expected MODEL, {name} or its folder, as {options.patch} is a patch of it; without"
+            " MODEL the command takes the embedded model"
+        )
+    if options.dtype is None:
+        options.dtype = DTYPES.get(str(header.get("dtype")))
+    return load(options)
+
+
 def attach(options: argparse.Namespace, model: Any, tokenizer: Any) -> "ContextPatcher":
     """A patcher of the update that the options name."""
     from icl_patch.patcher import ContextPatcher
@@ -263,15 +343,6 @@ def front_of(patch: "StaticPatch", tokenizer: "PreTrainedTokenizerBase") -> list
         f"prompts must begin with the token {token}, {tokenizer.decode([token])!r}"
         for token in patch.info.front
     ]
-
-
-def check_patch_file(path: Path) -> None:
-    """Raises ValueError unless there is such a file."""
-    if path.is_dir():
-        held = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))[:3]) or "none"
-        raise ValueError(f"expected a patch file, got the folder {path}; files there: {held}")
-    if not path.exists():
-        raise ValueError(f"expected a patch file, there is no {path}: icl-patch extract writes one")
 
 
 def import_torch() -> Any:

@@ -17,10 +17,11 @@ HELP = "show the main job on the embedded model, or on any other, and verify it"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--model",
+        "model",
+        nargs="?",
         metavar="MODEL",
-        help="folder or hub id of a model to answer six prompts with, chats with a system message"
-        " among them (default: the embedded model on held-out prompts)",
+        help="local folder or hub id of a model to answer six prompts with, chats with a system"
+        " message among them (default: the embedded model on held-out prompts)",
     )
     parser.add_argument(
         "--prompts",
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder to write the report to",
     )
+    common.add_verbose(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             verified = demo.verify_grid(options.prompts, new, progress)
     tables = [_examples(answers), *([] if name else [_accuracy(answers)])]
-    tables += report.verify_tables(verified)
+    details = report.verify_tables(verified)
     page, data, figure = (
         options.report / name for name in ("report.md", "report.json", "exactness.png")
     )
@@ -90,19 +92,21 @@ def run(options: argparse.Namespace) -> int:
     }
     page.write_text(
         "# icl-patch demo\n\n"
-        + report.to_markdown(tables)
+        + report.to_markdown([*tables, *details])
+        + f"\n{report.legend(details)}\n"
         + f"\n![L∞ and TVD per token]({figure.name})\n",
         encoding="utf-8",
     )
     report.write_json(data, result)
-    stable = next(
-        entry for entry in verified if (entry.update, entry.dtype) == ("stable", "bfloat16")
-    )
-    first_prompt = stable.steps[: options.max_new_tokens]
-    figures.plot(
-        stable, [str(tokenizer.decode([token.token_id])) for token in first_prompt], figure
-    )
-    common.print_result(options, result, *tables, f"report: {page}, {data}, {figure}")
+    exact = next(one for one in verified if (one.update, one.dtype) == ("exact", "bfloat16"))
+    generated = [step.token_id for step in exact.steps[: options.max_new_tokens]]
+    chat = any(one.prompt.kind == "chat" for one in prompts)  # then verified first
+    answer = demo.up_to_the_end(model, tokenizer, generated, one_line=not chat)
+    figures.plot(exact, [str(tokenizer.decode([token])) for token in answer], figure)
+    verdicts = [f"{one.update}, {one.dtype}: {report.verdict(one)}" for one in verified]
+    meaning = report.legend(details)
+    shown = [*tables, *([*details, meaning] if options.verbose else verdicts)]
+    common.print_result(options, result, *shown, f"report: {page}, {data}, {figure}")
     return 0 if result["passed"] else 1
 
 

@@ -1,7 +1,6 @@
 """``icl-patch export``: a patch file as a LoRA folder for PEFT and vLLM."""
 
 import argparse
-from pathlib import Path
 
 from icl_patch.cli import common
 
@@ -10,8 +9,8 @@ HELP = "write a patch as a LoRA for PEFT and vLLM"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE")
     common.add_model(parser)
+    common.add_patch(parser, meaning="as icl-patch extract or fit writes it")
     parser.add_argument(
         "--row", type=int, metavar="R", help="row of a patch for each token (default 0)"
     )
@@ -23,33 +22,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of a patch for each token: write scales of norms as modules_to_save, for PEFT alone",
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the LoRA; it is made"
-    )
+    common.add_out_folder(parser, "LoRA")
 
 
 def run(options: argparse.Namespace) -> int:
     """Check the patch against the model and write the folder."""
+    common.check_out(options)
+    header = common.read_header(options)
     from icl_patch.patch.context_patch import ContextPatch
-    from icl_patch.patch.serialization import read_file
     from icl_patch.static import StaticPatch
 
-    kind = read_file(options.file)[0].get("kind")
+    kind = header.get("kind")
     of_token = (options.row, options.token, options.scales)
     if kind == "static" and of_token != (None, None, False):
         raise ValueError(
             "expected no --row, --token or --scales of a static patch, which changes matrices for"
             " all tokens"
         )
-    model, tokenizer = common.load(options)
+    model, tokenizer = common.load_for_patch(options, header)
     said: list[str] = []
     if kind == "static":
-        static = StaticPatch.load(options.file, model, tokenizer)
+        static = StaticPatch.load(options.patch, model, tokenizer)
         rank, said = static.to_peft(options.out, model), common.front_of(static, tokenizer)
     else:
-        patch = ContextPatch.load(options.file, model, tokenizer)
+        patch = ContextPatch.load(options.patch, model, tokenizer)
         row, token = options.row or 0, -1 if options.token is None else options.token
-        rank = patch.to_peft(options.out, row=row, token=token, scales=options.scales)
+        rank = patch.to_peft(options.out, model, row=row, token=token, scales=options.scales)
     result = {"folder": str(options.out), "kind": kind, "rank": rank}
     common.print_result(options, result, f"{options.out}: a LoRA of rank {rank}", *said)
     return 0

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compute the patch and save it."""
+    common.check_out(options)
     model, tokenizer = common.load(options)
     from icl_patch.evaluation.loading import encode_contexts
     from icl_patch.models.prompts import make_prompt, own_front, split_ids

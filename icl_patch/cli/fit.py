@@ -99,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Fit, report and save."""
+    common.check_out(options)
     import sys
 
     from icl_patch import static

@@ -1,14 +1,11 @@
 """``icl-patch generate``: text from freshly patched weights at every token."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from icl_patch.generation.loop import GenerationStep
     from icl_patch.patcher import ContextPatcher
 
@@ -23,12 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_prompt(parser, "as for verify")
     common.add_update(parser)
-    parser.add_argument(
-        "--patch",
-        type=Path,
-        metavar="FILE",
-        help="generate after the prompt with the changed weights of this file instead, the same at"
-        " every token",
+    common.add_patch(
+        parser,
+        required=False,
+        meaning="generate after the prompt with the changed weights of this file instead, the same"
+        " at every token",
     )
     common.add_max_new_tokens(parser, 50, "at most N tokens")
     parser.add_argument(
@@ -69,9 +65,9 @@ def run(options: argparse.Namespace) -> int:
     """Generate; 1 if a replay chooses another token."""
     if options.temperature is not None and not options.sample:
         raise ValueError("expected --sample with --temperature")
-    model, tokenizer = common.load(options)
     if options.patch is not None:
-        return _with_patch(options, model, tokenizer)
+        return _with_patch(options)
+    model, tokenizer = common.load(options)
     with common.attach(options, model, tokenizer) as patcher:
         steps = _generate(options, patcher, tokenizer)
     token_ids = [int(step.token_ids[0]) for step in steps]
@@ -144,30 +140,27 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     return {"do_sample": options.sample, **given}
 
 
-def _with_patch(
-    options: argparse.Namespace,
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-) -> int:
+def _with_patch(options: argparse.Namespace) -> int:
     """Generate with a patch file: a static patch, or the last token's of one for each token."""
     from contextlib import ExitStack
-
-    import torch
-
-    from icl_patch.evaluation.loading import encode_contexts
-    from icl_patch.patch.context_patch import ContextPatch
-    from icl_patch.patch.serialization import read_file
-    from icl_patch.patcher import ContextPatcher
-    from icl_patch.static import StaticPatch
 
     prompt = common.prompt_text(options)
     if prompt is None or options.check_every or options.compile:
         raise ValueError(
             "expected --context or --question, and no --check-every or --compile, with --patch"
         )
+    header = common.read_header(options)
+    import torch
+
+    from icl_patch.evaluation.loading import encode_contexts
+    from icl_patch.patch.context_patch import ContextPatch
+    from icl_patch.patcher import ContextPatcher
+    from icl_patch.static import StaticPatch
+
+    model, tokenizer = common.load_for_patch(options, header)
     ids, _ = encode_contexts(tokenizer, [prompt], chat=options.chat, system=options.system)
     with ExitStack() as stack:
-        if read_file(options.patch)[0].get("kind") == "static":
+        if header.get("kind") == "static":
             static = StaticPatch.load(options.patch, model, tokenizer)
             stack.enter_context(static.applied(model))
             front = static.info.front

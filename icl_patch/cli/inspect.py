@@ -1,7 +1,6 @@
 """``icl-patch inspect``: the contents of a patch file."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -9,38 +8,37 @@ from icl_patch.cli import common
 if TYPE_CHECKING:
     from icl_patch.patch.context_patch import ContextPatch
 
-HELP = "read a patch file; with --model, check that it fits"
+HELP = "read a patch file; with MODEL, check that it fits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument(
-        "--model",
+        "model",
+        nargs="?",
         metavar="MODEL",
-        help="folder, hub id, or 'embedded': check that the patch fits it, and show it as text",
+        help="local folder, hub id, or 'embedded': check that the patch fits it, and show it as"
+        " text (default: no check)",
     )
     common.add_revision_and_device(parser)
-    parser.set_defaults(seed=0)
+    common.add_patch(parser, meaning="as icl-patch extract or fit writes it")
+    parser.set_defaults(seed=0, dtype=None)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the file's entries and the size of its changes, and check them against ``--model``."""
+    """Print the file's entries and the size of its changes, and check them against MODEL."""
     if options.model is None and (options.revision, options.device) != (None, None):
-        raise ValueError("expected --model with --revision or --device")
-    common.check_patch_file(options.file)
-    common.import_torch()
-    with common.stage("importing transformers"):
-        from icl_patch.evaluation.report import table
-        from icl_patch.patch.context_patch import ContextPatch
-        from icl_patch.patch.serialization import read_file
+        raise ValueError("expected MODEL with --revision or --device")
+    header = common.read_header(options)
+    from icl_patch.evaluation.report import table
+    from icl_patch.patch.context_patch import ContextPatch
 
-    if read_file(options.file)[0].get("kind") == "static":
-        return _static(options)
-    patch = ContextPatch.load(options.file)
-    tokenizer = _tokenizer(options, patch)
+    if header.get("kind") == "static":
+        return _static(options, header)
+    patch = ContextPatch.load(options.patch)
+    tokenizer = _tokenizer(options, patch, header)
     entries: dict[str, Any] = {
-        "file": str(options.file),
+        "file": str(options.patch),
         **vars(patch.info),
         "layers": len(patch.layers),
         "bytes": patch.nbytes,
@@ -52,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     title = "Size of the change, mean over tokens: ‖ΔW‖, ‖Δm‖"
     rows = [[layer, *sizes] for layer, sizes in enumerate(zip(*norms.values(), strict=True))]
     shown: list[Any] = [
-        table(str(options.file), ["entry", "value"], list(entries.items())),
+        table(str(options.patch), ["entry", "value"], list(entries.items())),
         table(title, ["layer", *norms], rows),
     ]
     ids = {name: getattr(patch, name).tolist() for name in ("kept_ids", "prefix_ids")}
@@ -61,21 +59,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _static(options: argparse.Namespace) -> int:
+def _static(options: argparse.Namespace, header: dict[str, Any]) -> int:
     """Print a static patch's entries, its report and the size of its changes."""
     from icl_patch.evaluation.report import table
     from icl_patch.static import StaticPatch
 
-    patch = StaticPatch.load(options.file)
+    patch = StaticPatch.load(options.patch)
     if options.model is not None:
-        options.dtype = None
-        patch.check_model(common.load(options)[0])
+        patch.check_model(common.load_for_patch(options, header)[0])
     norms = {path: float(change.dense().norm()) for path, change in patch.changes.items()}
-    entries: dict[str, Any] = {"file": str(options.file), "kind": "static", **vars(patch.info)}
+    entries: dict[str, Any] = {"file": str(options.patch), "kind": "static", **vars(patch.info)}
     entries |= {"rank": patch.rank, "bytes": patch.nbytes}
     report = None if patch.report is None else patch.report.to_json()
     shown: list[Any] = [
-        table(str(options.file), ["entry", "value"], list(entries.items())),
+        table(str(options.patch), ["entry", "value"], list(entries.items())),
         table("Size of the change", ["matrix", "‖ΔW‖"], list(norms.items())),
     ]
     result = {**entries, "norms": norms, "report": report}
@@ -84,19 +81,17 @@ def _static(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(options: argparse.Namespace, patch: "ContextPatch") -> Any:
-    """A tokenizer or None: that of ``--model``, which the patch must fit, else the one that the
+def _tokenizer(options: argparse.Namespace, patch: "ContextPatch", header: dict[str, Any]) -> Any:
+    """A tokenizer or None: that of MODEL, which the patch must fit, else the one that the
     patch was computed with if it is on this machine.
     """
     from transformers import AutoTokenizer
 
     from icl_patch.evaluation import embedded
     from icl_patch.patch.fingerprints import tokenizer_fingerprint
-    from icl_patch.patch.serialization import DTYPES
 
     if options.model is not None:
-        options.dtype = DTYPES[patch.info.dtype]
-        model, tokenizer = common.load(options)
+        model, tokenizer = common.load_for_patch(options, header)
         patch.fitted_to(model, tokenizer)
         return tokenizer
     where = embedded.MODEL_DIR if patch.info.model == "embedded" else patch.info.model
@@ -119,7 +114,7 @@ def _texts(patch: "ContextPatch", tokenizer: Any) -> dict[str, Any]:
             continue
         rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
         found[f"{name}_text"] = (
-            f"{int(mask.sum())} tokens; --model MODEL shows them as text"
+            f"{int(mask.sum())} tokens; with MODEL they are shown as text"
             if tokenizer is None
             else [str(tokenizer.decode(row)) for row in rows]
         )

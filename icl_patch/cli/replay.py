@@ -3,7 +3,6 @@ weights.
 """
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
@@ -19,30 +18,24 @@ HELP = "run the kept tokens of a patch file with their changed weights, without 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     common.add_model_of_patch(parser)
-    parser.add_argument(
-        "--patch", type=Path, metavar="FILE", required=True, help="as icl-patch extract writes it"
-    )
-    parser.set_defaults(seed=0)
+    common.add_patch(parser, meaning="as icl-patch extract writes it")
+    parser.set_defaults(seed=0, dtype=None)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print which token follows each kept token: without its context, and with its patch too."""
-    common.check_patch_file(options.patch)
-    common.import_torch()
-    with common.stage("importing transformers"):
-        from icl_patch.evaluation.report import table
-        from icl_patch.patch.context_patch import ContextPatch
-        from icl_patch.patch.serialization import DTYPES, read_file
-        from icl_patch.patcher import ContextPatcher
+    header = common.read_header(options)
+    from icl_patch.evaluation.report import table
+    from icl_patch.patch.context_patch import ContextPatch
+    from icl_patch.patcher import ContextPatcher
 
-    if read_file(options.patch)[0].get("kind") == "static":
+    if header.get("kind") == "static":
         raise ValueError(
             f"expected a patch of one change per token, got the static patch {options.patch}:"
             " icl-patch generate --patch uses it"
         )
     patch = ContextPatch.load(options.patch)
-    options.dtype = DTYPES[patch.info.dtype]
-    model, tokenizer = common.load(options)
+    model, tokenizer = common.load_for_patch(options, header)
     patch = patch.fitted_to(model, tokenizer)
     without = _next_without_context(model, patch)
     with (

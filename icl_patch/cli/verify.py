@@ -28,19 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)",
     )
-    parser.add_argument(
-        "--all-families",
-        action="store_true",
-        help="instead of MODEL: every block form, on small random models",
-    )
+    common.add_verbose(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify one model, or every block form; 1 if a promise is not kept."""
-    return _verify_families(options) if options.all_families else _verify_model(options)
-
-
-def _verify_model(options: argparse.Namespace) -> int:
+    """Verify a model; 1 if the promise is not kept."""
     model, tokenizer = common.load(options)
     from icl_patch.evaluation import report
     from icl_patch.evaluation.verify import verify
@@ -64,46 +56,13 @@ def _verify_model(options: argparse.Namespace) -> int:
 
         figures.plot(result, tokens, options.plot)
     text = "".join(tokens)
+    tables = report.verify_tables([result])
+    details = [*tables, report.legend(tables)] if options.verbose else ["details: --verbose"]
     common.print_result(
         options,
         result.to_dict(),
         f"{result.model}, {result.family}, generated: {text!r}",
-        *report.verify_tables([result]),
+        report.verdict_lines(result),
+        *details,
     )
     return 0 if result.passed else 1
-
-
-def _verify_families(options: argparse.Namespace) -> int:
-    _check_alone(options)
-    common.import_torch()
-    with common.stage("importing transformers"):
-        from icl_patch.evaluation import report
-        from icl_patch.evaluation.architecture_suite import run_suite
-
-    with common.progress_bar("verifying each block form") as progress:
-        reports = run_suite(seed=options.seed, progress=progress)
-    passed = all(family.passed for family in reports)
-    common.print_result(
-        options,
-        {"families": [family.to_dict() for family in reports], "passed": passed},
-        report.suite_table(reports),
-        report.refused_table(reports),
-    )
-    return 0 if passed else 1
-
-
-def _check_alone(options: argparse.Namespace) -> None:
-    """Refuse options of one model beside ``--all-families``."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    allowed = ("all_families", "seed")
-    ignored = [
-        "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-        for name, default in vars(parser.parse_args([])).items()
-        if name not in allowed and getattr(options, name) != default
-    ]
-    if ignored:
-        raise ValueError(
-            "expected only --seed and --json beside --all-families, which makes models and"
-            f" contexts, got {', '.join(ignored)}"
-        )

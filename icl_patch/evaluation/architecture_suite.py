@@ -1,4 +1,4 @@
-"""Measure every block form on a small random model: ``icl-patch verify --all-families``."""
+"""Measure every block form on a small random model, as ``examples/papers/table_1.py`` does."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -157,6 +157,23 @@ def answer_each(
     return rows
 
 
+def up_to_the_end(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    generated: list[int],
+    *,
+    one_line: bool,
+) -> list[int]:
+    """The tokens of an answer, its end of sequence or (``one_line``) its line end included."""
+    assert model.generation_config is not None
+    given = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])}
+    for number, token in enumerate(generated, 1):
+        if token in ends or (one_line and "\n" in str(tokenizer.decode([token]))):
+            return generated[:number]
+    return generated
+
+
 def verify_each(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

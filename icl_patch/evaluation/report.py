@@ -3,18 +3,19 @@
 import copy
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.box import MARKDOWN
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.architecture_suite import FamilyReport
 from icl_patch.evaluation.verify import VerifyReport
+from icl_patch.invariance.arithmetic import MODEL
 
 # The block's last operation, by its writer.
 _ENDS = {
@@ -25,14 +26,45 @@ _ENDS = {
 }
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+class ReportTable(Table):
+    """A table that a terminal too narrow for it gets with rows and columns exchanged, if it then
+    needs less width.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = self._needed(console, options)
+        if needed > options.max_width:
+            exchanged = self._exchanged()
+            if exchanged._needed(console, options) < needed:
+                return Table.__rich_console__(exchanged, console, options)
+        return super().__rich_console__(console, options)
+
+    def _needed(self, console: Console, options: ConsoleOptions) -> int:
+        """The width in which no word is broken."""
+        wide = options.update(max_width=10_000)
+        return Table.__rich_measure__(self, console, wide).minimum
+
+    def _exchanged(self) -> "ReportTable":
+        result = _empty(self.title, self.caption)
+        for number in range(self.row_count + 1):
+            result.add_column("", overflow="fold", style="bold" if number == 0 else "")
+        for column in self.columns:
+            result.add_row(column.header, *column.cells)
+        result.show_header = False
+        return result
+
+
+def _empty(title: Any, caption: Any) -> ReportTable:
+    style: Any = {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
+    return ReportTable(title=title, caption=caption, **style)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> ReportTable:
     """A table for a terminal, its values formatted by :func:`format_value`. Square brackets in them
     are no markup: a token may be ``[/INST]``.
     """
     rows = [[format_value(value) for value in row] for row in rows]
-    note = FLOOR_NOTE if any("0 here" in row for row in rows) else None
-    result = Table(title=Text(title), title_justify="left", title_style="bold")
-    result.caption, result.caption_justify = note, "left"
+    result = _empty(Text(title), FLOOR_NOTE if any("0 here" in row for row in rows) else None)
     for column in columns:
         result.add_column(column, overflow="fold")
     for row in rows:
@@ -54,6 +86,25 @@ def format_value(value: Any) -> str:
 FLOOR_NOTE = "0 here: batching happened to round alike; other sizes and machines differ"
 """Stands below tables with a noise floor of 0."""
 
+LEGEND = {
+    "reader error": "the largest difference, to the run with the context, in the outputs of the"
+    " layers that read the MLP's input, relative to the largest output",
+    "correction": "how much exact adds to the closed form, so that no bit differs; as small as"
+    " rounding",
+    "misses": "elements of the blocks' outputs that differ all the same",
+    "taken twice": "tokens that needed a second pass, because an element missed in the first",
+    "promise kept": "exact: every bit is the same. direct and stable in fp32: every token is the"
+    " same, and errors are within ten times the noise floor. Else there is no promise",
+}
+"""What columns of :func:`verify_tables` mean."""
+
+
+def legend(tables: Sequence[Table]) -> str:
+    """The entries of :data:`LEGEND` for the columns of tables, as a list of Markdown."""
+    columns = {str(column.header) for table in tables for column in table.columns}
+    entries = [f"- {name}: {meaning}" for name, meaning in LEGEND.items() if name in columns]
+    return "\n".join(textwrap.fill(entry, 80, subsequent_indent="  ") for entry in entries)
+
 
 def format_floor(value: float | None) -> str:
     """A noise floor; an exact zero says only that this batch did not change any rounding."""
@@ -67,6 +118,45 @@ def percent(share: float | None) -> str:
     return "100 %" if share == 1 else f"{min(100 * share, 99.99):.4g} %"
 
 
+def verdict(report: VerifyReport) -> str:
+    """Whether the patched model is the model with its context, in one line."""
+    if report.update == "exact":
+        return f"identical: {_count(report.bit_identical, len(report.steps))}"
+    error, floor = report.to_dict()["linf_max"], report.noise_floor["linf_max"]
+    count = _count(report.token_match, len(report.steps))
+    noise = format_value(floor) if floor else "0 in this run"
+    return f"same token: {count}; error {format_value(error)}, noise {noise}"
+
+
+def verdict_lines(report: VerifyReport) -> str:
+    """The verdict, of an exact update in each arithmetic, and whether the promise is kept; in lines
+    of at most 80 characters.
+    """
+    lines = [verdict(report)]
+    if report.arithmetics:
+        lines = []
+        for steps in report.arithmetics:
+            passes = "two passes" if steps.arithmetic == MODEL else "one pass"
+            if steps.bit_identical is None:
+                lines.append(f"identical in {passes}: not measured: {steps.reason}")
+            else:
+                count = _count(steps.bit_identical, len(report.steps))
+                lines.append(f"identical: {count}, in {passes}, to {steps.reference}")
+    kept = "yes" if report.passed else "no"
+    lines.append(f"promise kept: {kept if _promises(report) else 'there is none for this dtype'}")
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in lines)
+
+
+def _count(share: float, tokens: int) -> str:
+    """``yes, 40 of 40 tokens``."""
+    return f"{'yes' if share == 1 else 'no'}, {round(share * tokens)} of {tokens} tokens"
+
+
+def _promises(report: VerifyReport) -> bool:
+    """Whether the update promises anything in this dtype."""
+    return report.update == "exact" or report.dtype in ("float32", "float64")
+
+
 def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
     """A table of verify reports, one row each; and one of exact updates in each arithmetic, if
     there are exact updates.
@@ -74,7 +164,6 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
     records = []
     for report in reports:
         numbers, exact = report.to_dict(), report.update == "exact"
-        promised = exact or report.dtype == "float32"
         records.append(
             {
                 "update": report.update,
@@ -88,7 +177,7 @@ def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:
                 "floor TVD": format_floor(report.noise_floor["tvd_max"]),
                 "reader error": report.reader_error_max,
                 "correction": report.correction_max if exact else None,
-                "promise kept": report.passed if promised else "no promise",
+                "promise kept": report.passed if _promises(report) else "no promise",
             }
         )
     tables = [_table_of("Replay without context against the model with it", records)]
@@ -118,47 +207,6 @@ def _exact_table(reports: Sequence[VerifyReport]) -> Table:
     ]
     title = "Exact steps by arithmetic; token match and L∞ max are against the unmodified model"
     return _table_of(title, records)
-
-
-def suite_table(reports: Sequence[FamilyReport]) -> Table:
-    """The measurements of every supported block form."""
-    records = [
-        {
-            "family": entry.name,
-            "ends in": entry.writer,
-            "lemmas": entry.lemmas,
-            "floor": format_floor(entry.noise_floor),
-            "direct fp32": entry.direct,
-            "stable fp32": entry.stable,
-            "exact fp32": percent(entry.exact_fp32),
-            "exact bf16": percent(entry.exact_bf16),
-            "reader error, ε": _digits(entry.reader_error),
-            "correction, ε": _digits(entry.correction),
-            "experts": percent(entry.experts_identical),
-            "passed": entry.refused or entry.passed,
-        }
-        for entry in reports
-        if entry.expected
-    ]
-    return _table_of(
-        "Every supported form, on a small random model: replay without context against the model"
-        " with it",
-        records,
-    )
-
-
-def refused_table(reports: Sequence[FamilyReport]) -> Table:
-    """The refused block forms, why, and the error that attaching raises."""
-    records = [
-        {"family": entry.name, "why": entry.note, "the error": entry.refused or "NOT refused"}
-        for entry in reports
-        if not entry.expected
-    ]
-    return _table_of("Refused", records)
-
-
-def _digits(value: float | None) -> str | None:
-    return None if value is None else f"{value:.1f}"
 
 
 def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""Small random models of every block form, for ``icl-patch verify --all-families`` and the tests.
+"""Small random models of every block form, for the architecture suite and the tests.
 
 Nothing is downloaded. Norms, biases and routers are far from their initial values.
 """

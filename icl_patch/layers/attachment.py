@@ -26,6 +26,7 @@ class Attachment:
         blocks: the swapped blocks; each has a method ``detach``.
         lock: re-entrant. A pass holds it, and so does a call of the model's forward.
         thread: the identifier of the thread that runs a pass; None outside of a pass.
+        applied: whether one token's patch is applied to all tokens just now.
         forwards: the instance attributes ``forward`` of the model's modules at attach time.
     """
 
@@ -33,6 +34,9 @@ class Attachment:
         self.blocks: list[Any] = []
         self.lock = threading.RLock()
         self.thread: int | None = None
+        self.applied = False
+        self._unfinished = False  # whether a pass has begun and neither ended nor been cleared away
+        self._model: nn.Module | None = None
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._waiting: list[WaitingForward] = []
 
@@ -46,16 +50,71 @@ class Attachment:
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Within this context no other thread runs a pass or the model's forward."""
-        with self.lock:
-            before, self.thread = self.thread, threading.get_ident()
+        """Within this context no other thread runs a pass or the model's forward.
+
+        An interrupt may come while a pass takes away what it has put into the model. What it leaves
+        there is cleared away at once, or at the latest before the next pass or call of the model.
+        """
+        with self.turn():
+            before, ended = self.thread, False
+            self._unfinished = True
             try:
+                self.thread = threading.get_ident()
                 yield
+                ended = True
             finally:
                 self.thread = before
+                if before is None:
+                    if not ended:
+                        self._clear()
+                    self._unfinished = False
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Within this context this thread holds the lock, and no pass of another time has left
+        anything in the model.
+        """
+        held = self._is_held()
+        with self.lock:
+            if not held:
+                self.thread = None
+                if self._unfinished:
+                    self._clear()
+                    self._unfinished = False
+            yield
+
+    def check_outside(self) -> None:
+        """Raises ValueError within a pass of this thread, as in a forward hook."""
+        if self._is_held() and self.thread == threading.get_ident():
+            raise ValueError(
+                "expected a call outside of the patcher's own passes, got one from within a pass,"
+                " as from a forward hook: let the hook keep its values, and call afterwards"
+            )
+
+    def _is_held(self) -> bool:
+        """Whether this thread holds the lock: unlike what a pass notes, no interrupt makes this
+        wrong.
+        """
+        held: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return held
+
+    def _clear(self) -> None:
+        """Take the factors, hooks and forwards of a pass out of the model."""
+        if self._model is None or self.applied:
+            return
+        for block in self.blocks:
+            block.off()
+        for module in self._model.modules():
+            for part in (module, vars(module).get("base_layer")):
+                if part is not None:
+                    _clear_hooks(part)
+                    # the model's own is no pass's, but that of batch_invariant
+                    while part is not self._model and _is_of_a_pass(vars(part).get("forward")):
+                        set_forward(part, _forward_before(part))
 
     def hold_forwards(self, model: PreTrainedModel) -> None:
         """Make the forwards of the model, and of the models inside it, take the lock."""
+        self._model = model
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._waiting.append(WaitingForward(module, self))
@@ -68,6 +127,8 @@ class Attachment:
         """Put everything back; calling it twice is fine. No pass may be running: it does not
         wait.
         """
+        if self._unfinished:
+            self._clear()
         while self.blocks:
             self.blocks.pop().detach()
         while self._waiting:
@@ -91,7 +152,7 @@ class WaitingForward:
         """Call the model's own forward."""
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        with self.attachment.lock:
+        with self.attachment.turn():
             return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
@@ -107,6 +168,30 @@ def set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
         vars(module).pop("forward", None)
     else:
         vars(module)["forward"] = forward
+
+
+def of_a_pass(function: Callable[..., Any], others: list[Any] | None = None) -> None:
+    """Mark a hook that a pass registers; or a forward that it puts into a module, with a list of
+    the one that was there before.
+    """
+    vars(function)["of_a_pass"] = [None] if others is None else others
+
+
+def _is_of_a_pass(function: Any) -> bool:
+    return hasattr(function, "of_a_pass")
+
+
+def _forward_before(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that the module had before a pass put its own there; None for its class's."""
+    (before,) = vars(module)["forward"].of_a_pass
+    of_class = getattr(before, "__func__", None) is type(module).forward
+    return None if of_class and before.__self__ is module else before
+
+
+def _clear_hooks(module: nn.Module) -> None:
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for number in [number for number, hook in hooks.items() if _is_of_a_pass(hook)]:
+            del hooks[number]
 
 
 _Pass = TypeVar("_Pass", bound=Callable[..., Any])

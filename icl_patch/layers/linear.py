@@ -118,8 +118,11 @@ class PatchedLinear(PatchedModule):
         """
         base = self.base_layer
         if type(base) not in (nn.Linear, Conv1D) or type(base.weight) is not nn.Parameter:
+            kind = type(base)
             raise TypeError(
-                f"expected an nn.Linear or a Conv1D to merge into, got {type(base).__name__}"
+                "expected torch.nn.Linear or Conv1D with a plain weight to merge into, got"
+                f" {kind.__module__}.{kind.__qualname__}: merge adapters, and load weights without"
+                " quantisation, first"
             )
         if is_hooked(base) or "forward" in vars(base):
             raise TypeError(

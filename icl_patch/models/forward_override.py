@@ -12,6 +12,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from transformers import PreTrainedModel
 
 from icl_patch import ops
+from icl_patch.layers.attachment import of_a_pass
 from icl_patch.layers.patched_module import PatchedModule, is_hooked, with_base
 from icl_patch.models.block_spec import Block
 
@@ -41,7 +42,7 @@ class Overrides:
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
-        assert not self._before
+        self._restore()  # what an interrupt of the last exit has left
         self._thread[0] = threading.get_ident()
         try:
             for module, chosen, others in self._places:
@@ -50,17 +51,25 @@ class Overrides:
                 self._before.append(names.get("forward"))
                 names["forward"] = chosen
         except BaseException:  # an interrupt
-            self.__exit__()
+            self._restore()
             raise
 
     def __exit__(self, *_: object) -> None:
+        try:
+            self._restore()
+        except BaseException:  # an interrupt
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
+        """Put back the forwards that are not back yet: it may be called again at any place."""
         while self._before:
-            names = vars(self._places[len(self._before) - 1][0])
-            before = self._before.pop()
+            names, before = vars(self._places[len(self._before) - 1][0]), self._before[-1]
             if before is None:
                 names.pop("forward", None)
             else:
                 names["forward"] = before
+            self._before.pop()
 
 
 def _choosing(thread: list[int], forward: Forward, others: list[Forward]) -> Forward:
@@ -71,6 +80,7 @@ def _choosing(thread: list[int], forward: Forward, others: list[Forward]) -> For
 
     chosen.__wrapped__ = others[0]  # type: ignore[attr-defined]  # inspect.signature looks there
     chosen.is_override = True  # type: ignore[attr-defined]
+    of_a_pass(chosen, others)
     return chosen
 
 

@@ -22,6 +22,7 @@ def check_language_model(model: object) -> None:
             " choose another model"
         )
     _check_in_memory(model)
+    _check_kept_weights(model)
     if not takes_cache(model):
         raise UnsupportedModelError(
             f"expected a model with a cache, {type(model).__name__} has none: a replay starts from"
@@ -49,19 +50,20 @@ def check_language_model(model: object) -> None:
 def _check_unwrapped(model: object) -> None:
     """Raises UnsupportedModelError for a wrapper around a model, or one that is compiled."""
     name, cure = type(model).__name__, ""
+    steps = ". Decode steps are compiled by generate(compile=True)"
     if hasattr(model, "_orig_mod"):
-        cure = "the model that torch.compile was given, model._orig_mod"
+        cure = f"the model that torch.compile was given, model._orig_mod; got {name}{steps}"
     elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         cure = (
             "model.get_base_model(), in which LoRA adapters stay in effect, or"
-            " model.merge_and_unload()"
+            f" model.merge_and_unload(); got {name}"
         )
     elif getattr(model, "_compiled_call_impl", None) is not None:
-        name, cure = f"{name} after model.compile()", "a model that is not compiled, loaded again"
-    if cure:
-        raise UnsupportedModelError(
-            f"expected {cure}; got {name}. Decode steps are compiled by generate(compile=True)"
+        cure = (
+            f"a model that is not compiled, loaded again; got {name} after model.compile(){steps}"
         )
+    if cure:
+        raise UnsupportedModelError(f"expected {cure}")
 
 
 def _check_in_memory(model: PreTrainedModel) -> None:
@@ -77,6 +79,21 @@ def _check_in_memory(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             "expected a default device with memory, got meta: call torch.set_default_device('cpu')"
         )
+
+
+def _check_kept_weights(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for 4-bit weights of bitsandbytes on a CPU with bf16 products:
+    their first call packs them anew, and ``state_dict()``, which a fingerprint takes, then spoils
+    them (seen in 0.50.2).
+    """
+    for path, module in model.named_modules():
+        packs = getattr(module, "support_avx512bf16_for_cpu", False)
+        if packs and next(module.parameters()).device.type == "cpu":
+            raise UnsupportedModelError(
+                f"expected weights that state_dict() leaves as they are, got those of {path}"
+                f" ({type(module).__name__}), which bitsandbytes packs anew on this CPU: load the"
+                " model in 8 bits or with torchao (docs/models.md, Quantised models)"
+            )
 
 
 def _has_head(model: PreTrainedModel) -> bool:

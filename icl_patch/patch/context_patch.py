@@ -36,11 +36,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.errors import FingerprintMismatch, PatchFormatError, TokenPatchWarning
 from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
-from icl_patch.patch.fingerprints import WatchedWeights, tokenizer_fingerprint, weight_fingerprint
+from icl_patch.patch.fingerprints import WatchedWeights, check_same_model, tokenizer_fingerprint
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import (
-    DTYPES,
     TOKEN_TENSORS,
     PatchInfo,
     check_finite,
@@ -261,6 +260,7 @@ class ContextPatch:
     def to_peft(
         self,
         folder: str | os.PathLike[str],
+        model: PreTrainedModel,
         *,
         row: int = 0,
         token: int = -1,
@@ -273,6 +273,7 @@ class ContextPatch:
 
         Args:
             folder: is made; its two files are replaced.
+            model: the patch's model.
             row, token: the kept token to take the change of; by default the last of the first row.
             scales: write the new scales of norms whole, as ``modules_to_save``. PEFT loads them,
                 vLLM does not.
@@ -281,9 +282,11 @@ class ContextPatch:
             The rank in the files.
 
         Raises:
+            FingerprintMismatch: the patch is of another model.
             ValueError: a factor changes a bias or experts, or a scale without ``scales``, which a
                 LoRA cannot hold; there is no such row or token; or layers were cut out.
         """
+        self.check_model(model)
         if len(self.layers) != len(self.blocks):
             raise ValueError("expected a patch with all its layers, got a part of one")
         self.of_token(row, token)  # checks both
@@ -388,13 +391,12 @@ class ContextPatch:
         """This patch, checked against the given ones, on the model's device; raises as
         :meth:`load`.
         """
+        if model is not None:
+            self.check_model(model)  # another model has another tokenizer too: name the model
+            check_fit(self, model)
         if tokenizer is not None:
             self.check_tokenizer(tokenizer_fingerprint(tokenizer))
-        if model is None:
-            return self
-        self.check_model(model)
-        check_fit(self, model)
-        return self.to(model.device)
+        return self if model is None else self.to(model.device)
 
     def check_blocks(self, blocks: Sequence[Block]) -> None:
         """Raises PatchFormatError unless the patch was computed for blocks of these forms: a file
@@ -424,14 +426,5 @@ class ContextPatch:
         """
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"expected a model of transformers, got {type(model).__name__}")
-        name = model.config._name_or_path or type(model).__name__
-        got = fingerprint or weight_fingerprint(model)
-        if got != self.info.fingerprint:
-            raise FingerprintMismatch(
-                f"expected a patch of {name} (weights {got[:12]}…), got one of {self.info.model}"
-                f" (weights {self.info.fingerprint[:12]}…)"
-            )
-        if DTYPES[self.info.dtype] != model.dtype:
-            raise FingerprintMismatch(
-                f"expected a patch of a {model.dtype} model, got one of a {self.info.dtype} model"
-            )
+        info = self.info
+        check_same_model(model, info.model, info.dtype, info.fingerprint, fingerprint)

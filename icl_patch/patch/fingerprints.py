@@ -11,7 +11,9 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch.errors import FingerprintMismatch
 
 _ROW = 1024  # words of 8 bytes, which have two checksums
 _CHUNK = 128  # rows, 1 MiB, which a core's cache holds
@@ -95,6 +97,32 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:
         yield from _plain(getattr(tensor, name))
+
+
+def check_same_model(
+    model: PreTrainedModel, name: str, dtype: str | None, expected: str, got: str | None = None
+) -> None:
+    """Check that a model has the dtype and the weights of the model of a patch.
+
+    Args:
+        name: of the patch's model. dtype: its dtype, ``"torch.float32"``; None if it is not known.
+        expected: its fingerprint. got: the fingerprint of ``model``, taken now by default.
+
+    Raises:
+        FingerprintMismatch: it has others.
+    """
+    own = model.config._name_or_path or type(model).__name__
+    if dtype not in (None, str(model.dtype)):
+        raise FingerprintMismatch(
+            f"expected a patch of {own} in {model.dtype}, got one of {name} in {dtype}: load the"
+            f" model with dtype={dtype}, or make the patch again"
+        )
+    got = got or weight_fingerprint(model)
+    if got != expected:
+        raise FingerprintMismatch(
+            f"expected a patch of {own} (weights {got[:12]}… in {model.dtype}), got one of {name}"
+            f" (weights {expected[:12]}…): load that model, or make the patch again"
+        )
 
 
 def weight_state(model: nn.Module) -> list[tuple[int, int, torch.dtype]]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
-from icl_patch.layers.attachment import Attachment, WaitingForward
+from icl_patch.layers.attachment import Attachment, WaitingForward, of_a_pass
 from icl_patch.layers.expert_layouts import patched_experts
 from icl_patch.layers.experts import PatchedExperts
 from icl_patch.layers.linear import PatchedLinear
@@ -261,6 +261,7 @@ class AttachedBlock:
         def in_its_thread(*arguments: Any) -> Any:
             return hook(*arguments) if thread == threading.get_ident() else None
 
+        of_a_pass(in_its_thread)
         hooks.callback(register(hook if thread is None else in_its_thread, **options).remove)
 
     def on_start(self, hooks: ExitStack, hook: Any) -> None:

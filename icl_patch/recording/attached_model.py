@@ -114,7 +114,6 @@ class AttachedModel:
             token a call.
         takes_padding: whether a row with padding on its left has the logits that it has alone.
         hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
-        applied: whether one token's patch is applied to all tokens just now.
 
     Raises:
         UnsupportedModelError: a block has an unknown form, or the model fails the self-check.
@@ -142,7 +141,6 @@ class AttachedModel:
         self._rows_tried: HookIds = ()  # the hooks that `watch_hooks` tried last
         # When this object is collected, no pass is running.
         weakref.finalize(self, self.attachment.undo).atexit = False
-        self.applied = False
         self._dtype = model.dtype
         try:
             # autocast's rounding would hide the errors that the self-check looks for
@@ -217,7 +215,7 @@ class AttachedModel:
         """
         if not self.is_attached:
             raise ValueError("expected an attached patcher, this one has been detached")
-        if self.applied:
+        if self.attachment.applied:
             raise ValueError(
                 "expected a model without an applied patch: leave the `with patcher.applied(...)`"
                 " block first"
@@ -491,12 +489,12 @@ class AttachedModel:
                 raise ValueError("expected a patch with all its layers, got a part of one")
             check_fit(patch, self.model)
             stack.enter_context(replaying(self.blocks, layers, shared=True))
-            self.applied = True
+            self.attachment.applied = True
         try:
             yield
         finally:
-            with self.attachment.lock:
-                self.applied = False
+            self.attachment.applied = False
+            with self.attachment.one_pass():
                 stack.close()
 
     # -- patches and their model

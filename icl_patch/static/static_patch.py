@@ -19,7 +19,11 @@ from icl_patch.layers.swap import restore, swap
 from icl_patch.models.language_model import family_of
 from icl_patch.models.prompts import Tokens
 from icl_patch.patch.atomic_file import write_atomically
-from icl_patch.patch.fingerprints import tokenizer_fingerprint, weight_fingerprint
+from icl_patch.patch.fingerprints import (
+    check_same_model,
+    tokenizer_fingerprint,
+    weight_fingerprint,
+)
 from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import check_finite, file_parts, read_file
 from icl_patch.static.low_rank import LowRank
@@ -42,7 +46,7 @@ class StaticInfo:
     it is not known (of an imported LoRA); tokenizer: SHA-256 of the tokenizer, None if there was
     none; family: of the model; method: "distill" or how else the patch was made; front: the id with
     which every prompt of the fit began, in a tuple, and with which prompts are to begin; () if it
-    is not known.
+    is not known; dtype: of the model, as "torch.float32", None if it is not known.
     """
 
     model: str
@@ -51,6 +55,7 @@ class StaticInfo:
     family: str
     method: str
     front: Tokens = ()
+    dtype: str | None = None
 
     @classmethod
     def of(
@@ -68,6 +73,7 @@ class StaticInfo:
             family=family_of(model),
             method=method,
             front=front,
+            dtype=str(model.dtype),
         )
 
 
@@ -218,15 +224,9 @@ class StaticPatch:
         """
         for path, change in self.changes.items():
             _check_change(model, path, change)
-        if self.info.fingerprint is None:
-            return
-        got = weight_fingerprint(model)
-        if got != self.info.fingerprint:
-            name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-            raise FingerprintMismatch(
-                f"expected a patch of {name} (weights {got[:12]}…), got one of {self.info.model}"
-                f" (weights {self.info.fingerprint[:12]}…): with other weights, or another dtype"
-            )
+        info = self.info
+        if info.fingerprint is not None:
+            check_same_model(model, info.model, info.dtype, info.fingerprint)
 
     # -- files
 
@@ -271,6 +271,8 @@ class StaticPatch:
                 " ContextPatch.load reads patches for each token"
             )
         patch = cls(_read_info(header), _read_changes(tensors), _read_report(header))
+        if model is not None:
+            patch.check_model(model)  # another model has another tokenizer too: name the model
         if tokenizer is not None and patch.info.tokenizer not in (
             None,
             tokenizer_fingerprint(tokenizer),
@@ -278,8 +280,6 @@ class StaticPatch:
             raise FingerprintMismatch(
                 "expected a patch fitted with the given tokenizer, got one of another tokenizer"
             )
-        if model is not None:
-            patch.check_model(model)
         return patch
 
     def to_peft(self, folder: str | os.PathLike[str], model: PreTrainedModel) -> int:
@@ -469,7 +469,7 @@ def _check_change(model: PreTrainedModel, path: str, change: LowRank) -> None:
 
 
 def _read_info(header: dict[str, Any]) -> StaticInfo:
-    optional = ("fingerprint", "tokenizer")
+    optional = ("fingerprint", "tokenizer", "dtype")
     names = [entry.name for entry in fields(StaticInfo) if entry.name != "front"]
     for name in names:
         value = header.get(name)
@@ -481,7 +481,8 @@ def _read_info(header: dict[str, Any]) -> StaticInfo:
             f"expected header entry 'front' of ids, got {front!r:.80}:"
             " fit a patch of an earlier version again"
         )
-    return StaticInfo(**{name: header[name] for name in names}, front=tuple(front))
+    values: dict[str, Any] = {name: header.get(name) for name in names}
+    return StaticInfo(**values, front=tuple(front))
 
 
 def _read_report(header: dict[str, Any]) -> StaticReport | None:
@@ -492,8 +493,13 @@ def _read_report(header: dict[str, Any]) -> StaticReport | None:
         raise PatchFormatError(f"expected a fit's report, got {value!r:.80}") from error
 
 
+def _numbers_as_numbers(path: str) -> list[tuple[int, str]]:
+    """A key that sorts block 10 behind block 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+
+
 def _read_changes(tensors: dict[str, Tensor]) -> dict[str, LowRank]:
-    paths = list(dict.fromkeys(name[:-2] for name in tensors))
+    paths = sorted({name[:-2] for name in tensors}, key=_numbers_as_numbers)
     expected = {f"{path}.{side}" for path in paths for side in ("u", "v")}
     if not paths or set(tensors) != expected:
         raise PatchFormatError(

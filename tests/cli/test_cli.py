@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.numeric import noise_limit
 from transformers import BertConfig, PreTrainedConfig, T5Config, ViTConfig
 
@@ -24,8 +25,9 @@ from icl_patch.bench.commands import tune
 from icl_patch.bench.results import code_fingerprint
 from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
-from icl_patch.evaluation import report
+from icl_patch.evaluation import figures, report
 from icl_patch.evaluation.loading import load_model
+from icl_patch.evaluation.verify import verify
 from icl_patch.generation.loop import LOGITS, MODES
 from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
@@ -65,16 +67,44 @@ def test_verify_prints_a_table(capsys: pytest.CaptureFixture) -> None:
         capsys, "verify", "--max-new-tokens", "2", "--update", "stable", "--dtype", "bfloat16"
     )
     assert status == 0
-    assert "stable" in out
-    assert "no promise" in out
+    assert "same token: yes, 2 of 2 tokens; error " in out
+    assert "promise kept: there is none for this dtype" in out
+    assert "details: --verbose" in out
+    command = ("verify", "--max-new-tokens", "2", "--update", "stable", "--verbose")
+    status, out, _ = run(capsys, *command, "--dtype", "bfloat16")
+    assert "token match" in out and "no promise" in out
+    words = ("reader error", "correction", "promise kept")
+    assert all(f"- {word}: {report.LEGEND[word][:40]}" in out for word in words)
+
+
+def test_a_terminal_of_80_columns_breaks_no_word(capsys: pytest.CaptureFixture) -> None:
+    """The short verdict, and the tables, whose rows become columns there."""
+    verified = verify(max_new_tokens=3)
+    for line in report.verdict_lines(verified).splitlines():
+        assert len(line) <= 80
+    assert report.verdict_lines(verified).splitlines()[0] == (
+        "identical: yes, 3 of 3 tokens, in two passes, to the unmodified model"
+    )
+    tables = report.verify_tables([verified])
+    shown = {}
+    for width in (80, 200):
+        console = Console(width=width, file=io.StringIO())
+        console.print(*tables)
+        shown[width] = console.file.getvalue()
+        assert max(map(len, shown[width].splitlines())) <= width
+        names = [str(column.header) for table in tables for column in table.columns]
+        assert all(name in shown[width] for name in names)
+    header = next(line for line in shown[200].splitlines() if "reader error" in line)
+    assert "bit-identical" in header  # one row of names: nothing is exchanged there
+    assert len(report.legend(tables).splitlines()) > 5
 
 
 def test_verify_shows_both_arithmetics_of_exact_steps(capsys: pytest.CaptureFixture) -> None:
     status, out, _ = run(capsys, "verify", "--max-new-tokens", "2")
     assert status == 0
     assert "the unmodified model" in out
-    assert "batch_invariant" in out and "not measured" not in out
-    command = ["verify", "--max-new-tokens", "2", "--keep-last", "1"]
+    assert "in one pass, to the model on batch-invariant" in out and "not measured" not in out
+    command = ["verify", "--max-new-tokens", "2", "--keep-last", "1", "--verbose"]
     _, out, _ = run(capsys, *command)
     assert "not measured" in out
     numbers = json.loads(run(capsys, *command, "--json")[1])
@@ -228,7 +258,7 @@ def test_extract_then_inspect_and_replay(
     assert json.loads(out)["kept_tokens"] == len(prompt.question)
     assert ContextPatch.load(file).info.update == update
     status, out, _ = run(
-        capsys, "inspect", str(file), "--model", "embedded", "--device", "cpu", "--json"
+        capsys, "inspect", "embedded", "--patch", str(file), "--device", "cpu", "--json"
     )
     summary = json.loads(out)
     assert status == 0
@@ -237,7 +267,7 @@ def test_extract_then_inspect_and_replay(
     assert status == 0
     assert json.loads(out)["rows"][0]["replayed"][-1] == prompt.answer[0]
     assert len(summary["norms"]["mlp.gate_proj"]) == summary["layers"] == 6
-    status, out, _ = run(capsys, "inspect", str(file))
+    status, out, _ = run(capsys, "inspect", "--patch", str(file))
     assert status == 0
     assert "mlp.up_proj" in out
 
@@ -314,17 +344,17 @@ def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) ->
     [
         (["verify", "/nowhere/at/all"], 2, "got /nowhere/at/all: no such folder"),
         (["verify", str(Path(__file__).parent)], 2, "there is no config.json in it"),
-        (["inspect", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
-        (["inspect", str(embedded.MODEL_DIR)], 2, "files there: model.safetensors"),
+        (["inspect", "--patch", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
+        (["inspect", "--patch", str(embedded.MODEL_DIR)], 2, "files there: model.safetensors"),
         (["replay", "--patch", "/nowhere/at/all"], 2, "icl-patch extract writes one"),
         (["verify", "--context-file", "/nowhere/at/all"], 2, "No such file"),
         (["verify", "--context", "a", "--keep-last", "9"], 2, "more than 10 tokens"),
         (["verify", "--chat"], 2, "chat template"),
-        (["inspect", __file__], 1, "safetensors"),
+        (["inspect", "--patch", __file__], 1, "safetensors"),
         (
-            ["inspect", __file__, "--device", "cpu"],
+            ["inspect", "--patch", __file__, "--device", "cpu"],
             2,
-            "expected --model with --revision or --device",
+            "expected MODEL with --revision or --device",
         ),
     ],
 )
@@ -374,19 +404,27 @@ def test_a_patch_of_another_model_is_refused(capsys: pytest.CaptureFixture, tmp_
     model.get_submodule("model.layers.0.mlp.up_proj").weight.data[0, 0] += 1
     model.save_pretrained(other)
     tokenizer.save_pretrained(other)
-    status, _, err = run(capsys, "inspect", str(file), "--model", str(other))
+    status, _, err = run(capsys, "inspect", str(other), "--patch", str(file))
     assert status == 1
     assert "expected a patch of" in err
 
 
-def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    folder = tmp_path / "report"
+def test_demo_writes_its_report(
+    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, drawn, plot = tmp_path / "report", [], figures.plot
+
+    def watched(shown: Any, tokens: list[str], file: Path) -> None:
+        drawn.append((shown.update, shown.dtype, "".join(tokens)))
+        plot(shown, tokens, file)
+
+    monkeypatch.setattr(figures, "plot", watched)
     command = [
         "demo",
         "--prompts",
         "2",
         "--max-new-tokens",
-        "2",
+        "6",
         "--prompts-per-kind",
         "1",
         "--report",
@@ -402,7 +440,14 @@ def test_demo_writes_its_report(capsys: pytest.CaptureFixture, tmp_path: Path) -
         for dtype in ("float32", "bfloat16")
     }
     assert "without, but patched" in out
-    assert (folder / "report.md").read_text().count("|") > 50
+    page = (folder / "report.md").read_text()
+    assert page.count("|") > 50 and "- promise kept: exact: every bit" in page
+    answer = embedded.held_out_prompts(embedded.KINDS[0], 1)[0].answer
+    assert drawn == [("exact", "bfloat16", f"{answer}\n")]
+    lines = out.splitlines()
+    assert "exact, bfloat16: identical: yes, 12 of 12 tokens" in lines
+    assert any(line.startswith("stable, float32: same token: yes, 12 of 12") for line in lines)
+    assert "TVD" not in out  # --verbose shows the tables
     assert (folder / "exactness.png").stat().st_size > 10_000
 
 
@@ -474,7 +519,7 @@ def test_output_survives_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stdout", terminal)
     assert cli.main(["verify", "--max-new-tokens", "2"]) == 0
     terminal.seek(0)
-    assert "token match" in terminal.read()
+    assert "identical: yes, 2 of 2 tokens" in terminal.read()
 
 
 @pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["table", "json"])
@@ -553,7 +598,7 @@ def test_compile_without_a_compiler(
     ("arguments", "kind", "status"),
     [
         (["verify", "/nowhere/at/all"], "OSError", 2),
-        (["inspect", __file__], "PatchFormatError", 1),
+        (["inspect", "--patch", __file__], "PatchFormatError", 1),
         (["verify", "--keep-last", "99"], "ValueError", 2),
         (["verify", "--dtype", "int3"], "UsageError", 2),
     ],
@@ -585,17 +630,17 @@ def test_inspect_shows_text(capsys: pytest.CaptureFixture, tmp_path: Path) -> No
         "--out",
         str(file),
     )
-    _, out, _ = run(capsys, "inspect", str(file))
+    _, out, _ = run(capsys, "inspect", "--patch", str(file))
     assert "['per']" in out and "mode " in out and "ids" not in out
-    result = json.loads(run(capsys, "inspect", str(file), "--json")[1])
+    result = json.loads(run(capsys, "inspect", "--patch", str(file), "--json")[1])
     assert result["kept_text"] == ["per"]
     assert result["prefix_text"] == ["<bos>mode "]
     assert len(result["kept_ids"][0]) == 3
     patch = ContextPatch.load(file)
     other = replace(patch, info=replace(patch.info, model="/nowhere"))
     other.save(file)
-    _, out, _ = run(capsys, "inspect", str(file))
-    assert "3 tokens; --model MODEL shows them as text" in out
+    _, out, _ = run(capsys, "inspect", "--patch", str(file))
+    assert "3 tokens; with MODEL they are shown as text" in out
 
 
 def test_generate_streams(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

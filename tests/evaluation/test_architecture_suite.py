@@ -1,12 +1,10 @@
-"""``verify --all-families``: what it measures, what it prints, and the table of models."""
+"""The architecture suite: what it measures, and the table of models."""
 
-import json
 from pathlib import Path
 
 import pytest
 from support.numeric import noise_limit
 
-from icl_patch.cli import main as cli
 from icl_patch.evaluation import report, tiny_models
 from icl_patch.evaluation.architecture_suite import FamilyReport, run_suite
 
@@ -43,24 +41,6 @@ def test_it_would_show_a_form_that_is_refused_or_off(reports: list[FamilyReport]
     assert not FamilyReport(**good | {"name": "deepseek_v4"}).passed  # it should have been refused
 
 
-def test_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, reports: list[FamilyReport]
-) -> None:
-    monkeypatch.setattr("icl_patch.evaluation.architecture_suite.run_suite", lambda **_: reports)
-    assert cli.main(["verify", "--all-families", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["passed"]
-    assert [entry["name"] for entry in result["families"]] == FEW
-    assert cli.main(["verify", "--all-families"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in FEW)
-    capsys.readouterr()
-    assert (
-        cli.main(["verify", "some-model", "--all-families", "--keep-last", "3", "--seed", "1"]) == 2
-    )
-    assert "contexts, got MODEL, --keep-last\n" in capsys.readouterr().err
-
-
 def test_the_page_of_models_names_all_of_them() -> None:
     table = report.support_markdown()
     assert table in (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
@@ -68,7 +48,7 @@ def test_the_page_of_models_names_all_of_them() -> None:
 
 
 def test_every_refused_family_is_reported_with_its_reason() -> None:
-    """A model that its own baseline cannot run, too: the command goes through all of them."""
+    """A model that its own baseline cannot run, too: the suite goes through all of them."""
     reports = run_suite(tiny_models.REFUSED)
     assert [report.name for report in reports] == [*tiny_models.REFUSED]
     assert all(report.refused for report in reports)

@@ -95,12 +95,24 @@ def test_wrapped_and_compiled_models_are_refused_with_a_cure() -> None:
     model = build("llama")
     with pytest.raises(UnsupportedModelError, match=r"expected .* model\._orig_mod; got Optimized"):
         ContextPatcher(torch.compile(model))
-    with pytest.raises(UnsupportedModelError, match=r"expected model\.get_base_model\(\)"):
+    with pytest.raises(UnsupportedModelError, match=r"merge_and_unload\(\); got Adapted$"):
         ContextPatcher(Adapted(model))  # type: ignore[arg-type]
     model.compile()
     message = r"a model that is not compiled, .* got LlamaForCausalLM after model\.compile\(\)"
     with pytest.raises(UnsupportedModelError, match=message):
         ContextPatcher(model)
+
+
+def test_weights_that_a_state_dict_spoils_are_refused() -> None:
+    """bitsandbytes marks them so where the CPU multiplies in bf16; elsewhere they are served."""
+    for packs in (True, False):
+        model = build("llama")
+        model.model.layers[1].mlp.up_proj.support_avx512bf16_for_cpu = packs
+        if packs:
+            with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj .*8 bits"):
+                ContextPatcher(model)
+        else:
+            ContextPatcher(model).detach()
 
 
 def test_weights_and_ids_without_values_are_refused() -> None:

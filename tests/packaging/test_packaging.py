@@ -265,3 +265,32 @@ def test_scripts_have_names_of_their_own() -> None:
     names = [file.stem for file in files]
     assert len(names) > 10
     assert sorted(names) == sorted(set(names))
+
+
+def test_an_old_setuptools_is_named() -> None:
+    """As in a new environment, where pip asks for none without build isolation."""
+    script = (
+        "import runpy, setuptools\nsetuptools.__version__ = '65.5.0'\n"
+        f"runpy.run_path({str(REPOSITORY / 'setup.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        "expected setuptools 77 or later, got 65.5.0: pip install 'setuptools>=77'" in done.stderr
+    )
+    required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]
+    assert "setuptools>=77" in required["requires"]
+
+
+def test_make_clean_leaves_no_bytecode(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    source = tmp_path / "icl_patch" / "cli" / "main.py"
+    kept = [source, tmp_path / ".git" / "__pycache__" / "mine"]
+    for file in (*kept, source.parent / "__pycache__" / "main.pyc", tmp_path / "build" / "x"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tmp_path / "tests" / "__pycache__").mkdir(parents=True)
+    subprocess.run(["make", "-C", str(tmp_path), "clean"], capture_output=True, check=True)
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted([*kept, tmp_path / "Makefile"])
+    assert [path.parent.name for path in tmp_path.rglob("__pycache__")] == [".git"]

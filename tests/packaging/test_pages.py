@@ -6,11 +6,13 @@ import runpy
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from icl_patch import embedded, static
+from icl_patch import ContextPatcher, embedded, static
 from icl_patch.cli.main import _parser, main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ CHAT = (
     "{% if add_generation_prompt %}<model>{% endif %}"
 )
 # Minutes, or a GPU: their options are parsed only.
-SLOW = ("--all-families", "demo", "bench", "tune")
+SLOW = ("demo", "bench", "tune")
 AFTER = """
 import torch
 from icl_patch import embedded
@@ -41,6 +43,14 @@ def text_of(page: str) -> str:
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text_of(page), re.S)
+
+
+def with_template(folder: Path) -> Path:
+    """The embedded model, which has no chat template, with one."""
+    chat_model = folder / "model"
+    shutil.copytree(embedded.MODEL_DIR, chat_model)
+    (chat_model / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    return chat_model
 
 
 def commands() -> list[list[str]]:
@@ -76,11 +86,12 @@ def test_the_code_of_a_page_runs(
     patched.
     """
     monkeypatch.chdir(tmp_path)
+    chat_model = with_template(tmp_path)
     few_steps = static.Distillation(steps=60)
     code, namespace = blocks(page, "python"), {"__name__": "__main__", "FEW_STEPS": few_steps}
     for block in code:
         for name in MODELS:
-            block = block.replace(f'"{name}"', repr(str(embedded.MODEL_DIR)))
+            block = block.replace(f'"{name}"', repr(str(chat_model)))
         block = re.sub(r"(static\.fit\(.*)\)", r"\1, distillation=FEW_STEPS)", block)
         exec(compile(block + AFTER, page, "exec"), namespace)
     prints = re.findall(r"^ *print\(.*\)(?:  # (.*))?$", "".join(code), re.M)
@@ -92,15 +103,15 @@ def test_the_code_of_a_page_runs(
 
 def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    chat_model = tmp_path / "model"  # the embedded one has no chat template
-    shutil.copytree(embedded.MODEL_DIR, chat_model)
-    (chat_model / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    chat_model = with_template(tmp_path)
     (tmp_path / "prompt.txt").write_text("mode upper\nfmrp>", encoding="utf-8")
     names = ("null", "eins", "zwei", "drei", "vier", "funf", "sechs", "sieben", "acht", "neun")
     triples = [(n, (3 * n + 1) % 10, (7 * n + 2) % 10) for n in range(10)]
     words = {f"{a} {b} {c}.": f"{names[a]} {names[b]} {names[c]}" for a, b, c in triples}
     example = {"context": "say german\n", "questions": [*words], "answers": [*words.values()]}
     (tmp_path / "examples.json").write_text(json.dumps([example]), encoding="utf-8")
+    chat = {"system": "say german\n", "questions": [*words]}
+    (tmp_path / "chats.json").write_text(json.dumps([chat]), encoding="utf-8")
     (tmp_path / "texts.json").write_text('["mode flip\\nbcdf>fdcb\\n"]', encoding="utf-8")
     ran = []
     for command in commands():
@@ -117,10 +128,11 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
             arguments += ["--steps", "60"]
         assert main(arguments) == 0, arguments
         ran.append(arguments[0])
+    readme = ["verify", "extract", "replay", "fit", "generate", "export"]
     static = ["fit", "generate", "apply", "export"]
     usage = ["verify", "verify", "verify", "generate", "extract", "inspect", "replay"]
     chats = ["extract", "replay"]
-    assert ran == [*static, *usage, "fit", "generate", "export", *chats]
+    assert ran == [*readme, *static, *usage, "fit", "generate", "export", *chats]
     assert (tmp_path / "figure.png").exists()
 
 
@@ -146,6 +158,61 @@ def test_the_prose_about_memory_has_the_committed_numbers() -> None:
     rows = json.loads(text_of("docs/data/patch-memory.json"))["rows"]
     ratios = [row["patch_bytes"]["exact"] / row["cache_bytes"] for row in rows]
     assert f"{min(ratios):.0f} to {max(ratios):.0f} context tokens" in text_of("README.md")
+
+
+def test_the_prose_about_speed_has_the_committed_numbers() -> None:
+    rows = re.findall(r"^\| `exact`(.*?) \| (\S+×) \|", text_of("docs/performance.md"), re.M)
+    times = dict(rows)
+    text = " ".join(text_of("README.md").split())
+    in_generate, in_ask = times[""], times[', `mode="two_pass"`']
+    assert f"{in_generate} the model's own time in `generate`" in text
+    assert f"and {in_ask} in `ask`" in text
+
+
+def test_an_answer_costs_what_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that the model runs over, counted at its embeddings; a few more are checks."""
+    times = {"never": 0, "once": 1, "twice": 2, "three times": 3, "four times": 4, "five times": 5}
+    table = re.search(r"\| you call \| context.*?\n\n", text_of("README.md"), re.S)
+    assert table is not None
+    costs = {
+        cells[0].split(":")[0].strip("`"): [times.get(cell, 0) for cell in cells[1:]]
+        for line in table[0].splitlines()[2:]
+        if (cells := [cell.strip() for cell in line.strip("|").split("|")]) != [""]
+    }
+    model, tokenizer = embedded.load()
+    embeddings, counted = model.get_input_embeddings(), [0]
+    own = embeddings.forward
+
+    def counting(ids: torch.Tensor) -> torch.Tensor:
+        counted[0] += ids.numel()
+        return own(ids)
+
+    monkeypatch.setattr(embeddings, "forward", counting)
+    context, question = "mode upper\n" * 8, "fmrp>"
+    context_ids, ids = (
+        tokenizer(text, return_tensors="pt").input_ids for text in (context, context + question)
+    )
+    new = {"max_new_tokens": 20}
+
+    def check(call: str, run: Callable[[], object], answer: int, more: int) -> None:
+        counted[0] = 0
+        run()
+        lengths = (context_ids.shape[1], len(question), answer)
+        expected = sum(n * m for n, m in zip(costs[call], lengths, strict=True))
+        assert expected <= counted[0] <= expected + more, call
+
+    with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+        answer = patcher.ask(context, question, **new)
+        steps = answer.token_ids.shape[1]
+        list(patcher.generate(ids, **new))  # tries the step's form
+        answered = steps - 1  # the last token is not run
+        check("generate", lambda: list(patcher.generate(ids, **new)), answered, steps)
+        check("ask", lambda: patcher.ask(context, question, **new), answered, steps)
+        kept = ids[:, context_ids.shape[1] :]
+        check("compute", lambda: patcher.compute(context_ids, kept), 0, 0)
+        patch = answer.patch
+        check("forward", lambda: patcher.forward(patch.kept_ids, patch), answered, 0)
+    check("the model itself, with the context", lambda: model.generate(ids, **new), answered, 0)
 
 
 def test_the_memory_of_a_patch_is_what_the_models_have() -> None:

@@ -138,7 +138,7 @@ def test_a_changed_tensor_and_a_changed_field_of_a_file_are_told_apart(tmp_path:
 def test_commands_are_recorded_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = record_bits.command_lines()
     chosen = {name: commands[name] for name in ("extract prefix", "inspect prefix")}
-    chosen["no file"] = ["inspect", "nothing.safetensors"]
+    chosen["no file"] = ["inspect", "--patch", "nothing.safetensors"]
 
     def recorded() -> dict[str, str]:
         record = Record()

@@ -239,6 +239,18 @@ def test_a_patch_of_another_model_is_refused(
     assert ContextPatch.load(path).info.model == "Gemma3ForCausalLM"
 
 
+def test_a_patch_of_another_dtype_names_both(patch_of: Callable, tmp_path: Path) -> None:
+    """The two models have one name."""
+    patch, path = patch_of("gemma3", "stable"), tmp_path / "p.safetensors"
+    patch.save(path)
+    message = (
+        r"expected a patch of Gemma3ForCausalLM in torch\.bfloat16, got one of Gemma3ForCausalLM in"
+        r" torch\.float32: load the model with dtype=torch\.float32"
+    )
+    with pytest.raises(FingerprintMismatch, match=message):
+        ContextPatch.load(path, small("gemma3", torch.bfloat16), build_tokenizer())
+
+
 def test_a_patch_of_another_tokenizer_is_refused(patch_of: Callable, tmp_path: Path) -> None:
     path, other = tmp_path / "p.safetensors", build_tokenizer()
     patch_of("gemma3", "stable").save(path)
@@ -800,5 +812,8 @@ def test_the_lora_of_a_token_warns_that_it_is_no_others(tmp_path: Path) -> None:
     with ContextPatcher(small("llama"), "stable") as patcher:
         patch = patcher.compute(tokens(0, 2, 5), tokens(1, 2, 3))
     with pytest.warns(TokenPatchWarning, match="position only, kept token 2 of row 1") as caught:
-        patch.to_peft(tmp_path / "lora", row=1)
+        patch.to_peft(tmp_path / "lora", patcher.model, row=1)
     assert caught[0].filename == __file__
+    with pytest.raises(FingerprintMismatch, match="expected a patch of LlamaForCausalLM"):
+        patch.to_peft(tmp_path / "other", build("llama", 7))
+    assert not (tmp_path / "other").exists()

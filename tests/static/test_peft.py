@@ -129,7 +129,7 @@ def test_the_patch_of_one_token_as_a_lora(tmp_path: Path) -> None:
     context, kept = tokens(0, 2, 5), tokens(1, 2, 3)
     with ContextPatcher(model, "stable") as patcher:
         patch = patcher.compute(context, kept[:, :1])
-    assert patch.to_peft(tmp_path, row=1) == 1
+    assert patch.to_peft(tmp_path, model, row=1) == 1
     lora = from_peft(tmp_path, model)
     with torch.no_grad():
         wanted = model(torch.cat([context, kept[:, :1]], 1)[1:]).logits[:, -1]
@@ -148,10 +148,10 @@ def test_tokens_patches_that_are_no_matrices_name_the_cure(
     with ContextPatcher(shallow(name), "stable") as patcher:
         patch = patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
     with pytest.raises(ValueError, match=f"one of {kind} .*: .*fit a static patch instead"):
-        patch.to_peft(tmp_path / "lora")
+        patch.to_peft(tmp_path / "lora", patcher.model)
     if name != "gemma3":
         with pytest.raises(ValueError, match=f"one of {kind} .*: fit a static patch instead"):
-            patch.to_peft(tmp_path / "lora", scales=True)
+            patch.to_peft(tmp_path / "lora", patcher.model, scales=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -162,7 +162,7 @@ def test_scales_of_norms_are_saved_whole(through: str, tmp_path: Path) -> None:
     context, kept = tokens(0, 2, 5), tokens(1, 2, 3)
     with ContextPatcher(model, "stable") as patcher:
         patch = patcher.compute(context, kept[:, :1])
-    assert patch.to_peft(tmp_path, row=1, scales=True) == 1
+    assert patch.to_peft(tmp_path, model, row=1, scales=True) == 1
     norms = [f"model.layers.{i}.post_feedforward_layernorm" for i in range(3)]
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == norms
     wanted = model(torch.cat([context, kept[:, :1]], 1)[1:]).logits[:, -1]

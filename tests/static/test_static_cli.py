@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from icl_patch import ContextPatch, embedded, static
+from icl_patch import ContextPatch, ContextPatcher, embedded, static
 from icl_patch.cli import fit
 from icl_patch.cli import main as cli
 from icl_patch.evaluation.loading import load_model
-from icl_patch.static import PARTS, StaticPatch, from_peft
+from icl_patch.patch.serialization import read_file
+from icl_patch.static import PARTS, LowRank, StaticInfo, StaticPatch, from_peft
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_generate_with_the_patch_of_a_token(tmp_path: Path, capsys: pytest.Captu
     )
     assert status == 0
     assert len(json.loads(out)["token_ids"]) == 1
-    status, _, err = run(capsys, "export", file, "--out", tmp_path / "lora")
+    status, _, err = run(capsys, "export", "--patch", file, "--out", tmp_path / "lora")
     assert status == 2
     assert "fit a static patch instead" in err
     assert ContextPatch.load(file).info.update == "stable"
@@ -83,8 +84,10 @@ def test_generate_with_the_patch_of_a_token(tmp_path: Path, capsys: pytest.Captu
 def test_apply_and_export_are_the_patch(
     patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert run(capsys, "apply", patch_file, "--out", tmp_path / "model")[0] == 0
-    status, out, _ = run(capsys, "export", patch_file, "--out", tmp_path / "lora", "--json")
+    assert run(capsys, "apply", "--patch", patch_file, "--out", tmp_path / "model")[0] == 0
+    status, out, _ = run(
+        capsys, "export", "--patch", patch_file, "--out", tmp_path / "lora", "--json"
+    )
     assert status == 0
     assert json.loads(out) == {"folder": str(tmp_path / "lora"), "kind": "static", "rank": 16}
     model, tokenizer = embedded.load()
@@ -98,14 +101,26 @@ def test_apply_and_export_are_the_patch(
     limit = 100 * torch.finfo(torch.float32).eps * expected.abs().max()
     assert (imported - expected).abs().max() <= limit
     assert (merged - expected).abs().max() <= limit
-    status, _, err = run(capsys, "apply", patch_file, "--out", patch_file)
+    for command, name in (("apply", "model"), ("export", "lora")):
+        written = sorted((tmp_path / name).iterdir())
+        status, _, err = run(capsys, command, "--patch", patch_file, "--out", tmp_path / name)
+        assert status == 2
+        assert f"there is {tmp_path / name} already: --force replaces" in err
+        again = [command, "--patch", patch_file, "--out", tmp_path / name, "--force"]
+        assert run(capsys, *again)[0] == 0
+        assert sorted((tmp_path / name).iterdir()) == written
+    status, _, err = run(capsys, "apply", "--patch", patch_file, "--out", patch_file)
     assert status == 2
     assert "expected a folder to write the model to, got the file" in err
-    status, _, err = run(capsys, "apply", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16")
+    status, _, err = run(
+        capsys, "apply", "--patch", patch_file, "--dtype", "bf16", "--out", tmp_path / "bf16"
+    )
     assert status == 1
-    assert "with other weights, or another dtype" in err
+    assert "in torch.bfloat16, got one of embedded in torch.float32" in err
     for option in (("--row", "0"), ("--scales",)):
-        status, _, err = run(capsys, "export", patch_file, *option, "--out", tmp_path / "other")
+        status, _, err = run(
+            capsys, "export", "--patch", patch_file, *option, "--out", tmp_path / "other"
+        )
         assert status == 2
         assert "expected no --row" in err
 
@@ -116,7 +131,9 @@ def test_a_model_that_cannot_be_written_leaves_nothing(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # room for the small files
     try:
-        status, _, err = run(capsys, "apply", patch_file, "--out", tmp_path / "some" / "model")
+        status, _, err = run(
+            capsys, "apply", "--patch", patch_file, "--out", tmp_path / "some" / "model"
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 2
@@ -127,7 +144,7 @@ def test_a_model_that_cannot_be_written_leaves_nothing(
 def test_inspect_shows_a_static_patch(
     patch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, out, _ = run(capsys, "inspect", patch_file, "--model", "embedded", "--json")
+    status, out, _ = run(capsys, "inspect", "embedded", "--patch", patch_file, "--json")
     assert status == 0
     shown, patch = json.loads(out), StaticPatch.load(patch_file)
     assert (shown["kind"], shown["method"], shown["rank"]) == ("static", "distill", 16)
@@ -136,7 +153,8 @@ def test_inspect_shows_a_static_patch(
     expected = (change.u.double().T @ change.v.double()).square().sum().sqrt()
     assert shown["norms"][path] == pytest.approx(float(expected))
     assert shown["report"]["held_out"]["questions"] == 4
-    status, out, _ = run(capsys, "inspect", patch_file)
+    assert list(shown["norms"]) == list(patch.changes)
+    status, out, _ = run(capsys, "inspect", "--patch", patch_file)
     assert status == 0
     assert "4 held-out questions" in out
     status, _, err = run(capsys, "replay", "--patch", patch_file)
@@ -179,6 +197,45 @@ def test_a_stopped_fit_says_how_to_go_on(
     assert run(capsys, *arguments) == (130, "", "")
     status, _, err = run(capsys, *arguments, "--state", tmp_path / "state")
     assert status == 130 and f"goes on from its files in {tmp_path / 'state'}" in err
+
+
+@pytest.mark.parametrize("command", ["generate", "apply", "export", "replay"])
+def test_a_patch_without_its_model_is_refused_by_the_models_name(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Not the tokenizer, which is another one too."""
+    model, tokenizer = embedded.load()
+    model.config._name_or_path = "my/model"
+    path = "model.layers.10.mlp.up_proj"
+    changes = {path: LowRank(torch.zeros(1, 2), torch.zeros(1, 3))}
+    file = tmp_path / "patch.safetensors"
+    arguments = [command, "--patch", file]
+    if command == "replay":
+        with ContextPatcher(model, tokenizer=tokenizer) as patcher:
+            patcher.compute(torch.tensor([[1, 5]]), torch.tensor([[7]])).save(file)
+    else:
+        StaticPatch(StaticInfo.of(model, tokenizer, "test"), changes).save(file)
+        arguments += ["--question", "a"] if command == "generate" else ["--out", tmp_path / "new"]
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert f"expected MODEL, my/model or its folder, as {file} is a patch of it" in err
+
+
+@pytest.mark.parametrize("command", ["extract", "fit"])
+def test_a_file_is_replaced_only_with_force(
+    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "mine.safetensors"
+    out.write_text("mine")
+    options = ["--context", "abc", "--question", "d"]
+    if command == "fit":
+        options = ["--examples", folder / "examples.json", "--end", "\n", "--steps", "2"]
+        options += ["--accept-worse"]
+    status, _, err = run(capsys, command, *options, "--out", out)
+    assert (status, out.read_text()) == (2, "mine")
+    assert f"expected a new name for --out, there is {out} already: --force replaces" in err
+    assert run(capsys, command, *options, "--out", out, "--force")[0] == 0
+    assert read_file(out)[0]["model"] == "embedded"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '["text"]', '[{"context": "c"}]', "ÿ", "no"])

@@ -208,6 +208,8 @@ def test_patches_that_do_not_fit_change_nothing() -> None:
     assert weight_fingerprint(model) == before
     with pytest.raises(FingerprintMismatch, match="expected a patch of"):
         patch.merge(build("llama", seed=3))
+    with pytest.raises(FingerprintMismatch, match=r"in torch\.bfloat16, got .* in torch\.f"):
+        patch.merge(build("llama").bfloat16())
     with pytest.raises(ValueError, match="expected patches and rows"), applied(model, [], [0]):
         pass
 
@@ -234,6 +236,19 @@ def test_a_file_holds_the_whole_patch(tmp_path: Path) -> None:
         StaticPatch.load(file, build("llama", seed=1))
     with pytest.raises(PatchFormatError, match=r"StaticPatch\.load reads"):
         ContextPatch.load(file)
+
+
+def test_a_file_is_read_block_by_block(tmp_path: Path) -> None:
+    file, numbers = tmp_path / "patch.safetensors", [11, 2, 10, 9, 100, 0]
+    changes = {
+        f"layers.{number}.{name}": LowRank(torch.ones(1, 2), torch.ones(1, 3))
+        for number in numbers
+        for name in ("mlp.up_proj", "mlp.down_proj")
+    }
+    StaticPatch(static.StaticInfo("m", None, None, "f", "test"), changes).save(file)
+    assert list(StaticPatch.load(file).changes) == [
+        f"layers.{number}.mlp.{name}_proj" for number in sorted(numbers) for name in ("down", "up")
+    ]
 
 
 def test_a_prompt_that_begins_otherwise_is_warned_of_once() -> None:

@@ -1,0 +1,96 @@
+"""An interrupt at any place of a step, and hooks that call the patcher inside its own pass."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from support.models import build, shallow, tokens
+from support.patchers import Snapshot
+
+from icl_patch import ContextPatcher
+
+IDS = tokens(5, 1, 6)
+# Functions that take away what a pass has put into the model.
+LEAVING = ("off", "__exit__", "_restore", "one_pass", "turn", "__setattr__", "_exit_wrapper")
+TRIALS = 40
+
+
+class Interrupt:
+    """Counts the lines that are run in some functions, and interrupts at one of them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.lines = at, 0
+
+    def __enter__(self) -> "Interrupt":
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, _event: str, _argument: object) -> Callable | None:
+        """Not in torch, whose own state an interrupt can spoil, nor in what torch enters."""
+        file, caller = frame.f_code.co_filename, frame.f_back
+        ours = "/icl_patch/" in file or (
+            file.endswith("/contextlib.py")
+            and caller is not None
+            and "/icl_patch/" in caller.f_code.co_filename
+        )
+        return self._line if ours and frame.f_code.co_name in LEAVING else None
+
+    def _line(self, _frame: FrameType, event: str, _argument: object) -> Callable:
+        self.lines += event == "line"
+        if self.lines == self.at and event == "line":
+            raise KeyboardInterrupt
+        return self._line
+
+
+def steps(patcher: ContextPatcher) -> torch.Tensor:
+    return torch.stack([step.logits for step in patcher.generate(IDS, max_new_tokens=2)])
+
+
+@pytest.mark.parametrize("update", ["stable", "exact"])
+def test_an_interrupt_while_a_step_leaves_leaves_nothing(update: str) -> None:
+    """The model is itself at once, and the patcher goes on: at forty places, one patcher."""
+    model = build("llama", num_hidden_layers=2)
+    before, plain = Snapshot(model), model(IDS).logits
+    with ContextPatcher(model, update) as patcher:
+        steps(patcher)
+        expected = steps(patcher)
+        with Interrupt() as counted:
+            steps(patcher)
+        assert counted.lines > 10 * TRIALS
+        for at in range(1, counted.lines, counted.lines // TRIALS):
+            with pytest.raises(KeyboardInterrupt), Interrupt(at):
+                steps(patcher)
+            assert torch.equal(model(IDS).logits, plain), at
+            assert torch.equal(steps(patcher), expected), at
+    before.check(model)
+
+
+@pytest.mark.parametrize("call", ["compute", "forward", "generate"])
+def test_a_hook_that_calls_the_patcher_in_its_own_pass_is_told(call: str) -> None:
+    model = shallow("llama")
+    context, kept = tokens(0, 1, 5), tokens(1, 1, 2)
+    with ContextPatcher(model, "stable") as patcher:
+        patch = patcher.compute(context, kept)
+        calls: dict[str, Callable[[], Any]] = {
+            "compute": lambda: patcher.compute(context, kept),
+            "forward": lambda: patcher.forward(kept, patch),
+            "generate": lambda: list(patcher.generate(context, max_new_tokens=1)),
+        }
+        expected = patcher.forward(kept, patch)
+
+        def hook(*_: object) -> None:
+            calls[call]()
+
+        with (
+            model.model.layers[0].register_forward_hook(hook),
+            pytest.raises(ValueError, match="outside of the patcher's own passes"),
+        ):
+            patcher.forward(kept, patch)
+        assert torch.equal(patcher.forward(kept, patch), expected)
