@@ -122,11 +122,10 @@ class DecodeStep:
             last_logits=1,
         )
         streams = self._both_streams(len(token_ids), return_context_logits, exact)
-        with recording(recorders), streams:
-            with self._arithmetic():
-                logits = model(**model_inputs).logits[:, -1]
-            misses = close_loops(recorders)
-            factors = [block.factors() for block in attached.blocks]
+        with recording(recorders), streams, self._arithmetic():
+            logits = model(**model_inputs).logits[:, -1]
+        misses = close_loops(recorders)
+        factors = [recorder.factors for recorder in recorders]
         diagnostics = [recorder.diagnostics for recorder in recorders]
         flag = maybe_infeasible(diagnostics, logits)
         if misses is None:

@@ -94,7 +94,7 @@ class AttachedBlock:
             self.down: PatchedLinear | None = self._swap(spec.down, PatchedLinear)
             self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, self._wrap_norm)
             self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, self._wrap_norm)
-            self._places = tuple(self._factor_places())
+            self.factor_places = tuple(self._factor_places())
         except BaseException:
             self.detach()
             raise
@@ -192,11 +192,6 @@ class AttachedBlock:
         """The name of a reader's ``v``, which the readers of one input share."""
         return f"{reader}.v" if reader in self.spec.separately_normed else "readers.v"
 
-    def factors(self) -> Factors:
-        """The factors that the modules hold, by name, as (rows, columns, ...)."""
-        held = {name: getattr(module, part) for name, module, part in self._places}
-        return {name: factor for name, factor in held.items() if factor is not None}
-
     def replay(self, factors: Factors) -> None:
         """Set every module to apply its factors, (B, T, ...)."""
         # one row a token: (1, T, N) of a batch of one would be a shared change of rank T
@@ -233,7 +228,7 @@ class AttachedBlock:
     def _set(self, factors: Factors) -> None:
         """Set every module to apply its factors."""
         self.off()
-        for name, module, attribute in self._places:
+        for name, module, attribute in self.factor_places:
             if name in factors:
                 setattr(module, attribute, factors[name])
                 module.mode = Mode.REPLAY

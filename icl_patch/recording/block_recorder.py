@@ -1,8 +1,8 @@
 """BlockRecorder: computes one block's factors from the activations that pass through the block.
 
 A pass swaps the block's patched modules into record mode; each module then hands its input to the
-recorder, which computes the module's factors, keeps them in the module and returns the patched
-output. There are three kinds of pass, and a recorder for each:
+recorder, which computes and keeps the module's factors and returns the patched output. There are
+three kinds of pass, and a recorder for each:
 
 - :class:`~icl_patch.recording.two_stream_recorder.TwoStreamRecorder`: the rows with the context
   and the rows without it run side by side in one batch;
@@ -24,11 +24,12 @@ from torch import Tensor
 from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.linear import PatchedLinear, add_bias_change
+from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.models.block_spec import Writer
 from icl_patch.recording import updates
-from icl_patch.recording.attached_block import AttachedBlock, BlockActivations
+from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, Factors
 from icl_patch.recording.diagnostics import BlockDiagnostics
 
 
@@ -41,7 +42,7 @@ class OpenLoop:
     base: Tensor
     gain: Tensor
     factor: Tensor
-    holder: Any  # the module that holds the factor, under this name
+    layer: PatchedModule  # whose factor it is, under this name
     name: str
     padding: Tensor | float  # the factor of columns of padding
 
@@ -74,6 +75,24 @@ class BlockRecorder(ABC):
         self._stable_scale: Tensor | None = None
         self._inner_scale: Tensor | None = None
         self.addend: Tensor | None = None  # the other term of the sum that the block's norm reads
+        self._factors: dict[tuple[PatchedModule, str], Tensor] = {}
+
+    # -- factors
+
+    def keep(self, layer: PatchedModule, **factors: Tensor) -> None:
+        """Keep factors of a module under the names of its attributes that apply them."""
+        for name, factor in factors.items():
+            self._factors[layer, name] = factor
+
+    def kept(self, layer: PatchedModule, name: str) -> Tensor | None:
+        """A factor of a module, if there is one."""
+        return self._factors.get((layer, name))
+
+    @property
+    def factors(self) -> Factors:
+        """The block's factors by name, (rows, columns, ...)."""
+        kept, places = self._factors, self.block.factor_places
+        return {name: kept[layer, part] for name, layer, part in places if (layer, part) in kept}
 
     # -- the two streams
 
@@ -205,17 +224,17 @@ class BlockRecorder(ABC):
     def keep_reader(
         self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor
     ) -> None:
-        """Keep a reader's factors in ``layer``, and note how far its patched output is off."""
+        """Keep a reader's factors, and note how far its patched output is off."""
         self.keep_factors(name, layer, u)
         self.diagnostics.reader(patched, reference, u)
 
     def keep_factors(self, name: str, layer: PatchedLinear, u: Tensor) -> None:
-        """Keep a reader's factors in ``layer``: u (B, T, N) and the direction."""
+        """Keep a reader's factors: u (B, T, N) and the direction."""
         assert self.direction is not None
-        direction = self.direction[1]
-        layer.u, layer.v = self.zero_padding(u), direction.v
+        direction, u = self.direction[1], self.zero_padding(u)
+        self.keep(layer, u=u, v=direction.v)
         condition = f"the input z of {name} is 0"
-        self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, layer.u, "input")
+        self.diagnostics.refuse_at_zero(condition, direction.inverse_norm2, u, "input")
 
     def direction_of(self, z: Tensor) -> ops.Direction:
         """The direction v (B, T, K) of the reduced rows of z, computed once a block."""
@@ -260,25 +279,25 @@ class BlockRecorder(ABC):
         exact update in fp64; ``y`` is its plain output.
         """
         dtype = torch.float64 if self.exact else dtype
-        if layer.bias_change is not None:
-            return add_bias_change(y, layer.bias_change, dtype)
-        assert layer.u is not None and layer.v is not None
-        return add_low_rank(y, h, layer.u, layer.v, dtype)
+        if (change := self.kept(layer, "bias_change")) is not None:
+            return add_bias_change(y, change, dtype)
+        u, v = self._factors[layer, "u"], self._factors[layer, "v"]
+        return add_low_rank(y, h, u, v, dtype)
 
     def _write_bias(self, layer: PatchedLinear, _h: Tensor, y: Tensor, target: Tensor) -> None:
-        """Set ``Δb = target``, (B, T, d)."""
-        layer.bias_change = target.double() if self.exact else target
+        """Keep ``Δb = target``, (B, T, d)."""
+        self.keep(layer, bias_change=target.double() if self.exact else target)
         if self.exact:
             self.open_loop(y, torch.ones_like(target[..., :1]), layer, "bias_change")
 
     def _write_weight(self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor) -> None:
-        """Set ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
+        """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
         v, inverse, _ = ops.read_direction(h, torch.float64 if self.exact else None)
         self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, target)
-        layer.u, layer.v = target.to(v.dtype), self.zero_padding(v)
+        v = self.zero_padding(v)
+        self.keep(layer, u=target.to(v.dtype), v=v)
         if self.exact:
-            gain = (h.double() * layer.v).sum(-1, keepdim=True)
-            self.open_loop(y, gain, layer, "u")
+            self.open_loop(y, (h.double() * v).sum(-1, keepdim=True), layer, "u")
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
@@ -288,7 +307,7 @@ class BlockRecorder(ABC):
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
         inverse = self.unflat(direction.inverse_norm2)
         self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
-        layer.u, layer.v = u, v
+        self.keep(layer, u=u, v=v)
         return self._add_stable(layer, self.split(h)[1], y, direction, dtype)
 
     def _add_stable(
@@ -300,11 +319,12 @@ class BlockRecorder(ABC):
         dtype: torch.dtype,
     ) -> Tensor:
         """``y + u (v·h)`` (B, T, N) with the factors of ``layer``, which it may still correct."""
-        assert layer.u is not None and layer.v is not None
-        patched = add_low_rank(y, h, layer.u, layer.v, dtype)
+        u, v = self._factors[layer, "u"], self._factors[layer, "v"]
+        patched = add_low_rank(y, h, u, v, dtype)
         if self.exact:
-            layer.u = self.zero_padding(layer.u + updates.off_zero(patched, y, self.addend))
-            patched = add_low_rank(y, h, layer.u, layer.v, dtype)
+            u = self.zero_padding(u + updates.off_zero(patched, y, self.addend))
+            self.keep(layer, u=u)
+            patched = add_low_rank(y, h, u, v, dtype)
         return patched
 
     def _invert_norm(self, hidden_down: Tensor) -> Tensor:
@@ -335,12 +355,12 @@ class BlockRecorder(ABC):
             new_scale = self._stable_scale if self.exact else self._stable_scale.float()
         if self.valid is not None:
             new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
-        layer.new_scale = new_scale
+        self.keep(layer, new_scale=new_scale)
         if self.exact:
             gain = layer.normalize(x_own)
             zero = torch.zeros_like(gain)
             self.open_loop(zero, gain, layer, "new_scale", layer.scale.double())
-        return self._apply_new_scale(layer, x)
+        return self._apply_new_scale(layer, x, new_scale)
 
     def _direct_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
         """``m' = m + delta ⊘ Norm(x)``, (B, T, d)."""
@@ -353,11 +373,10 @@ class BlockRecorder(ABC):
         )
         return updates.direct_scale(target, normalized, layer.scale)
 
-    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         """``m ⊙ Norm(x)`` for the rows with the context, ``m' ⊙ Norm(x)`` for the others."""
         x_ctx, x_own = self.split(x)
-        assert layer.new_scale is not None
-        patched = layer.apply_scale(x_own, layer.new_scale)
+        patched = layer.apply_scale(x_own, new_scale)
         return self.join(None if x_ctx is None else layer.base_layer(x_ctx), patched, x)
 
     # -- norms that read a sum
@@ -394,18 +413,30 @@ class BlockRecorder(ABC):
             cancelled = (self.addend + patched == 0) & self.exact
             moved = new_scale * (1 + max(2.0**-12, 2 * torch.finfo(x.dtype).eps))
             new_scale = torch.where(cancelled, moved, new_scale)
-            layer.new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
-            patched = layer.apply_scale(x_own, layer.new_scale)
+            new_scale = self.fill_padding(new_scale, layer.scale.to(new_scale.dtype))
+            self.keep(layer, new_scale=new_scale)
+            patched = layer.apply_scale(x_own, new_scale)
         return self.join(None if x_ctx is None else layer.base_layer(x_ctx), patched, x)
 
     def open_loop(
-        self, base: Tensor, gain: Tensor, holder: Any, name: str, padding: Tensor | float = 0.0
+        self,
+        base: Tensor,
+        gain: Tensor,
+        layer: PatchedModule,
+        name: str,
+        padding: Tensor | float = 0.0,
     ) -> None:
-        """Keep an exact writer's output ``base + factor · gain`` until the factor is chosen, which
-        is attribute ``name`` of ``holder``.
+        """Keep an exact writer's output ``base + factor · gain`` until its factor ``name`` of
+        ``layer`` is chosen.
         """
-        factor = getattr(holder, name)
-        self.loop = OpenLoop(base.double(), gain.double(), factor, holder, name, padding)
+        factor = self._factors[layer, name]
+        self.loop = OpenLoop(base.double(), gain.double(), factor, layer, name, padding)
+
+    def close_loop(self, factor: Tensor, misses: Tensor, correction: Tensor) -> None:
+        """Keep the factor that was chosen, with the elements that it misses."""
+        assert self.loop is not None
+        self.keep(self.loop.layer, **{self.loop.name: factor})
+        self.diagnostics.closing(misses, correction)
 
 
 def same_place(x: Tensor, y: Tensor) -> bool:

@@ -48,8 +48,8 @@ class ClosingRecorder(BlockRecorder):
         closed = updates.close(
             target, total_own - written, loop.base, loop.gain, loop.factor, multiplier
         )
-        setattr(loop.holder, loop.name, self.fill_padding(closed.factor, loop.padding))
-        self.diagnostics.closing(closed.misses, closed.correction)
+        factor = self.fill_padding(closed.factor, loop.padding)
+        self.close_loop(factor, closed.misses, closed.correction)
         # Padding continues as in the replay: the rows that an expert gets decide how its products
         # round.
         unpatched = updates.round_sum(total_own, written, closed.output.dtype)

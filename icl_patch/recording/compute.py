@@ -50,7 +50,7 @@ def compute_two_stream(attached: HasBlocks, cache: Cache, sequences: Sequences) 
     recorders = [TwoStreamRecorder(block, attached.update, valid) for block in attached.blocks]
     with recording(recorders):
         logits = forward_passes.run_two_streams(attached.model, sequences, cache)[:, columns]
-        layers = factors_of(attached.blocks, columns)
+    layers = factors_of(recorders, columns)
     calls = [[recorder.diagnostics for recorder in recorders]]
     report = report_of(calls, columns)
     patch = attached.empty_patch(sequences, passes=1)
@@ -101,7 +101,7 @@ def close_on(
         ]
         with running_in(patch.info.arithmetic), recording(recorders):
             reduced.append(run_kept(attached.model, patch, prefix, part))
-            layers.append(factors_of(blocks, slice(None)))
+        layers.append(factors_of(recorders, slice(None)))
         calls.append([recorder.diagnostics for recorder in recorders])
     report = report_of(calls, slice(None))
     return Computation(

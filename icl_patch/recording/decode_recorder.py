@@ -90,15 +90,16 @@ class DecodeRecorder(TwoStreamRecorder):
             return super().down(layer, h)
         rows, target = rows_of(h), self.writer_target()
         v, inverse, _ = self.read_direction(rows)
-        layer.u, layer.v = target, self.unflat(v)  # of rank 1, a patch for each row
+        v = self.unflat(v)  # of rank 1, a patch for each row
+        self.keep(layer, u=target, v=v)
         condition = f"the input h of {self.spec.down} is 0"
         self.diagnostics.refuse_at_zero(condition, self.unflat(inverse), target)
         weight, bias = linear
         output = ops.patched_linear(
             rows,
             weight,
-            layer.u,
-            layer.v,
+            target,
+            v,
             bias,
             index=self.patch_index,
             path=ops.product_path(rows, self.rows),
@@ -115,16 +116,16 @@ class DecodeRecorder(TwoStreamRecorder):
     ) -> Tensor:
         if not self.for_inductor:
             return super()._add_stable(layer, h, y, direction, dtype)
-        assert direction.coeff is not None and layer.u is not None
-        return (y + self.unflat(direction.coeff) * layer.u).to(dtype)
+        u = self.kept(layer, "u")
+        assert direction.coeff is not None and u is not None
+        return (y + self.unflat(direction.coeff) * u).to(dtype)
 
-    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         if x.dtype == torch.float64:
-            return super()._apply_new_scale(layer, x)
-        assert layer.new_scale is not None
+            return super()._apply_new_scale(layer, x, new_scale)
         if self.for_inductor:
-            scale = layer.scale.to(layer.new_scale.dtype).expand_as(layer.new_scale)
-            return layer.apply_scale(x, torch.cat([scale, layer.new_scale]))
+            scale = layer.scale.to(new_scale.dtype).expand_as(new_scale)
+            return layer.apply_scale(x, torch.cat([scale, new_scale]))
         x_ctx, x_own = self.split(x)
-        patched = layer.in_one_launch(x_own, layer.new_scale)
+        patched = layer.in_one_launch(x_own, new_scale)
         return self.join(layer.in_one_launch(x_ctx), patched, x)

@@ -65,7 +65,7 @@ class ExactDecodeRecorder(DecodeRecorder):
         assert found is not None
         self._beside = self.split(found)[1]
 
-    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor) -> Tensor:
+    def _apply_new_scale(self, layer: PatchedRMSNorm, x: Tensor, new_scale: Tensor) -> Tensor:
         """The norm's output with the context, and 0 for the rows without it."""
         with_context = layer.base_layer(self.split(x)[0])
         return self.join(with_context, torch.zeros_like(with_context), x)
@@ -93,9 +93,7 @@ def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
         alike = list(group)
         closed = _closed(alike)
         for recorder, part in zip(alike, closed, strict=True):
-            assert recorder.loop is not None
-            setattr(recorder.loop.holder, recorder.loop.name, part.factor)
-            recorder.diagnostics.closing(part.misses, part.correction)
+            recorder.close_loop(part.factor, part.misses, part.correction)
             misses.append(part.misses.squeeze(1))
     return torch.stack(misses)
 

@@ -73,7 +73,7 @@ def _keep_index(
     recorder: BlockRecorder, layer: PatchedExperts, index: Tensor, index_ctx: Tensor
 ) -> None:
     """Keep the chosen experts (B, T, k), and count those that the context did not choose."""
-    layer.index = index
+    recorder.keep(layer, index=index)
     recorder.diagnostics.experts(_count_changed(index, index_ctx))
 
 
@@ -91,7 +91,7 @@ def _read(
         inverse == 0,
         "input",
     )
-    layer.read_u, layer.read_v = u, v
+    recorder.keep(layer, read_u=u, read_v=v)
     z_own = recorder.split(z)[1].flatten(0, 1)
     patched = layer.add_read(read, z_own, u.flatten(0, 1), v.flatten(0, 1))
     recorder.diagnostics.reader(recorder.unflat(patched), recorder.unflat(read_ctx), u)
@@ -145,7 +145,7 @@ def record_scaled_experts(
         dead.flatten(2).any(-1),
         "input",
     )
-    layer.read_u, layer.read_v, layer.index = u, recorder.unflat(v), recorder.unflat(index)
+    recorder.keep(layer, read_u=u, read_v=recorder.unflat(v), index=recorder.unflat(index))
 
     def add(product: Tensor) -> Tensor:
         patched = layer.add_to_all(product[:, -batch:], slots, index, u.flatten(0, 1), v)
@@ -186,15 +186,17 @@ def _write(
     else:
         u, v = target, recorder.zero_padding(v * share.unsqueeze(-1))
     gain = recorder.unflat(layer.gain(h, weights, None if v is None else v.flatten(0, 1)))
-    layer.write_u, layer.write_v = recorder.zero_padding(u), v
+    padded = recorder.zero_padding(u)
+    recorder.keep(layer, write_u=padded, **({} if v is None else {"write_v": v}))
     if closes:
         recorder.open_loop(out, gain, layer, "write_u")
-    written = layer.add_written(out, gain, layer.write_u, h.dtype)
+    written = layer.add_written(out, gain, padded, h.dtype)
     if recorder.exact and not closes:
         addend = recorder.addend if recorder.spec.inner_norm is None else None
         moved = updates.off_zero(written, out, addend)
-        layer.write_u = recorder.zero_padding(u + (moved if v is not None else moved * share))
-        written = layer.add_written(out, gain, layer.write_u, h.dtype)
+        padded = recorder.zero_padding(u + (moved if v is not None else moved * share))
+        recorder.keep(layer, write_u=padded)
+        written = layer.add_written(out, gain, padded, h.dtype)
     return written
 
 

@@ -12,6 +12,7 @@ from icl_patch.patch.context_patch import ContextPatch, PatchReport
 from icl_patch.patch.fingerprints import WatchedWeights
 from icl_patch.patch.serialization import PatchInfo
 from icl_patch.recording.attached_block import AttachedBlock, Factors
+from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
 from icl_patch.recording.sequences import Sequences
 
@@ -45,12 +46,12 @@ def empty_patch(
     )
 
 
-def factors_of(blocks: Sequence[AttachedBlock], columns: Tensor | slice) -> tuple[Factors, ...]:
-    """The factors that the blocks hold, of some columns, with the norms' own scales."""
+def factors_of(recorders: Sequence[BlockRecorder], columns: Tensor | slice) -> tuple[Factors, ...]:
+    """The factors that the recorders kept, of some columns, with the norms' own scales."""
     layers = []
-    for block in blocks:
-        layer = {name: factor[:, columns] for name, factor in block.factors().items()}
-        layers.append(layer | scales_of(block, layer))
+    for recorder in recorders:
+        layer = {name: factor[:, columns] for name, factor in recorder.factors.items()}
+        layers.append(layer | scales_of(recorder.block, layer))
     return tuple(layers)
 
 

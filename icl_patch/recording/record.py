@@ -14,10 +14,7 @@ from icl_patch.recording.expert_recorder import record_experts, record_scaled_ex
 
 @contextmanager
 def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
-    """Within this context the blocks compute their factors.
-
-    Read them with :meth:`AttachedBlock.factors` before the context ends.
-    """
+    """Within this context the recorders compute their blocks' factors."""
     with ExitStack() as stack:
         for recorder in recorders:
             stack.callback(recorder.block.off)
