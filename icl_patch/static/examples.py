@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.models.language_model import check_length, check_vocabulary, vocabulary
+from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front
 
 ROW_TOKENS = 8192  # of a batch without gradients: bounds its memory
@@ -183,8 +184,10 @@ def answered(
         new = 0 if example.answer else max_new_tokens
         for prompt in (example.with_context, example.without):
             check_row(model, (*prompt, *(example.answer or ())), new)
-    asked.sort(key=lambda i: (found[i].end, len(found[i].with_context)))
-    for batch in batches(asked, lambda i: len(found[i].with_context) + max_new_tokens):
+    asked.sort(key=lambda i: len(found[i].with_context))
+    # in a batch of several lengths LongRoPE would go by the longest row
+    kind = (lambda length: length) if switch_lengths(model) else (lambda _: 0)
+    for batch in batches(asked, lambda i: len(found[i].with_context) + max_new_tokens, kind):
         for end in dict.fromkeys(found[i].end for i in batch):
             same_end = [i for i in batch if found[i].end == end]
             rows = [found[i].with_context for i in same_end]
@@ -216,15 +219,27 @@ def ends_of(model: PreTrainedModel, end: Tokens) -> list[int]:
     return list(end) or ([] if own is None else [own] if isinstance(own, int) else list(own))
 
 
-def batches(items: Sequence[_T], length: Callable[[_T], int]) -> list[list[_T]]:
-    """The items in groups of at most :data:`ROW_TOKENS` padded tokens, in their order."""
+def batches(
+    items: Sequence[_T],
+    length: Callable[[_T], int],
+    kind: Callable[[int], int] = lambda _: 0,
+    *,
+    count: int | None = None,
+    tokens: int = ROW_TOKENS,
+) -> list[list[_T]]:
+    """The items, sorted by length, in groups of at most ``count`` with at most ``tokens`` tokens,
+    padding included; the lengths of a group are of one kind.
+    """
     groups: list[list[_T]] = []
-    longest = 0
     for item in items:
-        longest = max(longest, length(item))
-        if not groups or (len(groups[-1]) + 1) * longest > ROW_TOKENS:
+        longest = length(item)
+        if (
+            not groups
+            or len(groups[-1]) == count
+            or (len(groups[-1]) + 1) * longest > tokens
+            or kind(longest) != kind(length(groups[-1][0]))
+        ):
             groups.append([])
-            longest = length(item)
         groups[-1].append(item)
     return groups
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.models.language_model import layers_of
+from icl_patch.models.positions import switch_lengths
 
 
 class _Stopped(Exception):
@@ -25,6 +26,7 @@ class Student:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._switches = switch_lengths(model)
         self.layers: list[nn.Module] = list(layers_of(model).values())
         self.tuples: list[bool] = [False] * len(self.layers)  # whether a block returns a tuple
         with (
@@ -32,6 +34,10 @@ class Student:
             self._overrides({i: self._noting(i) for i in range(len(self.layers))}),
         ):
             self._call(torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+
+    def kind(self, length: int) -> int:
+        """Equal for lengths of rows that may share a batch: LongRoPE goes by its longest row."""
+        return sum(length > switch for switch in self._switches)
 
     def below(self, ids: Tensor, block: int) -> Tensor:
         """The hidden states (B, T, d) that the block before one gives, of ids (B, T)."""

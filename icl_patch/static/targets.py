@@ -60,7 +60,7 @@ def _targets(student: Student, rows: Sequence[tuple[Tokens, Tokens, int, Tokens]
     device = student.model.device
     found: dict[int, Target] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-    for batch in batches(order, lambda i: len(rows[i][0])):
+    for batch in batches(order, lambda i: len(rows[i][0]), student.kind):
         final = student.final(pad([rows[i][0] for i in batch], device))
         for hidden, i in zip(final, batch, strict=True):
             teacher, ids, count, labels = rows[i]
@@ -102,7 +102,7 @@ def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
     if not targets:
         return None
     kl = tvd = whole = right = tokens = 0.0
-    for batch in batches(sorted(targets, key=_length), _length):
+    for batch in batches(sorted(targets, key=_length), _length, student.kind):
         hidden = student.final(pad([target.ids for target in batch], student.model.device))
         own = [row[target.asked] for row, target in zip(hidden, batch, strict=True)]
         found = _compared(student, torch.cat([target.hidden for target in batch]), torch.cat(own))

@@ -142,7 +142,8 @@ class Training:
         """The hidden states (T, d) of every row before the first block that is changed."""
         found = {}
         device = self.student.model.device
-        for batch in batches([*self.questions, *self.texts], lambda target: len(target.ids)):
+        rows = sorted([*self.questions, *self.texts], key=_length)
+        for batch in batches(rows, _length, self.student.kind):
             hidden = self.student.below(
                 pad([target.ids for target in batch], device), self.first_block
             )
@@ -188,13 +189,11 @@ class Training:
     def _draws(self) -> Iterator[tuple[list[Target], list[Target]]]:
         """The questions and texts of each step from the current one on."""
         options = self.options
-        questions = _shuffled(
-            self.questions, options.batch_size, options.batch_tokens, options.seed
-        )
+        shuffled = partial(_shuffled, kind=self.student.kind, tokens=options.batch_tokens)
+        questions = shuffled(self.questions, options.batch_size, options.seed)
         texts: Iterator[list[Target]] = repeat([])
         if self.texts:
-            count, tokens = options.preserve_batch_size, options.batch_tokens
-            texts = _shuffled(self.texts, count, tokens, options.seed + 1)
+            texts = shuffled(self.texts, options.preserve_batch_size, options.seed + 1)
         return islice(zip(questions, texts, strict=False), self.step, None)
 
     def _keep_best(self) -> None:
@@ -243,8 +242,12 @@ class Training:
         return (wanted.exp() * (wanted - got)).sum(-1).mean()
 
 
+def _length(target: Target) -> int:
+    return len(target.ids)
+
+
 def _shuffled(
-    targets: Sequence[Target], count: int, tokens: int, seed: int
+    targets: Sequence[Target], count: int, seed: int, *, kind: Callable[[int], int], tokens: int
 ) -> Iterator[list[Target]]:
     """Batches without end, each target once before any comes again: at most ``count`` of similar
     lengths, with at most ``tokens`` tokens, padding included.
@@ -256,13 +259,8 @@ def _shuffled(
         return found
 
     while True:
-        by_length = sorted((targets[i] for i in order(len(targets))), key=lambda x: len(x.ids))
-        groups: list[list[Target]] = [[]]
-        for target in by_length:
-            if len(groups[-1]) == count or (len(groups[-1]) + 1) * len(target.ids) > tokens:
-                groups.append([])
-            groups[-1].append(target)
-        groups = [group for group in groups if group]
+        by_length = sorted((targets[i] for i in order(len(targets))), key=_length)
+        groups = batches(by_length, _length, kind, count=count, tokens=tokens)
         yield from (groups[i] for i in order(len(groups)))
 
 

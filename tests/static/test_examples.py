@@ -1,6 +1,6 @@
 """Examples: from text and chats, the token in front, and the model's answers."""
 
-import sys
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import build
+from torch import Tensor
 
 from icl_patch import embedded, static
-from icl_patch.static.examples import answered, batches
+from icl_patch.evaluation import tiny_models
+from icl_patch.static.examples import Example, answered, batches, pad
+from icl_patch.static.student import Student
+from icl_patch.static.targets import measure, targets_of
+from icl_patch.static.training import _shuffled
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -125,9 +130,11 @@ def test_answers_are_the_first_choices_whatever_the_model_generates_by_default()
         assert getattr(model.generation_config, name) == value
 
 
-def test_batches_hold_as_many_tokens_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["icl_patch.static.examples"], "ROW_TOKENS", 12)
-    assert batches([3, 4, 4, 5, 9, 13], lambda n: n) == [[3, 4, 4], [5], [9], [13]]
+def test_batches_hold_as_many_tokens_as_they_may() -> None:
+    lengths = [3, 4, 4, 5, 9, 13]
+    assert batches(lengths, lambda n: n, tokens=12) == [[3, 4, 4], [5], [9], [13]]
+    assert batches(lengths, lambda n: n, lambda n: n > 4) == [[3, 4, 4], [5, 9, 13]]
+    assert batches(lengths, lambda n: n, count=4) == [[3, 4, 4, 5], [9, 13]]
 
 
 @pytest.mark.parametrize(
@@ -160,3 +167,40 @@ def test_one_prompt_cannot_have_two_answers() -> None:
     assert len(answered(model, [one, replace(one, with_context=(6, 9, 8))])) == 2
     with pytest.raises(ValueError, match="different answers to the same prompt"):
         answered(model, [one, replace(one, with_context=(6, 9, 8), answer=(2,))])
+
+
+def test_rows_on_both_sides_of_a_length_of_longrope() -> None:
+    """A batch of the model's own goes by its longest row: answers and targets must not."""
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 4.0, 7.0, 10.0],
+        "factor": 8.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+    }
+    model = tiny_models.build("phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    contexts = [(1, *range(9, 9 + length)) for length in (5, 9, 11, 12, 20)]
+    examples = [Example((*x, 7), (1, 7, i)) for i, x in enumerate(contexts)]
+    together = answered(model, examples, 6)
+    apart = [x for example in examples for x in answered(model, [example], 6)]
+    assert together == apart
+    student = Student(model)
+    alone = [x for example in apart for x in targets_of(student, [example])]
+    for found, expected in zip(targets_of(student, together), alone, strict=True):
+        assert (found.hidden - expected.hidden).abs().max() < 1e-4 * expected.hidden.abs().max()
+    long = replace(together[-1], answer=(3,) * 20)  # its row without the context is long, too
+    targets = targets_of(student, [together[0], long])
+    hidden = [student.final(pad([target.ids], model.device)) for target in targets]
+    for batch in (targets, targets[::-1]):
+        training = _shuffled(batch, 8, 0, kind=student.kind, tokens=512)
+        assert [len(next(training)) for _ in range(4)] == [1] * 4
+    own = torch.cat([x[0, target.asked] for x, target in zip(hidden, targets, strict=True)])
+    wanted = torch.cat([target.hidden for target in targets])
+    kl = float(_kl(student, wanted, own))
+    assert math.isclose(measure(student, targets).kl, kl, rel_tol=1e-3)
+
+
+def _kl(student: Student, wanted: Tensor, got: Tensor) -> Tensor:
+    expected, found = (student.logits(x).log_softmax(-1).double() for x in (wanted, got))
+    return (expected.exp() * (expected - found)).sum(-1).mean()
