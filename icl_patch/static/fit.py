@@ -50,6 +50,7 @@ _FITTING = threading.RLock()
 _HELD_OUT_OF = 5  # one question and one text in five is held out
 _MANY, _HELD_OUT_OF_MANY = 20, 10  # of more questions than these, one in ten,
 _MOST_HELD_OUT = 32  # and no more than these
+_ALLOCATOR = 1.15  # of the memory that is used, what the process takes
 
 
 @contextmanager
@@ -416,6 +417,7 @@ def plan(
         nbytes += weights * dtype.itemsize
     operations = 4.0 * weights * changed / len(layers) * step * options.steps
     seconds = operations / _speed(model.device, dtype)
+    nbytes = int(nbytes * _ALLOCATOR)
     return Plan(len(answers), len(texts), step, options.steps, nbytes, seconds)
 
 
