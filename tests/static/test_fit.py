@@ -393,6 +393,12 @@ def test_a_fit_starts_from_a_patch() -> None:
         expected = start.changes[path].dense()
         assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
     assert fit(model, examples, rank=1, start=start, distillation=slow).rank == 1
+    wild = Distillation(steps=2, warmup=1, learning_rate=3.0)
+    patch = fit(model, examples, rank=3, start=start, distillation=wild)
+    assert patch.report is not None and patch.report.best_step == 0
+    for path, change in patch.changes.items():
+        expected = start.changes[path].dense()
+        assert (change.dense() - expected).norm() < 1e-4 * expected.norm()
     with pytest.raises(ValueError, match=r"got one that changes model\.layers\.0\.mlp"):
         fit(model, examples, first_block=2, start=start)
 
