@@ -380,10 +380,9 @@ class ContextPatcher:
                 ``"two_stream"``: one pass over both, each with its rows in the cache; not for
                 exact steps.
                 ``"shared_cache"``: one pass over one cache for both; not for every model. Exact
-                steps are then bit-identical to the same model with batch-invariant products and
-                activations in its steps
-                (:data:`icl_patch.invariance.functions.ROW_FUNCTIONS`), which is as near to the
-                model in fp32.
+                steps are then bit-identical to the same model on batch-invariant functions in its
+                steps (:func:`icl_patch.batch_invariant` without its attention of several tokens),
+                which is as near to the model in fp32.
                 ``"auto"``: the fastest of these that serves the update and the model. Mixtures of
                 experts in bf16 and fp16 take two streams, because replays of a shared cache may
                 choose other experts there. ``GenerationStep.mode`` says how a step ran.

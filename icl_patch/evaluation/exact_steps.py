@@ -24,7 +24,7 @@ from icl_patch.patch.context_patch import PatchReport
 
 REFERENCES = {
     MODEL: "the unmodified model",
-    BATCH_INVARIANT: "the model on batch-invariant products and activations",
+    BATCH_INVARIANT: "the model on batch-invariant functions",
 }
 
 # A copy in fp32 up to this size is worth its memory: 0.5B parameters.

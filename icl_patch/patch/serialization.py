@@ -71,7 +71,7 @@ class PatchInfo:
         replayable: False if tokens or layers that a replay needs were cut out.
         kind: "per_token", a change of the weights for each kept token.
         arithmetic: "model" if the reproduced run rounds as the model's own modules do,
-            "batch_invariant" if it rounds as they do on batch-invariant products and activations.
+            "batch_invariant" if it rounds as they do on batch-invariant functions.
         tensor_parallel: the number of devices that share a weight in that run.
     """
 
