@@ -293,11 +293,24 @@ class BlockRecorder(ABC):
     def _write_weight(self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor) -> None:
         """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
         v, inverse, _ = ops.read_direction(h, torch.float64 if self.exact else None)
-        self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, target)
         v = self.zero_padding(v)
-        self.keep(layer, u=target.to(v.dtype), v=v)
-        if self.exact:
-            self.open_loop(y, (h.double() * v).sum(-1, keepdim=True), layer, "u")
+        gain = (h.double() * v).sum(-1, keepdim=True) if self.exact else None
+        self.keep_written(layer, y, target.to(v.dtype), v, inverse, gain)
+
+    def keep_written(
+        self,
+        layer: PatchedLinear,
+        y: Tensor,
+        u: Tensor,
+        v: Tensor,
+        inverse: Tensor,
+        gain: Tensor | None,
+    ) -> None:
+        """Keep a weight writer's factors; ``gain`` is v·h where the loop is going to be closed."""
+        self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
+        self.keep(layer, u=u, v=v)
+        if gain is not None:
+            self.open_loop(y, gain, layer, "u")
 
     def _stable_down(
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype

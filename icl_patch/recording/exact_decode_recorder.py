@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from icl_patch import ops
 from icl_patch.layers.linear import PatchedLinear
 from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.models.block_spec import Writer
@@ -29,10 +30,26 @@ class ExactDecodeRecorder(DecodeRecorder):
 
     _beside: Tensor | None = None  # (B, 1, d), what a mixture adds to its writer's output
     residual: Tensor | None = None  # (B, 1, d), all that the block adds to its writer's output
+    # of a weight writer: the module, its input h (B, 1, K) and output (B, 1, d), and both streams'
+    # residual stream before the MLP (2B, 1, d)
+    waiting: tuple[PatchedLinear, Tensor, Tensor, Tensor] | None = None
+    _stream: Tensor | None = None
+
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing in the pass depends on delta, so that alike blocks can be written at once
+        when it has ended.
+        """
+        spec = self.spec
+        alone = len(spec.residual) == 1 and self.block.mixture is None
+        return spec.writer is Writer.WEIGHT and not spec.mixer and alone
 
     def on_residual(self, x: Tensor) -> None:
         """Take one term of the residual stream before the MLP."""
-        BlockRecorder.on_residual(self, x)
+        if self._waits:
+            self._stream = x.clone()  # some models add to the tensor itself
+        else:
+            BlockRecorder.on_residual(self, x)
 
     def keep_pair(self, name: str, layer: PatchedLinear, pair: Tensor, u: Tensor) -> None:
         """Keep a reader's factors, and its output with the context, which a miss needs."""
@@ -43,7 +60,19 @@ class ExactDecodeRecorder(DecodeRecorder):
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm
         reads it.
         """
-        return BlockRecorder.down(self, layer, h)
+        if not self._waits or self._stream is None:
+            return BlockRecorder.down(self, layer, h)
+        plain, dtype = layer.plain(h, self.rows)
+        y_ctx, y = self.split(plain)
+        self.waiting = layer, self.split(h)[1], y, self._stream
+        return self.join(y_ctx, torch.zeros_like(y, dtype=dtype), plain)
+
+    def keep_stream(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """Keep the residual stream with the context and delta, (B, 1, d) fp32 or wider; returns the
+        writer's target.
+        """
+        self.context.hidden, self.delta = hidden, delta
+        return self.writer_target()
 
     def written(self, _layer: PatchedLinear, _h: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
         """0: the factor is chosen after the pass."""
@@ -89,6 +118,7 @@ def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
     exact = [recorder for recorder in recorders if isinstance(recorder, ExactDecodeRecorder)]
     if not exact:
         return None
+    _write_together([recorder for recorder in exact if recorder.waiting is not None])
     for _, group in groupby(exact, _form):
         alike = list(group)
         closed = _closed(alike)
@@ -96,6 +126,27 @@ def close_loops(recorders: Sequence[DecodeRecorder]) -> Tensor | None:
             recorder.close_loop(part.factor, part.misses, part.correction)
             misses.append(part.misses.squeeze(1))
     return torch.stack(misses)
+
+
+def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
+    """Keep the factors that weight writers start from, those of alike blocks at once."""
+
+    def form(recorder: ExactDecodeRecorder) -> list[Any]:
+        return [(x.shape, x.dtype) for x in (recorder.waiting or ())[1:]]
+
+    for _, group in groupby(recorders, form):
+        alike = list(group)
+        layers, *tensors = zip(*(recorder.waiting or () for recorder in alike), strict=True)
+        h, y, streams = map(torch.stack, tensors)
+        wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
+        hidden, own = wide.reshape(len(alike), 2, -1, *h.shape[2:-1], wide.shape[-1]).unbind(1)
+        both = zip(alike, hidden, hidden - own, strict=True)
+        target = torch.stack([recorder.keep_stream(*x) for recorder, *x in both])
+        v, inverse, _ = ops.read_direction(h, torch.float64)
+        gain = (h.double() * v).sum(-1, keepdim=True)
+        parts = (y.double(), target.double(), v, inverse, gain)
+        for recorder, layer, *own in zip(alike, layers, *parts, strict=True):
+            recorder.keep_written(layer, *own)
 
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:
