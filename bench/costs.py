@@ -4,8 +4,7 @@ They come from calls that are not timed.
 """
 
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,49 +12,30 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import Cache, PreTrainedModel
 
 from icl_patch import ContextPatch
+from icl_patch.bench.timing import Call
 
 # Kineto reads this when it first starts; without it every start and stop writes a line to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
-Call = Callable[[], object]
 
 
-# Parts of operators' and kernels' names that name the backend of scaled-dot-product attention.
-_ATTENTION = re.compile(
-    r"_scaled_dot_product_(?:fused_)?(flash|efficient|cudnn)_attention|"
-    r"_scaled_dot_product_attention_(math)|(flash)_fwd|(cudnn)\w*_(?:sdpa|fprop)|fmha_(cutlass)",
-)
-
-
-def profiled(call: Call, device: torch.device) -> dict[str, Any]:
+def profiled(call: Call, device: torch.device) -> dict[str, int]:
     """``operator calls`` on a CPU, without those that another operator runs, or ``launches`` of
-    kernels, copies and CUDA graphs; and ``SDPA``, the backends of scaled-dot-product attention that
-    operators and kernels are named after, if any is.
+    kernels, copies and CUDA graphs.
     """
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         call()
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize(device)
     events: Any = profiler.events() or ()
-    found: dict[str, Any] = (
-        {"launches": sum(event.name.startswith(_LAUNCHES) for event in events)}
-        if device.type == "cuda"
-        else {"operator calls": sum(map(_is_outer_operator, events))}
-    )
-    named = [match for event in events for match in _ATTENTION.finditer(event.name)]
-    backends = {next(filter(None, match.groups())) for match in named}
-    return found | ({"SDPA": " and ".join(sorted(backends))} if backends else {})
-
-
-def _is_outer_operator(event: Any) -> bool:
-    operator = "::" in event.name
-    while operator and (event := event.cpu_parent) is not None:
-        operator = "::" not in event.name
-    return operator
+    if cuda:
+        return {"launches": sum(event.name.startswith(_LAUNCHES) for event in events)}
+    operators = [event for event in events if "::" in event.name]
+    outer = (x.cpu_parent is None or "::" not in x.cpu_parent.name for x in operators)
+    return {"operator calls": sum(outer)}
 
 
 def transient_bytes(call: Call, device: torch.device) -> int:

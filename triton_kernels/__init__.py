@@ -13,7 +13,6 @@ if __name__ == "triton_kernels":
         " project's own package"
     )
 
-from icl_patch.kernels.compilation.tuning import candidates, tune
 from icl_patch.kernels.ops.coefficients import coefficients
 from icl_patch.kernels.ops.direction import ReadDirection, read_direction
 from icl_patch.kernels.ops.experts import expert_linear
@@ -32,7 +31,6 @@ __all__ = [
     "ReadDirection",
     "Recorded",
     "add_low_rank",
-    "candidates",
     "coefficients",
     "config_for",
     "expert_linear",
@@ -45,5 +43,4 @@ __all__ = [
     "record_linear",
     "record_linears",
     "rms_norm",
-    "tune",
 ]

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from icl_patch.bench.decode_steps import Step
-from icl_patch.bench.timing import captured
 
 
 class StaticContext:
@@ -95,11 +94,12 @@ def static_step(
 
 def _graph(step: Step) -> Callable[[], Tensor]:
     """Replay the step, its rewinding included, as a CUDA graph."""
-    output: list[Tensor] = []
-    graph = captured(lambda: output.__setitem__(slice(None), [step()]), 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
 
     def replay() -> Tensor:
         graph.replay()
-        return output[0]
+        return logits
 
     return replay
