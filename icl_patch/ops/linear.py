@@ -129,41 +129,6 @@ def patched_linear(
     return run(z, weight, u, v, bias, index, out_dtype, path=path)
 
 
-def patched_linears(
-    z: Tensor,
-    weights: Sequence[Tensor],
-    us: Sequence[Tensor] | None = None,
-    v: Tensor | None = None,
-    biases: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """:func:`patched_linear` of each weight, bit for bit: maps of one input, such as q, k and v.
-
-    On CUDA up to three share a launch, where the GPU's configuration says so and they are alike.
-
-    Args:
-        z: (M, K) float.
-        weights: (N_j, K), z's dtype; N_j may differ.
-        us: (M, N_j), (M, R, N_j) or (1, R, N_j) for each weight, any float dtype; or no patches.
-        v: of all patches, as ``us`` with K for N_j.
-        biases: (N_j,) in z's dtype or None for each weight; or no biases.
-
-    Returns:
-        (M, N_j) for each weight, in z's dtype.
-
-    Raises:
-        TypeError: a dtype does not fit.
-        ValueError: a shape, a device or a number of tensors does not fit.
-    """
-    nothing: list[Any] = [None] * len(weights)
-    us, biases = us or nothing, biases or nothing
-    if not len(weights) == len(us) == len(biases):
-        counts = f"{len(weights)}, {len(us)} and {len(biases)}"
-        raise ValueError(f"expected as many weights, us and biases, got {counts}")
-    maps = zip(weights, us, biases, strict=True)
-    outputs: list[Tensor] = _patched_linears.dispatch(z, v, *(x for of in maps for x in of))
-    return outputs
-
-
 def record_linear(
     z_pair: Tensor,
     weight: Tensor,
@@ -386,19 +351,6 @@ _patched_linear = Op(
     native_if=_is_native_gemv,
     triton_if=lambda z, weight, u, *_, path: (
         u is None or u.dim() < 3 or u.shape[1] <= _TRITON_RANKS
-    ),
-)
-_patched_linears = Op(
-    "patched_linears",
-    lambda *_: None,  # patched_linear checks
-    lambda z, v, *maps: [
-        patched_linear(z, weight, u, v, bias)
-        for weight, u, bias in zip(maps[::3], maps[1::3], maps[2::3], strict=True)
-    ],
-    native_if=lambda *_: False,
-    triton_if=lambda z, v, *_: v is None or v.dim() < 3 or v.shape[1] <= _TRITON_RANKS,
-    triton=lambda kernels, z, v, *maps: kernels.patched_linears(
-        z, maps[::3], maps[1::3], v, maps[2::3], path=product_path(z, len(z))
     ),
 )
 _record_linear = Op(

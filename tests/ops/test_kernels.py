@@ -392,20 +392,11 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         [{"path": "gemm"}],
         1,
     ),
-    "patched_linears": (
-        lambda z, weight, u, v, bias, **options: tuple(
-            kernels.patched_linears(z, [weight] * 2, [u] * 2, v, [bias] * 2, **options)
-        ),
-        LINEAR,
-        {},
-        [{"path": "gemm"}],
-        2,
-    ),
     "record_linears": (
         lambda z_pair, weight, bias, coeff, **options: kernels.record_linears(
             z_pair,
-            [weight] * 3,
-            [bias] * 3,
+            [weight] * 2,
+            [bias] * 2,
             direction=kernels.ReadDirection(coeff, coeff, coeff),
             **options,
         ),

@@ -53,9 +53,9 @@ def linear_launch(
     n, k = size
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
     if rank is None:
-        z, others = _empty(2 * rows, k, dtype=dtype), (weight,) if "pair" in variant else ()
+        z, second = _empty(2 * rows, k, dtype=dtype), weight if "pair" in variant else None
         return plan_linear(
-            z, weight, None, None, None, None, dtype, config, record=True, others=others
+            z, weight, None, None, None, None, dtype, config, record=True, second=second
         )
     z = _empty(rows, k, dtype=dtype)
     if not rank:
