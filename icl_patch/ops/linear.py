@@ -12,15 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from icl_patch.checks import check_add_low_rank, check_patched_linear, check_record_linear
 from icl_patch.ops import native, reference
-from icl_patch.ops.checks import (
-    check_floats,
-    check_indices,
-    check_matrix,
-    check_operands,
-    check_out_dtype,
-    is_integer,
-)
+from icl_patch.ops.checks import check_indices
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import Op, backend
 
@@ -222,31 +216,15 @@ def _check_patched_linear(
     out_dtype: torch.dtype | None,
     path: str | None,
 ) -> None:
-    _check_linear(z, weight, bias, out_dtype)
-    if path not in (None, GEMV, GEMM):
-        raise ValueError(f"expected path {GEMV!r} or {GEMM!r}, got {path!r}")
-    if u is not None or v is not None:
-        _check_factors(z, u, v, weight.shape[0], index)
-    elif index is not None:
-        raise ValueError("expected u and v with index, got none")
-
-
-def _check_linear(
-    z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
-) -> None:
-    check_matrix("z", z)
-    check_matrix("weight", weight)
-    if weight.shape[1] != z.shape[1]:
-        raise ValueError(f"expected weight (N, {z.shape[1]}), got {tuple(weight.shape)}")
-    check_operands("z", z, weight, bias, out_dtype)
+    check_patched_linear(z, weight, u, v, bias, index, out_dtype, path)
+    if u is not None and index is not None:
+        check_indices("index", index, -1, u.shape[0])
 
 
 def _check_record_linear(
     z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None, **_: Any
 ) -> None:
-    _check_linear(z_pair, weight, bias)
-    if len(z_pair) % 2:
-        raise ValueError(f"expected z_pair (2M, K), got {tuple(z_pair.shape)}")
+    check_record_linear(z_pair, weight, bias)
     expected = (len(z_pair) // 2, z_pair.shape[1])
     if v.shape != expected:
         raise ValueError(f"expected a direction of {expected}, got {tuple(v.shape)}")
@@ -260,48 +238,9 @@ def _check_add_low_rank(
     index: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> None:
-    check_matrix("y", y)
-    check_matrix("z", z)
-    if y.shape[0] != z.shape[0]:
-        raise ValueError(
-            f"expected y and z with the same number of rows, got {tuple(y.shape)} and"
-            f" {tuple(z.shape)}"
-        )
-    check_floats(y=y, z=z)
-    check_out_dtype(out_dtype)
-    _check_factors(z, u, v, y.shape[1], index)
-
-
-def _check_factors(
-    z: Tensor, u: Tensor | None, v: Tensor | None, n: int, index: Tensor | None
-) -> None:
-    """Factors of a change that maps z (M, K) to (M, n)."""
-    if u is None or v is None:
-        raise ValueError("expected both u and v or neither, got one of them")
-    check_floats(z=z, u=u, v=v)
-    rows, k = z.shape
-    for name, factor, width in (("u", u, n), ("v", v, k)):
-        if index is not None:
-            fits = factor.dim() == 3
-        else:
-            shared = factor.dim() == 3 and factor.shape[0] == 1
-            fits = shared or (factor.dim() in (2, 3) and factor.shape[0] == rows)
-        if not fits or factor.shape[-1] != width:
-            # not before: it would bind a compiled graph to this number of rows
-            own = f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
-            expected = own if index is None else f"(P, R, {width})"
-            raise ValueError(f"expected {name} {expected}, got {tuple(factor.shape)}")
-    if u.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"expected u and v with the same rows and rank, got {tuple(u.shape)} and"
-            f" {tuple(v.shape)}"
-        )
+    check_add_low_rank(y, z, u, v, index, out_dtype)
     if index is not None:
-        if index.shape != (rows,) or not is_integer(index):
-            raise ValueError(
-                f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}"
-            )
-        check_indices("index", index, z, -1, u.shape[0])
+        check_indices("index", index, -1, u.shape[0])
 
 
 def _reference_patched_linear(

@@ -6,26 +6,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from icl_patch.checks import check_patched_linear
 from icl_patch.kernels.ops.coefficients import LANES, plan_coefficients
 from icl_patch.kernels.ops.linear_kernels import _linear_kernel
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import GEMM, GEMV, GEMV_ROWS, Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import (
-    FLOATS,
     INTERPRETED,
     Launch,
     Memory,
     cached_launch,
     ceil_div,
-    check,
-    check_floats,
     dtype_of,
     has_pdl,
-    needs_op,
     power_of_two,
 )
-
-MAX_RANK = 64
 
 
 def product_path(rows: int) -> str:
@@ -182,7 +177,7 @@ def launch_linear(
     path: str | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """:func:`patched_linear` without gradients, straight to the kernel."""
+    """:func:`patched_linear` with a configuration, straight to the kernel and without checks."""
     return cached_launch(_plan, (z, weight, u, v, bias, index), out_dtype, path, config)
 
 
@@ -195,9 +190,8 @@ def _plan(
     index: Tensor | None,
     out_dtype: torch.dtype | None,
     path: str | None,
-    config: Config | None,
+    config: Config | None = None,
 ) -> Callable[..., Tensor]:
-    _check(z, weight, u, v, bias, index, out_dtype)
     if u is not None and not len(u):  # an empty pool: no row has a patch
         plain = _plan(z, weight, None, None, bias, None, out_dtype, path, config)
         return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
@@ -223,25 +217,15 @@ def _plan(
     return call
 
 
-library.define(
+_patched_linear = library.operator(
     "triton_patched_linear(Tensor z, Tensor weight, Tensor? u, Tensor? v, Tensor? bias, Tensor?"
     " index, ScalarType? out_dtype, str? path) -> Tensor",
-    launch_linear,
+    check_patched_linear,
+    _plan,
+    lambda z, weight, u, v, bias, index, out_dtype, path: z.new_empty(
+        (z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype
+    ),
 )
-
-
-@library.fake("triton_patched_linear")
-def _(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-    path: str | None,
-) -> Tensor:
-    return z.new_empty((z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype)
 
 
 def patched_linear(
@@ -280,107 +264,4 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
-    if needs_op(z, weight, u, v, bias):
-        _check(z, weight, u, v, bias, index, out_dtype)
-        return torch.ops.icl_patch.triton_patched_linear(
-            z, weight, u, v, bias, index, out_dtype, path
-        )
-    return launch_linear(z, weight, u, v, bias, index, out_dtype, path)
-
-
-def _check(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> None:
-    check_linear(z, weight, bias, out_dtype)
-    if u is not None or v is not None:
-        check_factors(z, weight.shape[0], u, v, index)
-    elif index is not None:
-        raise ValueError("expected u and v with index, got none")
-
-
-def check_linear(
-    z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    """Raise unless the arguments fit a linear map of z."""
-    if z.dim() != 2 or weight.dim() != 2 or z.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"expected z (M, K) and weight (N, K), got {tuple(z.shape)} and {tuple(weight.shape)}"
-        )
-    check_operands("z", z, weight, bias, out_dtype)
-
-
-def check_record(
-    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor | None = None
-) -> None:
-    """Raise unless the arguments fit a recorded linear map of both streams."""
-    check_linear(z_pair, weight, bias, None)
-    rows = z_pair.shape[0] // 2  # torch.compile has no divmod for sizes that vary
-    check(z_pair.shape[0] == 2 * rows, "z_pair (2M, K)", z_pair.shape)
-    if coeff is not None:
-        good = (
-            coeff.shape == (rows, 1)
-            and coeff.dtype == torch.float32
-            and coeff.is_contiguous()
-            and coeff.device == z_pair.device
-        )
-        if not good:  # a message with rows in it would bind a compiled graph to their number
-            expected = f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}"
-            raise ValueError(f"expected {expected}, got {tuple(coeff.shape)}")
-
-
-def check_operands(
-    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    """Raise unless dtypes, devices and bias fit the product of x and a weight (N, K), or weights
-    (E, N, K).
-    """
-    check_floats(x, **{name: x}, weight=weight, bias=bias)
-    check(weight.dtype == x.dtype, f"weight in {name}'s dtype {x.dtype}", weight.dtype, TypeError)
-    if bias is not None:
-        check(bias.shape == weight.shape[:-1], f"bias {tuple(weight.shape[:-1])}", bias.shape)
-        check(bias.dtype == x.dtype, f"bias in {name}'s dtype {x.dtype}", bias.dtype, TypeError)
-    if out_dtype is not None:
-        check(out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)
-
-
-def check_factors(
-    z: Tensor, n: int, u: Tensor | None, v: Tensor | None, index: Tensor | None
-) -> None:
-    """Raise unless u, v and index fit z (M, K) and outputs (M, n)."""
-    if u is None or v is None:
-        raise ValueError("expected both u and v or neither, got one of them")
-    check_floats(z, u=u, v=v)
-    rows = z.shape[0]
-    for name, factor, width in (("u", u, n), ("v", v, z.shape[1])):
-        pool = index is not None and factor.dim() == 3
-        own = index is None and (
-            (factor.dim() in (2, 3) and factor.shape[0] == rows)
-            or (factor.dim() == 3 and factor.shape[0] == 1)
-        )
-        if not (pool or own) or factor.shape[-1] != width:
-            wanted = (
-                f"(P, R, {width})"
-                if index is not None
-                else f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
-            )
-            raise ValueError(f"expected {name} {wanted}, got {tuple(factor.shape)}")
-    if u.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"expected u and v with the same rows and rank, got {tuple(u.shape)} and"
-            f" {tuple(v.shape)}"
-        )
-    if u.dim() == 3 and not 1 <= u.shape[1] <= MAX_RANK:
-        raise ValueError(f"expected a rank from 1 to {MAX_RANK}, got {u.shape[1]}")
-    if index is not None:
-        good = (
-            index.shape == (rows,) and not index.is_floating_point() and index.dtype != torch.bool
-        )
-        if not good:
-            raise ValueError(f"expected index ({rows},) of integers, got {tuple(index.shape)}")
-        check(index.device == z.device, f"index on {z.device}", index.device)
+    return _patched_linear(z, weight, u, v, bias, index, out_dtype, path)

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from icl_patch.checks import check_record_linear
 from icl_patch.kernels.ops.direction import ReadDirection, read_direction
-from icl_patch.kernels.ops.linear import check_record, plan_linear, product_path
+from icl_patch.kernels.ops.linear import plan_linear, product_path
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
-from icl_patch.kernels.runtime.launching import cached_launch, needs_op
+from icl_patch.kernels.runtime.launching import cached_launch, check_served, needs_op
 
 
 class Recorded(NamedTuple):
@@ -56,7 +57,7 @@ def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tenso
     path = path or product_path(len(z_pair) // 2)
     maps, runs = list(zip(flat[::2], flat[1::2], strict=True)), []
     for weight, bias in maps:
-        check_record(z_pair, weight, bias, coeff)
+        _check(z_pair, weight, bias, coeff)
     configs = [
         config or config_for(gpu_name(z_pair.device), weight.dtype, len(weight), path)
         for weight, _ in maps
@@ -86,17 +87,26 @@ def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tenso
     return call
 
 
-library.define(
+def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor) -> None:
+    check_served(z_pair, weight, bias, coeff)
+    check_record_linear(z_pair, weight, bias)
+    rows = z_pair.shape[0] // 2
+    good = coeff.shape == (rows, 1) and coeff.dtype == torch.float32 and coeff.is_contiguous()
+    if not (good and coeff.device == z_pair.device):
+        # a message with rows in it would bind a compiled graph to their number
+        expected = f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}"
+        raise ValueError(f"expected {expected}, got {tuple(coeff.shape)}")
+
+
+_record_linears = library.define(
     "triton_record_linears(Tensor z_pair, Tensor[] weights, Tensor?[] biases, Tensor coeff, str?"
     " path) -> Tensor[]",
     launch_record,
-)
-library.fake("triton_record_linears")(
     lambda z_pair, weights, *_: [
         z_pair.new_empty((z_pair.shape[0] // parts, weight.shape[0]), dtype=dtype)
         for weight in weights
         for parts, dtype in ((1, z_pair.dtype), (2, torch.float32))
-    ]
+    ],
 )
 
 
@@ -134,7 +144,7 @@ def record_linear(
     Source: Goldwaser et al. (2025), Lemma 6.
     """
     if direction is None:
-        check_record(z_pair, weight, bias)
+        check_record_linear(z_pair, weight, bias)
         direction = read_direction(z_pair[z_pair.shape[0] // 2 :])
     return record_linears(z_pair, [weight], [bias], direction=direction, path=path)[0]
 
@@ -153,8 +163,8 @@ def record_linears(
     arguments = (z_pair, weights, biases, direction.coeff, path)
     if needs_op(z_pair, *weights, *biases):
         for of in zip(weights, biases, strict=True):
-            check_record(z_pair, *of, direction.coeff)
-        flat = torch.ops.icl_patch.triton_record_linears(*arguments)
+            _check(z_pair, *of, direction.coeff)
+        flat = _record_linears(*arguments)
     else:
         flat = launch_record(*arguments)
     return [Recorded(y, u, direction) for y, u in zip(flat[::2], flat[1::2], strict=True)]
