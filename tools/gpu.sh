@@ -1,6 +1,6 @@
 #!/bin/sh
 # The first hour on a machine with a CUDA device, in parts of less than ten minutes:
-#   A  versions, a probe of torch's attention, one test of each kernel    D  large offsets, then all GPU tests
+#   A  versions, one test of each kernel                               D  large offsets, then all GPU tests
 #   B  the inversion's and the products' benchmarks                      E  compute-sanitizer, then Nsight Compute's profiles
 #   C  the decode steps' benchmarks                                      F  tuning, and the products once more
 # PART="A B" takes those; without it all are taken in turn, as long as what is left of BUDGET seconds (1800) holds the next one's limit.
@@ -84,7 +84,6 @@ kernels='patched_linear or record_linear or read_direction or norms or gated_pro
 triton_tests='test_record_linear and fp32 or test_read_direction or test_running_sums or test_both_kernels and bf16'
 
 part_A() {
-    step sdpa 60 sh -c "$run tools/sdpa_probe.py >'$results/sdpa.jsonl'"
     step tests 400 $run -m pytest $(workers 8) --maxfail=15 --durations=8 -m gpu -k "$(echo $kernels)" tests/gpu
 }
 part_B() {
