@@ -269,11 +269,12 @@ def _run_and_watch(
     readers: dict[str, list[str]] = {}
     outputs: dict[int, tuple[str, Tensor]] = {}  # by the address; a tensor keeps it its own
 
-    def note_output(path: str, output: Tensor) -> None:
+    def note_output(path: str, _module: nn.Module, _args: Any, output: Tensor) -> None:
         readers.setdefault(path, [])
         outputs[output.untyped_storage().data_ptr()] = path, output
 
-    def note_reader(path: str, x: Tensor) -> None:
+    def note_reader(path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0]
         norm, output = outputs.get(x.untyped_storage().data_ptr(), (None, x))
         if norm is not None and x.shape[-1] == output.shape[-1] and path not in readers[norm]:
             readers[norm].append(path)
@@ -282,13 +283,11 @@ def _run_and_watch(
     try:
         for path, module in model.named_modules():
             if path in norms:
-                hook = functools.partial(
-                    lambda path, _, args, output: note_output(path, output), path
-                )
-                handles.append(module.register_forward_hook(hook))
+                noting = functools.partial(note_output, path)
+                handles.append(module.register_forward_hook(noting))
             elif isinstance(module, LINEAR):
-                hook = functools.partial(lambda path, _, args: note_reader(path, args[0]), path)
-                handles.append(module.register_forward_pre_hook(hook))
+                reading = functools.partial(note_reader, path)
+                handles.append(module.register_forward_pre_hook(reading))
         return model(input_ids=ids, use_cache=False).logits, readers
     finally:
         for handle in handles:
