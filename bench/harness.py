@@ -36,7 +36,7 @@ class Comparison:
     units: Mapping[str, float] = field(default_factory=dict)
     unit: str = ""
     notes: Mapping[str, float] = field(default_factory=dict)
-    costs: Callable[[str], Mapping[str, Any]] = lambda call: {}
+    costs: Callable[[str], dict[str, Any]] = lambda call: {}
 
 
 @dataclass(frozen=True)

@@ -302,9 +302,10 @@ def compile_problem(
     """Compile a linear map (the capability, then the arguments of
     :func:`icl_patch.kernels.compilation.specialisations.linear_launch`); why it fails, or None.
     """
-    capability, *arguments = job
+    capability, config, dtype, size, rank, rows = job
     try:
-        aot.compile_ahead(specialisations.linear_launch(*arguments), capability)
+        launch = specialisations.linear_launch(config, dtype, size, rank, rows)
+        aot.compile_ahead(launch, capability)
     except Exception as error:  # the compiler's errors have no common class
         return reason(error)
     return None

@@ -63,10 +63,11 @@ def run(options: argparse.Namespace) -> int:
         )
     folder, names = options.out or default_folder(), options.name or BENCHMARKS
     if options.plots:
-        files = []
+        written: list[Path] = []
         for data in (data for name in names for data in load_all(folder, name)):
+            written += [folder / f"{data['file']}.md", *draw(data, folder)]
             write_atomically(folder / f"{data['file']}.md", [page(data).encode()])
-            files += [f"{data['file']}.md", *(path.name for path in draw(data, folder))]
+        files = [str(path) for path in written]
         common.print_result(options, {"files": files}, *files)
         return 0
     if options.threads is not None:
