@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from transformers import Cache, PreTrainedModel
 
 from icl_patch import ContextPatch
@@ -39,35 +39,13 @@ def profiled(call: Call, device: torch.device) -> dict[str, int]:
 
 
 def transient_bytes(call: Call, device: torch.device) -> int:
-    """The peak of the memory that a call allocates, in bytes.
-
-    On CUDA torch's allocator reports it. On a CPU it is summed from the allocations and releases of
-    torch's allocator that the profiler sees; memory that a library allocates itself is missing.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device) - before)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        # The second call releases memory that the first leaves, and a profiler sees the release
-        # only of allocations that it saw.
-        call()
-        with record_function("measured"):
-            call()
-    recorded: Any = profiler.profiler
-    events = sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns())
-    started = next(event.start_ns() for event in events if event.name() == "measured")
-    allocated = before = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            if event.start_ns() < started:
-                before = peak = allocated
-            peak = max(peak, allocated)
-    return peak - before
+    """The peak of the memory that a call allocates on a GPU, in bytes, by torch's allocator."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device) - before)
 
 
 def cache_bytes(cache: Cache | None) -> int:

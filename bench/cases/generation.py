@@ -14,10 +14,9 @@ All ways run in turns, on the same weights and tokens. In the order of the table
   without the compiler.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
   through `torch.compile` over a static cache, and on a GPU a CUDA graph; `compile s` is the time
-  that this took, with the compiler's caches as they were. `CUDA graph` is not compiled, over the
-  static cache, where no sliding window is full.
+  that this took, with the compiler's caches as they were.
 - `patch applied` is the model's own step with a given patch applied in every layer, over the same
-  caches, in the same three forms.
+  caches, in the same two forms.
 - `replay of a given patch` runs the current token alone with its own patch, through
   `patcher.forward`, without a cache.
 - `W + ΔW built` is Algorithm 1 with materialised matrices, row by row. `PEFT, factors swapped` is a
@@ -34,8 +33,8 @@ plain step's with that weight built), relative to the largest logit. It must be 
 patch's own effect; a step that fails has no time. `of the streaming limit` is the time to read
 every weight once (of the experts, the chosen ones) at the best bandwidth measured here, divided by
 the step's time. `cache` is the size of the way's cache, its spare room included. `transient` is the
-peak of memory that one step takes beside model and cache, according to torch's allocator (on a CPU:
-from its allocations and releases as torch.profiler sees them). A CUDA graph is one launch.
+peak of memory that one step takes beside model and cache, according to torch's allocator (on a GPU;
+older tables have it for the CPU). A CUDA graph is one launch.
 """
 
 import functools
@@ -53,7 +52,7 @@ from transformers import DynamicCache, PreTrainedModel
 from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.bench.baselines.lora import has_peft, lora_step
 from icl_patch.bench.baselines.materialised import bare_step, materialised, naive_step
-from icl_patch.bench.baselines.plain import StaticContext, dynamic_cache, plain_step, static_step
+from icl_patch.bench.baselines.plain import StaticContext, compiled_step, dynamic_cache, plain_step
 from icl_patch.bench.cases.random_models import (
     CPU_MIXTURE,
     CPU_SHAPE,
@@ -82,7 +81,7 @@ OURS_COMPILED = "recompute and apply, compiled"
 PLAIN = "plain step"
 COMPILED = "plain step, compiled"
 PEFT = "PEFT, factors swapped"
-APPLIED = ("patch applied", "patch applied, compiled", "patch applied, CUDA graph")
+APPLIED = ("patch applied", "patch applied, compiled")
 NAIVE = "W + ΔW built, with a cache"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
 _LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
@@ -268,12 +267,7 @@ def _baselines(
     builders: Builders = {}
     for name, model in runs.items():
         builders[name] = functools.partial(plain_step, model, ids, cache)
-        for form in ("compiled", "CUDA graph"):
-            # an eager step moves a full window by an index from the host, which no graph can hold
-            if form == "compiled" or (ids.is_cuda and dense and not static.full):
-                builders[f"{name}, {form}"] = functools.partial(
-                    static_step, model, ids, static, compiled=form == "compiled"
-                )
+        builders[f"{name}, compiled"] = functools.partial(compiled_step, model, ids, static)
     if dense:
         builders["replay of a given patch"] = lambda: Step(
             lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
@@ -324,10 +318,9 @@ def _two_pass_step(patcher: ContextPatcher, ids: Tensor) -> Step:
 
 
 def _costs(step: Step, device: torch.device) -> dict[str, float]:
-    costs = {
-        "cache MB": cache_bytes(step.cache) / 1e6,
-        "transient MB": transient_bytes(step, device) / 1e6,
-    }
+    costs = {"cache MB": cache_bytes(step.cache) / 1e6}
+    if device.type == "cuda":
+        costs["transient MB"] = transient_bytes(step, device) / 1e6
     compiled = {} if step.compile_seconds is None else {"compile s": step.compile_seconds}
     return costs | profiled(step, device) | compiled
 
