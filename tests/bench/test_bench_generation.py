@@ -4,7 +4,6 @@ tables and pictures of it.
 
 import copy
 import functools
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +38,7 @@ from icl_patch.bench.cases.generation import (
 )
 from icl_patch.bench.cases.random_models import RandomModel, twin
 from icl_patch.bench.harness import Case, Comparison
-from icl_patch.bench.results import Results, load_all, page
+from icl_patch.bench.results import Results, page
 from icl_patch.generation import graph_partition
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
@@ -408,11 +407,3 @@ def test_the_tables_and_pictures_of_some_numbers(tmp_path: Path) -> None:
     assert path.name == "f.svg" and "model M, batch 1" in path.read_text()
     assert "batch 4" not in path.read_text()  # a line of one point
     assert plots.draw(found | {"rows": rows[:3]}, tmp_path) == []
-
-
-def test_committed_numbers_can_be_read() -> None:
-    for found in load_all(Path(__file__).parents[2] / "bench" / "results", "generation"):
-        lines = generation.tables(found["rows"])
-        for name in {row["call"] for row in found["rows"]}:
-            assert any(name in line for line in lines)
-        assert json.dumps(found["environment"]["device"]) not in "\n".join(lines)
