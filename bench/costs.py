@@ -20,18 +20,23 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 
 
-def profiled(call: Call, device: torch.device) -> dict[str, int]:
-    """``operator calls`` on a CPU, without those that another operator runs, or ``launches`` of
-    kernels, copies and CUDA graphs.
-    """
+def profile_of(call: Call, device: torch.device) -> profile:
+    """The profile of a call on the CPU, and on the GPU if it is the device."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         call()
         if cuda:
             torch.cuda.synchronize(device)
-    events: Any = profiler.events() or ()
-    if cuda:
+    return profiler
+
+
+def profiled(call: Call, device: torch.device) -> dict[str, int]:
+    """``operator calls`` on a CPU, without those that another operator runs, or ``launches`` of
+    kernels, copies and CUDA graphs.
+    """
+    events: Any = profile_of(call, device).events() or ()
+    if device.type == "cuda":
         return {"launches": sum(event.name.startswith(_LAUNCHES) for event in events)}
     operators = [event for event in events if "::" in event.name]
     outer = (x.cpu_parent is None or "::" not in x.cpu_parent.name for x in operators)
