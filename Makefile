@@ -62,9 +62,8 @@ real: $(RUN) $(if $(MODEL),,build/gguf) ## exact patches on a real model, 5,000 
 	OMP_NUM_THREADS=1 $(RUN) tools/real_steps.py "$$model" --out $(if $(MODEL)$(REAL),build/real/exact.json,docs/data/real-exact.json) $(REAL) && \
 	$(RUN) examples/papers/real_experiments.py "$$model" $(if $(MODEL)$(REAL),$(if $(REAL),--quick),--out docs/papers)
 
-kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time, and estimates of bandwidth; fails if one spills
+kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills
 	$(RUN) tools/kernel_resources.py
-	$(RUN) tools/kernel_bandwidth.py
 
 bits: $(RUN) ## record the bits of all results as hashes, into build/bits.json, in minutes; BITS=--quick: of four small models and the embedded one
 	$(RUN) tools/record_bits.py build/bits.json $(BITS)
@@ -78,7 +77,6 @@ build/peft: | $(RUN)
 
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
-	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
 bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
 	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
@@ -89,7 +87,6 @@ sweep: $(RUN) ## try every causal model class of transformers, small and random;
 figures: $(RUN) ## draw the benchmarks' tables and pictures, and the tables of README and docs, again from their numbers
 	$(RUN) -m icl_patch bench --plots --out bench/results
 	$(RUN) tools/readme.py
-	$(RUN) tools/readme_picture.py
 
 # Each writes its pictures, its numbers and its page into docs/papers; make -j2 papers takes two cores.
 EXPERIMENTS := linear_regression table_1 goldwaser
@@ -133,8 +130,8 @@ profile: $(RUN) ## profile the kernels and a decode step with Nsight Compute and
 lint: $(RUN) ## ruff, the import contracts, mypy, and the native library's symbols
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) tools/lint_imports.py
-	$(RUN) tools/lint_types.py
+	$(RUN) tools/lint.py imports
+	$(RUN) tools/lint.py types
 	$(RUN) tools/lint_native.py
 
 format: $(RUN) ## let ruff format the code

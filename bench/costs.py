@@ -4,90 +4,53 @@ They come from calls that are not timed.
 """
 
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from transformers import Cache, PreTrainedModel
 
 from icl_patch import ContextPatch
+from icl_patch.bench.timing import Call
 
 # Kineto reads this when it first starts; without it every start and stop writes a line to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
-Call = Callable[[], object]
 
 
-# Parts of operators' and kernels' names that name the backend of scaled-dot-product attention.
-_ATTENTION = re.compile(
-    r"_scaled_dot_product_(?:fused_)?(flash|efficient|cudnn)_attention|"
-    r"_scaled_dot_product_attention_(math)|(flash)_fwd|(cudnn)\w*_(?:sdpa|fprop)|fmha_(cutlass)",
-)
-
-
-def profiled(call: Call, device: torch.device) -> dict[str, Any]:
-    """``operator calls`` on a CPU, without those that another operator runs, or ``launches`` of
-    kernels, copies and CUDA graphs; and ``SDPA``, the backends of scaled-dot-product attention that
-    operators and kernels are named after, if any is.
-    """
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+def profile_of(call: Call, device: torch.device) -> profile:
+    """The profile of a call on the CPU, and on the GPU if it is the device."""
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         call()
-        if device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize(device)
-    events: Any = profiler.events() or ()
-    found: dict[str, Any] = (
-        {"launches": sum(event.name.startswith(_LAUNCHES) for event in events)}
-        if device.type == "cuda"
-        else {"operator calls": sum(map(_is_outer_operator, events))}
-    )
-    named = [match for event in events for match in _ATTENTION.finditer(event.name)]
-    backends = {next(filter(None, match.groups())) for match in named}
-    return found | ({"SDPA": " and ".join(sorted(backends))} if backends else {})
+    return profiler
 
 
-def _is_outer_operator(event: Any) -> bool:
-    operator = "::" in event.name
-    while operator and (event := event.cpu_parent) is not None:
-        operator = "::" not in event.name
-    return operator
+def profiled(call: Call, device: torch.device) -> dict[str, int]:
+    """``operator calls`` on a CPU, without those that another operator runs, or ``launches`` of
+    kernels, copies and CUDA graphs.
+    """
+    events: Any = profile_of(call, device).events() or ()
+    if device.type == "cuda":
+        return {"launches": sum(event.name.startswith(_LAUNCHES) for event in events)}
+    operators = [event for event in events if "::" in event.name]
+    outer = (x.cpu_parent is None or "::" not in x.cpu_parent.name for x in operators)
+    return {"operator calls": sum(outer)}
 
 
 def transient_bytes(call: Call, device: torch.device) -> int:
-    """The peak of the memory that a call allocates, in bytes.
-
-    On CUDA torch's allocator reports it. On a CPU it is summed from the allocations and releases of
-    torch's allocator that the profiler sees; memory that a library allocates itself is missing.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device) - before)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        # The second call releases memory that the first leaves, and a profiler sees the release
-        # only of allocations that it saw.
-        call()
-        with record_function("measured"):
-            call()
-    recorded: Any = profiler.profiler
-    events = sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns())
-    started = next(event.start_ns() for event in events if event.name() == "measured")
-    allocated = before = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            if event.start_ns() < started:
-                before = peak = allocated
-            peak = max(peak, allocated)
-    return peak - before
+    """The peak of the memory that a call allocates on a GPU, in bytes, by torch's allocator."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device) - before)
 
 
 def cache_bytes(cache: Cache | None) -> int:

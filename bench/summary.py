@@ -1,41 +1,38 @@
 """The tables of docs/performance.md, from the committed results files."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from icl_patch.bench.results import load_all, table_by_case
 
-MATRICES = ("Gemma-3-1B up", "Llama-3-8B up", "Llama-3-8B down")
-ROWS = (1, 2, 16)
+TITLES = {
+    "linear": "Time",
+    "throughput": "Patches computed and applied a second, of one layer and one token each",
+}
+TELLING = {
+    "matrix": ("Gemma-3-1B up", "Llama-3-8B up", "Llama-3-8B down"),
+    "rows": (1, 2, 16),
+    "rank": (1,),
+    "work": ("both",),
+}
+"""The parameters of the cases to show."""
 
 
 def summary_markdown(folder: Path) -> str:
     """The most telling rows of every device that has a results file, with its environment."""
     lines: list[str] = []
-    for benchmark, title in (
-        ("linear", "Time"),
-        ("throughput", "Patches computed and applied a second, of one layer and one token each"),
-    ):
-        for results in load_all(folder, benchmark):
-            rows = [row for row in results["rows"] if _telling(row.get("parameters", {}))]
-            lines += [f"{title}. {_where(results['environment'])}", ""]
+    for benchmark, title in TITLES.items():
+        for data in load_all(folder, benchmark):
+            rows = [row for row in data["rows"] if _telling(row["parameters"])]
+            where = data["environment"]
+            instructions = where["cpu_instructions"] or "no native library"
+            on_cpu = f" ({instructions}), {where['threads']} threads"
+            place = where["device"] + (on_cpu if where["cuda"] is None else "")
+            lines += [f"{title}. {place}, torch {where['torch']}:", ""]
             lines += [*table_by_case(rows, numbers=("of ceiling",)), ""]
     return "\n".join(lines).strip() or "Nothing is measured yet: `make bench`."
 
 
-def _telling(parameters: dict[str, Any]) -> bool:
-    if "work" in parameters:
-        return bool(parameters["work"] == "both")
-    return (
-        parameters.get("rank") == 1
-        and parameters["matrix"] in MATRICES
-        and parameters["rows"] in ROWS
-    )
-
-
-def _where(environment: dict[str, Any]) -> str:
-    place = environment["device"]
-    if environment["cuda"] is None:
-        instructions = environment["cpu_instructions"] or "no native library"
-        place += f" ({instructions}), {environment['threads']} threads"
-    return f"{place}, torch {environment['torch']}:"
+def _telling(parameters: Mapping[str, Any]) -> bool:
+    return all(parameters[name] in TELLING.get(name, parameters.values()) for name in parameters)

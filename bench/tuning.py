@@ -1,11 +1,13 @@
-"""Measuring the kernels' configurations on a GPU and writing its data file: ``icl-patch tune``."""
+"""Choosing the kernels' configurations on a GPU, by measuring, and writing its data file:
+``icl-patch tune``.
+"""
 
 import functools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from icl_patch.bench.cases.linear import (
 from icl_patch.bench.harness import reason, relative_error
 from icl_patch.bench.results import environment
 from icl_patch.bench.timing import InTurn, compare
-from icl_patch.kernels.compilation import tuning
+from icl_patch.kernels.compilation import aot, specialisations
 from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.runtime.config import (
     DTYPES,
@@ -34,19 +36,31 @@ from icl_patch.kernels.runtime.config import (
     dump,
     entries_for,
     gpu_name,
-    parse,
     slug,
 )
 from icl_patch.patch.atomic_file import write_atomically
 
-# Numbers of rows a path is measured at: one configuration serves them all, as it fixes the order of
-# summation.
+LIMITS = (1728, 4096, 16384)
+"""The largest N of the classes that have a configuration of their own; one more has no limit."""
+
 ROWS = {"gemv": (1, 2, 4, 8, 16), "gemm": (32, 64, 512)}
+"""Numbers of rows a path is measured at: one configuration serves them all, as it fixes the order
+of summation.
+"""
+
+# of a quick run; the shapes are one in each class of N
 QUICK_ROWS = {"gemv": (1, 8), "gemm": (32, 512)}
-# one in each class of N
 QUICK_SHAPES = ("Gemma-3-1B down", "Llama-3-8B down", "Llama-3-8B up", "Gemma-3-27B up")
+
+FUSED = (1, 4, 8, 16, 32, 64)
+"""How many coefficients a program may sum itself, to try once the blocks are chosen: the bits are
+the same.
+"""
 # rows and rank, where the coefficients' place matters
 FUSED_CASES = ((1, 1), (8, 1), (16, 1), (4, 4), (1, 16))
+
+SPLITS = (1, 2, 4, 8)
+"""Over how many programs an output's K may be split, to try for weights of few outputs."""
 
 Progress = Callable[[str], None]
 Shapes = Sequence[tuple[int, int]]
@@ -73,53 +87,35 @@ class TuningOptions:
         major, minor = torch.cuda.get_device_capability(self.device)
         return 10 * major + minor
 
-    def cases(self, path: str) -> list[tuple[int, int]]:
-        """The rows and rank 1 of the calls to measure."""
-        return [(rows, 1) for rows in (QUICK_ROWS if self.quick else ROWS)[path]]
-
 
 def write(
     options: TuningOptions, folder: Path | None, progress: Progress
 ) -> tuple[Path, tuple[TunedConfig, ...]]:
-    """Tune and write ``<gpu>.json``, whole, after every entry; a stopped run is resumed. Entries
-    that are not tuned stay as they are.
+    """Tune and write ``<gpu>.json``, whole, after every entry. Entries that are not tuned stay as
+    they are.
 
     Returns:
         The file and its entries.
 
     Raises:
-        ValueError: the device is no CUDA device, or no candidate serves some class of shapes.
+        ValueError: no candidate serves some class of shapes.
     """
-    if options.device.type != "cuda":
-        raise ValueError(f"expected a CUDA device to tune for, got {options.device}")
     gpu, versions = gpu_name(options.device), environment(options.device)
-    where = ", ".join(
-        f"{name} {versions[name]}" for name in ("icl_patch", "torch", "triton", "cuda")
-    )
+    names = ("icl_patch", "torch", "triton", "cuda")
+    where = ", ".join(f"{name} {versions[name]}" for name in names)
     note = f"Measured on this GPU by icl-patch tune{' --quick' if options.quick else ''}: {where}."
     head: dict[str, object] = {"gpu": gpu, "capabilities": [options.capability], "note": note}
     path = (folder or Path(str(files("icl_patch.kernels") / "configs"))) / f"{slug(gpu)}.json"
-    known, chosen = entries_for(gpu), measured_before(path, note)
-    if chosen:
-        progress(f"{len(chosen)} entries of {path} are measured already")
-    with torch.cuda.device(options.device), tuning.compilers(options.workers) as pool:
-        measuring = functools.partial(Measuring, options, pool, progress)
-        for entry in choose(options, chosen, measuring, progress):
+    entries = entries_for(gpu)
+    # a kernel takes seconds and one core to compile
+    pool = ProcessPoolExecutor(options.workers, mp_context=get_context("spawn"))
+    with torch.cuda.device(options.device), pool:
+        chosen: list[TunedConfig] = []
+        for entry in choose(options, functools.partial(Measuring, options, pool, progress)):
             chosen.append(entry)
-            unfinished = head | {"measured": len(chosen)}
-            write_atomically(path, [dump(unfinished, in_place_of(known, chosen)).encode()])
-    entries = in_place_of(known, chosen)
-    write_atomically(path, [dump(head, entries).encode()])
+            entries = in_place_of(entries_for(gpu), chosen)
+            write_atomically(path, [dump(head, entries).encode()])
     return path, entries
-
-
-def measured_before(path: Path, note: str) -> list[TunedConfig]:
-    """The entries that a run with the same note measured until it was stopped."""
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    head = json.loads(text)
-    return list(parse(text)[: head.get("measured", 0)]) if head["note"] == note else []
 
 
 def in_place_of(
@@ -135,93 +131,148 @@ def in_place_of(
 
 
 def choose(
-    options: TuningOptions,
-    before: Sequence[TunedConfig],
-    measuring: "Callable[[torch.dtype, str], Measuring]",
-    progress: Progress,
+    options: TuningOptions, measuring: "Callable[[torch.dtype], Measuring]"
 ) -> Iterator[TunedConfig]:
-    """The entries of the tuned dtypes that are not among those of ``before``, by the times of
-    ``measuring(dtype, path)``.
+    """An entry for every dtype, path and class of N. Blocks come first; then, with them, splits of
+    K and dependent launches; then how many coefficients a program sums itself.
     """
-    done = {(entry.dtype, entry.path, entry.max_n) for entry in before}
+    rows = QUICK_ROWS if options.quick else ROWS
     for dtype in options.dtypes:
+        measure = measuring(dtype)
         for path in PATHS:
-            for upper, shapes in tuning.classes(options.shapes):
-                if (DTYPES[dtype], path, upper) not in done:
-                    progress(f"{DTYPES[dtype]}, {path}, N ≤ {upper or 'any'}")
-                    yield _choose(options, dtype, path, upper, shapes, measuring(dtype, path))
+            cases = [(count, 1) for count in rows[path]]
+            for upper, shapes in classes(options.shapes):
+                of = functools.partial(TunedConfig, path, DTYPES[dtype], upper)
+                entry = best(of, candidates(dtype, path), shapes, cases, measure)
+                if path == GEMV:
+                    tried = with_launches(entry.config, upper, options.capability)
+                    entry = best(of, tried, shapes, cases, measure)
+                    tried = tuple(replace(entry.config, fused=fused) for fused in FUSED)
+                    entry = best(of, tried, shapes, FUSED_CASES, measure)
+                yield entry
 
 
-def _choose(
-    options: TuningOptions,
-    dtype: torch.dtype,
-    path: str,
-    upper: int | None,
+def classes(shapes: Shapes) -> Iterator[tuple[int | None, list[tuple[int, int]]]]:
+    """The classes of N: up to which (None: any), and the shapes (N, K) in it. One without shapes is
+    left out but the last: the entry of the next larger class serves it.
+    """
+    for lower, upper in zip((0, *LIMITS), (*LIMITS, None), strict=True):
+        mine = [(n, k) for n, k in shapes if n > lower and (upper is None or n <= upper)]
+        if mine or upper is None:
+            yield upper, mine
+
+
+def candidates(dtype: torch.dtype, path: str) -> tuple[Config, ...]:
+    """The configurations to try for one path. Which of them compile without spills depends on the
+    GPU.
+    """
+    shared_memory = 160 * 1024
+    if path == GEMV and dtype == torch.float32:
+        return tuple(
+            Config(False, 16, block_n, 64, warps, stages)
+            for block_n in (4, 8, 16, 32, 64)
+            for warps in (1, 2, 4, 8)
+            for stages in (4, 8)
+            if 4 <= 32 * warps // block_n <= 32  # lanes of 64 that share the sums of an output
+        )
+    if path == GEMV:
+        few, many = ((1, 4), (2, 4), (4, 4), (4, 1), (8, 1)), ((4, 1), (8, 1))
+        return tuple(
+            Config(True, 16, block_n, block_k, warps, stages, sums=sums)
+            for block_n in (16, 32, 64, 128)
+            for block_k in (64, 128, 256)
+            for warps, sums in (few if block_n <= 32 else many)
+            for stages in (3, 4, 5, 6)
+            if stages * block_n * block_k * 2 <= shared_memory
+        )
+    return tuple(
+        Config(True, block_m, block_n, 64, warps, stages)
+        for block_m in (32, 64, 128)
+        for block_n in (64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+        if stages * (block_n + block_m) * 64 * dtype.itemsize <= shared_memory
+    )
+
+
+def with_launches(config: Config, upper: int | None, capability: int) -> tuple[Config, ...]:
+    """The configuration with every number of splits to try for weights of up to ``upper`` outputs,
+    each with and without programmatic dependent launch.
+    """
+    narrow = upper is not None and upper <= specialisations.NARROW
+    tried = (
+        replace(config, splits=splits, pdl=pdl).for_capability(capability)
+        for splits in (SPLITS if narrow else (1,))
+        for pdl in (False, True)
+    )
+    return tuple(dict.fromkeys(tried))
+
+
+def best(
+    entry_of: Callable[[Config], TunedConfig],
+    tried: Sequence[Config],
     shapes: Shapes,
+    cases: Shapes,
     measuring: "Measuring",
 ) -> TunedConfig:
-    """Blocks first; then, with them, splits of K and dependent launches; then how many coefficients
-    a program sums itself.
+    """The entry with the candidate that is closest to the fastest at each of the class's shapes, on
+    average.
+
+    Raises:
+        ValueError: no candidate runs at all shapes and can be kept, or there is no shape.
     """
+    measuring.compile(tried, shapes, cases)
+    times: dict[Config, list[float]] = {}
+    for config in tried:
+        found = [measuring.seconds(cases, config, n, k) for n, k in shapes]
+        if found and None not in found:
+            times[config] = [seconds for seconds in found if seconds is not None]
+    fastest = [min(found) for found in zip(*times.values(), strict=True)]
 
-    def tune(cases: Sequence[tuple[int, int]], tried: Sequence[Config]) -> TunedConfig:
-        measuring.compile(tried, cases, shapes)
-        measure = functools.partial(measuring.seconds, cases)
-        return tuning.tune(dtype, path, upper, shapes, measure, measuring.problem, tried)
+    def distance(config: Config) -> float:
+        return sum(t / b for t, b in zip(times[config], fastest, strict=True))
 
-    entry = tune(options.cases(path), tuning.candidates(dtype, path))
-    if path != GEMV:
-        return entry
-    launches = tuning.with_launches(entry.config, upper, options.capability)
-    entry = tune(options.cases(path), launches)
-    return tune(FUSED_CASES, tuning.with_fused(entry.config))
+    for config in sorted(times, key=distance):
+        if measuring.problem(entry := entry_of(config)) is None:
+            return entry
+    raise ValueError(f"expected a candidate that runs at {shapes or 'a shape'}, found none")
 
 
 class Measuring:
-    """Times of configurations of one dtype and path on a GPU, relative to ``F.linear``; results
-    are checked before.
+    """Times of configurations of one dtype on a GPU, relative to ``F.linear``; results are checked
+    before.
     """
 
     def __init__(
-        self,
-        options: TuningOptions,
-        pool: Executor,
-        progress: Progress,
-        dtype: torch.dtype,
-        path: str,
+        self, options: TuningOptions, pool: Executor, progress: Progress, dtype: torch.dtype
     ) -> None:
-        self._device, self._pool, self._capability = options.device, pool, options.capability
-        self._progress, self._dtype = progress, dtype
+        self._device, self._capability = options.device, options.capability
+        self._pool, self._progress, self._dtype = pool, progress, dtype
         # used in turn; those of all shapes are kept, as every configuration goes through them
         self._weights = functools.cache(lambda n, k: cold(options.device, (n, k), dtype))
         self._plain = functools.cache(self._plain_seconds)
         operands_of.cache_clear()
 
-    def compile(
-        self, configs: Iterable[Config], cases: Sequence[tuple[int, int]], shapes: Shapes
-    ) -> None:
+    def compile(self, configs: Sequence[Config], shapes: Shapes, cases: Shapes) -> None:
         """Compile everything that will be measured, in parallel, into Triton's cache."""
-        variants = [
-            tuning.Variant(self._dtype, n, k, rows, rank, config)
+        jobs = [
+            (self._capability, config, self._dtype, size, rank, rows)
             for config in configs
-            for n, k in shapes
+            for size in shapes
             for rows, rank in cases
         ]
-        self._progress(f"compiling {len(variants)} variants")
-        problems = tuning.compile_all(self._pool, variants, self._capability)
-        if failed := [problem for problem in problems if problem is not None]:
-            first = failed[0].splitlines()[0]
-            self._progress(f"{len(failed)} of them do not compile; the first: {first:.200}")
+        self._progress(f"compiling {len(jobs)} variants")
+        problems = [problem for problem in self._pool.map(compile_problem, jobs) if problem]
+        if problems:
+            self._progress(f"{len(problems)} do not compile; the first: {problems[0]:.200}")
 
     def problem(self, entry: TunedConfig) -> str | None:
         """Spills and the like, in any kernel that the entry is compiled to."""
-        problem = tuning.entry_problem(self._pool, entry, [self._capability])
-        self._progress(f"{entry.config}: {problem or 'chosen'}")
+        problem = entry_problem(self._pool, entry, self._capability)
+        self._progress(f"{entry.path} N ≤ {entry.max_n}, {entry.config}: {problem or 'chosen'}")
         return problem
 
-    def seconds(
-        self, cases: Sequence[tuple[int, int]], config: Config, n: int, k: int
-    ) -> float | None:
+    def seconds(self, cases: Shapes, config: Config, n: int, k: int) -> float | None:
         """The sum over rows and ranks, relative to ``F.linear``; None if one of them fails."""
         weights, total = self._weights(n, k), 0.0
         for rows, rank in cases:
@@ -242,7 +293,38 @@ class Measuring:
         return self._time(lambda weight: F.linear(z, weight), weights)
 
     def _time(self, function: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
-        return compare({"": InTurn(function, weights)}, self._device, rounds=5)[""].median
+        return compare({"": InTurn(function, weights)}, self._device)[""]["median"]
+
+
+def compile_problem(
+    job: tuple[int, Config, torch.dtype, tuple[int, int], int | None, int],
+) -> str | None:
+    """Compile a linear map (the capability, then the arguments of
+    :func:`icl_patch.kernels.compilation.specialisations.linear_launch`); why it fails, or None.
+    """
+    capability, config, dtype, size, rank, rows = job
+    try:
+        launch = specialisations.linear_launch(config, dtype, size, rank, rows)
+        aot.compile_ahead(launch, capability)
+    except Exception as error:  # the compiler's errors have no common class
+        return reason(error)
+    return None
+
+
+def entry_problem(pool: Executor, entry: TunedConfig, capability: int) -> str | None:
+    """Why an entry cannot be in a data file for GPUs of a compute capability: one of its kernels
+    spills or does not fit.
+    """
+    variants = [variant for variant, _ in specialisations.entry_launches(entry, capability)]
+    jobs = ((entry, capability, variant) for variant in variants)
+    return next((problem for problem in pool.map(_kernel_problem, jobs) if problem), None)
+
+
+def _kernel_problem(job: tuple[TunedConfig, int, str]) -> str | None:
+    entry, capability, variant = job
+    launch = dict(specialisations.entry_launches(entry, capability))[variant]
+    problem = aot.resources(launch, capability).problem(capability)
+    return problem and f"{variant} on sm_{capability} {problem}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The first hour on a machine with a CUDA device, in parts of less than ten minutes:
-#   A  versions, a probe of torch's attention, one test of each kernel    D  large offsets, then all GPU tests
+#   A  versions, one test of each kernel                               D  large offsets, then all GPU tests
 #   B  the inversion's and the products' benchmarks                      E  compute-sanitizer, then Nsight Compute's profiles
 #   C  the decode steps' benchmarks                                      F  tuning, and the products once more
 # PART="A B" takes those; without it all are taken in turn, as long as what is left of BUDGET seconds (1800) holds the next one's limit.
@@ -79,12 +79,11 @@ assert torch.cuda.is_available(), "expected a CUDA device, torch sees none"
 print(environment(torch.device("cuda")), native.describe())
 assert native.cuda_architectures, "expected the CUDA part of the native library, it was built without nvcc"
 '
-kernels='(patched_linear and not refuses) or record_linear or read_direction or norms or gated_product or low_rank_term or expert_linear
+kernels='patched_linear or record_linear or read_direction or norms or gated_product or low_rank_term or expert_linear
  or (every_dtype and 5376) or exact_replay or captured_step or exact_step or (headline and 1152)'
 triton_tests='test_record_linear and fp32 or test_read_direction or test_running_sums or test_both_kernels and bf16'
 
 part_A() {
-    step sdpa 60 sh -c "$run tools/sdpa_probe.py >'$results/sdpa.jsonl'"
     step tests 400 $run -m pytest $(workers 8) --maxfail=15 --durations=8 -m gpu -k "$(echo $kernels)" tests/gpu
 }
 part_B() {

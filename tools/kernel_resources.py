@@ -96,11 +96,7 @@ def launches(capability: int) -> list[tuple[str, Any]]:
     """The Triton kernels' launches by name, in every configuration."""
     from icl_patch.kernels.compilation import specialisations
 
-    return [
-        *specialisations.linear_launches(capability),
-        *specialisations.expert_launches(capability),
-        *specialisations.other_launches(),
-    ]
+    return list(specialisations.launches(capability))
 
 
 def compiled(job: tuple[int, int]) -> tuple[str, str | None, list[str]]:

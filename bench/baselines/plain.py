@@ -1,4 +1,4 @@
-"""The model's own decode step: eager, compiled, and as a CUDA graph over a static cache."""
+"""The model's own decode step: eager, and compiled over a static cache."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from icl_patch.bench.decode_steps import Step
-from icl_patch.bench.timing import captured
 
 
 class StaticContext:
@@ -26,11 +25,11 @@ class StaticContext:
         run(ids[:, :-1], past_key_values=self.cache, logits_to_keep=1)
         layers: list[Any] = self.cache.layers
         self._windows = [layer for layer in layers if layer.is_sliding]
-        self.full = [
+        full = [
             layer for layer in self._windows if layer.cumulative_length_int >= layer.max_cache_len
         ]
-        self._lengths = [layer.cumulative_length for layer in layers if layer not in self.full]
-        self._saved = [(x, x.clone()) for layer in self.full for x in (layer.keys, layer.values)]
+        self._lengths = [layer.cumulative_length for layer in layers if layer not in full]
+        self._saved = [(x, x.clone()) for layer in full for x in (layer.keys, layer.values)]
 
     def rewind(self) -> None:
         """Shorten the cache by one token; one launch for all layers."""
@@ -65,11 +64,9 @@ def plain_step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Step
     )
 
 
-def static_step(
-    model: PreTrainedModel, ids: Tensor, static: StaticContext, *, compiled: bool
-) -> Step:
+def compiled_step(model: PreTrainedModel, ids: Tensor, static: StaticContext) -> Step:
     """The model's own step over a static cache, with its mask and positions: through
-    ``torch.compile`` without a graph break if ``compiled``, and on a GPU as a CUDA graph.
+    ``torch.compile`` without a graph break, and on a GPU as a CUDA graph.
     """
     model_run: Any = model
     token, position = ids[:, -1:].clone(), torch.full_like(ids[:, -1:], ids.shape[1] - 1)
@@ -81,25 +78,24 @@ def static_step(
         return logits
 
     started = time.perf_counter()
-    call: Callable[[], Tensor] = (
-        torch.compile(run, fullgraph=True, dynamic=False) if compiled else run
-    )
+    call: Callable[[], Tensor] = torch.compile(run, fullgraph=True, dynamic=False)
     step = Step(call, static.rewind, static.cache)
     step()
     seconds = time.perf_counter() - started
     if ids.is_cuda:
         step = replace(step, run=_graph(step), rewind=lambda: None)
     static.restore()
-    return replace(step, compile_seconds=seconds if compiled else None)
+    return replace(step, compile_seconds=seconds)
 
 
 def _graph(step: Step) -> Callable[[], Tensor]:
     """Replay the step, its rewinding included, as a CUDA graph."""
-    output: list[Tensor] = []
-    graph = captured(lambda: output.__setitem__(slice(None), [step()]), 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
 
     def replay() -> Tensor:
         graph.replay()
-        return output[0]
+        return logits
 
     return replay

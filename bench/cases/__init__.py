@@ -1,1 +1,1 @@
-"""One benchmark a module: ``cases(device, quick, results)``, the most telling case first."""
+"""One benchmark a module: ``cases(device, quick)``, the most telling case first."""

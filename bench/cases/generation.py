@@ -13,11 +13,10 @@ All ways run in turns, on the same weights and tokens. In the order of the table
   cache that both streams share and is compiled, and on a GPU a CUDA graph; `CUDA graph` is the same
   without the compiler.
 - `plain step` is the model's own, eager, as `model.generate` takes it. `compiled` is the same
-  through `torch.compile` over a static cache, and on a GPU a CUDA graph. The time to compile is not
-  in the table but below it, with the compiler's caches as they were. `CUDA graph` is not compiled,
-  over the static cache, where no sliding window is full.
+  through `torch.compile` over a static cache, and on a GPU a CUDA graph; `compile s` is the time
+  that this took, with the compiler's caches as they were.
 - `patch applied` is the model's own step with a given patch applied in every layer, over the same
-  caches, in the same three forms.
+  caches, in the same two forms.
 - `replay of a given patch` runs the current token alone with its own patch, through
   `patcher.forward`, without a cache.
 - `W + ΔW built` is Algorithm 1 with materialised matrices, row by row. `PEFT, factors swapped` is a
@@ -34,15 +33,14 @@ plain step's with that weight built), relative to the largest logit. It must be 
 patch's own effect; a step that fails has no time. `of the streaming limit` is the time to read
 every weight once (of the experts, the chosen ones) at the best bandwidth measured here, divided by
 the step's time. `cache` is the size of the way's cache, its spare room included. `transient` is the
-peak of memory that one step takes beside model and cache, according to torch's allocator (on a CPU:
-from its allocations and releases as torch.profiler sees them). `calls` counts a step's operator
-calls (CPU) or launches (GPU; a CUDA graph is one). The backend of scaled-dot-product attention
-is read from the names of a step's operators and kernels.
+peak of memory that one step takes beside model and cache, according to torch's allocator (on a GPU;
+older tables have it for the CPU). A CUDA graph is one launch.
 """
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,9 +50,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch import ContextPatch, ContextPatcher
-from icl_patch.bench.baselines.lora import lora_step, peft_problem
+from icl_patch.bench.baselines.lora import has_peft, lora_step
 from icl_patch.bench.baselines.materialised import bare_step, materialised, naive_step
-from icl_patch.bench.baselines.plain import StaticContext, dynamic_cache, plain_step, static_step
+from icl_patch.bench.baselines.plain import StaticContext, compiled_step, dynamic_cache, plain_step
 from icl_patch.bench.cases.random_models import (
     CPU_MIXTURE,
     CPU_SHAPE,
@@ -63,15 +61,10 @@ from icl_patch.bench.cases.random_models import (
     RandomModel,
     twin,
 )
-from icl_patch.bench.costs import (
-    cache_bytes,
-    profiled,
-    transient_bytes,
-    weight_bytes,
-)
+from icl_patch.bench.costs import cache_bytes, profiled, transient_bytes, weight_bytes
 from icl_patch.bench.decode_steps import LazyStep, Step
-from icl_patch.bench.harness import Case, Comparison, dtype_name, format_seconds, relative_error
-from icl_patch.bench.results import Results, format_number, table_lines
+from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
+from icl_patch.bench.results import Row, format_number, middle_half, table_lines, time_cell
 from icl_patch.bench.timing import ceiling
 from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_mode_checks import require_shared_cache
@@ -88,21 +81,18 @@ OURS_COMPILED = "recompute and apply, compiled"
 PLAIN = "plain step"
 COMPILED = "plain step, compiled"
 PEFT = "PEFT, factors swapped"
-APPLIED = ("patch applied", "patch applied, compiled", "patch applied, CUDA graph")
+APPLIED = ("patch applied", "patch applied, compiled")
 NAIVE = "W + ΔW built, with a cache"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
 _LIMITS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.15)}
-_SLOW = 3.0  # seconds: a slower step is not repeated for the profiler
 _MOST_ROWS = 8  # of ways that change the weights row by row, and on a CPU of the slow forms of ours
 _WARM_UP = 5  # calls until our step is traced, compiled and, at the fourth, captured
 
 
-def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
+def cases(device: torch.device, quick: bool) -> list[Case]:
     """The headline first: on a CPU a context of 256, on a GPU one of 1,024, for every model and
     batch.
     """
-    if reason := peft_problem():
-        results.skip(PEFT, reason)
     if device.type == "cpu":
         default, other = torch.float32, torch.bfloat16
         grid = [(CPU_SHAPE, default, batch, 256) for batch in (1, 4)]
@@ -186,7 +176,7 @@ def comparison(
     row_by_row = not shape.experts and batch <= _MOST_ROWS
     if row_by_row:
         builders[NAIVE] = lambda: naive_step(models.plain, patch, plain)
-    if row_by_row and peft_problem() is None:
+    if row_by_row and has_peft():
         builders[PEFT] = lambda: lora_step(twin(models.plain), patch, plain)
     calls = {name: LazyStep(build) for name, build in builders.items()}
     nbytes = weight_bytes(models.plain, patch)
@@ -201,10 +191,7 @@ def comparison(
         units=dict.fromkeys(calls, batch),
         unit="tokens",
         notes={"weights MB": nbytes / 1e6},
-        # the others have their times before the compiler begins
-        apart=[name for name in calls if ids.is_cuda and "compiled" in name],
-        costs=lambda name, seconds: _costs(calls[name].step, seconds, device),
-        most_seconds=6.0,
+        costs=lambda name: _costs(calls[name].step, device),
     )
 
 
@@ -280,12 +267,7 @@ def _baselines(
     builders: Builders = {}
     for name, model in runs.items():
         builders[name] = functools.partial(plain_step, model, ids, cache)
-        for form in ("compiled", "CUDA graph"):
-            # an eager step moves a full window by an index from the host, which no graph can hold
-            if form == "compiled" or (ids.is_cuda and dense and not static.full):
-                builders[f"{name}, {form}"] = functools.partial(
-                    static_step, model, ids, static, compiled=form == "compiled"
-                )
+        builders[f"{name}, compiled"] = functools.partial(compiled_step, model, ids, static)
     if dense:
         builders["replay of a given patch"] = lambda: Step(
             lambda: models.stable.forward(patch.kept_ids, patch)[:, -1]
@@ -335,92 +317,47 @@ def _two_pass_step(patcher: ContextPatcher, ids: Tensor) -> Step:
     return Step(run, lambda: cache.crop(-1), cache)
 
 
-def _costs(step: Step, seconds: float, device: torch.device) -> dict[str, Any]:
-    costs: dict[str, Any] = {"cache MB": cache_bytes(step.cache) / 1e6}
-    if step.compile_seconds is not None:
-        costs["compile s"] = step.compile_seconds
-    if seconds < _SLOW:
+def _costs(step: Step, device: torch.device) -> dict[str, float]:
+    costs = {"cache MB": cache_bytes(step.cache) / 1e6}
+    if device.type == "cuda":
         costs["transient MB"] = transient_bytes(step, device) / 1e6
-        costs |= profiled(step, device)
-    return costs
+    compiled = {} if step.compile_seconds is None else {"compile s": step.compile_seconds}
+    return costs | profiled(step, device) | compiled
 
 
 # The tables
 
+NUMBERS = {
+    "rate": "tokens/s",
+    "of ceiling": "of the streaming limit",
+    "cache MB": "cache MB",
+    "transient MB": "transient MB",
+    "operator calls": "operator calls",
+    "launches": "launches",
+    "compile s": "compile s",
+    "error": "error",
+}
+"""The numbers of a row, and their columns; a column that would be empty is left out."""
 
-def tables(data: Mapping[str, Any]) -> list[str]:
+
+def tables(rows: Sequence[Row]) -> list[str]:
     """A Markdown table for each case, with a row for each way."""
-    skipped = [
-        [name, f"not measured: {reason}", *[""] * (len(COLUMNS) - 2)]
-        for name, reason in data.get("skipped", {}).items()
-    ]
     lines: list[str] = []
-    for case in dict.fromkeys(row["case"] for row in data["rows"]):
-        rows = [row for row in data["rows"] if row["case"] == case and row["call"]]
-        times = {row["call"]: row["seconds"]["median"] for row in rows if "seconds" in row}
-        table = table_lines(COLUMNS, [_line(row, times) for row in rows] + skipped)
-        lines += [f"## {case}", "", *table, ""]
-        for note in (*_attention(rows), *(note for row in rows for note in _notes(row))):
-            lines += [note, ""]
+    for case, group in itertools.groupby(rows, lambda row: row["case"]):
+        ways = [row for row in group if row["call"]]
+        times = {row["call"]: row["seconds"]["median"] for row in ways if "seconds" in row}
+        numbers = [name for name in NUMBERS if any(name in row for row in ways)]
+        table = []
+        for row in ways:
+            ratios = [
+                f"{times[row['call']] / times[name]:.2f}×"
+                if {row["call"], name} <= set(times)
+                else "-"
+                for name in (PLAIN, COMPILED)
+            ]
+            shown = [format_number(row.get(name)) for name in numbers]
+            table.append([row["call"], time_cell(row), middle_half(row), *ratios, *shown])
+        columns = ["one step", "time", "middle half", "over plain", "over compiled"]
+        columns += [NUMBERS[name] for name in numbers]
+        lines += [f"## {case}", "", *table_lines(columns, table), ""]
     return lines[:-1]
-
-
-def _attention(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each backend of scaled-dot-product attention."""
-    for backend in dict.fromkeys(row["SDPA"] for row in rows if "SDPA" in row):
-        names = [row["call"] for row in rows if row.get("SDPA") == backend]
-        yield f"Scaled-dot-product attention by {backend}: {'; '.join(names)}."
-
-
-def _notes(row: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each property of one way that has no column."""
-    if "weights MB" in row:
-        yield (
-            f"A step reads {row['weights MB']:.0f} MB of weights, at {row['ceiling GB/s']:.1f} GB/s"
-            " at best."
-        )
-    if "compile s" in row:
-        yield f"{row['call']}: compiled in {format_seconds(row['compile s'])}."
-    if "not profiled" in row:
-        yield f"{row['call']} is not profiled: {row['not profiled']}."
-
-
-COLUMNS = (
-    "one step",
-    "time",
-    "middle half",
-    "tokens/s",
-    "over plain",
-    "over compiled",
-    "of the streaming limit",
-    "cache MB",
-    "transient MB",
-    "calls",
-    "error",
-)
-
-
-def _line(row: Mapping[str, Any], times: Mapping[str, float]) -> list[str]:
-    name = f"**{row['call']}**" if row["ours"] else row["call"]
-    if "seconds" not in row:
-        return [name, f"FAILED: {row['failed']}", *[""] * (len(COLUMNS) - 2)]
-    seconds = row["seconds"]
-    ratios = [
-        f"{seconds['median'] / times[baseline]:.2f}×" if baseline in times else "-"
-        for baseline in (PLAIN, COMPILED)
-    ]
-    calls = row.get("launches", row.get("operator calls"))
-    numbers = [row.get(name) for name in ("cache MB", "transient MB")]
-    return [
-        name,
-        format_seconds(seconds["median"]),
-        " – ".join(format_seconds(seconds[end]) for end in ("low", "high")),
-        format_number(row.get("rate")),
-        *ratios,
-        _percent(row.get("of ceiling")),
-        *map(format_number, (*numbers, calls, row.get("error"))),
-    ]
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.{0 if value >= 0.1 else 1}f} %"

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.bench.harness import Case, Comparison, dtype_name
-from icl_patch.bench.results import Results
 from icl_patch.bench.timing import Call, InTurn, last_level_cache
 from icl_patch.ops import reference
 
@@ -57,7 +56,7 @@ def check(result: ops.RMSNormInverse, target: Tensor, scale: Tensor, rms: Tensor
     return error
 
 
-def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
+def cases(device: torch.device, quick: bool) -> list[Case]:
     """A case per shape and dtype."""
     most = 512 if quick and device.type == "cpu" else 4096
     return [
@@ -111,5 +110,4 @@ def comparison(batch: int, n: int, dtype: torch.dtype, device: torch.device) -> 
             "evaluations max": float(evaluations.max()),
             "passes": mean + 4,
         },
-        most_seconds=8,
     )

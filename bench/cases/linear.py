@@ -12,9 +12,8 @@ a large copy. The error is the largest difference from fp64, relative to the lar
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from icl_patch import ops
-from icl_patch.bench.baselines.lora import lora_layer, peft_problem
+from icl_patch.bench.baselines.lora import has_peft, lora_layer
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
-from icl_patch.bench.results import Results
-from icl_patch.bench.timing import InTurn, copy_bandwidth, last_level_cache
+from icl_patch.bench.timing import InTurn, ceiling, last_level_cache
 
 # (N, K) of the readers and writers of an MLP, the most telling first.
 SHAPES = {
@@ -104,33 +102,12 @@ def _quick_on_cpu(setting: Setting) -> bool:
     return setting.matrix in names and setting.rank == 1 and setting.rows <= 16
 
 
-def cases(device: torch.device, quick: bool, results: Results) -> list[Case]:
+def cases(device: torch.device, quick: bool) -> list[Case]:
     """The cases of the grid."""
-    if reason := peft_problem():
-        results.skip("PEFT", reason)
     return [
         Case(setting.name, functools.partial(comparison, setting, device), setting.parameters)
         for setting in settings(device, quick)
     ]
-
-
-def prepare(cases: Sequence[Case], device: torch.device) -> None:
-    """Compile the kernels of the cases in parallel: compiling takes longer than measuring."""
-    if find_spec("triton") is None:
-        return
-    from icl_patch.kernels import config_for, product_path
-    from icl_patch.kernels.compilation import tuning
-    from icl_patch.kernels.runtime.config import gpu_name
-
-    major, minor = torch.cuda.get_device_capability(device)
-    variants = []
-    for case in cases:
-        n, k, rows, rank = (int(case.parameters[name]) for name in ("n", "k", "rows", "rank"))
-        dtype = getattr(torch, str(case.parameters["dtype"]))
-        config = config_for(gpu_name(device), dtype, n, product_path(rows))
-        variants.append(tuning.Variant(dtype, n, k, rows, rank, config))
-    with tuning.compilers() as pool:
-        tuning.compile_all(pool, variants, 10 * major + minor)
 
 
 @functools.lru_cache(maxsize=1)
@@ -169,7 +146,7 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
         nbytes[READ] = size
     turn = itertools.count()
     calls = {name: InTurn(function, weights, turn) for name, function in functions.items()}
-    if peft_problem() is None:
+    if has_peft():
         calls["PEFT"] = InTurn(
             lambda layer: layer(z), [lora_layer(weight, u[0], v[0]) for weight in weights], turn
         )
@@ -187,10 +164,8 @@ def comparison(setting: Setting, device: torch.device) -> Comparison:
         calls=calls,
         check=check,
         nbytes=nbytes,
-        ceiling=copy_bandwidth(device) if device.type == "cuda" else READ,
+        ceiling=ceiling(device) if device.type == "cuda" else READ,
         apart=("W + ΔW", "W + ΔW in a buffer"),
-        least_seconds=2e-3,
-        most_seconds=1.5,
     )
 
 

@@ -1,6 +1,7 @@
 """``icl-patch bench``: time the kernels and decode steps, and write the tables."""
 
 import argparse
+import importlib
 import math
 import sys
 from pathlib import Path
@@ -52,32 +53,36 @@ def run(options: argparse.Namespace) -> int:
     """Measure, or draw; 1 if a call failed."""
     import torch
 
-    from icl_patch.bench.results import Results, default_folder, tables
-    from icl_patch.bench.running import BenchOptions, measure_benchmark, redraw
+    from icl_patch.bench.plots import draw
+    from icl_patch.bench.results import Results, default_folder, load_all, page, tables
+    from icl_patch.patch.atomic_file import write_atomically
 
     if unknown := [name for name in options.name if name not in BENCHMARKS]:
         raise ValueError(
             f"expected a benchmark of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}"
         )
-    folder = options.out or default_folder()
+    folder, names = options.out or default_folder(), options.name or BENCHMARKS
     if options.plots:
-        files = [str(path) for path in redraw(folder)]
+        written: list[Path] = []
+        for data in (data for name in names for data in load_all(folder, name)):
+            written += [folder / f"{data['file']}.md", *draw(data, folder)]
+            write_atomically(folder / f"{data['file']}.md", [page(data).encode()])
+        files = [str(path) for path in written]
         common.print_result(options, {"files": files}, *files)
         return 0
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    bench_options = BenchOptions(options.device, options.quick, options.fresh, options.seconds)
-    measured = [Results(name, options.device, folder) for name in options.name or BENCHMARKS]
-    passed = True
-    for results in measured:
-        for line, passed_so_far in measure_benchmark(results, bench_options):
-            print(f"{results.benchmark}: {line}", file=sys.stderr, flush=True)
-            passed = passed and passed_so_far
+    passed, measured = True, {}
+    for name in names:
+        results = Results(name, options.device, folder)
+        cases = importlib.import_module(f"icl_patch.bench.cases.{name}").cases
+        chosen, rounds = cases(options.device, options.quick), 7 if options.quick else 15
+        for line, good in results.measure(chosen, rounds, options.fresh, options.seconds):
+            print(f"{name}: {line}", file=sys.stderr, flush=True)
+            passed = passed and good
+        measured[name] = data = results.to_dict()
         if not options.json:
-            common.print_result(
-                options, {}, *tables(results.to_dict()), f"written to {results.path}"
-            )
+            common.print_result(options, {}, *tables(data), f"written to {results.path}")
     if options.json:
-        by_name = {results.benchmark: results.to_dict() for results in measured}
-        common.print_result(options, by_name)
+        common.print_result(options, measured)
     return 0 if passed else 1

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,18 +53,12 @@ def run(options: argparse.Namespace) -> int:
             " install 'icl-patch[gpu]'"
         )
     from icl_patch.bench import tuning
-    from icl_patch.evaluation.report import table
 
     dtypes = tuple(options.dtype or map(common.dtype, ("bf16", "fp16", "fp32")))
     tuned = tuning.TuningOptions(options.device, dtypes, options.quick, options.workers)
     path, entries = tuning.write(
         tuned, options.out, lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
     )
-    result = [
-        {"path": entry.path, "dtype": entry.dtype, "max_n": entry.max_n, **vars(entry.config)}
-        for entry in entries
-    ]
-    rows = [["any" if value is None else value for value in row.values()] for row in result]
-    output = {"file": str(path), "entries": result}
-    common.print_result(options, output, table(str(path), list(result[0]), rows))
+    output = {"file": str(path), "entries": [asdict(entry) for entry in entries]}
+    common.print_result(options, output, f"{len(entries)} entries in {path}")
     return 0

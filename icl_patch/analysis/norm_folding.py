@@ -5,8 +5,9 @@ Detokenization in Language Models". Its vectors are rows, ``x W``; a weight of `
 transpose of its ``W``.
 """
 
+import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.linear import LINEAR
 from icl_patch.layers.patched_module import PatchedModule
-from icl_patch.models.consumers import Consumers, watch_consumers
 from icl_patch.models.language_model import random_tokens
 from icl_patch.tolerances import rounding_limit
 
@@ -107,7 +108,10 @@ class Folding:
                 f"expected {type(self.model).__name__} as it was folded, it was changed since:"
                 " restore a later folding first"
             )
-        while self._undo:
+        self._undo_down_to(0)
+
+    def _undo_down_to(self, count: int) -> None:
+        while len(self._undo) > count:
             holder, name, original, value = self._undo.pop()
             if isinstance(original, nn.Parameter) and (original.device, original.dtype) != (
                 value.device,
@@ -166,7 +170,7 @@ class Folding:
             )
 
 
-@torch.inference_mode(False)  # whether an output is changed in place is counted in no other mode
+@torch.inference_mode(False)  # what is made here can be trained elsewhere
 @torch.no_grad()
 def fold(
     model: PreTrainedModel, norms: Iterable[str] | None = None, *, untie: bool = False
@@ -190,13 +194,13 @@ def fold(
             ov_matrices.value_output(model, 0).head(3)   # W_VO of the folded weights
             with ContextPatcher(model) as patcher: ...   # patches of the folded model
 
-    A pass over a few tokens shows the readers of a norm's output, and the logits are compared
-    before and after. By name refused, and left as they are, with the reason in
+    A pass over a few tokens shows the linear maps that read a norm's output, and its logits are
+    compared after each norm. By name refused, and left as they are, with the reason in
     :attr:`Folding.refused`:
 
-    - a norm with an output that is read elsewhere: by a residual sum (Gemma's post-norms, post-LN
-      models), by rotary embeddings (query and key norms), by a router's gather, by a linear map
-      that has other inputs too;
+    - a norm with an output that no linear map reads, such as Gemma's post-norms;
+    - a norm with an output that is read elsewhere too, which the logits show: by a residual sum
+      (post-LN models), by rotary embeddings, by a linear map that has other inputs;
     - a norm that does not run, or that is none of the formulas above;
     - a reader that shares its weight with another module, such as a tied output embedding: folding
       would make the two drift apart;
@@ -212,8 +216,7 @@ def fold(
         The folding, a context manager.
 
     Raises:
-        UnsupportedModelError: a norm that was asked for cannot be folded, or none can; or the
-            folded model computes something else.
+        UnsupportedModelError: a norm that was asked for cannot be folded, or none can.
         ValueError: there is no module at a given path, the model is training, or a patcher is
             attached.
 
@@ -228,38 +231,67 @@ def fold(
         if path not in candidates:
             raise ValueError(f"expected the path of a norm with a weight and an eps, got {path!r}")
     ids = random_tokens(model, 7, seed=0)
-    with watch_consumers(model, candidates) as consumers:
-        expected = model(input_ids=ids, use_cache=False).logits
+    expected, readers = _run_and_watch(model, ids, candidates)
     folding = Folding(model)
     tied = {} if untie else _tied(model)
-    chosen: list[FoldedNorm] = []
-    for path in candidates:
-        form, reads = norm_form(model.get_submodule(path)), consumers[path]
-        reason = _reason(model, reads, form, tied) if path in asked else "it was not asked for"
-        if reason is not None or form is None:
-            folding.refused[path] = str(reason)
-        else:
-            chosen.append(FoldedNorm(path, form, tuple(reads.linear)))
-    refused = [f"{path}: {folding.refused[path]}" for path in asked if path in folding.refused]
-    if (norms is not None and refused) or not chosen:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has norms that cannot be folded:"
-            f" {'; '.join(refused) or 'it has no norms'}"
-        )
     try:
-        for norm in chosen:
-            folding._fold(norm)
-        error = (model(input_ids=ids, use_cache=False).logits - expected).abs().max()
-        if not error <= rounding_limit(model.dtype) * expected.abs().max():
+        for path in candidates:
+            form, reads = norm_form(model.get_submodule(path)), readers.get(path)
+            reason = _reason(model, reads, form, tied) if path in asked else "it was not asked for"
+            if reason is None and form is not None and reads is not None:
+                made = len(folding._undo)
+                folding._fold(norm := FoldedNorm(path, form, tuple(reads)))
+                error = (model(input_ids=ids, use_cache=False).logits - expected).abs().max()
+                if error <= rounding_limit(model.dtype) * expected.abs().max():
+                    folding.folded += (norm,)
+                    continue
+                folding._undo_down_to(made)
+                reason = f"the model computes something else with it folded, {float(error):.1e} off"
+            folding.refused[path] = str(reason)
+        refused = [f"{path}: {folding.refused[path]}" for path in asked if path in folding.refused]
+        if (norms is not None and refused) or not folding.folded:
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not compute the same with its norms folded:"
-                f" {float(error):.1e} off"
+                f"{type(model).__name__} has norms that cannot be folded:"
+                f" {'; '.join(refused) or 'it has no norms'}"
             )
     except BaseException:
         folding.restore()
         raise
-    folding.folded = tuple(chosen)
     return folding
+
+
+def _run_and_watch(
+    model: PreTrainedModel, ids: Tensor, norms: Sequence[str]
+) -> tuple[Tensor, dict[str, list[str]]]:
+    """The logits of a pass, and the linear maps that read the output of every norm that ran, or
+    whole rows of it: each by its path.
+    """
+    readers: dict[str, list[str]] = {}
+    outputs: dict[int, tuple[str, Tensor]] = {}  # by the address; a tensor keeps it its own
+
+    def note_output(path: str, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        readers.setdefault(path, [])
+        outputs[output.untyped_storage().data_ptr()] = path, output
+
+    def note_reader(path: str, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0]
+        norm, output = outputs.get(x.untyped_storage().data_ptr(), (None, x))
+        if norm is not None and x.shape[-1] == output.shape[-1] and path not in readers[norm]:
+            readers[norm].append(path)
+
+    handles: list[Any] = []
+    try:
+        for path, module in model.named_modules():
+            if path in norms:
+                noting = functools.partial(note_output, path)
+                handles.append(module.register_forward_hook(noting))
+            elif isinstance(module, LINEAR):
+                reading = functools.partial(note_reader, path)
+                handles.append(module.register_forward_pre_hook(reading))
+        return model(input_ids=ids, use_cache=False).logits, readers
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()
@@ -320,18 +352,16 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _reason(
-    model: nn.Module, readers: Consumers, form: NormForm | None, tied: dict[str, str]
+    model: nn.Module, readers: list[str] | None, form: NormForm | None, tied: dict[str, str]
 ) -> str | None:
     """Why a norm cannot be folded, or None."""
-    if not readers.calls:
+    if readers is None:
         return "it does not run in a pass over tokens"
-    if readers.elsewhere:
-        return f"its output is read by {readers.elsewhere[0]}, not by linear maps alone"
-    if not readers.linear:
+    if not readers:
         return "no linear map reads its output"
     if form is None:
         return "it is neither a LayerNorm nor an RMSNorm"
-    for path in readers.linear:
+    for path in readers:
         weight = model.get_submodule(path)._parameters.get("weight")
         if weight is None or not weight.is_floating_point() or weight.dtype not in _FLOATS:
             return f"{path} has no weight in fp64, fp32, bf16 or fp16"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.models.consumers import LINEAR
+from icl_patch.layers.linear import LINEAR
 from icl_patch.models.language_model import layers_of, text_config
 from icl_patch.tolerances import rounding_limit
 

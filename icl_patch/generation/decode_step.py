@@ -6,7 +6,7 @@ were. Shapes: B rows, S tokens so far, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_state import (
     DecodeMode,
@@ -44,7 +43,6 @@ from icl_patch.models.forward_override import (
 )
 from icl_patch.models.language_model import check_vocabulary
 from icl_patch.models.positions import switch_lengths
-from icl_patch.models.shared_inputs import SharedInputs
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
@@ -65,7 +63,6 @@ class DecodeStep:
         inputs: the tensors that the step reads.
         streams: how both streams share one cache; None if each has its own rows in the cache.
         linears: modules, each with the forward that runs its product through our ops.
-        shared_inputs: the linears that are computed together; None without a GPU.
         receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
         patch_index: (2B,) int64, the patch of each row of both streams, -1 for none.
         arithmetic: of the step's products and activations. An exact step needs
@@ -77,7 +74,6 @@ class DecodeStep:
     inputs: StepInputs
     streams: SharedCacheStreams | None
     linears: list[tuple[nn.Module, Forward]]
-    shared_inputs: SharedInputs | None
     fused: list[tuple[nn.Module, Forward]]
     receives_norm_input: frozenset[AttachedBlock]
     patch_index: Tensor
@@ -154,9 +150,8 @@ class DecodeStep:
             attention = self.streams.run(self.inputs.slot, context_only=context_only)
         else:
             attention = _own_rows(model, batch, self.inputs.mask)
-        shared = nullcontext() if self.shared_inputs is None else self.shared_inputs.one_pass()
         # not by an ExitStack: an interrupt between entering and noting would leave the forwards
-        with attention, self._overrides, shared, self._head(batch, return_context_logits):
+        with attention, self._overrides, self._head(batch, return_context_logits):
             yield
 
     def _head(self, batch: int, return_context_logits: bool) -> Overrides:
@@ -294,16 +289,11 @@ def _new_step(
         if module not in doubled
     ]
     device = step_inputs.current.device
-    shared_inputs = None
-    if ops.has_triton(device.type):
-        shared_inputs = SharedInputs(linears, decoder.shared_inputs)
-    forward_of = linear_forward if shared_inputs is None else shared_inputs.forward_of
     return DecodeStep(
         decoder,
         step_inputs,
         streams,
-        [(module, forward_of(module)) for module in linears],
-        shared_inputs,
+        [(module, linear_forward(module)) for module in linears],
         # the replay of an exact step has to run the same modules
         [] if exact else decoder.fused_modules.forwards(),
         frozenset() if exact else frozenset(decoder.fused_modules.blocks_with_norm_input()),

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.layers.attachment import Attachment
@@ -19,8 +17,6 @@ class Decoder:
         attached: the model.
         shared_cache: how its blocks run both streams over one cache; None before it is first used.
         fused_modules: its norms and gated MLPs as single operations; None before the first step.
-        shared_inputs: linear maps that read the input of another one, by it; the first step finds
-            them.
         compiled_steps: the last compiled steps, by everything that they depend on.
         warned_slower: whether a warning has said that steps run in a slower mode.
     """
@@ -28,7 +24,6 @@ class Decoder:
     attached: AttachedModel
     shared_cache: SharedCacheStreams | None = None
     fused_modules: FusedModules | None = None
-    shared_inputs: dict[Any, list[nn.Linear]] = field(default_factory=dict)
     compiled_steps: dict[Any, Any] = field(default_factory=dict)
     warned_slower: bool = False
 
@@ -40,5 +35,4 @@ class Decoder:
     def clear(self) -> None:
         """Forget everything about the model."""
         self.shared_cache = self.fused_modules = None
-        self.shared_inputs.clear()
         self.compiled_steps.clear()

@@ -13,6 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from icl_patch import ops
 from icl_patch.layers.patched_module import Mode, PatchedModule, is_hooked, matches_rows
 
+LINEAR = (nn.Linear, Conv1D)
+"""Modules whose weight is one matrix; that of Conv1D is (K, N)."""
+
 
 class PatchedLinear(PatchedModule):
     """A linear module with a low-rank change of its weight per token: ``y = base_layer(z) + Σ_r
@@ -117,7 +120,7 @@ class PatchedLinear(PatchedModule):
                 that the module lacks.
         """
         base = self.base_layer
-        if type(base) not in (nn.Linear, Conv1D) or type(base.weight) is not nn.Parameter:
+        if type(base) not in LINEAR or type(base.weight) is not nn.Parameter:
             kind = type(base)
             raise TypeError(
                 "expected torch.nn.Linear or Conv1D with a plain weight to merge into, got"

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from icl_patch.checks import FLOATS
 from icl_patch.ops import reference
-from icl_patch.ops.checks import FLOATS
 from icl_patch.ops.dispatch import Op
 
 

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from icl_patch.checks import check_expert_linear
 from icl_patch.ops import reference
-from icl_patch.ops.checks import check_indices, check_operands, is_integer
+from icl_patch.ops.checks import check_indices
 from icl_patch.ops.dispatch import Op, is_traced, is_transformed
 
 
@@ -47,21 +48,8 @@ def expert_linear(
 def _check(
     x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> None:
-    if expert.dim() != 2 or not is_integer(expert):
-        raise ValueError(
-            f"expected expert (M, k) of integers, got {tuple(expert.shape)} {expert.dtype}"
-        )
-    rows, chosen = expert.shape
-    if weight.dim() != 3 or x.shape not in (
-        (rows, weight.shape[-1]),
-        (rows, chosen, weight.shape[-1]),
-    ):
-        raise ValueError(
-            f"expected x ({rows}, K) or ({rows}, {chosen}, K) and weight (E, N, K), got"
-            f" {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    check_operands("x", x, weight, bias, out_dtype)
-    check_indices("expert", expert, x, 0, len(weight))
+    check_expert_linear(x, weight, expert, bias, out_dtype)
+    check_indices("expert", expert, 0, len(weight))
 
 
 def _reference(

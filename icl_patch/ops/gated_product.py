@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from icl_patch.activations import activation_named
+from icl_patch.checks import check_gated_product
 from icl_patch.ops import reference
-from icl_patch.ops.checks import check_floats
 from icl_patch.ops.dispatch import Op
 
 
@@ -27,15 +26,4 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return _gated_product.native_first(gate, up, activation)
 
 
-def _check(gate: Tensor, up: Tensor, activation: str) -> None:
-    activation_named(activation)
-    if gate.dim() != 2 or gate.shape != up.shape:
-        raise ValueError(
-            f"expected gate and up (M, N), got {tuple(gate.shape)} and {tuple(up.shape)}"
-        )
-    check_floats(gate=gate, up=up)
-    if up.dtype != gate.dtype:
-        raise TypeError(f"expected up in gate's dtype {gate.dtype}, got {up.dtype}")
-
-
-_gated_product = Op("gated_product", _check, reference.gated_product)
+_gated_product = Op("gated_product", check_gated_product, reference.gated_product)

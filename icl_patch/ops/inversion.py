@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from icl_patch.checks import check_eps, check_floats, check_matrix
 from icl_patch.ops import reference
-from icl_patch.ops.checks import check_eps, check_floats, check_matrix
 from icl_patch.ops.dispatch import native_serves
 from icl_patch.ops.reference import RMSNormInverse, StableScale
 

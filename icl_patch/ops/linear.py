@@ -12,15 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from icl_patch.checks import check_add_low_rank, check_patched_linear, check_record_linear
 from icl_patch.ops import native, reference
-from icl_patch.ops.checks import (
-    check_floats,
-    check_indices,
-    check_matrix,
-    check_operands,
-    check_out_dtype,
-    is_integer,
-)
+from icl_patch.ops.checks import check_indices
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import Op, backend
 
@@ -129,41 +123,6 @@ def patched_linear(
     return run(z, weight, u, v, bias, index, out_dtype, path=path)
 
 
-def patched_linears(
-    z: Tensor,
-    weights: Sequence[Tensor],
-    us: Sequence[Tensor] | None = None,
-    v: Tensor | None = None,
-    biases: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """:func:`patched_linear` of each weight, bit for bit: maps of one input, such as q, k and v.
-
-    On CUDA up to three share a launch, where the GPU's configuration says so and they are alike.
-
-    Args:
-        z: (M, K) float.
-        weights: (N_j, K), z's dtype; N_j may differ.
-        us: (M, N_j), (M, R, N_j) or (1, R, N_j) for each weight, any float dtype; or no patches.
-        v: of all patches, as ``us`` with K for N_j.
-        biases: (N_j,) in z's dtype or None for each weight; or no biases.
-
-    Returns:
-        (M, N_j) for each weight, in z's dtype.
-
-    Raises:
-        TypeError: a dtype does not fit.
-        ValueError: a shape, a device or a number of tensors does not fit.
-    """
-    nothing: list[Any] = [None] * len(weights)
-    us, biases = us or nothing, biases or nothing
-    if not len(weights) == len(us) == len(biases):
-        counts = f"{len(weights)}, {len(us)} and {len(biases)}"
-        raise ValueError(f"expected as many weights, us and biases, got {counts}")
-    maps = zip(weights, us, biases, strict=True)
-    outputs: list[Tensor] = _patched_linears.dispatch(z, v, *(x for of in maps for x in of))
-    return outputs
-
-
 def record_linear(
     z_pair: Tensor,
     weight: Tensor,
@@ -257,31 +216,15 @@ def _check_patched_linear(
     out_dtype: torch.dtype | None,
     path: str | None,
 ) -> None:
-    _check_linear(z, weight, bias, out_dtype)
-    if path not in (None, GEMV, GEMM):
-        raise ValueError(f"expected path {GEMV!r} or {GEMM!r}, got {path!r}")
-    if u is not None or v is not None:
-        _check_factors(z, u, v, weight.shape[0], index)
-    elif index is not None:
-        raise ValueError("expected u and v with index, got none")
-
-
-def _check_linear(
-    z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
-) -> None:
-    check_matrix("z", z)
-    check_matrix("weight", weight)
-    if weight.shape[1] != z.shape[1]:
-        raise ValueError(f"expected weight (N, {z.shape[1]}), got {tuple(weight.shape)}")
-    check_operands("z", z, weight, bias, out_dtype)
+    check_patched_linear(z, weight, u, v, bias, index, out_dtype, path)
+    if u is not None and index is not None:
+        check_indices("index", index, -1, u.shape[0])
 
 
 def _check_record_linear(
     z_pair: Tensor, weight: Tensor, v: Tensor, bias: Tensor | None, **_: Any
 ) -> None:
-    _check_linear(z_pair, weight, bias)
-    if len(z_pair) % 2:
-        raise ValueError(f"expected z_pair (2M, K), got {tuple(z_pair.shape)}")
+    check_record_linear(z_pair, weight, bias)
     expected = (len(z_pair) // 2, z_pair.shape[1])
     if v.shape != expected:
         raise ValueError(f"expected a direction of {expected}, got {tuple(v.shape)}")
@@ -295,48 +238,9 @@ def _check_add_low_rank(
     index: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> None:
-    check_matrix("y", y)
-    check_matrix("z", z)
-    if y.shape[0] != z.shape[0]:
-        raise ValueError(
-            f"expected y and z with the same number of rows, got {tuple(y.shape)} and"
-            f" {tuple(z.shape)}"
-        )
-    check_floats(y=y, z=z)
-    check_out_dtype(out_dtype)
-    _check_factors(z, u, v, y.shape[1], index)
-
-
-def _check_factors(
-    z: Tensor, u: Tensor | None, v: Tensor | None, n: int, index: Tensor | None
-) -> None:
-    """Factors of a change that maps z (M, K) to (M, n)."""
-    if u is None or v is None:
-        raise ValueError("expected both u and v or neither, got one of them")
-    check_floats(z=z, u=u, v=v)
-    rows, k = z.shape
-    for name, factor, width in (("u", u, n), ("v", v, k)):
-        if index is not None:
-            fits = factor.dim() == 3
-        else:
-            shared = factor.dim() == 3 and factor.shape[0] == 1
-            fits = shared or (factor.dim() in (2, 3) and factor.shape[0] == rows)
-        if not fits or factor.shape[-1] != width:
-            # not before: it would bind a compiled graph to this number of rows
-            own = f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
-            expected = own if index is None else f"(P, R, {width})"
-            raise ValueError(f"expected {name} {expected}, got {tuple(factor.shape)}")
-    if u.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"expected u and v with the same rows and rank, got {tuple(u.shape)} and"
-            f" {tuple(v.shape)}"
-        )
+    check_add_low_rank(y, z, u, v, index, out_dtype)
     if index is not None:
-        if index.shape != (rows,) or not is_integer(index):
-            raise ValueError(
-                f"expected index ({rows},) of integers, got {tuple(index.shape)} {index.dtype}"
-            )
-        check_indices("index", index, z, -1, u.shape[0])
+        check_indices("index", index, -1, u.shape[0])
 
 
 def _reference_patched_linear(
@@ -386,19 +290,6 @@ _patched_linear = Op(
     native_if=_is_native_gemv,
     triton_if=lambda z, weight, u, *_, path: (
         u is None or u.dim() < 3 or u.shape[1] <= _TRITON_RANKS
-    ),
-)
-_patched_linears = Op(
-    "patched_linears",
-    lambda *_: None,  # patched_linear checks
-    lambda z, v, *maps: [
-        patched_linear(z, weight, u, v, bias)
-        for weight, u, bias in zip(maps[::3], maps[1::3], maps[2::3], strict=True)
-    ],
-    native_if=lambda *_: False,
-    triton_if=lambda z, v, *_: v is None or v.dim() < 3 or v.shape[1] <= _TRITON_RANKS,
-    triton=lambda kernels, z, v, *maps: kernels.patched_linears(
-        z, maps[::3], maps[1::3], v, maps[2::3], path=product_path(z, len(z))
     ),
 )
 _record_linear = Op(

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from icl_patch.checks import check_eps, check_floats, check_norm_pair, check_rms_norm
 from icl_patch.ops import reference
-from icl_patch.ops.checks import check_eps, check_floats, check_matrix
 from icl_patch.ops.direction import Direction, read_direction
 from icl_patch.ops.dispatch import Op
 
@@ -92,31 +92,6 @@ def norm_pair(
     return NormPair(z_pair, delta, Direction(*direction))
 
 
-def _check_rows(name: str, rows: Tensor, eps: float, **scale: Tensor) -> None:
-    """Rows (M, d), a scale by its name, and eps."""
-    check_matrix(name, rows)
-    if not rows.shape[1]:
-        raise ValueError(f"expected {name} (M, d) with d ≥ 1, got {tuple(rows.shape)}")
-    check_floats(**{name: rows}, **scale)
-    check_eps(eps)
-
-
-def _check_rms_norm(x: Tensor, scale: Tensor, eps: float, *_: Any) -> None:
-    _check_rows("x", x, eps, scale=scale)
-    if scale.shape not in (x.shape, x.shape[1:]):
-        raise ValueError(
-            f"expected scale {tuple(x.shape)} or ({x.shape[1]},), got {tuple(scale.shape)}"
-        )
-
-
-def _check_norm_pair(hidden: Tensor, weight: Tensor, eps: float, *_: Any) -> None:
-    _check_rows("hidden", hidden, eps, weight=weight)
-    if len(hidden) % 2:
-        raise ValueError(f"expected hidden (2M, d), got {tuple(hidden.shape)}")
-    if weight.shape != hidden.shape[1:]:
-        raise ValueError(f"expected weight ({hidden.shape[1]},), got {tuple(weight.shape)}")
-
-
 def _reference_norm_pair(*args: Any) -> tuple[Tensor | None, ...]:
     z_pair, delta = reference.norm_pair(*args)
     return z_pair, delta, *read_direction(z_pair[len(delta) :])
@@ -127,5 +102,5 @@ def _triton_norm_pair(kernels: Any, *args: Any) -> tuple[Tensor, ...]:
     return z_pair, delta, *direction
 
 
-_rms_norm = Op("rms_norm", _check_rms_norm, reference.rms_norm)
-_norm_pair = Op("norm_pair", _check_norm_pair, _reference_norm_pair, triton=_triton_norm_pair)
+_rms_norm = Op("rms_norm", check_rms_norm, reference.rms_norm)
+_norm_pair = Op("norm_pair", check_norm_pair, _reference_norm_pair, triton=_triton_norm_pair)

@@ -170,11 +170,7 @@ def test_every_norm_is_folded_or_refused_with_its_reason(name: str) -> None:
             assert sum("q_norm" in path or "k_norm" in path for path in folding.refused) == 6
             for part in ("post_attention_layernorm", "post_feedforward_layernorm"):
                 reason = folding.refused[f"model.layers.1.{part}"]
-                assert re.fullmatch(
-                    r"its output is read by _*r?add_* in model\.layers\.1, not by linear maps"
-                    r" alone",
-                    reason,
-                ), reason
+                assert reason == "no linear map reads its output"
             assert paths == [
                 f"model.layers.{i}.{norm}_layernorm"
                 for i in range(3)
@@ -530,8 +526,8 @@ def refused(model: PreTrainedModel, path: str) -> str:
 
 
 def test_refuses_a_norm_whose_output_is_read_elsewhere() -> None:
-    assert "add" in refused(build("gemma3"), "model.layers.0.post_attention_layernorm")
-    assert "not by linear maps alone" in refused(build("gemma3"), "model.layers.0.self_attn.q_norm")
+    for path in ("post_attention_layernorm", "self_attn.q_norm"):
+        assert "no linear map reads" in refused(build("gemma3"), f"model.layers.0.{path}")
     sizes = {
         "hidden_size": 24,
         "ffn_dim": 36,
@@ -545,7 +541,7 @@ def test_refuses_a_norm_whose_output_is_read_elsewhere() -> None:
         )
     )
     model = randomised(post_norm, torch.float32)
-    assert "read by" in refused(model, "model.decoder.layers.0.self_attn_layer_norm")
+    assert "something else" in refused(model, "model.decoder.layers.0.self_attn_layer_norm")
     with pytest.raises(UnsupportedModelError, match="cannot be folded"):
         fold(model)
 
@@ -562,7 +558,7 @@ def test_refuses_a_norm_that_experts_gather_from() -> None:
         MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, num_local_experts=4, **sizes)),
         torch.float32,
     )
-    assert "read by" in refused(model, "model.layers.0.post_attention_layernorm")
+    assert "no linear map reads" in refused(model, "model.layers.0.post_attention_layernorm")
     expected, limit = logits(model), fold_limit(model)
     with fold(model) as folding:
         assert [norm.path.rpartition(".")[2] for norm in folding.folded] == [
@@ -585,11 +581,9 @@ def test_refuses_tied_weights() -> None:
 def test_refuses_a_reader_with_other_inputs() -> None:
     model = build("llama")
     model.model.layers[0].mlp.up_proj = model.model.layers[1].mlp.up_proj
-    message = refused(model, "model.layers.0.post_attention_layernorm")
-    assert (
-        "model.layers.0.mlp.up_proj, which also reads model.layers.1.post_attention_layernorm"
-        in message
-    )
+    assert "tied to" in refused(model, "model.layers.0.post_attention_layernorm")
+    with pytest.raises(UnsupportedModelError, match="something else"):
+        fold(model, ["model.layers.0.post_attention_layernorm"], untie=True)
 
 
 def test_refuses_a_norm_that_does_not_run() -> None:
@@ -647,7 +641,7 @@ def test_refuses_an_output_that_is_changed_in_place() -> None:
 
     model = gpt2()
     model.transformer.h[0].mlp = InPlace(model.transformer.h[0].mlp)
-    assert "add_" in refused(model, "transformer.h.0.ln_2")
+    assert "something else" in refused(model, "transformer.h.0.ln_2")
 
 
 def test_one_norm_for_both_branches_is_folded() -> None:
@@ -695,7 +689,7 @@ def test_a_wrong_fold_is_noticed_and_undone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(UncentredLayerNorm, "forward", lambda self, x: 2 * x)
     model = neox()
     before = Snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="does not compute the same"):
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
         fold(model)
     before.check(model)
 

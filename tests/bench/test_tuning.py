@@ -2,6 +2,7 @@
 written.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -18,9 +19,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from icl_patch.bench import tuning as bench_tuning
+from icl_patch.bench import tuning
 from icl_patch.cli import main as cli
-from icl_patch.kernels.compilation import tuning
+from icl_patch.kernels.compilation import specialisations
 from icl_patch.kernels.runtime.config import (
     DTYPES,
     GEMV,
@@ -36,8 +37,8 @@ BF16 = torch.bfloat16
 
 
 class Fake:
-    """Measures without a GPU: a candidate's time is as good as its place in ``liked``, and some are
-    wrong or spill. Four splits are the fastest, and an early launch is.
+    """Measures without a GPU: a candidate's time is as good as its place among the ``liked`` of
+    both paths, and some are wrong or spill. Four splits are the fastest, and an early launch is.
     """
 
     def __init__(
@@ -52,15 +53,15 @@ class Fake:
     def compile(
         self,
         configs: Sequence[Config],
-        cases: Sequence[tuple[int, int]],
         shapes: Sequence[tuple[int, int]],
+        cases: Sequence[tuple[int, int]],
     ) -> None:
         self.compiled.append((len(configs), len(cases) * len(shapes)))
 
     def seconds(
         self, cases: Sequence[tuple[int, int]], config: Config, n: int, k: int
     ) -> float | None:
-        if cases is bench_tuning.FUSED_CASES:
+        if cases is tuning.FUSED_CASES:
             return abs(config.fused - (4 if n <= 4096 else 64)) + 1.0
         if config in self.wrong:
             return None
@@ -76,8 +77,8 @@ class Fake:
         )
 
 
-def plan(quick: bool = False, *dtypes: torch.dtype) -> bench_tuning.TuningOptions:
-    return bench_tuning.TuningOptions(torch.device("cpu"), dtypes or (BF16,), quick)
+def plan(quick: bool = False, *dtypes: torch.dtype) -> tuning.TuningOptions:
+    return tuning.TuningOptions(torch.device("cpu"), dtypes or (BF16,), quick)
 
 
 @pytest.fixture
@@ -88,9 +89,9 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": lambda _: nullcontext(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(bench_tuning, "gpu_name", lambda device: "NVIDIA Test 9")
+    monkeypatch.setattr(tuning, "gpu_name", lambda device: "NVIDIA Test 9")
     monkeypatch.setattr(
-        bench_tuning,
+        tuning,
         "environment",
         lambda device: dict.fromkeys(("icl_patch", "torch", "triton", "cuda"), "1.2"),
     )
@@ -99,13 +100,11 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool, h100: None) -> None:
     tried = {path: tuning.candidates(BF16, path) for path in PATHS}
-    fakes = {
-        path: Fake(found[2:6], wrong=found[2:3], spilling=found[3:4])
-        for path, found in tried.items()
-    }
+    first, second, good = ([found[i] for found in tried.values()] for i in (2, 3, 4))
+    fake = Fake([*first, *second, *good], wrong=first, spilling=second)
     known = data_files()["untuned"]
-    chosen = list(bench_tuning.choose(plan(quick), (), lambda _, path: fakes[path], print))
-    entries = bench_tuning.in_place_of(known, chosen)
+    chosen = list(tuning.choose(plan(quick), fake))
+    entries = tuning.in_place_of(known, chosen)
     mine = [entry for entry in entries if entry.dtype == "bfloat16"]
     for path in PATHS:
         blocks = {
@@ -138,15 +137,73 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool, h10
     assert {(e.path, e.dtype) for e in entries} == {
         (path, dtype) for path in PATHS for dtype in DTYPES.values()
     }
-    assert fakes[GEMV].compiled[0] == (len(tried[GEMV]), (1 * 2 if quick else 2 * 5))
+    assert fake.compiled[0] == (len(tried[GEMV]), (1 * 2 if quick else 2 * 5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_candidates(path: str) -> None:
+    for dtype in DTYPES:
+        found = tuning.candidates(dtype, path)
+        assert len(found) == len(set(found)) > 4
+
+
+def test_splits_are_tried_for_few_outputs_and_early_launches_where_there_are_any() -> None:
+    config = Config(True, 16, 16, 64, 4, 2)
+    for upper, capability, splits, pdl in (
+        (4096, 90, {1, 2, 4, 8}, {False, True}),
+        (4096, 80, {1, 2, 4, 8}, {False}),
+        (16384, 90, {1}, {False, True}),
+        (None, 80, {1}, {False}),
+    ):
+        found = tuning.with_launches(config, upper, capability)
+        assert {(c.splits, c.pdl) for c in found} == {(s, p) for s in splits for p in pdl}
+        assert {replace(c, splits=1, pdl=False) for c in found} == {config}
+        assert len(found) == len(splits) * len(pdl)
+
+
+def test_tune_takes_the_best_of_each_class() -> None:
+    """Fastest on average, relative to the best at each shape; what fails anywhere in its class is
+    out.
+    """
+    tried = tuning.candidates(BF16, GEMV)
+    small, large, broken = tried[3], tried[7], tried[0]
+
+    def measure(chosen: Config, n: int, k: int) -> float | None:
+        if chosen == broken:
+            return None if k == 64 else 0.001
+        times = {small: 1.0 if n <= 4096 else 9.0, large: 2.0 if n <= 4096 else 3.0}
+        return k * times.get(chosen, 5.0)
+
+    class Measured(Fake):
+        def seconds(
+            self, cases: Sequence[tuple[int, int]], config: Config, n: int, k: int
+        ) -> float | None:
+            return measure(config, n, k)
+
+    def best(upper: int | None, shapes: list[tuple[int, int]]) -> TunedConfig:
+        make = functools.partial(TunedConfig, GEMV, "bfloat16", upper)
+        return tuning.best(make, tried, shapes, [(1, 1)], Measured([]))
+
+    shapes = [(1000, 64), (1729, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
+    entries = tuple(best(upper, mine) for upper, mine in tuning.classes(shapes))
+    assert [(entry.max_n, entry.config) for entry in entries] == [
+        (1728, small),
+        (4096, small),
+        (16384, large),
+        (None, large),
+    ]
+    assert parse(dump({"gpu": "x"}, entries)) == entries
+    assert [upper for upper, _ in tuning.classes(shapes[4:])] == [None]
+    with pytest.raises(ValueError, match="expected a candidate that runs at a shape, found none"):
+        [best(upper, mine) for upper, mine in tuning.classes(shapes[:1])]
 
 
 def test_nothing_that_can_be_kept_is_an_error(h100: None) -> None:
     everything = tuning.candidates(BF16, GEMV)
     with pytest.raises(ValueError, match="found none"):
-        list(bench_tuning.choose(plan(), (), Fake([], wrong=everything), print))
+        list(tuning.choose(plan(), Fake([], wrong=everything)))
     with pytest.raises(ValueError, match="found none"):
-        list(bench_tuning.choose(plan(), (), Fake([], spilling=everything), print))
+        list(tuning.choose(plan(), Fake([], spilling=everything)))
 
 
 def test_quick_shapes_have_one_in_each_class() -> None:
@@ -157,12 +214,9 @@ def test_quick_shapes_have_one_in_each_class() -> None:
     assert all(mine for _, mine in tuning.classes(plan().shapes))
 
 
-def test_a_stopped_run_goes_on_where_it_was(
+def test_a_stopped_run_leaves_a_whole_file(
     h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After every entry there is a whole file, and no entry is measured twice."""
-    liked = tuning.candidates(BF16, GEMV)[5:6] + tuning.candidates(BF16, "gemm")[5:6]
-    options = bench_tuning.TuningOptions(torch.device("cuda"), (BF16,))
     begun: list[str] = []
 
     class Stopped(Fake):
@@ -172,40 +226,25 @@ def test_a_stopped_run_goes_on_where_it_was(
                 raise KeyboardInterrupt
             super().compile(*arguments)
 
-    monkeypatch.setattr(bench_tuning, "Measuring", Stopped(liked))
+    liked = tuning.candidates(BF16, GEMV)[5:6] + tuning.candidates(BF16, "gemm")[5:6]
+    monkeypatch.setattr(tuning, "Measuring", Stopped(liked))
     with pytest.raises(KeyboardInterrupt):
-        bench_tuning.write(options, tmp_path, print)
-    target = tmp_path / "nvidia-test-9.json"
-    partial = parse(target.read_text())
-    assert json.loads(target.read_text())["measured"] == 2
-    assert [e.max_n for e in partial if (e.path, e.dtype) == (GEMV, "bfloat16")] == [
-        1728,
-        4096,
-        16384,
-        None,
-    ]
-    assert partial[2] in data_files()["untuned"]
-    begun.clear()
-    fake = Fake(liked)
-    monkeypatch.setattr(bench_tuning, "Measuring", fake)
-    _, entries = bench_tuning.write(options, tmp_path, print)
-    assert entries[:2] == partial[:2]
-    assert len(fake.compiled) == 2 * 3 + 4  # two classes of the one path, four of the other
-    assert "measured" not in json.loads(target.read_text())
-    again = Fake(liked)
-    monkeypatch.setattr(bench_tuning, "Measuring", again)
-    assert bench_tuning.write(options, tmp_path, print)[1] == entries
-    assert len(again.compiled) == 4 * 3 + 4  # a finished file is measured anew
+        tuning.write(tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print)
+    entries = parse((tmp_path / "nvidia-test-9.json").read_text())
+    mine = [entry for entry in entries if (entry.path, entry.dtype) == (GEMV, "bfloat16")]
+    assert [entry.max_n for entry in mine] == [1728, 4096, 16384, None]
+    known = data_files()["untuned"]
+    assert [entry in known for entry in mine] == [False, False, True, True]
 
 
 def test_the_file_is_whole_and_says_where_it_comes_from(
     h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_tuning, "Measuring", Fake(tuning.candidates(BF16, GEMV)[5:6]))
+    monkeypatch.setattr(tuning, "Measuring", Fake(tuning.candidates(BF16, GEMV)[5:6]))
     target = tmp_path / "nvidia-test-9.json"
     target.write_text(dump({"note": "of another day", "measured": 1}, data_files()["untuned"]))
-    path, entries = bench_tuning.write(
-        bench_tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print
+    path, entries = tuning.write(
+        tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print
     )
     assert path == target
     assert [file.name for file in tmp_path.iterdir()] == [target.name]
@@ -214,11 +253,9 @@ def test_the_file_is_whole_and_says_where_it_comes_from(
     assert (head["gpu"], head["capabilities"]) == ("NVIDIA Test 9", [90])
     assert "torch 1.2, triton 1.2, cuda 1.2" in head["note"]
     # a run that fails leaves what was there
-    monkeypatch.setattr(bench_tuning, "Measuring", Fake([], wrong=tuning.candidates(BF16, GEMV)))
+    monkeypatch.setattr(tuning, "Measuring", Fake([], wrong=tuning.candidates(BF16, GEMV)))
     with pytest.raises(ValueError, match="found none"):
-        bench_tuning.write(
-            bench_tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print
-        )
+        tuning.write(tuning.TuningOptions(torch.device("cuda"), (BF16,)), tmp_path, print)
     assert parse(target.read_text()) == entries
 
 
@@ -226,34 +263,33 @@ def test_the_command_refuses_what_is_no_gpu(capsys: pytest.CaptureFixture, tmp_p
     assert cli.main(["tune", "--out", str(tmp_path)]) == 2
     assert "expected a CUDA device (--device cuda), got cpu" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="expected a CUDA device"):
-        bench_tuning.write(plan(), tmp_path, print)
 
 
 def test_entries_of_the_untuned_file_can_be_kept_and_one_that_takes_too_much_cannot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning.specialisations, "VARIANTS", tuning.specialisations.VARIANTS[:1])
+    monkeypatch.setattr(specialisations, "VARIANTS", {"plain": specialisations.VARIANTS["plain"]})
     entry = next(
         entry
         for entry in data_files()["untuned"]
         if entry.path == "gemm" and entry.dtype == "bfloat16"
     )
     with ThreadPoolExecutor(1) as pool:
-        assert tuning.entry_problem(pool, entry, [90]) is None
+        assert tuning.entry_problem(pool, entry, 90) is None
         # sums in 256 registers a thread
         large = replace(entry, config=replace(entry.config, block_n=256, block_m=128, num_warps=4))
-        assert tuning.entry_problem(pool, large, [80]) == "plain on sm_80 spills registers"
+        assert tuning.entry_problem(pool, large, 80) == "plain on sm_80 spills registers"
         # stages of 32 KB, for which an H100 has room and an A100 has not
         config = Config(True, 128, 128, 64, 8, 7)
-        assert tuning.entry_problem(pool, replace(entry, config=config), [90]) is None
-        problem = tuning.entry_problem(pool, replace(entry, config=config), [80])
+        assert tuning.entry_problem(pool, replace(entry, config=config), 90) is None
+        problem = tuning.entry_problem(pool, replace(entry, config=config), 80)
         assert problem is not None and "shared memory" in problem
 
 
 COMPILE = """
-import os, sys, torch
-from icl_patch.kernels.compilation import aot, tuning
+import os, torch
+from icl_patch.bench import tuning
+from icl_patch.kernels.compilation import aot, specialisations
 from icl_patch.kernels.runtime.config import Config
 
 def kernels():
@@ -261,18 +297,16 @@ def kernels():
     return sum(name.endswith(".cubin") for _, _, names in folders for name in names)
 
 if __name__ == "__main__":
-    variant = tuning.Variant(torch.bfloat16, 64, 128, 2, 1, Config(True, 16, 16, 64, 4, 2, fused=1))
-    with tuning.compilers(1) as pool:
-        assert tuning.compile_all(pool, [variant], 90) == [None]
-    assert kernels() == 2, kernels()  # the coefficients' and the linear one
-    assert tuning.compile_variant(variant, 90) is None
-    assert kernels() == 2, kernels()  # found in the cache, by another process
-    recording = tuning.Variant(torch.bfloat16, 64, 128, 2, 1, variant.config, record=True)
-    assert tuning.compile_variant(recording, 80) is None
-    assert kernels() == 3, kernels()
-    wrong = tuning.Variant(torch.complex64, 64, 128, 2, 1, variant.config)
-    failed = tuning.compile_variant(wrong, 90)
-    assert failed is not None and "Error" in failed, failed
+    config = Config(True, 16, 16, 64, 4, 2, fused=4)
+    variant = (config, torch.bfloat16, (64, 128), 1, 2)
+    with tuning.ProcessPoolExecutor(1, mp_context=tuning.get_context("spawn")) as pool:
+        assert list(pool.map(tuning.compile_problem, [(90, *variant)])) == [None]
+    assert kernels() == 1, kernels()
+    launch = specialisations.linear_launch(*variant)
+    aot.compile_ahead(launch, 90)
+    assert kernels() == 1, kernels()  # found in the cache, by another process
+    wrong = tuning.compile_problem((90, config, torch.complex64, (64, 128), 1, 2))
+    assert wrong is not None and "Error" in wrong, wrong
 """
 
 

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from icl_patch import kernels
 from icl_patch.kernels import Config
-from icl_patch.kernels.compilation import aot, specialisations, tuning
+from icl_patch.kernels.compilation import aot, specialisations
 from icl_patch.kernels.ops.direction import plan_direction
 from icl_patch.kernels.ops.gated_product import plan_gated
 from icl_patch.kernels.ops.linear import launch_linear, plan_linear
@@ -34,13 +34,7 @@ from icl_patch.kernels.runtime.config import DTYPES, PATHS, TunedConfig, config_
 
 TESTS = Path(__file__).parents[1]
 CHECKS = [TESTS / "support" / name for name in ("kernel_checks.py", "interpreter_checks.py")]
-EVERYTHING = dict(
-    [
-        *specialisations.linear_launches(),
-        *specialisations.expert_launches(),
-        *specialisations.other_launches(),
-    ]
-)
+EVERYTHING = dict(specialisations.launches())
 
 
 # Compiled ahead of time; tools/kernel_resources.py compiles every configuration
@@ -51,7 +45,6 @@ COMPILED = [
     "untuned: gemv bfloat16 N ≤ 1728, recording",
     "untuned: gemv bfloat16 N ≤ 1728, rank 1, 4 splits",
     "untuned: gemv bfloat16 N ≤ 16384, recording a pair",
-    "untuned: gemv bfloat16 N ≤ 4096, three maps",
     "untuned: gemm bfloat16, recording",
     "untuned: gemv float32, rank 4, 4 rows",
     "coefficients K = 5376",
@@ -115,14 +108,16 @@ def test_odd_rows_compile(size: int) -> None:
 
 def test_a_spill_would_be_seen() -> None:
     """A tile far too large for its warps."""
-    entry = TunedConfig("gemv", "float32", None, Config(False, 16, 32, 64, 1, 1))
-    found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 16), 90)
+    config = Config(False, 16, 32, 64, 1, 1)
+    launch = specialisations.linear_launch(config, torch.float32, (21504, 5376), 0, 16)
+    found = aot.resources(launch, 90)
     assert found.problem(90) == "spills registers"
 
 
 def test_too_much_shared_memory_would_be_seen() -> None:
-    entry = TunedConfig("gemm", "bfloat16", None, Config(True, 128, 128, 128, 8, 5))
-    found = aot.resources(specialisations.linear_launch(entry, "plain", 0, 64), 90)
+    config = Config(True, 128, 128, 128, 8, 5)
+    launch = specialisations.linear_launch(config, torch.bfloat16, (21504, 5376), 0, 64)
+    found = aot.resources(launch, 90)
     assert (
         found.problem(90) == f"takes {found.shared} bytes of shared memory, there are {227 * 1024}"
     )
@@ -193,7 +188,7 @@ def test_an_early_launch_waits_before_it_reads(variant: str) -> None:
     """It only prefetches the weight before; below compute capability 9.0 there is none."""
     name = f"untuned: gemv bfloat16 N ≤ 1728, {variant}"
     for capability in (80, 90):
-        launch = dict(specialisations.linear_launches(capability))[name]
+        launch = dict(specialisations.launches(capability))[name]
         compiled = aot.compile_ahead(launch, capability)
         assert (compiled.metadata.launch_pdl, launch.pdl) == (capability >= 90,) * 2
         order = re.findall(
@@ -286,61 +281,6 @@ def test_bad_data_files_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="expected"):
             config.parse(f'{{"entries": [{entry}]}}')
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_candidates(path: str) -> None:
-    for dtype in DTYPES:
-        found = tuning.candidates(dtype, path)
-        assert len(found) == len(set(found)) > 4
-
-
-def test_splits_are_tried_for_few_outputs_and_early_launches_where_there_are_any() -> None:
-    config = Config(True, 16, 16, 64, 4, 2)
-    for upper, capability, splits, pdl in (
-        (4096, 90, {1, 2, 4, 8}, {False, True}),
-        (4096, 80, {1, 2, 4, 8}, {False}),
-        (16384, 90, {1}, {False, True}),
-        (None, 80, {1}, {False}),
-    ):
-        found = tuning.with_launches(config, upper, capability)
-        assert {(c.splits, c.pdl) for c in found} == {(s, p) for s in splits for p in pdl}
-        assert {replace(c, splits=1, pdl=False) for c in found} == {config}
-        assert len(found) == len(splits) * len(pdl)
-
-
-def test_tune_takes_the_best_of_each_class() -> None:
-    """Fastest on average, relative to the best at each shape; what fails anywhere in its class is
-    out.
-    """
-    tried = tuning.candidates(torch.bfloat16, "gemv")
-    small, large, broken = tried[3], tried[7], tried[0]
-
-    def measure(chosen: Config, n: int, k: int) -> float | None:
-        if chosen == broken:
-            return None if k == 64 else 0.001
-        times = {small: 1.0 if n <= 4096 else 9.0, large: 2.0 if n <= 4096 else 3.0}
-        return k * times.get(chosen, 5.0)
-
-    def tune(upper: int | None, shapes: list[tuple[int, int]], **others: Any) -> TunedConfig:
-        arguments = {"measure": measure, "problem": lambda entry: None, "tried": tried} | others
-        return tuning.tune(torch.bfloat16, "gemv", upper, shapes, **arguments)
-
-    shapes = [(1000, 64), (1729, 64), (4096, 8000), (4097, 64), (300000, 64), (300000, 70)]
-    entries = tuple(tune(upper, mine) for upper, mine in tuning.classes(shapes))
-    assert [(entry.max_n, entry.config) for entry in entries] == [
-        (1728, small),
-        (4096, small),
-        (16384, large),
-        (None, large),
-    ]
-    assert config.parse(config.dump({"gpu": "x"}, entries)) == entries
-    assert [upper for upper, _ in tuning.classes(shapes[4:])] == [None]
-    expected = "expected a candidate that runs at a shape with N ≤ any, found none"
-    with pytest.raises(ValueError, match=expected):
-        [tune(upper, mine) for upper, mine in tuning.classes(shapes[:1])]
-    with pytest.raises(ValueError, match="found none"):
-        tune(None, shapes, measure=lambda *_: None)
 
 
 # The second call of an op goes to its compiled kernel
@@ -452,20 +392,11 @@ OPS: dict[str, tuple[Callable, dict[str, tuple], dict, list[dict], int]] = {
         [{"path": "gemm"}],
         1,
     ),
-    "patched_linears": (
-        lambda z, weight, u, v, bias, **options: tuple(
-            kernels.patched_linears(z, [weight] * 2, [u] * 2, v, [bias] * 2, **options)
-        ),
-        LINEAR,
-        {},
-        [{"path": "gemm"}],
-        2,
-    ),
     "record_linears": (
         lambda z_pair, weight, bias, coeff, **options: kernels.record_linears(
             z_pair,
-            [weight] * 3,
-            [bias] * 3,
+            [weight] * 2,
+            [bias] * 2,
             direction=kernels.ReadDirection(coeff, coeff, coeff),
             **options,
         ),
@@ -579,7 +510,7 @@ def test_what_is_wrong_is_refused_after_a_good_call(name: str, runs: list[str]) 
     base = tensors_of(sizes)
     op(**base, **options)
     runs.clear()
-    if name == "coefficients":  # it checks nothing
+    if name in ("coefficients", "launch_linear"):  # they check nothing
         return
     for key, x in base.items():
         for wrong in (x.double(), x.to("meta"), x[None]):

@@ -22,7 +22,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lint_imports(checkout: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-P", str(REPOSITORY / "tools" / "lint_imports.py"), str(checkout)]
+    command = [
+        sys.executable,
+        "-P",
+        str(REPOSITORY / "tools" / "lint.py"),
+        "imports",
+        str(checkout),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

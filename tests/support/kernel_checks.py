@@ -16,7 +16,6 @@ from support.kernel_cases import DEVICE, DTYPES, LAYOUTS, Case, check_linear, li
 from support.numeric import (
     UNIT,
     by_columns,
-    check_refused,
     in_gaps,
     normal,
     poisoned,
@@ -27,8 +26,7 @@ from torch import Tensor
 
 from icl_patch import kernels
 from icl_patch.kernels import INTERPRETED, Config, config_for
-from icl_patch.kernels.ops import linear
-from icl_patch.kernels.ops.linear import launch_linear, launch_linears
+from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
 from icl_patch.kernels.runtime.config import gpu_name
@@ -491,63 +489,6 @@ def test_two_maps_of_one_input_share_a_launch(dtype: torch.dtype) -> None:
         assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
 
 
-@every_float
-def test_up_to_three_patched_maps_share_a_launch(dtype: torch.dtype) -> None:
-    """And have the bits of their own launches: of other widths, with patches or none, with a bias
-    or none, the coefficients in the kernel or before it; a fourth, one of another layout, and one
-    that stages its weight otherwise.
-    """
-    dot = dtype != torch.float32
-    widths, rows = (17, 33, 1, 5), 3
-    for splits, rank, layout, fused in ((1, 0, "row", 4), (2, 1, "row", 0), (1, 2, "shared", 8)):
-        config = Config(dot, 16, 16, 64, 2, 3, fused=fused, splits=splits, grouped=True)
-        cases = [linear_case(layout, (rows, n, 130), rank or 1, dtype, seed=n) for n in widths]
-        if not rank:
-            cases = [replace(case, u=None, v=None, row_u=0 * case.row_u) for case in cases]
-        z, v, row_v = cases[0].z, cases[0].v, cases[0].row_v
-        cases = [replace(case, z=z, v=v, row_v=row_v) for case in cases]
-        if splits > 1:
-            cases[1] = replace(cases[1], u=in_gaps(cases[1].u), bias=None)
-        arguments = ([getattr(case, name) for case in cases] for name in ("weight", "u", "bias"))
-        weights, us, biases = arguments
-        found = launch_linears(z, weights, us, v, biases, config=config)
-        for case, y in zip(cases, found, strict=True):
-            check_linear(case, y, dtype)
-            assert same_bits(y, launch_linear(**case.arguments, config=config))
-
-
-def test_launches_of_maps_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """q, k and v share one where the configuration says so, though the narrow ones are of another
-    class that stages the weight otherwise; a class with another arithmetic has its own.
-    """
-    narrow = Config(True, 16, 16, 64, 2, 3, grouped=True)
-    other = replace(narrow, num_stages=4, fused=1, pdl=True)
-    launches: list[int] = []
-    run = launching.Launch.__call__
-
-    def counting(self: launching.Launch, *inputs: Tensor | None) -> object:
-        launches.append(sum(output is not None for output in self.outputs))
-        return run(self, *inputs)
-
-    monkeypatch.setattr(launching.Launch, "__call__", counting)
-    z, *weights = (
-        normal(seeded(n), n, 70, dtype=torch.bfloat16).to(DEVICE) for n in (2, 40, 17, 9, 8)
-    )
-    for wide, expected in (
-        (other, [3, 1]),
-        (replace(other, block_k=128), [1, 3]),
-        (replace(other, grouped=False), [1, 3]),
-    ):
-        chosen = {40: wide, 17: narrow, 9: narrow, 8: narrow}
-        monkeypatch.setattr(linear, "config_for", lambda *of, chosen=chosen: chosen[of[2]])
-        monkeypatch.setattr(launching, "_launches", {})
-        launches.clear()
-        found = kernels.patched_linears(z, weights, [None] * 4, None, [None] * 4)
-        assert launches == expected
-        own = [kernels.patched_linear(z, weight) for weight in weights]
-        assert all(same_bits(x, y) for x, y in zip(found, own, strict=True))
-
-
 def test_record_nothing() -> None:
     recorded = kernels.record_linear(
         torch.ones(0, 5, device=DEVICE), torch.ones(3, 5, device=DEVICE)
@@ -736,14 +677,6 @@ def operator_calls() -> dict[str, tuple]:
     return {
         "triton_patched_linear": (*case.arguments.values(), torch.float16, None),
         "triton_patched_linear plain": (case.z, case.weight, *none[:4], None, "gemm"),
-        "triton_patched_linears": (
-            pair,
-            [case.weight] * 2,
-            [pair[:, :5], pair[:, 5:10]],
-            pair,
-            [case.bias, None],
-            None,
-        ),
         "triton_record_linears": (pair, [case.weight] * 3, [case.bias] * 3, wide, None),
         "triton_add_low_rank": (
             torch.ones(3, 5, device=DEVICE),
@@ -767,7 +700,6 @@ def operator_calls() -> dict[str, tuple]:
 OPERATORS = (
     "triton_patched_linear",
     "triton_patched_linear plain",
-    "triton_patched_linears",
     "triton_record_linears",
     "triton_add_low_rank",
     "triton_read_direction",
@@ -842,10 +774,9 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
         )
         one = kernels.patched_linear(z, weight, u, z, path=path)
         pool = kernels.patched_linear(z, weight, u[:, None], z[:, None], index=index, path=path)
-        two = kernels.patched_linears(z, [weight] * 2, [u] * 2, z, [None] * 2, path)
         gated = kernels.gated_product(recorded.y, kernels.add_low_rank(one, z, u, z), "gelu_tanh")
         experts = kernels.expert_linear(z, weight[None], index[:, None])
-        return kernels.rms_norm(gated, u, 1e-5), recorded.u, pool, *two, experts
+        return kernels.rms_norm(gated, u, 1e-5), recorded.u, pool, experts
 
     compiled = torch.compile(
         step, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"
@@ -857,142 +788,10 @@ def test_a_compiled_graph_launches_for_the_rows_it_has(monkeypatch: pytest.Monke
         stance = "default" if rows < 64 else "fail_on_recompile"
         with torch.compiler.set_stance(stance), products_of(monkeypatch, rows == 1) as products:
             outputs = compiled(*inputs)
-        assert len(products) == 5
+        assert len(products) == 3
         assert all(is_configured_for(rows, product) for product in products)
         if rows == 1:
             assert all(map(same_bits, outputs, step(*inputs)))
         with products_of(monkeypatch) as products:
             step(*inputs, path="gemv")
         assert all(is_configured_for(rows, product) == (rows < 64) for product in products)
-
-
-# Mistakes
-
-LINEAR_ERRORS: dict[str, tuple[dict, type, str]] = {
-    "shapes": (
-        {"z": torch.ones(3, 6)},
-        ValueError,
-        "expected z (M, K) and weight (N, K), got (3, 6) and (4, 5)",
-    ),
-    "fp64": (
-        {"z": torch.ones(3, 5).double()},
-        TypeError,
-        "expected z in fp32, bf16 or fp16, got torch.float64",
-    ),
-    "weight's dtype": (
-        {"weight": torch.ones(4, 5).half()},
-        TypeError,
-        "expected weight in z's dtype torch.float32, got torch.float16",
-    ),
-    "bias": ({"bias": torch.ones(5)}, ValueError, "expected bias (4,), got (5,)"),
-    "one factor": ({"v": None}, ValueError, "expected both u and v or neither, got one of them"),
-    "u": (
-        {"u": torch.ones(2, 4)},
-        ValueError,
-        "expected u (3, 4), (3, R, 4) or (1, R, 4), got (2, 4)",
-    ),
-    "ranks": (
-        {"u": torch.ones(3, 2, 4), "v": torch.ones(3, 1, 5)},
-        ValueError,
-        "expected u and v with the same rows and rank, got (3, 2, 4) and (3, 1, 5)",
-    ),
-    "rank 65": (
-        {"u": torch.ones(3, 65, 4), "v": torch.ones(3, 65, 5)},
-        ValueError,
-        "expected a rank from 1 to 64, got 65",
-    ),
-    "pool": (
-        {"index": torch.zeros(3, dtype=torch.int64)},
-        ValueError,
-        "expected u (P, R, 4), got (3, 4)",
-    ),
-    "index alone": (
-        {"u": None, "v": None, "index": torch.zeros(3, dtype=torch.int64)},
-        ValueError,
-        "expected u and v with index, got none",
-    ),
-    "index": (
-        {"u": torch.ones(2, 1, 4), "v": torch.ones(2, 1, 5), "index": torch.zeros(3)},
-        ValueError,
-        "expected index (3,) of integers, got (3,)",
-    ),
-    "out_dtype": (
-        {"out_dtype": torch.int32},
-        TypeError,
-        "expected out_dtype fp32, bf16 or fp16, got torch.int32",
-    ),
-    "path": ({"path": "fast"}, ValueError, "expected path 'gemv' or 'gemm', got 'fast'"),
-}
-
-
-@pytest.mark.parametrize("mistake", LINEAR_ERRORS)
-def test_patched_linear_refuses(mistake: str) -> None:
-    good = {
-        "z": torch.ones(3, 5),
-        "weight": torch.ones(4, 5),
-        "u": torch.ones(3, 4),
-        "v": torch.ones(3, 5),
-        "bias": torch.ones(4),
-    }
-    changes, error, message = LINEAR_ERRORS[mistake]
-    arguments = {
-        name: value.to(DEVICE) if isinstance(value, Tensor) else value
-        for name, value in (good | changes).items()
-    }
-    check_refused(error, message, lambda: kernels.patched_linear(**arguments))
-
-
-def test_the_others_refuse() -> None:
-    x = torch.ones(3, 5, device=DEVICE)
-    check_refused(
-        ValueError, "expected z_pair (2M, K), got (3, 5)", lambda: kernels.record_linear(x, x)
-    )
-    check_refused(
-        ValueError,
-        "expected hidden (2M, d) with d ≥ 1, got (3, 5)",
-        lambda: kernels.norm_pair(x, x[0], 1e-5),
-    )
-    check_refused(
-        ValueError,
-        "expected weight (5,), got (4,)",
-        lambda: kernels.norm_pair(x[:2], x[0, :4], 1e-5),
-    )
-    check_refused(
-        ValueError,
-        "expected scale (3, 5) or (5,), got (2, 5)",
-        lambda: kernels.rms_norm(x, x[:2], 1e-5),
-    )
-    check_refused(
-        ValueError,
-        "expected y (M, N) and z (M, K), got (3, 5) and (2, 5)",
-        lambda: kernels.add_low_rank(x, x[:2], x, x),
-    )
-    check_refused(
-        ValueError,
-        "expected gate and up (M, N), got (3, 5) and (2, 5)",
-        lambda: kernels.gated_product(x, x[:2], "silu"),
-    )
-    check_refused(
-        ValueError,
-        "expected activation 'gelu_tanh' or 'silu', got 'relu'",
-        lambda: kernels.gated_product(x, x, "relu"),
-    )
-    expert = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
-    check_refused(
-        ValueError,
-        "expected expert (M, k) of integers, got (3,)",
-        lambda: kernels.expert_linear(x, x[None], expert[:, 0]),
-    )
-    check_refused(
-        ValueError,
-        "expected x (M, K) or (M, k, K) and weight (E, N, K), got (2, 5) and (1, 3, 5)",
-        lambda: kernels.expert_linear(x[:2], x[None], expert),
-    )
-    check_refused(
-        ValueError,
-        "expected bias (1, 3), got (3,)",
-        lambda: kernels.expert_linear(x, x[None], expert, x[:, 0]),
-    )
-    check_refused(
-        ValueError, "expected z (M, K) with K ≥ 1, got (5,)", lambda: kernels.read_direction(x[0])
-    )

@@ -51,9 +51,6 @@ CALLS: dict[str, Call] = {
     "add_low_rank, tiles": lambda z, w, u, v, b, pu, pv, i: ops.patched_linear(
         z, w, pu, pv, b, index=i, path="gemm"
     ),
-    "patched_linears": lambda z, w, u, v, b, pu, pv, i: tuple(
-        ops.patched_linears(z, [w, -w], [u, -u], v, [b, b])
-    ),
     "record_linear": lambda z, w, u, v, b, pu, pv, i: ops.record_linear(z, w, b)[:2],
     "record_linears": lambda z, w, u, v, b, pu, pv, i: _record_linears(z, w, b),
     "add_low_rank": lambda z, w, u, v, b, pu, pv, i: ops.add_low_rank(u, z, u, v),
@@ -83,8 +80,6 @@ def check_traced(name: str) -> None:
     triton = dispatch.backend == "triton" and op not in NATIVE
     if triton and "tiles" in name:
         op = "patched_linear"  # Triton's own tiles
-    if op == "patched_linears" and not triton:
-        op = "patched_linear"
     if op.startswith("record_linear"):
         op = "record_linears" if triton else "record_linear"
     expected = f"icl_patch.{'triton_' if triton else ''}{op}.default"

@@ -11,20 +11,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
 
 from icl_patch.kernels.runtime.launching import Launch
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024}
 """Bytes of shared memory that one program can have, by compute capability; 99 KB on others."""
-
-TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
-TYPES |= {getattr(torch, f"int{bits}"): f"i{bits}" for bits in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -51,37 +42,37 @@ class Resources:
         )
 
 
-def signature_of(
-    kernel: Any, arguments: tuple
-) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list]]:
-    """Types, constants and divisibility of the arguments, as the launch itself would specialise
-    them.
-    """
-    signature, constants, attributes = {}, {}, {}
-    for parameter, value in zip(kernel.params, arguments, strict=True):
-        place = (parameter.num,)
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[parameter.name], constants[place] = "constexpr", value
-        elif isinstance(value, torch.dtype):
-            signature[parameter.name], attributes[place] = (
-                f"*{TYPES[value]}",
-                [["tt.divisibility", 16]],
-            )
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
-                attributes[place] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
+class _Target:
+    """A driver that tells Triton's compiler which GPU to compile for, without touching one."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        # kernels are kept by device: those for another target are others
+        return int(self._target.arch)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 def compile_ahead(launch: Launch, capability: int) -> Any:
-    """Compile for compute capability ``capability`` (80, 90, …): Triton's compiled kernel, with its
-    ``metadata`` and ``asm``.
+    """Compile for compute capability ``capability`` (80, 90, …), as the launch itself would, into
+    Triton's cache on disk, where it will find it. No other thread may launch meanwhile.
+
+    Returns:
+        Triton's compiled kernel, with its ``metadata`` and ``asm``.
     """
-    source = ASTSource(launch.kernel, *signature_of(launch.kernel, launch.arguments))
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    driver = triton.runtime.driver
+    driver.set_active(_Target(capability))
+    try:
+        return launch.kernel.warmup(*launch.arguments, grid=(launch.programs,), **launch.options)
+    finally:
+        if torch.cuda.is_available():  # else there is no driver to go back to
+            driver.reset_active()
 
 
 def resources(launch: Launch, capability: int) -> Resources:

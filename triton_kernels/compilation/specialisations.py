@@ -16,21 +16,20 @@ from icl_patch.kernels.ops.gated_product import plan_gated
 from icl_patch.kernels.ops.linear import plan_linear
 from icl_patch.kernels.ops.low_rank import plan_low_rank
 from icl_patch.kernels.ops.norms import plan_norm_pair, plan_rms_norm
-from icl_patch.kernels.runtime.config import GEMV, TunedConfig, data_files
+from icl_patch.kernels.runtime.config import GEMV, Config, TunedConfig, data_files
 from icl_patch.kernels.runtime.launching import Launch
 
-# Name, rank, rows for the paths "gemv" and "gemm"; where a rank is not given there is no patch.
-VARIANTS = (
-    ("plain", 0, 1, 64),
-    ("rank 1", 1, 1, 64),
-    ("rank 1, 16 rows", 1, 16, None),
-    ("rank 4, 4 rows", 4, 4, None),
-    ("rank 16, pool", 16, 4, 64),
-    ("three maps", 1, 4, 64),
-    ("recording", None, 16, 64),
-    ("recording a pair", None, 16, 64),
-    ("Conv1D", 1, 4, 64),
-)
+# By name: rank, rows for the paths "gemv" and "gemm"; where a rank is not given there is no patch.
+VARIANTS = {
+    "plain": (0, 1, 64),
+    "rank 1": (1, 1, 64),
+    "rank 1, 16 rows": (1, 16, None),
+    "rank 4, 4 rows": (4, 4, None),
+    "rank 16, pool": (16, 4, 64),
+    "recording": (None, 16, 64),
+    "recording a pair": (None, 16, 64),
+    "Conv1D": (1, 4, 64),
+}
 
 NARROW = 4096
 """Up to so many outputs K is worth splitting over programs."""
@@ -40,91 +39,71 @@ def _empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def linear_launch(entry: TunedConfig, variant: str, rank: int | None, rows: int) -> Launch:
-    """One of the VARIANTS at a shape of the entry's class."""
-    dtype, config = getattr(torch, entry.dtype), entry.config
-    n, k = min(entry.max_n or 21504, 21504), 5376
+def linear_launch(
+    config: Config,
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    rank: int | None,
+    rows: int,
+    variant: str = "",
+) -> Launch:
+    """A linear map of ``rows`` with a weight of ``size`` (N, K) and patches of a rank (of None, it
+    is recorded), with the further features of one of the VARIANTS.
+    """
+    n, k = size
     weight = _empty(k, n, dtype=dtype).T if variant == "Conv1D" else _empty(n, k, dtype=dtype)
     if rank is None:
+        z, second = _empty(2 * rows, k, dtype=dtype), weight if "pair" in variant else None
         return plan_linear(
-            _empty(2 * rows, k, dtype=dtype),
-            weight,
-            None,
-            None,
-            None,
-            None,
-            dtype,
-            config,
-            record=True,
-            others=(weight,) if "pair" in variant else (),
+            z, weight, None, None, None, None, dtype, config, record=True, second=second
         )
     z = _empty(rows, k, dtype=dtype)
     if not rank:
         return plan_linear(z, weight, None, None, None, None, dtype, config)
     index = _empty(rows, dtype=torch.int64) if "pool" in variant else None
-    return plan_linear(
-        z,
-        weight,
-        _empty(rows, rank, n),
-        _empty(rows, rank, k),
-        _empty(n, dtype=dtype),
-        index,
-        dtype,
-        config,
-        others=(weight, weight) if "maps" in variant else (),
-    )
+    bias = _empty(n, dtype=dtype) if variant else None
+    u, v = _empty(rows, rank, n), _empty(rows, rank, k)
+    return plan_linear(z, weight, u, v, bias, index, dtype, config)
 
 
-def linear_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:
-    """The VARIANTS in every configuration (for GPUs of the compute capability); those of both fp16
-    and bf16 in bf16 only.
+def entry_launches(entry: TunedConfig, capability: int) -> Iterator[tuple[str, Launch]]:
+    """The VARIANTS of an entry of a data file, for a GPU of the compute capability, by name."""
+    dtype, size = getattr(torch, entry.dtype), (min(entry.max_n or 21504, 21504), 5376)
+    config = entry.config.for_capability(capability)
+    for variant, (rank, gemv_rows, gemm_rows) in VARIANTS.items():
+        rows = gemv_rows if entry.path == GEMV else gemm_rows
+        if rows is not None:
+            yield variant, linear_launch(config, dtype, size, rank, rows, variant)
+    if entry.path == GEMV and size[0] <= NARROW:
+        split = replace(entry.config, splits=4, pdl=True).for_capability(capability)
+        for variant, rank, rows in (("rank 1", 1, 1), ("recording", None, 16)):
+            yield f"{variant}, 4 splits", linear_launch(split, dtype, size, rank, rows, variant)
+
+
+def launches(capability: int = 80) -> Iterator[tuple[str, Launch]]:
+    """Every launch, by name: of the linear kernels and of the experts' in every configuration for
+    GPUs of the compute capability (those of both fp16 and bf16 in bf16 only), then of the others.
     """
     seen = set()
     for file, entries in data_files(capability).items():
         for entry in entries:
-            key = (entry.path, entry.dtype.replace("bfloat", "float"), entry.config)
-            if key in seen:
-                continue
-            seen.add(key)
             size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
-            name = f"{file}: {entry.path} {entry.dtype}{size}"
-            served = replace(entry, config=entry.config.for_capability(capability or 80))
-            for variant, rank, gemv_rows, gemm_rows in VARIANTS:
-                rows = gemv_rows if entry.path == GEMV else gemm_rows
-                if rows is not None:
-                    yield f"{name}, {variant}", linear_launch(served, variant, rank, rows)
-            if entry.path == GEMV and (entry.max_n or NARROW + 1) <= NARROW:
-                config = replace(entry.config, splits=4, pdl=True)
-                split = replace(entry, config=config.for_capability(capability or 80))
-                yield f"{name}, rank 1, 4 splits", linear_launch(split, "rank 1", 1, 1)
-                yield f"{name}, recording, 4 splits", linear_launch(split, "recording", None, 16)
-
-
-def expert_launches(capability: int | None = None) -> Iterator[tuple[str, Launch]]:
-    """The experts' products in every configuration for few rows, as in a decode step: 8 of 128
-    experts per row.
-    """
-    for file, entries in data_files(capability).items():
-        for entry in entries:
+            key = (entry.path, entry.dtype.replace("bfloat", "float"), entry.config)
+            if key not in seen:
+                seen.add(key)
+                for variant, launch in entry_launches(entry, capability):
+                    yield f"{file}: {entry.path} {entry.dtype}{size}, {variant}", launch
             if entry.path == GEMV and entry.dtype != "float16":
-                dtype, n, k = (
-                    getattr(torch, entry.dtype),
-                    min(entry.max_n or 21504, 21504),
-                    5376,
-                )
-                x, weight, expert = (
-                    _empty(3, k, dtype=dtype),
-                    _empty(128, n, k, dtype=dtype),
-                    _empty(3, 8, dtype=torch.int64),
-                )
-                size = "" if entry.max_n is None else f" N ≤ {entry.max_n}"
-                name = f"{file}: {entry.dtype}{size}, experts"
-                yield (
-                    name,
-                    plan_experts(
-                        x, weight, expert, _empty(128, n, dtype=dtype), torch.float32, entry.config
-                    ),
-                )
+                yield f"{file}: {entry.dtype}{size}, experts", _expert_launch(entry)
+    yield from other_launches()
+
+
+def _expert_launch(entry: TunedConfig) -> Launch:
+    """For few rows, as in a decode step: 8 of 128 experts per row."""
+    dtype, n, k = getattr(torch, entry.dtype), min(entry.max_n or 21504, 21504), 5376
+    x, weight = _empty(3, k, dtype=dtype), _empty(128, n, k, dtype=dtype)
+    expert, bias = _empty(3, 8, dtype=torch.int64), _empty(128, n, dtype=dtype)
+    return plan_experts(x, weight, expert, bias, torch.float32, entry.config)
 
 
 def other_launches() -> Iterator[tuple[str, Launch]]:

@@ -20,10 +20,7 @@ from icl_patch.kernels.ops.coefficients import (
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.launching import (
     Launch,
-    cached_launch,
     ceil_div,
-    check_floats,
-    needs_op,
     power_of_two,
 )
 
@@ -161,24 +158,17 @@ def plan_direction(z: Tensor) -> Launch:
     )
 
 
-def launch_direction(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`read_direction`, straight to the kernel."""
-    return cached_launch(_plan, (z,))
+def _check(z: Tensor) -> None:
+    if z.dim() != 2 or not z.shape[1]:
+        raise ValueError(f"expected z (M, K) with K ≥ 1, got {tuple(z.shape)}")
 
 
-def _plan(z: Tensor) -> Launch:
-    _check(z)
-    return plan_direction(z)
-
-
-library.define("triton_read_direction(Tensor z) -> (Tensor, Tensor, Tensor)", launch_direction)
-
-
-@library.fake("triton_read_direction")
-def _(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, k = z.shape
-    wide = z.new_empty((rows, k), dtype=torch.float32)
-    return wide, wide.new_empty((rows,)), wide.new_empty((rows, 1))
+_read_direction = library.operator(
+    "triton_read_direction(Tensor z) -> (Tensor, Tensor, Tensor)",
+    _check,
+    plan_direction,
+    lambda z: library.fake_outputs(z, direction_outputs(*z.shape)),
+)
 
 
 def read_direction(z: Tensor) -> ReadDirection:
@@ -197,13 +187,4 @@ def read_direction(z: Tensor) -> ReadDirection:
 
     Source: Goldwaser et al. (2025), Lemma 6.
     """
-    if needs_op(z):
-        _check(z)
-        return ReadDirection(*torch.ops.icl_patch.triton_read_direction(z))
-    return ReadDirection(*launch_direction(z))
-
-
-def _check(z: Tensor) -> None:
-    if z.dim() != 2 or not z.shape[1]:
-        raise ValueError(f"expected z (M, K) with K ≥ 1, got {tuple(z.shape)}")
-    check_floats(z, z=z)
+    return ReadDirection(*_read_direction(z))

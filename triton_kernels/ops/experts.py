@@ -9,17 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from icl_patch.kernels.ops.linear import check_operands
+from icl_patch.checks import check_expert_linear
 from icl_patch.kernels.ops.linear_kernels import _add_lanes, _add_products
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import GEMV, Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import (
     Launch,
-    cached_launch,
     ceil_div,
-    check,
     dtype_of,
-    needs_op,
 )
 
 
@@ -130,17 +127,6 @@ def plan_experts(
     )
 
 
-def launch_experts(
-    x: Tensor,
-    weight: Tensor,
-    expert: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """:func:`expert_linear`, straight to the kernel."""
-    return cached_launch(_plan, (x, weight, expert, bias), out_dtype)
-
-
 def _plan(
     x: Tensor,
     weight: Tensor,
@@ -148,24 +134,20 @@ def _plan(
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    _check(x, weight, expert, bias, out_dtype)
     config = config_for(gpu_name(x.device), weight.dtype, weight.shape[1], GEMV)
     launch = plan_experts(x, weight, expert, bias, out_dtype or x.dtype, config)
     return lambda x, weight, expert, bias: launch(x, weight, bias, expert)
 
 
-library.define(
+_expert_linear = library.operator(
     "triton_expert_linear(Tensor x, Tensor weight, Tensor expert, Tensor? bias, ScalarType?"
     " out_dtype) -> Tensor",
-    launch_experts,
+    check_expert_linear,
+    _plan,
+    lambda x, weight, expert, bias, out_dtype: x.new_empty(
+        (*expert.shape, weight.shape[1]), dtype=out_dtype or x.dtype
+    ),
 )
-
-
-@library.fake("triton_expert_linear")
-def _(
-    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor:
-    return x.new_empty((*expert.shape, weight.shape[1]), dtype=out_dtype or x.dtype)
 
 
 def expert_linear(
@@ -197,25 +179,4 @@ def expert_linear(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit.
     """
-    if needs_op(x, weight, bias):
-        _check(x, weight, expert, bias, out_dtype)
-        return torch.ops.icl_patch.triton_expert_linear(x, weight, expert, bias, out_dtype)
-    return launch_experts(x, weight, expert, bias, out_dtype)
-
-
-def _check(
-    x: Tensor, weight: Tensor, expert: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    good = expert.dim() == 2 and not expert.is_floating_point() and expert.dtype != torch.bool
-    check(good, "expert (M, k) of integers", expert.shape)
-    good = weight.dim() == 3 and x.shape in (
-        (len(expert), weight.shape[2]),
-        (*expert.shape, weight.shape[2]),
-    )
-    if not good:
-        raise ValueError(
-            f"expected x (M, K) or (M, k, K) and weight (E, N, K), got {tuple(x.shape)} and"
-            f" {tuple(weight.shape)}"
-        )
-    check_operands("x", x, weight, bias, out_dtype)
-    check(expert.device == x.device, f"expert on {x.device}", expert.device)
+    return _expert_linear(x, weight, expert, bias, out_dtype)

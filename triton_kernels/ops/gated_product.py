@@ -6,15 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from icl_patch.activations import activation_code
+from icl_patch.checks import check_gated_product
 from icl_patch.kernels.runtime import library
-from icl_patch.kernels.runtime.launching import (
-    Launch,
-    cached_launch,
-    ceil_div,
-    check,
-    check_floats,
-    needs_op,
-)
+from icl_patch.kernels.runtime.launching import Launch, ceil_div
 
 _BLOCK = 1024
 
@@ -64,24 +58,12 @@ def plan_gated(gate: Tensor, up: Tensor, activation: str) -> Launch:
     )
 
 
-def launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """:func:`gated_product`, straight to the kernel."""
-    return cached_launch(_plan, (gate, up), activation)
-
-
-def _plan(gate: Tensor, up: Tensor, activation: str) -> Launch:
-    _check(gate, up, activation)
-    return plan_gated(gate, up, activation)
-
-
-library.define(
-    "triton_gated_product(Tensor gate, Tensor up, str activation) -> Tensor", launch_gated
+_gated_product = library.operator(
+    "triton_gated_product(Tensor gate, Tensor up, str activation) -> Tensor",
+    check_gated_product,
+    plan_gated,
+    lambda gate, up, activation: torch.empty_like(gate, memory_format=torch.contiguous_format),
 )
-
-
-@library.fake("triton_gated_product")
-def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -100,17 +82,4 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or the activation does not fit.
     """
-    if needs_op(gate, up):
-        _check(gate, up, activation)
-        return torch.ops.icl_patch.triton_gated_product(gate, up, activation)
-    return launch_gated(gate, up, activation)
-
-
-def _check(gate: Tensor, up: Tensor, activation: str) -> None:
-    if gate.dim() != 2 or gate.shape != up.shape:
-        raise ValueError(
-            f"expected gate and up (M, N), got {tuple(gate.shape)} and {tuple(up.shape)}"
-        )
-    check_floats(gate, gate=gate, up=up)
-    check(gate.dtype == up.dtype, f"up in gate's dtype {gate.dtype}", up.dtype, TypeError)
-    activation_code(activation)
+    return _gated_product(gate, up, activation)

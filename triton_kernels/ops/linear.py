@@ -1,34 +1,26 @@
 """``y = z Wᵀ + bias + Σ_r (z·v_r) u_r`` in one pass over W."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from icl_patch.checks import check_patched_linear
 from icl_patch.kernels.ops.coefficients import LANES, plan_coefficients
 from icl_patch.kernels.ops.linear_kernels import _linear_kernel
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.config import GEMM, GEMV, GEMV_ROWS, Config, config_for, gpu_name
 from icl_patch.kernels.runtime.launching import (
-    FLOATS,
     INTERPRETED,
     Launch,
     Memory,
     cached_launch,
     ceil_div,
-    check,
-    check_floats,
     dtype_of,
     has_pdl,
-    needs_op,
     power_of_two,
 )
-
-MAX_RANK = 64
-MAPS = 3  # that share a launch
 
 
 def product_path(rows: int) -> str:
@@ -84,15 +76,15 @@ def plan_linear(
     config: Config,
     *,
     record: bool = False,
-    others: Sequence[Tensor] = (),
+    second: Tensor | None = None,
 ) -> Launch:
     """Plan y (M, N) in ``dtype`` from z, weight, bias, u, v, index, the coefficients of
-    :func:`plan_before`, and the weight, bias and u of two other maps of z, or None for each.
+    :func:`plan_before`, and the weight and bias of a second map of z, or None for each.
 
     u (M, R, N) or (1, R, N), v the same with K, or pools with ``index``. With ``record`` z and y
     are (2M, ·), the coefficients (M, 1) are always read, and the patch u (M, N) is a second output.
-    ``others`` are the weights (N', K) of up to two other maps: with the same strides, with a bias
-    if there is one, with a u if there is one, and all of these u contiguous. Their outputs follow.
+    ``second`` is the weight (N', K) of another map to record, with the same strides, and with a
+    bias if there is one. Its outputs follow.
     """
     n, k = weight.shape
     rows = len(z) // 2 if record else len(z)
@@ -104,8 +96,6 @@ def plan_linear(
         u_strides, v_strides = u.stride(), v.stride()
         if index is None and u.shape[0] == 1:
             u_strides, v_strides = (0, *u_strides[1:]), (0, *v_strides[1:])
-        if others:  # the kernel scales them to the other widths
-            u_strides = (rank * n if u_strides[0] else 0, n, 1)
         fused = power_of_two(rank) if sums_coefficients(config, rows, rank) else 0
     block_m, block_n = blocks(config, rows, record)
     inputs = (
@@ -116,19 +106,19 @@ def plan_linear(
         dtype_of(v),
         dtype_of(index),
         torch.float32 if record or (rank and not fused) else None,
-        *(dtype_of(x) for other in others for x in (other, bias, u)),
-        *[None] * (3 * (MAPS - 1 - len(others))),
+        dtype_of(second),
+        None if second is None else dtype_of(bias),
     )
     outputs: list[Memory | None] = []
-    widths = [n, *map(len, others)]
+    widths = [n] if second is None else [n, len(second)]
     for width in widths:
         outputs += [((len(z), width), dtype), ((rows, width), torch.float32) if record else None]
     tiles = ceil_div(rows, block_m) * sum(ceil_div(width, block_n) for width in widths)
     partial: Memory = ((config.splits * len(z) * sum(widths),), torch.float32)
     rest: tuple = (
         rows,
-        *widths,
-        *[None] * (MAPS - len(widths)),
+        n,
+        None if second is None else len(second),
         *z.stride(),
         *weight.stride(),
         0 if bias is None else bias.stride(0),
@@ -147,7 +137,7 @@ def plan_linear(
         *coefficient_block(config, block_m, rows, fused, z.dtype),
         config.sums,
         config.splits,
-        len(widths),
+        second is not None,
         pdl := config.pdl and has_pdl(z.device),
         config.num_stages,
         INTERPRETED,
@@ -156,7 +146,7 @@ def plan_linear(
         _linear_kernel,
         tiles * config.splits,
         inputs,
-        (*outputs, *[None] * (2 * MAPS - len(outputs))),
+        (*outputs, *[None] * (4 - len(outputs))),
         rest,
         config.num_warps,
         config.num_stages,
@@ -187,7 +177,7 @@ def launch_linear(
     path: str | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """:func:`patched_linear` without gradients, straight to the kernel."""
+    """:func:`patched_linear` with a configuration, straight to the kernel and without checks."""
     return cached_launch(_plan, (z, weight, u, v, bias, index), out_dtype, path, config)
 
 
@@ -200,9 +190,8 @@ def _plan(
     index: Tensor | None,
     out_dtype: torch.dtype | None,
     path: str | None,
-    config: Config | None,
+    config: Config | None = None,
 ) -> Callable[..., Tensor]:
-    _check(z, weight, u, v, bias, index, out_dtype)
     if u is not None and not len(u):  # an empty pool: no row has a patch
         plain = _plan(z, weight, None, None, bias, None, out_dtype, path, config)
         return lambda z, weight, u, v, bias, index: plain(z, weight, None, None, bias, None)
@@ -223,143 +212,20 @@ def _plan(
         index: Tensor | None,
     ) -> Tensor:
         coeff = None if before is None else before(z, v, index)
-        return launch(z, weight, bias, u, v, index, coeff, *[None] * 6)
+        return launch(z, weight, bias, u, v, index, coeff, None, None)
 
     return call
 
 
-def launch_linears(
-    z: Tensor,
-    weights: Sequence[Tensor],
-    us: Sequence[Tensor | None],
-    v: Tensor | None,
-    biases: Sequence[Tensor | None],
-    path: str | None = None,
-    config: Config | None = None,
-    record: bool = False,
-) -> list[Tensor]:
-    """:func:`patched_linears`, straight to the kernel. With ``record``, for both streams z and the
-    coefficients v: y and u of each weight.
-    """
-    maps = (x for of in zip(weights, biases, us, strict=True) for x in of)
-    return cached_launch(_plan_maps, (z, v, *maps), path, config, record)
-
-
-def _plan_maps(z: Tensor, v: Tensor | None, *rest: Any) -> Callable[..., list[Tensor]]:
-    """The launches of maps of z, each with its weight, bias and u; neighbours share one."""
-    *flat, path, config, record = rest
-    path, configs = path or product_path(len(z) // (1 + record)), []
-    for weight, bias, u in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
-        if record:
-            check_record(z, weight, bias, v)
-        else:
-            _check(z, weight, u, v, bias, None, None)
-        configs.append(config or config_for(gpu_name(z.device), weight.dtype, len(weight), path))
-
-    def form(i: int) -> Any:
-        weight, bias, u = flat[3 * i : 3 * i + 3]
-        if not (record or configs[i].grouped) or not (u is None or u.is_contiguous()):
-            return i
-        if not len(weight):  # the kernel divides by the first map's outputs
-            return i
-        strides = weight.stride(), bias is None or bias.stride()
-        return configs[i].arithmetic, strides, u is None or (u.dtype, u.shape[:-1])
-
-    runs = []
-    for _, alike in groupby(range(len(configs)), form):
-        found = list(alike)
-        for i in found[::MAPS]:
-            run = slice(3 * i, 3 * min(i + MAPS, found[-1] + 1))
-            runs.append((run, _plan_run(z, v, flat[run], configs[i], record)))
-    return lambda z, v, *flat: [y for run, call in runs for y in call(z, v, flat[run])]
-
-
-def _plan_run(
-    z: Tensor, v: Tensor | None, flat: Sequence[Any], config: Config, record: bool
-) -> Callable[..., Sequence[Tensor]]:
-    """The launch of maps that are alike."""
-    weight, bias, u = flat[:3]
-    v = None if record else v
-    if u is not None and v is not None and u.dim() == 2:
-        u, v = u.unsqueeze(1), v.unsqueeze(1)
-    before: Any = plan_before(z, v, None, config)
-    launch = plan_linear(
-        z, weight, u, v, bias, None, z.dtype, config, record=record, others=flat[3::3]
-    )
-    padding = [None] * (3 * MAPS - len(flat))
-
-    def call(z: Tensor, v: Tensor | None, flat: Sequence[Any]) -> Sequence[Tensor]:
-        coeff = v if record else before and before(z, v, None)
-        outputs = launch(z, *flat[:3], None if record else v, None, coeff, *flat[3:], *padding)
-        return [outputs] if isinstance(outputs, Tensor) else outputs
-
-    return call
-
-
-library.define(
-    "triton_patched_linears(Tensor z, Tensor[] weights, Tensor?[] us, Tensor? v, Tensor?[] biases,"
-    " str? path) -> Tensor[]",
-    launch_linears,
-)
-library.fake("triton_patched_linears")(
-    lambda z, weights, *_: [z.new_empty((z.shape[0], weight.shape[0])) for weight in weights]
-)
-
-
-def patched_linears(
-    z: Tensor,
-    weights: Sequence[Tensor],
-    us: Sequence[Tensor | None],
-    v: Tensor | None,
-    biases: Sequence[Tensor | None],
-    path: str | None = None,
-) -> list[Tensor]:
-    """:func:`patched_linear` of each weight with its u and bias, bit for bit, in z's dtype.
-
-    Up to three neighbours share a launch if their configurations say so (``Config.grouped``) and
-    have the same arithmetic, and their layouts are the same.
-
-    Args:
-        z: (M, K), read by all maps.
-        weights: logically (N_j, K); N_j may differ.
-        us: (M, N_j), (M, R, N_j) or (1, R, N_j) for each weight; None for each without patches.
-        v: of all patches, as ``us`` with K for N_j.
-        biases: (N_j,) or None for each weight.
-        path: as for :func:`patched_linear`.
-
-    Returns:
-        (M, N_j) for each weight. Not differentiable.
-
-    Raises:
-        TypeError: a dtype does not fit.
-        ValueError: a shape, a device or a number of tensors does not fit.
-    """
-    if needs_op(z, v, *weights, *us, *biases):
-        for weight, u, bias in zip(weights, us, biases, strict=True):
-            _check(z, weight, u, v, bias, None, None)
-        return torch.ops.icl_patch.triton_patched_linears(z, weights, us, v, biases, path)
-    return launch_linears(z, weights, us, v, biases, path)
-
-
-library.define(
+_patched_linear = library.operator(
     "triton_patched_linear(Tensor z, Tensor weight, Tensor? u, Tensor? v, Tensor? bias, Tensor?"
     " index, ScalarType? out_dtype, str? path) -> Tensor",
-    launch_linear,
+    check_patched_linear,
+    _plan,
+    lambda z, weight, u, v, bias, index, out_dtype, path: z.new_empty(
+        (z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype
+    ),
 )
-
-
-@library.fake("triton_patched_linear")
-def _(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-    path: str | None,
-) -> Tensor:
-    return z.new_empty((z.shape[0], weight.shape[0]), dtype=out_dtype or z.dtype)
 
 
 def patched_linear(
@@ -398,107 +264,4 @@ def patched_linear(
 
     Source: Goldwaser et al. (2025), Lemmas 6 and 9.
     """
-    if needs_op(z, weight, u, v, bias):
-        _check(z, weight, u, v, bias, index, out_dtype)
-        return torch.ops.icl_patch.triton_patched_linear(
-            z, weight, u, v, bias, index, out_dtype, path
-        )
-    return launch_linear(z, weight, u, v, bias, index, out_dtype, path)
-
-
-def _check(
-    z: Tensor,
-    weight: Tensor,
-    u: Tensor | None,
-    v: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> None:
-    check_linear(z, weight, bias, out_dtype)
-    if u is not None or v is not None:
-        check_factors(z, weight.shape[0], u, v, index)
-    elif index is not None:
-        raise ValueError("expected u and v with index, got none")
-
-
-def check_linear(
-    z: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    """Raise unless the arguments fit a linear map of z."""
-    if z.dim() != 2 or weight.dim() != 2 or z.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"expected z (M, K) and weight (N, K), got {tuple(z.shape)} and {tuple(weight.shape)}"
-        )
-    check_operands("z", z, weight, bias, out_dtype)
-
-
-def check_record(
-    z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor | None = None
-) -> None:
-    """Raise unless the arguments fit a recorded linear map of both streams."""
-    check_linear(z_pair, weight, bias, None)
-    rows = z_pair.shape[0] // 2  # torch.compile has no divmod for sizes that vary
-    check(z_pair.shape[0] == 2 * rows, "z_pair (2M, K)", z_pair.shape)
-    if coeff is not None:
-        good = (
-            coeff.shape == (rows, 1)
-            and coeff.dtype == torch.float32
-            and coeff.is_contiguous()
-            and coeff.device == z_pair.device
-        )
-        if not good:  # a message with rows in it would bind a compiled graph to their number
-            expected = f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}"
-            raise ValueError(f"expected {expected}, got {tuple(coeff.shape)}")
-
-
-def check_operands(
-    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    """Raise unless dtypes, devices and bias fit the product of x and a weight (N, K), or weights
-    (E, N, K).
-    """
-    check_floats(x, **{name: x}, weight=weight, bias=bias)
-    check(weight.dtype == x.dtype, f"weight in {name}'s dtype {x.dtype}", weight.dtype, TypeError)
-    if bias is not None:
-        check(bias.shape == weight.shape[:-1], f"bias {tuple(weight.shape[:-1])}", bias.shape)
-        check(bias.dtype == x.dtype, f"bias in {name}'s dtype {x.dtype}", bias.dtype, TypeError)
-    if out_dtype is not None:
-        check(out_dtype in FLOATS, "out_dtype fp32, bf16 or fp16", out_dtype, TypeError)
-
-
-def check_factors(
-    z: Tensor, n: int, u: Tensor | None, v: Tensor | None, index: Tensor | None
-) -> None:
-    """Raise unless u, v and index fit z (M, K) and outputs (M, n)."""
-    if u is None or v is None:
-        raise ValueError("expected both u and v or neither, got one of them")
-    check_floats(z, u=u, v=v)
-    rows = z.shape[0]
-    for name, factor, width in (("u", u, n), ("v", v, z.shape[1])):
-        pool = index is not None and factor.dim() == 3
-        own = index is None and (
-            (factor.dim() in (2, 3) and factor.shape[0] == rows)
-            or (factor.dim() == 3 and factor.shape[0] == 1)
-        )
-        if not (pool or own) or factor.shape[-1] != width:
-            wanted = (
-                f"(P, R, {width})"
-                if index is not None
-                else f"({rows}, {width}), ({rows}, R, {width}) or (1, R, {width})"
-            )
-            raise ValueError(f"expected {name} {wanted}, got {tuple(factor.shape)}")
-    if u.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"expected u and v with the same rows and rank, got {tuple(u.shape)} and"
-            f" {tuple(v.shape)}"
-        )
-    if u.dim() == 3 and not 1 <= u.shape[1] <= MAX_RANK:
-        raise ValueError(f"expected a rank from 1 to {MAX_RANK}, got {u.shape[1]}")
-    if index is not None:
-        good = (
-            index.shape == (rows,) and not index.is_floating_point() and index.dtype != torch.bool
-        )
-        if not good:
-            raise ValueError(f"expected index ({rows},) of integers, got {tuple(index.shape)}")
-        check(index.device == z.device, f"index on {z.device}", index.device)
+    return _patched_linear(z, weight, u, v, bias, index, out_dtype, path)

@@ -346,22 +346,15 @@ def _linear_kernel(
     coeff_ptr,
     second_w_ptr,
     second_bias_ptr,
-    second_u_ptr,
-    third_w_ptr,
-    third_bias_ptr,
-    third_u_ptr,
     y_ptr,
     u_out_ptr,
     second_y_ptr,
     second_u_out_ptr,
-    third_y_ptr,
-    third_u_out_ptr,
     partial_ptr,
     counter_ptr,
     M,
     N,
     SECOND_N,
-    THIRD_N,
     stride_zm,
     stride_zk,
     stride_wn,
@@ -387,7 +380,7 @@ def _linear_kernel(
     COEFF_BLOCK_K: tl.constexpr,  # elements of z and v that are loaded together for z·v
     SUMS: tl.constexpr,  # running sums of an output on matrix units, a power of two
     SPLITS: tl.constexpr,  # ranges of K, each of which has programs of its own
-    MAPS: tl.constexpr,  # linear maps of z in this launch, 1 to 3
+    PAIR: tl.constexpr,  # two recorded linear maps of z share this launch
     PDL: tl.constexpr,  # the launch may begin before the one before it has ended
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,  # bf16 and fp16 to fp32 before tl.dot: Triton's interpreter needs it
@@ -403,33 +396,16 @@ def _linear_kernel(
         split = (pid % SPLITS).to(tl.int32)
         begin = split * span
         pid = pid // SPLITS
-    if MAPS > 1:
+    if PAIR:
         first = row_blocks * tl.cdiv(N, BLOCK_N)
         if pid >= first:
             pid -= first
-            w_ptr, y_ptr, width = second_w_ptr, second_y_ptr, SECOND_N
+            w_ptr, y_ptr, u_out_ptr = second_w_ptr, second_y_ptr, second_u_out_ptr
+            width = SECOND_N
             if HAS_BIAS:
                 bias_ptr = second_bias_ptr
-            if R:
-                u_ptr = second_u_ptr
-            if RECORD:
-                u_out_ptr = second_u_out_ptr
             if SPLITS > 1:
                 partial_ptr += SPLITS * M * (1 + RECORD) * tl.cast(N, tl.int64)
-            if MAPS > 2:
-                second = row_blocks * tl.cdiv(SECOND_N, BLOCK_N)
-                if pid >= second:
-                    pid -= second
-                    w_ptr, y_ptr, width = third_w_ptr, third_y_ptr, THIRD_N
-                    if HAS_BIAS:
-                        bias_ptr = third_bias_ptr
-                    if R:
-                        u_ptr = third_u_ptr
-                    if RECORD:
-                        u_out_ptr = third_u_out_ptr
-                    if SPLITS > 1:
-                        partial_ptr += SPLITS * M * (1 + RECORD) * tl.cast(SECOND_N, tl.int64)
-        stride_um, stride_ur = stride_um // N * width, stride_ur // N * width
     offs_m = (pid % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < width

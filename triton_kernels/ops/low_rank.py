@@ -7,18 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from icl_patch.checks import check_add_low_rank
 from icl_patch.kernels.ops.coefficients import plan_coefficients
-from icl_patch.kernels.ops.linear import check_factors
 from icl_patch.kernels.runtime import library
 from icl_patch.kernels.runtime.launching import (
-    FLOATS,
     Launch,
-    cached_launch,
     ceil_div,
-    check,
-    check_floats,
     dtype_of,
-    needs_op,
 )
 
 _BLOCK = 512
@@ -81,22 +76,9 @@ def plan_low_rank(plain: Tensor, u: Tensor, index: Tensor | None, dtype: torch.d
     return Launch(_low_rank_kernel, rows * column_blocks, inputs, (((rows, n), dtype),), rest, 4)
 
 
-def launch_low_rank(
-    y: Tensor,
-    z: Tensor,
-    u: Tensor,
-    v: Tensor,
-    index: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """:func:`add_low_rank` without gradients, straight to the kernels."""
-    return cached_launch(_plan, (y, z, u, v, index), out_dtype)
-
-
 def _plan(
     y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    _check(y, z, u, v, index, out_dtype)
     dtype = out_dtype or y.dtype
     if not len(u):  # an empty pool: no row has a patch
         return lambda y, z, u, v, index: y.to(
@@ -107,18 +89,15 @@ def _plan(
     return lambda y, z, u, v, index: launch(y, u, index, before(z, v, index))
 
 
-library.define(
+_add_low_rank = library.operator(
     "triton_add_low_rank(Tensor y, Tensor z, Tensor u, Tensor v, Tensor? index, ScalarType?"
     " out_dtype) -> Tensor",
-    launch_low_rank,
+    check_add_low_rank,
+    _plan,
+    lambda y, z, u, v, index, out_dtype: torch.empty_like(
+        y, dtype=out_dtype or y.dtype, memory_format=torch.contiguous_format
+    ),
 )
-
-
-@library.fake("triton_add_low_rank")
-def _(
-    y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor:
-    return torch.empty_like(y, dtype=out_dtype or y.dtype, memory_format=torch.contiguous_format)
 
 
 def add_low_rank(
@@ -146,24 +125,4 @@ def add_low_rank(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit.
     """
-    if needs_op(y, z, u, v):
-        _check(y, z, u, v, index, out_dtype)
-        return torch.ops.icl_patch.triton_add_low_rank(y, z, u, v, index, out_dtype)
-    return launch_low_rank(y, z, u, v, index, out_dtype)
-
-
-def _check(
-    y: Tensor, z: Tensor, u: Tensor, v: Tensor, index: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    if y.dim() != 2 or z.dim() != 2 or len(y) != len(z):
-        raise ValueError(
-            f"expected y (M, N) and z (M, K), got {tuple(y.shape)} and {tuple(z.shape)}"
-        )
-    check_floats(y, y=y, z=z)
-    check_factors(z, y.shape[1], u, v, index)
-    check(
-        out_dtype is None or out_dtype in FLOATS,
-        "out_dtype fp32, bf16 or fp16",
-        out_dtype,
-        TypeError,
-    )
+    return _add_low_rank(y, z, u, v, index, out_dtype)

@@ -3,7 +3,6 @@
 Both sum the squares in the same order in any layout, so a row has the same bits in either.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from icl_patch.checks import check_norm_pair, check_rms_norm
 from icl_patch.kernels.ops.coefficients import LANE_BITS, LANES, add_segments, pair_sum
 from icl_patch.kernels.ops.direction import (
     ReadDirection,
@@ -25,7 +25,7 @@ from icl_patch.kernels.ops.direction import (
     sum_all,
 )
 from icl_patch.kernels.runtime import library
-from icl_patch.kernels.runtime.launching import Launch, cached_launch, check, check_floats, needs_op
+from icl_patch.kernels.runtime.launching import Launch, Memory
 
 
 class NormedPair(NamedTuple):
@@ -175,34 +175,26 @@ def _rms_norm_kernel(
         tl.store(y_ptr + m * D + offs, _scaled(x, reciprocal, scale, CAST_FIRST), mask=mask)
 
 
+def _pair_outputs(hidden: Tensor, pairs: int, d: int) -> tuple[Memory, ...]:
+    """z_pair, delta and the direction, for hidden (pairs, d)."""
+    rows = pairs // 2
+    return (
+        ((pairs, d), hidden.dtype),
+        ((rows, d), torch.float32),
+        *direction_outputs(rows, d),
+    )
+
+
 def plan_norm_pair(
     hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
 ) -> Launch:
     """From hidden and weight z_pair, delta and the direction."""
     rows, d = len(hidden) // 2, hidden.shape[1]
-    outputs = (
-        ((2 * rows, d), hidden.dtype),
-        ((rows, d), torch.float32),
-        *direction_outputs(rows, d),
-    )
+    outputs = _pair_outputs(hidden, 2 * rows, d)
     rest = (rows, *hidden.stride(), weight.stride(0), eps, offset, d, cast_first, *row_blocks(d))
     return Launch(
         _norm_pair_kernel, rows, (hidden.dtype, weight.dtype), outputs, rest, row_warps(d)
     )
-
-
-def launch_norm_pair(
-    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
-) -> tuple[Tensor, ...]:
-    """:func:`norm_pair`, straight to the kernel: z_pair, delta, v, inverse_norm2, coeff."""
-    return cached_launch(_plan_norm_pair, (hidden, weight), eps, offset, cast_first)
-
-
-def _plan_norm_pair(
-    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
-) -> Launch:
-    _check_norm_pair(hidden, weight, eps)
-    return plan_norm_pair(hidden, weight, eps, offset, cast_first)
 
 
 def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
@@ -215,47 +207,19 @@ def plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_firs
     )
 
 
-def launch_rms_norm(
-    x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool
-) -> Tensor:
-    """:func:`rms_norm`, straight to the kernel."""
-    return cached_launch(_plan_rms_norm, (x, scale), eps, offset, cast_first)
-
-
-def _plan_rms_norm(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Launch:
-    _check_rms_norm(x, scale, eps)
-    return plan_rms_norm(x, scale, eps, offset, cast_first)
-
-
-library.define(
+_norm_pair = library.operator(
     "triton_norm_pair(Tensor hidden, Tensor weight, float eps, float offset, bool cast_first) ->"
     " (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch_norm_pair,
+    check_norm_pair,
+    plan_norm_pair,
+    lambda hidden, *_: library.fake_outputs(hidden, _pair_outputs(hidden, *hidden.shape)),
 )
-library.define(
+_rms_norm = library.operator(
     "triton_rms_norm(Tensor x, Tensor scale, float eps, float offset, bool cast_first) -> Tensor",
-    launch_rms_norm,
+    check_rms_norm,
+    plan_rms_norm,
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
-
-
-@library.fake("triton_norm_pair")
-def _(
-    hidden: Tensor, weight: Tensor, eps: float, offset: float, cast_first: bool
-) -> tuple[Tensor, ...]:
-    rows, d = hidden.shape[0] // 2, hidden.shape[1]
-    delta = hidden.new_empty((rows, d), dtype=torch.float32)
-    return (
-        torch.empty_like(hidden, memory_format=torch.contiguous_format),
-        delta,
-        delta.new_empty((rows, d)),
-        delta.new_empty((rows,)),
-        delta.new_empty((rows, 1)),
-    )
-
-
-@library.fake("triton_rms_norm")
-def _(x: Tensor, scale: Tensor, eps: float, offset: float, cast_first: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def norm_pair(
@@ -284,23 +248,10 @@ def norm_pair(
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or ``eps`` does not fit.
     """
-    eps, scale_offset = float(eps), float(scale_offset)
-    if needs_op(hidden, weight):
-        _check_norm_pair(hidden, weight, eps)
-        z_pair, delta, *direction = torch.ops.icl_patch.triton_norm_pair(
-            hidden, weight, eps, scale_offset, cast_first
-        )
-    else:
-        z_pair, delta, *direction = launch_norm_pair(hidden, weight, eps, scale_offset, cast_first)
+    z_pair, delta, *direction = _norm_pair(
+        hidden, weight, float(eps), float(scale_offset), cast_first
+    )
     return NormedPair(z_pair, delta, ReadDirection(*direction))
-
-
-def _check_norm_pair(hidden: Tensor, weight: Tensor, eps: float) -> None:
-    if hidden.dim() != 2 or hidden.shape[0] % 2 or not hidden.shape[1]:
-        raise ValueError(f"expected hidden (2M, d) with d ≥ 1, got {tuple(hidden.shape)}")
-    check_floats(hidden, hidden=hidden, weight=weight)
-    check(weight.shape == hidden.shape[1:], f"weight ({hidden.shape[1]},)", weight.shape)
-    check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)
 
 
 def rms_norm(
@@ -323,18 +274,4 @@ def rms_norm(
 
     Source: Goldwaser et al. (2025), Lemma 10.
     """
-    eps, scale_offset = float(eps), float(scale_offset)
-    if needs_op(x, scale):
-        _check_rms_norm(x, scale, eps)
-        return torch.ops.icl_patch.triton_rms_norm(x, scale, eps, scale_offset, cast_first)
-    return launch_rms_norm(x, scale, eps, scale_offset, cast_first)
-
-
-def _check_rms_norm(x: Tensor, scale: Tensor, eps: float) -> None:
-    if x.dim() != 2 or not x.shape[1]:
-        raise ValueError(f"expected x (M, d) with d ≥ 1, got {tuple(x.shape)}")
-    check_floats(x, x=x, scale=scale)
-    if scale.shape not in (x.shape, x.shape[1:]):
-        expected = f"scale {tuple(x.shape)} or ({x.shape[1]},)"
-        raise ValueError(f"expected {expected}, got {tuple(scale.shape)}")
-    check(0 <= eps < math.inf, "a finite eps ≥ 0", eps)
+    return _rms_norm(x, scale, float(eps), float(scale_offset), cast_first)

@@ -1,16 +1,17 @@
 """One pass over W for both streams: their outputs, and the patch that makes them equal."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from icl_patch.checks import check_record_linear
 from icl_patch.kernels.ops.direction import ReadDirection, read_direction
-from icl_patch.kernels.ops.linear import check_record, launch_linears
+from icl_patch.kernels.ops.linear import plan_linear, product_path
 from icl_patch.kernels.runtime import library
-from icl_patch.kernels.runtime.config import Config
-from icl_patch.kernels.runtime.launching import needs_op
+from icl_patch.kernels.runtime.config import Config, config_for, gpu_name
+from icl_patch.kernels.runtime.launching import cached_launch, check_served, needs_op
 
 
 class Recorded(NamedTuple):
@@ -44,21 +45,68 @@ def launch_record(
     """:func:`record_linears` for given coefficients, straight to the kernel: y_pair and u of each
     weight.
     """
-    nothing = [None] * len(weights)
-    return launch_linears(z_pair, weights, nothing, coeff, biases, path, config, record=True)
+    maps = (x for of in zip(weights, biases, strict=True) for x in of)
+    return cached_launch(_plan, (z_pair, coeff, *maps), path, config)
 
 
-library.define(
+def _plan(z_pair: Tensor, coeff: Tensor, *rest: Any) -> Callable[..., list[Tensor]]:
+    """The launches of maps, each with its weight and bias; two neighbours that are alike share
+    one.
+    """
+    *flat, path, config = rest
+    path = path or product_path(len(z_pair) // 2)
+    maps, runs = list(zip(flat[::2], flat[1::2], strict=True)), []
+    for weight, bias in maps:
+        _check(z_pair, weight, bias, coeff)
+    configs = [
+        config or config_for(gpu_name(z_pair.device), weight.dtype, len(weight), path)
+        for weight, _ in maps
+    ]
+    alike = [
+        (of.arithmetic, weight.stride(), bias is None or bias.stride())
+        for of, (weight, bias) in zip(configs, maps, strict=True)
+    ]
+    i = 0
+    while i < len(maps):
+        pair = alike[i : i + 2].count(alike[i]) == 2
+        (weight, bias), second = maps[i], maps[i + 1][0] if pair else None
+        launch = plan_linear(
+            z_pair, weight, None, None, bias, None, z_pair.dtype, configs[i], record=True,
+            second=second,
+        )  # fmt: skip
+        runs.append((slice(2 * i, 2 * (i + 1 + pair)), launch))
+        i += 1 + pair
+
+    def call(z_pair: Tensor, coeff: Tensor, *flat: Tensor | None) -> list[Tensor]:
+        outputs: list[Tensor] = []
+        for run, launch in runs:
+            first, second = flat[run][:2], flat[run][2:] or (None, None)
+            outputs += launch(z_pair, *first, None, None, None, coeff, *second)
+        return outputs
+
+    return call
+
+
+def _check(z_pair: Tensor, weight: Tensor, bias: Tensor | None, coeff: Tensor) -> None:
+    check_served(z_pair, weight, bias, coeff)
+    check_record_linear(z_pair, weight, bias)
+    rows = z_pair.shape[0] // 2
+    good = coeff.shape == (rows, 1) and coeff.dtype == torch.float32 and coeff.is_contiguous()
+    if not (good and coeff.device == z_pair.device):
+        # a message with rows in it would bind a compiled graph to their number
+        expected = f"contiguous coefficients ({rows}, 1) in fp32 on {z_pair.device}"
+        raise ValueError(f"expected {expected}, got {tuple(coeff.shape)}")
+
+
+_record_linears = library.define(
     "triton_record_linears(Tensor z_pair, Tensor[] weights, Tensor?[] biases, Tensor coeff, str?"
     " path) -> Tensor[]",
     launch_record,
-)
-library.fake("triton_record_linears")(
     lambda z_pair, weights, *_: [
         z_pair.new_empty((z_pair.shape[0] // parts, weight.shape[0]), dtype=dtype)
         for weight in weights
         for parts, dtype in ((1, z_pair.dtype), (2, torch.float32))
-    ]
+    ],
 )
 
 
@@ -96,7 +144,7 @@ def record_linear(
     Source: Goldwaser et al. (2025), Lemma 6.
     """
     if direction is None:
-        check_record(z_pair, weight, bias)
+        check_record_linear(z_pair, weight, bias)
         direction = read_direction(z_pair[z_pair.shape[0] // 2 :])
     return record_linears(z_pair, [weight], [bias], direction=direction, path=path)[0]
 
@@ -109,14 +157,14 @@ def record_linears(
     direction: ReadDirection,
     path: str | None = None,
 ) -> list[Recorded]:
-    """:func:`record_linear` of each weight and bias, bit for bit; up to three neighbours share a
+    """:func:`record_linear` of each weight and bias, bit for bit; two neighbours share a
     launch if they have the same arithmetic and layout.
     """
     arguments = (z_pair, weights, biases, direction.coeff, path)
     if needs_op(z_pair, *weights, *biases):
         for of in zip(weights, biases, strict=True):
-            check_record(z_pair, *of, direction.coeff)
-        flat = torch.ops.icl_patch.triton_record_linears(*arguments)
+            _check(z_pair, *of, direction.coeff)
+        flat = _record_linears(*arguments)
     else:
         flat = launch_record(*arguments)
     return [Recorded(y, u, direction) for y, u in zip(flat[::2], flat[1::2], strict=True)]

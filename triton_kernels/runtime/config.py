@@ -35,7 +35,7 @@ class Config:
         that share an output, each with one range of K: for weights of so few outputs that their
         programs leave multiprocessors idle; pdl: programmatic dependent launch, from compute
         capability 9.0 on: the kernel is set up, and its first weights are brought into L2, while
-        the kernel before it ends; grouped: maps of one input (q, k and v) share a launch.
+        the kernel before it ends.
     """
 
     dot: bool
@@ -48,7 +48,6 @@ class Config:
     sums: int = 1
     splits: int = 1
     pdl: bool = False
-    grouped: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k", "num_warps", "sums", "splits"):
@@ -75,7 +74,7 @@ class Config:
         """The configuration without the entries that change no bits and that the maps of one launch
         can share.
         """
-        return replace(self, num_stages=1, fused=1, pdl=False, grouped=False)
+        return replace(self, num_stages=1, fused=1, pdl=False)
 
     def for_capability(self, capability: int) -> "Config":
         """The configuration without features that a compute capability (80, 90, …) lacks."""

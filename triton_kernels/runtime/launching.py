@@ -193,23 +193,21 @@ def dtype_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def check(good: bool, expected: str, got: object, error: type[Exception] = ValueError) -> None:
-    """Raise ``error`` unless ``good``."""
-    if not good:
-        raise error(
-            f"expected {expected}, got {tuple(got) if isinstance(got, torch.Size) else got}"
-        )
+def check_served(*tensors: Tensor | None) -> None:
+    """All tensors are where kernels run, and the floating ones fp32, bf16 or fp16.
 
-
-def check_floats(first: Tensor, **tensors: Tensor | None) -> None:
-    """Check that all are fp32, bf16 or fp16 and on the device of ``first``, where kernels run."""
+    Raises:
+        TypeError: a dtype is another.
+        ValueError: a tensor is elsewhere.
+    """
     device = "cpu" if INTERPRETED else "cuda"
-    if first.device.type != device and not torch.compiler.is_compiling():
-        raise ValueError(f"expected tensors on {device}, got {first.device}")
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            check(tensor.dtype in FLOATS, f"{name} in fp32, bf16 or fp16", tensor.dtype, TypeError)
-            check(tensor.device == first.device, f"{name} on {first.device}", tensor.device)
+    for x in tensors:
+        if x is None:
+            continue
+        if x.device.type != device and not torch.compiler.is_compiling():
+            raise ValueError(f"expected tensors on {device}, got {x.device}")
+        if x.is_floating_point() and x.dtype not in FLOATS:
+            raise TypeError(f"expected fp32, bf16 or fp16, got {x.dtype}")
 
 
 def needs_op(*tensors: Tensor | None) -> bool:
