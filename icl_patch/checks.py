@@ -222,3 +222,31 @@ def check_gated_product(gate: Tensor, up: Tensor, activation: str) -> None:
     check_floats(gate=gate, up=up)
     if up.dtype != gate.dtype:
         raise TypeError(f"expected up in gate's dtype {gate.dtype}, got {up.dtype}")
+
+
+def check_decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, _scale: float, mask: Tensor | None
+) -> None:
+    """The arguments of :func:`icl_patch.ops.decode_attention`."""
+    check_floats(query=query, key=key, value=value)
+    if query.dim() != 3 or key.dim() != 4 or value.dim() != 4:
+        dims = f"{query.dim()}, {key.dim()} and {value.dim()}"
+        raise ValueError(
+            f"expected query (B, H, D), key (B, G, S, D) and value (B, G, S, E), got {dims}"
+            " dimensions"
+        )
+    rows, heads, width = query.shape
+    groups, keys = key.shape[1:3]
+    fits = key.shape == (rows, groups, keys, width) and value.shape[:3] == (rows, groups, keys)
+    if not fits or (heads % groups if groups else heads):
+        raise ValueError(
+            f"expected key ({rows}, G, S, {width}) and value ({rows}, G, S, E) of a query"
+            f" {tuple(query.shape)}, where G divides {heads}, got {tuple(key.shape)} and"
+            f" {tuple(value.shape)}"
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(f"expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (rows, keys)):
+        raise ValueError(
+            f"expected a mask ({rows}, {keys}) of bools, got {tuple(mask.shape)} {mask.dtype}"
+        )

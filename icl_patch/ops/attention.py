@@ -1,10 +1,9 @@
 """Attention of one token a row over a cache of keys and values."""
 
-import torch
 from torch import Tensor
 
+from icl_patch.checks import check_decode_attention
 from icl_patch.ops import reference
-from icl_patch.ops.checks import check_floats
 from icl_patch.ops.dispatch import Op, native_serves
 
 
@@ -41,34 +40,9 @@ def decode_attention(
     return _decode_attention.native_first(query, key, value, scale, mask)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, _scale: float, mask: Tensor | None) -> None:
-    check_floats(query=query, key=key, value=value)
-    if query.dim() != 3 or key.dim() != 4 or value.dim() != 4:
-        dims = f"{query.dim()}, {key.dim()} and {value.dim()}"
-        raise ValueError(
-            f"expected query (B, H, D), key (B, G, S, D) and value (B, G, S, E), got {dims}"
-            " dimensions"
-        )
-    rows, heads, width = query.shape
-    groups, keys = key.shape[1:3]
-    fits = key.shape == (rows, groups, keys, width) and value.shape[:3] == (rows, groups, keys)
-    if not fits or (heads % groups if groups else heads):
-        raise ValueError(
-            f"expected key ({rows}, G, S, {width}) and value ({rows}, G, S, E) of a query"
-            f" {tuple(query.shape)}, where G divides {heads}, got {tuple(key.shape)} and"
-            f" {tuple(value.shape)}"
-        )
-    if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(f"expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (rows, keys)):
-        raise ValueError(
-            f"expected a mask ({rows}, {keys}) of bools, got {tuple(mask.shape)} {mask.dtype}"
-        )
-
-
 _decode_attention = Op(
     "decode_attention",
-    _check,
+    check_decode_attention,
     reference.decode_attention,
     triton_if=lambda *_: False,  # torch's own kernels serve GPUs
 )
