@@ -80,6 +80,7 @@ class AttachedModel:
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
         takes_padding: whether a row with padding on its left has the logits that it has alone.
+        divisible: whether some rows of a patch, or its first tokens, can be replayed by themselves.
         hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
         applied: whether one token's patch is applied to all tokens just now.
 
@@ -134,7 +135,7 @@ class AttachedModel:
         self.block_specs: tuple[Block, ...] = tuple(blocks_of(self.model))
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         self._depends_on_cache = depends_on_cache(self.model)
-        self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
+        self.divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         check = SelfCheck(self.model, self.recurrent)
         check.check_positions()
         self.takes_padding = check.takes_padding()
@@ -476,7 +477,7 @@ class AttachedModel:
             passes=passes,
             arithmetic=arithmetic,
             longest=longest,
-            divisible=self._divisible,
+            divisible=self.divisible,
         )
 
     @property
