@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     many.add_argument(
         "--dataset",
-        type=Path,
+        type=_existing,
         metavar="FILE|FOLDER",
         help="JSON lines, Parquet, a folder of them, or one that Dataset.save_to_disk wrote",
     )
@@ -158,10 +159,9 @@ def _extract_many(options: argparse.Namespace) -> int:
             print(plan, file=sys.stderr)
 
     model, tokenizer = common.load(options)
-    with (
-        common.attach(options, model, tokenizer) as patcher,
-        common.progress_bar("extracting") as progress,
-    ):
+    quiet = nullcontext(lambda done, total: None)
+    bar = common.progress_bar("extracting") if share.rank == 0 else quiet
+    with common.attach(options, model, tokenizer) as patcher, bar as progress:
         summary = scale.extract_dataset(
             patcher,
             options.dataset,
@@ -197,6 +197,13 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], where: str) -> 
 def _out(text: str) -> Path:
     """A patch file in an existing folder, or a folder."""
     return common.writable(".safetensors")(text) if text.endswith(".safetensors") else Path(text)
+
+
+def _existing(text: str) -> Path:
+    """A path at which there is something."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"expected a data set, there is no {text!r}")
+    return Path(text)
 
 
 def _layers(text: str) -> slice:

@@ -18,10 +18,14 @@ def prompts(count: int) -> list[dict[str, str]]:
     found = [
         prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, 2 * each)
     ]
-    rows = [{"context": prompt.context, "kept": prompt.question} for prompt in found]
-    unique = list({tuple(row.values()): row for row in rows}.values())
-    assert len(unique) >= count
-    return unique[:: len(unique) // count][:count]
+    texts = list(dict.fromkeys(prompt.context + prompt.question for prompt in found))
+    assert len(texts) >= count
+    cuts = [-1 - number % 7 for number in range(count)]
+    chosen = texts[:: len(texts) // count][:count]
+    return [
+        {"context": text[:cut], "kept": text[cut:]}
+        for text, cut in zip(chosen, cuts, strict=True)
+    ]
 
 
 def write_json_lines(path: Path, rows: Iterable[Any]) -> Path:
