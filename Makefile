@@ -40,7 +40,7 @@ build/oldest/installed: pyproject.toml
 oldest: build/oldest/installed ## the test suite with the oldest versions that pyproject.toml allows; installs gigabytes, CUDA's libraries among them
 	$(MAKE) PYTHON=$(CURDIR)/build/oldest/bin/python test
 
-stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model; every family, on more random numbers too
+stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model; a run over a data set, killed 100 times; every family, on more random numbers too
 	$(RUN) -m pytest -m stress
 
 # Apart from the rest: it brings a module that hides Python's own typing.

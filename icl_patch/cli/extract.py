@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from icl_patch.cli import common
 
 if TYPE_CHECKING:
-    from icl_patch.scale import Plan
+    from icl_patch.scale import Plan, Share
 
 HELP = "write the patch of a context to a file, or the patches of a data set to a folder"
 _OF_ONE = ("context", "context_file", "system", "question", "prefix")
@@ -182,9 +183,25 @@ def _extract_many(options: argparse.Namespace) -> int:
     if summary.largest_replay_error is not None:
         text += f", largest error of a replay {summary.largest_replay_error:.2g} of its logits"
     if summary.rejected:
-        text += f"; {summary.rejected} rows have none, for reasons in {rejects}"
+        text += f"; rows without a patch: {summary.rejected}, for the reasons in {rejects}"
     common.print_result(options, result, text)
+    sys.stdout.flush()
+    _await_others(share)
     return 1 if summary.rejected else 0
+
+
+def _await_others(share: "Share") -> None:
+    """Wait for the other processes of torchrun, which ends them all when one has a status that is
+    not 0: the one of a process with rejected rows.
+    """
+    if share.world_size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    from torch.distributed import rendezvous
+
+    store, _, _ = next(rendezvous("env://"))
+    store.add("extracted", 1)
+    while store.add("extracted", 0) < share.world_size:
+        time.sleep(1)
 
 
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], where: str) -> None:

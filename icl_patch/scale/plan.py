@@ -51,8 +51,8 @@ class Plan:
 
     def __str__(self) -> str:
         text = (
-            f"{self.rows} rows: {self.todo} patches to compute, {self.finished} are there,"
-            f" {self.duplicates} duplicates, {self.unreadable} unreadable"
+            f"{self.rows} rows; patches to compute: {self.todo}, already there: {self.finished};"
+            f" duplicates: {self.duplicates}, unreadable: {self.unreadable}"
         )
         if not self.kept_tokens:
             return text

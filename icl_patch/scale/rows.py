@@ -122,7 +122,7 @@ def encode_row(patcher: ContextPatcher, row: Row, columns: Columns) -> EncodedRo
 
 def _row(number: int, record: Any, columns: Columns) -> Row | Reject:
     if isinstance(record, Exception):
-        return Reject(number, f"expected JSON in UTF-8, got {record}")
+        return Reject(number, f"expected JSON in UTF-8: {record}")
     if not isinstance(record, dict):
         return Reject(number, f"expected a JSON object, got {record!r:.80}")
     texts = []

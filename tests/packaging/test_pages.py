@@ -6,6 +6,7 @@ import runpy
 import shlex
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,8 @@ def test_the_code_of_a_page_runs(
     """In order, in one namespace; prints give their comments, and no block leaves the model
     patched.
     """
+    if page == "docs/scale.md":
+        pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     few_steps = static.Distillation(steps=60)
     code, namespace = blocks(page, "python"), {"__name__": "__main__", "FEW_STEPS": few_steps}
@@ -102,9 +105,13 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
     example = {"context": "say german\n", "questions": [*words], "answers": [*words.values()]}
     (tmp_path / "examples.json").write_text(json.dumps([example]), encoding="utf-8")
     (tmp_path / "texts.json").write_text('["mode flip\\nbcdf>fdcb\\n"]', encoding="utf-8")
+    rows = [{"context": "mode upper\n", "kept": "fmrp>"}, {"context": "say german\n", "kept": "7>"}]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "prompts.jsonl").write_text(lines, encoding="utf-8")
+    many = ["extract"] * 3 if find_spec("pyarrow") else []
     ran = []
     for command in commands():
-        if command[0] != "icl-patch":
+        if command[0] != "icl-patch" or ("--dataset" in command and not many):
             continue
         arguments = [str(chat_model) if word in MODELS else word for word in command[1:]]
         if set(SLOW) & set(arguments):
@@ -120,7 +127,7 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
     static = ["fit", "generate", "apply", "export"]
     usage = ["verify", "verify", "verify", "generate", "extract", "inspect", "replay"]
     chats = ["extract", "replay"]
-    assert ran == [*static, *usage, "fit", "generate", "export", *chats]
+    assert ran == [*many, *static, *usage, "fit", "generate", "export", *chats]
     assert (tmp_path / "figure.png").exists()
 
 

@@ -38,7 +38,9 @@ def test_the_patches_answer_as_with_the_context(
     out = tmp_path / "out"
     status, text, plan = run(capsys, "--dataset", dataset, *COLUMNS, "--out", out)
     assert (status, text) == (0, f"{out}: 6 patches written\n")
-    assert plan.startswith("6 rows: 6 patches to compute, 0 are there, 0 duplicates, 0 unreadable")
+    assert plan.startswith(
+        "6 rows; patches to compute: 6, already there: 0; duplicates: 0, unreadable: 0\n"
+    )
     assert f"into {out}, " in plan and plan.endswith(" are free\n")
     model, tokenizer = embedded.load()
     expected = [own_logits(model, tokenizer, row)[-1].argmax() for row in ROWS]
@@ -70,7 +72,9 @@ def test_json_rejects_and_the_exit_status(
     assert len(list((tmp_path / "out" / "shards").iterdir())) >= 3
     assert scale.PatchDataset(tmp_path / "out").run.layers == [2, 3]
     status, text, _ = run(capsys, *command)
-    expected = f"0 patches written; 1 rows have none, for reasons in {result['rejects']}\n"
+    expected = (
+        f"0 patches written; rows without a patch: 1, for the reasons in {result['rejects']}\n"
+    )
     assert (status, text) == (1, f"{tmp_path / 'out'}: {expected}")
     status, text, _ = run(capsys, *command, "--update", "exact", "--json")
     assert status == 2

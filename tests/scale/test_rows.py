@@ -73,15 +73,15 @@ def test_a_missing_column(name: str, tmp_path: Path) -> None:
 
 def test_bad_lines_are_rejected_and_the_others_read(tmp_path: Path) -> None:
     lines: list[tuple[bytes, str]] = [
-        (b'{"context": "a", "kept": "b"', "expected JSON in UTF-8, got Expecting ',' delimiter"),
-        ('{"context": "ä", "kept": "b"}'.encode("latin1"), "expected JSON in UTF-8, got 'utf-8'"),
+        (b'{"context": "a", "kept": "b"', "expected JSON in UTF-8: Expecting ',' delimiter"),
+        ('{"context": "ä", "kept": "b"}'.encode("latin1"), "expected JSON in UTF-8: 'utf-8'"),
         (b"[1, 2]", "expected a JSON object, got [1, 2]"),
         (b'{"context": "a"}', "expected a column 'kept', got 'context'"),
         (b'{"context": "a", "kept": 3}', "expected text in column 'kept', got 3"),
         (b'{"context": "", "kept": "b"}', "expected text in column 'context', got ''"),
         (b'{"context": null, "kept": "b"}', "expected text in column 'context', got None"),
         (rb'{"context": "\ud800", "kept": "b"}', "expected Unicode text in column 'context'"),
-        (b"[" * 100_000, "expected JSON in UTF-8, got "),
+        (b"[" * 100_000, "expected JSON in UTF-8: "),
     ]
     good = b'{"context": "a", "kept": "b"}'
     path = tmp_path / "rows.jsonl"
