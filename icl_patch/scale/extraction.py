@@ -11,6 +11,7 @@ from tempfile import TemporaryFile
 import pyarrow as pa
 
 from icl_patch.errors import ControllabilityError, PatchFormatError
+from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.contents import Contents
@@ -195,7 +196,13 @@ def _batches(
 ) -> Iterator[list[EncodedRow]]:
     """Rows that run at once, the shortest first."""
     attached = patcher.attached_model
-    one_length = not attached.takes_padding
+    switches = switch_lengths(patcher.model)
+
+    def kind(row: EncodedRow) -> tuple[int, int]:
+        """Only rows of one kind have the logits in a batch that they have alone."""
+        kept, context = row.lengths
+        rotation = sum(kept + context > length for length in switches)
+        return rotation, 0 if attached.takes_padding else context
 
     def fits(batch: list[EncodedRow]) -> bool:
         kept, context = (max(lengths) for lengths in zip(*(x.lengths for x in batch), strict=True))
@@ -203,11 +210,11 @@ def _batches(
             len(batch) <= (batching.rows if attached.divisible else 1)
             and len(batch) * (kept + context) <= batching.tokens
             and len(batch) * kept * memory_per_token <= batching.nbytes
-            and not (one_length and len({row.lengths[1] for row in batch}) > 1)
+            and len(set(map(kind, batch))) == 1
         )
 
     batch: list[EncodedRow] = []
-    for row in sorted(rows, key=lambda row: row.lengths[:: -1 if one_length else 1]):
+    for row in sorted(rows, key=lambda row: (kind(row), row.lengths)):
         if batch and not fits([*batch, row]):
             yield batch
             batch = []

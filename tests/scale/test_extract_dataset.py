@@ -91,18 +91,30 @@ def worst(
 
 
 # Padding, rows of one length (its states see padding), batches of one (a direct patch of a scale
-# writer is replayed whole), and experts.
+# writer is replayed whole), experts, and frequencies that depend on the longest row of a batch.
 MODELS = {
     "llama": ("llama", "exact"),
     "one length": ("recurrent_gemma", "stable"),
     "undivided": ("gemma3", "direct"),
     "experts": ("qwen3_moe", "stable"),
+    "LongRoPE": ("phi3", "stable"),
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0, 4.0, 7.0, 10.0],
+    "factor": 8.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 18,
 }
 
 
 def model_of(family: str) -> PreTrainedModel:
     make = build if family in ("llama", "gemma3") else tiny_models.build
-    return make(family, vocab_size=VOCABULARY)
+    changes: dict[str, Any] = {"vocab_size": VOCABULARY}
+    if family == "phi3":
+        changes |= {"rope_parameters": LONGROPE, "original_max_position_embeddings": 18}
+    return make(family, **changes)
 
 
 @pytest.mark.parametrize("case", MODELS)
