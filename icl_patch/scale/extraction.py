@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -21,7 +20,9 @@ from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row, r
 from icl_patch.scale.run import Run, check_folder, finished_ids, open_run
 from icl_patch.scale.shard import extract_shard
 
-_WINDOW = 1024  # rows that are sorted by length
+# Rows that are sorted by length: their texts are in memory.
+_WINDOW_ROWS = 4096
+_WINDOW_CHARACTERS = 2**25
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def extract_dataset(
 ) -> Summary:
     """Compute and write a patch for every row of a data set.
 
-    The rows are read as a stream: in memory are the ids of all rows, the texts of 1024, and the
-    patches of one batch, whose rows have similar lengths. A stopped run goes on where it was: a
+    The rows are read as a stream: in memory are the ids of all rows, the texts of at most 4096, and
+    the patches of one batch, whose rows have similar lengths. A stopped run goes on where it was: a
     patch in the index is there, whole, and is not computed again. Rows that cannot have a patch go
     to a file of rejects with the reason.
 
@@ -172,11 +173,24 @@ def _groups(dataset: Path, columns: Columns, size: int, rejects: _Rejects) -> It
     The groups do not depend on which patches are there, so that a continued run has the batches of
     one that was not stopped.
     """
-    rows = _distinct(dataset, columns, rejects)
-    while window := list(islice(rows, _WINDOW)):
+    for window in _windows(_distinct(dataset, columns, rejects)):
         window.sort(key=lambda row: (len(row.kept), len(row.context)))
         for start in range(0, len(window), size):
             yield window[start : start + size]
+
+
+def _windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows, as many at a time as may be in memory."""
+    window: list[Row] = []
+    characters = 0
+    for row in rows:
+        window.append(row)
+        characters += len(row.kept) + len(row.context)
+        if len(window) == _WINDOW_ROWS or characters >= _WINDOW_CHARACTERS:
+            yield window
+            window, characters = [], 0
+    if window:
+        yield window
 
 
 def _distinct(dataset: Path, columns: Columns, rejects: _Rejects) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """A patch for every row of a data set: right, whole, once, and each bad row with its reason."""
 
 import hashlib
+import importlib
 import json
 import re
 import resource
@@ -8,11 +9,13 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.data_sets import own_logits, prompts, write_json_lines
 from support.models import Stock, build
 from support.numeric import noise_limit, within_roundings
@@ -24,6 +27,9 @@ from icl_patch.errors import FingerprintMismatch
 from icl_patch.evaluation import tiny_models
 
 scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow", exc_type=ModuleNotFoundError)
+
+from icl_patch.scale import extraction  # noqa: E402
+from icl_patch.scale.rows import Row, read_rows  # noqa: E402
 
 ROWS = prompts(12)
 TOKENIZER = embedded.load()[1]
@@ -271,6 +277,18 @@ def test_rounded_factors_and_their_error(
     assert dtypes == {torch.float32}  # as it is replayed
 
 
+def test_new_scales_are_not_rounded(dataset: Path, tmp_path: Path) -> None:
+    rounded = scale.Contents(factors_dtype=torch.bfloat16)
+    with ContextPatcher(model_of("gemma3"), "stable", tokenizer=TOKENIZER) as patcher:
+        scale.extract_dataset(patcher, dataset, tmp_path / "out", contents=rounded)
+    dtypes = {
+        (name.endswith("scale"), tensor.dtype)
+        for shard in (tmp_path / "out" / "shards").iterdir()
+        for name, tensor in load_file(shard).items()
+    }
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
 def test_some_layers(patcher: ContextPatcher, dataset: Path, tmp_path: Path) -> None:
     contents = scale.Contents(layers=slice(1, None))
     scale.extract_dataset(patcher, dataset, tmp_path / "part", contents=contents)
@@ -353,15 +371,46 @@ def test_bad_rows_go_to_the_rejects(tmp_path: Path) -> None:
         summary = scale.extract_dataset(patcher, dataset, tmp_path / "out")
         assert (summary.patches, summary.rejected) == (3, 3)
         again = scale.extract_dataset(patcher, dataset, tmp_path / "out")
-    assert (again.patches, again.rejected, again.plan.finished) == (0, 3, 3)
-    found = reasons(summary.rejects)
-    assert found.keys() == {3, 4, 5}
-    assert found[3] == (
-        "expected at most 256 tokens, as many as the model has positions for, got 302"
-    )
-    assert "the input z of mlp.gate_proj is 0" in found[4]
-    assert found[5] == "expected a column 'context', got 'kept'"
-    assert sorted(scale.PatchDataset(tmp_path / "out").index["row"].to_pylist()) == [0, 1, 2]
+        assert (again.patches, again.rejected, again.plan.finished) == (0, 3, 3)
+        found = reasons(summary.rejects)
+        assert found.keys() == {3, 4, 5}
+        assert found[3] == (
+            "expected at most 256 tokens, as many as the model has positions for, got 302"
+        )
+        assert "the input z of mlp.gate_proj is 0" in found[4]
+        assert found[5] == "expected a column 'context', got 'kept'"
+        assert sorted(scale.PatchDataset(tmp_path / "out").index["row"].to_pylist()) == [0, 1, 2]
+        better = write_json_lines(dataset, ROWS[:3])
+        assert scale.extract_dataset(patcher, better, tmp_path / "out").rejects is None
+    assert not summary.rejects.exists()  # that of the run before
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_factors_that_are_not_finite(
+    statistics: bool,
+    patcher: ContextPatcher,
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One row of a batch has them: it alone is rejected."""
+    compute = patcher.compute
+    bad = TOKENIZER(ROWS[2]["kept"], add_special_tokens=False, return_tensors="pt").input_ids[0]
+
+    def computed(context: Tensor, kept: Tensor, **masks: Tensor) -> ContextPatch:
+        patch = compute(context, kept, **masks)
+        for row, ids in enumerate(kept):
+            if torch.equal(ids[masks["kept_mask"][row]], bad):
+                patch.layers[1]["mlp.up_proj.u"][row] = torch.nan
+        return patch
+
+    monkeypatch.setattr(patcher, "compute", computed)
+    contents = scale.Contents(statistics=statistics)
+    summary = scale.extract_dataset(patcher, dataset, tmp_path / "out", contents=contents)
+    assert summary.patches == len(ROWS) - 1
+    [(number, reason)] = reasons(summary.rejects).items()
+    assert number == 2
+    assert "expected finite factors, got NaN or infinity in" in reason
 
 
 NO_ROWS: dict[str, tuple[list[Any], str]] = {
@@ -528,3 +577,73 @@ def test_batches_have_limits(
         context = max(table["context_tokens"].to_pylist())
         size = rows * (kept + context) if limit == "tokens" else patch.nbytes
         assert size <= sizes[limit] or rows == 1
+
+
+def test_batches_have_rows_of_similar_lengths(extracted: Path) -> None:
+    """As few kept tokens are padding as can be, and among rows of one kept length the contexts are
+    in order too.
+    """
+
+    def stored(batches: list[list[int]]) -> int:
+        return sum(len(batch) * max(batch) for batch in batches)
+
+    kept = [len(row["kept"]) for row in ROWS]
+    chunks = [order[start : start + 4] for order in (sorted(kept), kept) for start in (0, 4, 8)]
+    tables = [table for table, _ in scale.PatchDataset(extracted).batches()]
+    batches = [table["kept_tokens"].to_pylist() for table in tables]
+    assert stored(batches) == stored(chunks[:3]) < stored(chunks[3:])
+    columns = ("kept_tokens", "context_tokens")
+    lengths = sorted(
+        list(zip(*(table[name].to_pylist() for name in columns), strict=True)) for table in tables
+    )
+    flat = [pair for batch in lengths for pair in batch]
+    assert flat == sorted(flat)
+
+
+@pytest.mark.parametrize("limit", ["_WINDOW_ROWS", "_WINDOW_CHARACTERS"])
+def test_only_so_many_texts_are_in_memory(
+    limit: str, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read when those before them are passed."""
+    read = 0
+
+    def counted(*arguments: Any) -> Iterator[Row]:
+        nonlocal read
+        for row in read_rows(*arguments):
+            read += 1
+            yield row
+
+    monkeypatch.setattr(extraction, "read_rows", counted)
+    monkeypatch.setattr(extraction, limit, 4 if limit == "_WINDOW_ROWS" else 60)
+    passed = 0
+    for group in extraction._groups(dataset, scale.Columns(), 2, None):
+        assert len(group) <= 2 and passed < read <= passed + 4
+        passed += len(group)
+    assert passed == len(ROWS)
+
+
+def test_other_libraries_read_the_index(extracted: Path) -> None:
+    """Those that are installed."""
+    expected = {entry["id"]: entry for entry in scale.PatchDataset(extracted).index.to_pylist()}
+    files, found = str(extracted / "index" / "*.parquet"), {}
+    if find_spec("pandas"):
+        frame = importlib.import_module("pandas").read_parquet(extracted / "index")
+        found["pandas"] = frame.to_dict("records")
+    if find_spec("duckdb"):
+        duckdb = importlib.import_module("duckdb")
+        found["duckdb"] = duckdb.sql(f"SELECT * FROM '{files}'").to_arrow_table().to_pylist()
+    if find_spec("datasets"):
+        datasets = importlib.import_module("datasets")
+        cache = str(extracted.parent / "cache")
+        found["datasets"] = list(
+            datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
+        )
+    if not found:
+        pytest.skip("no pandas, DuckDB or datasets")
+    for name, records in found.items():
+        assert len(records) == len(expected), name
+        for record in records:
+            entry = expected[record["id"]]
+            assert (record["row"], record["offset"]) == (entry["row"], entry["offset"]), name
+            got = record["norms"]["mlp.down_proj"][1][0]
+            assert got == entry["norms"]["mlp.down_proj"][1][0], name
