@@ -20,6 +20,8 @@ from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row, r
 from icl_patch.scale.run import Run, check_folder, finished_ids, open_run
 from icl_patch.scale.shard import extract_shard
 
+_GROUP = 8  # batches' rows, which one process tokenizes and cuts into batches
+_PADDING = 1 / 8  # of a batch's kept tokens at most: it would be written too
 # Rows that are sorted by length: their texts are in memory.
 _WINDOW_ROWS = 4096
 _WINDOW_CHARACTERS = 2**25
@@ -111,7 +113,7 @@ def extract_dataset(
     open_run(folder, run)
     rejects = _Rejects(folder, share)
     patches, passed, largest = 0, 0, None
-    for number, group in enumerate(_groups(dataset, columns, batching.rows, rejects)):
+    for number, group in enumerate(_groups(dataset, columns, _GROUP * batching.rows, rejects)):
         if share.takes(number):
             todo = [row for row in group if row.id(columns) not in finished]
             encoded = rejects.sifted(encode_row(patcher, row, columns) for row in todo)
@@ -224,6 +226,7 @@ def _batches(
             len(batch) <= (batching.rows if attached.divisible else 1)
             and len(batch) * (kept + context) <= batching.tokens
             and len(batch) * kept * memory_per_token <= batching.nbytes
+            and len(batch) * kept * (1 - _PADDING) <= sum(row.lengths[0] for row in batch)
             and len(set(map(kind, batch))) == 1
         )
 

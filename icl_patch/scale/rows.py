@@ -108,9 +108,7 @@ def encode_row(patcher: ContextPatcher, row: Row, columns: Columns) -> EncodedRo
     tokenizer: Any = patcher.tokenizer
     context, system = (None, row.context) if columns.system else (row.context, None)
     try:
-        prompt = make_prompt(
-            tokenizer, row.kept, context=context, system=system, chat=columns.chat
-        )
+        prompt = make_prompt(tokenizer, row.kept, context=context, system=system, chat=columns.chat)
         encoded = EncodedRow(row, *split_ids(tokenizer, prompt))
         check_length(patcher.model, sum(encoded.lengths))
         for ids in (encoded.context_ids, encoded.kept_ids):
@@ -196,7 +194,9 @@ def _arrow_stream(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
     try:
         opened = pa.ipc.open_stream(pa.memory_map(str(file)))
     except pa.ArrowInvalid as error:
-        raise ValueError(f"expected a file of Arrow's stream format, got {file}: {error}") from error
+        raise ValueError(
+            f"expected a file of Arrow's stream format, got {file}: {error}"
+        ) from error
     names = _checked(file, opened.schema.names, columns)
     for batch in opened:
         yield from batch.select(names).to_pylist()

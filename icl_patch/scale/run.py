@@ -9,7 +9,6 @@ Every name begins with the run's key.
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -164,4 +163,4 @@ def _names(folder: Path) -> list[str]:
     """The files of a folder but those that are being written."""
     if not folder.is_dir():
         return []
-    return [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))

@@ -1,4 +1,4 @@
-"""``icl-patch extract --dataset``: what is printed, the exit status, and which options go together."""
+"""``icl-patch extract --dataset``: what is printed, the exit status, options that go together."""
 
 import json
 import sys
@@ -63,8 +63,9 @@ def test_json_rejects_and_the_exit_status(
     status, text, _ = run(capsys, *command, "--json")
     result = json.loads(text)
     assert (status, result["patches"], result["rejected"]) == (1, 6, 1)
-    assert result["plan"]["bytes"] == result["plan"]["kept_tokens"] * (
-        result["plan"]["bytes_per_token"]
+    assert (
+        result["plan"]["bytes"]
+        == result["plan"]["kept_tokens"] * (result["plan"]["bytes_per_token"])
     )
     assert 0 < result["largest_replay_error"] < 0.1
     [line] = Path(result["rejects"]).read_text().splitlines()
@@ -149,7 +150,8 @@ def test_bad_values(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "blocks"), [("4", [4]), ("4:6", [4, 5]), (":2", [0, 1]), ("::4", [0, 4]), ("5:", [5, 6])]
+    ("text", "blocks"),
+    [("4", [4]), ("4:6", [4, 5]), (":2", [0, 1]), ("::4", [0, 4]), ("5:", [5, 6])],
 )
 def test_layers(text: str, blocks: list[int]) -> None:
     assert list(range(7))[_layers(text)] == blocks

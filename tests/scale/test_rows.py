@@ -30,7 +30,10 @@ def arrow_folder(path: Path, records: list[dict]) -> Path:
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     for name, part in zip(names, (records[:2], records[2:]), strict=True):
         table = pa.Table.from_pylist(part)
-        with pa.OSFile(str(path / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+        with (
+            pa.OSFile(str(path / name), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as out,
+        ):
             out.write_table(table)
     state = {"_data_files": [{"filename": name} for name in names], "_split": None}
     (path / "state.json").write_text(json.dumps(state))

@@ -23,8 +23,7 @@ def prompts(count: int) -> list[dict[str, str]]:
     cuts = [-1 - number % 7 for number in range(count)]
     chosen = texts[:: len(texts) // count][:count]
     return [
-        {"context": text[:cut], "kept": text[cut:]}
-        for text, cut in zip(chosen, cuts, strict=True)
+        {"context": text[:cut], "kept": text[cut:]} for text, cut in zip(chosen, cuts, strict=True)
     ]
 
 
