@@ -112,7 +112,7 @@ def extract_dataset(
     on_plan(plan)
     open_run(folder, run)
     rejects = _Rejects(folder, share)
-    patches, passed, largest = 0, 0, None
+    patches, passed, largest = 0, 0, 0.0
     for number, group in enumerate(_groups(dataset, columns, _GROUP * batching.rows, rejects)):
         if share.takes(number):
             todo = [row for row in group if row.id(columns) not in finished]
@@ -120,11 +120,12 @@ def extract_dataset(
             for batch in _batches(patcher, list(encoded), batching, plan.memory_per_token):
                 for table in _shards(patcher, batch, columns, contents, run, folder, rejects):
                     patches += len(table)
-                    errors = table["replay_error"].drop_null().to_pylist()
-                    largest = max([*errors, *([] if largest is None else [largest])], default=None)
+                    largest = max(largest, *table["replay_error"].fill_null(0).to_pylist())
         passed += len(group)
         progress(passed, plan.distinct)
-    return Summary(plan, share, patches, rejects.count, rejects.save(), largest)
+    rounded = patches > 0 and contents.factors_dtype is not None
+    error = largest if rounded else None
+    return Summary(plan, share, patches, rejects.count, rejects.save(), error)
 
 
 class _Rejects:
@@ -166,6 +167,7 @@ class _Rejects:
             return None
         self._lines.seek(0)
         write_atomically(path, self._lines)
+        self._lines.close()
         return path
 
 

@@ -1,17 +1,17 @@
 """What a run over a data set will do, before it writes anything."""
 
-import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from icl_patch.errors import ControllabilityError
+from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.contents import Contents
 from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row, read_rows
 from icl_patch.scale.shard import compute_batch
 
-_SAMPLE = 256  # rows to do, of which one must be right, and whose tokens are counted
+_SAMPLE = 256  # the first rows, of which one must be right, and whose tokens are counted
 _TRIED = 8  # of these, to measure the size of a patch
 
 
@@ -76,13 +76,13 @@ def make_plan(
     contents: Contents,
     finished: set[bytes],
 ) -> Plan:
-    """Read the whole data set once, and compute the patch of one of its rows.
+    """Read the whole data set once, and if there is something to do, compute a patch.
 
     finished: the ids of the patches that are there.
 
     Raises:
-        ValueError: the data set is empty or lacks a column, or there is no patch and none of its
-            first rows can have one.
+        ValueError: the data set is empty or lacks a column, or none of its first rows can have a
+            patch.
     """
     seen: set[bytes] = set()
     sample: list[Row] = []
@@ -93,29 +93,14 @@ def make_plan(
         if isinstance(row, Reject):
             unreadable += 1
             reason = str(row) if unreadable == 1 else reason
-            continue
-        key = row.id(columns)
-        if key not in seen and key not in finished:
-            todo, characters = todo + 1, characters + len(row.kept)
+        elif (key := row.id(columns)) not in seen:
+            seen.add(key)
             sample += [row] if len(sample) < _SAMPLE else []
-        seen.add(key)
-    encoded = [encode_row(patcher, row, columns) for row in sample]
-    usable = [row for row in encoded if isinstance(row, EncodedRow)]
-    if sample and not usable:
-        reason = str(encoded[0])
-    stored = in_memory = 0
-    for example in sorted(usable, key=lambda row: sum(row.lengths))[:_TRIED]:
-        try:
-            stored, in_memory = _bytes_per_token(patcher, example, contents)
-            break
-        except ControllabilityError as error:
-            reason = str(Reject(example.row.number, str(error)))
-    if not in_memory and len(seen) == todo:
-        raise ValueError(f"expected rows in {dataset} that can have a patch, got none: {reason}")
-    per_character = 0.0
-    if usable:
-        tokens = sum(row.lengths[0] for row in usable)
-        per_character = tokens / sum(len(row.row.kept) for row in usable)
+            if key not in finished:
+                todo, characters = todo + 1, characters + len(row.kept)
+    size = _Size(0.0, 0, 0)
+    if todo or not seen:
+        size = _measure(patcher, sample, columns, contents, reason)
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return Plan(
         folder=folder,
@@ -124,22 +109,56 @@ def make_plan(
         duplicates=rows - unreadable - len(seen),
         unreadable=unreadable,
         todo=todo,
-        kept_tokens=round(characters * per_character),
-        bytes_per_token=stored,
-        memory_per_token=in_memory,
+        kept_tokens=round(characters * size.tokens_per_character),
+        bytes_per_token=size.bytes_per_token,
+        memory_per_token=size.memory_per_token,
         free=shutil.disk_usage(parent).free,
     )
 
 
-def _bytes_per_token(
-    patcher: ContextPatcher, row: EncodedRow, contents: Contents
-) -> tuple[int, int]:
-    """Bytes of a kept token: of factors in the file, and of factors and logits in memory."""
-    patch = compute_batch(patcher, [row])
-    assert patch.logits is not None
-    stored = 0 if contents.statistics else contents.stored(patch).nbytes
-    tokens = row.lengths[0]
-    return math.ceil(stored / tokens), math.ceil((patch.nbytes + patch.logits.nbytes) / tokens)
+@dataclass(frozen=True)
+class _Size:
+    """Kept tokens of a character, and bytes of a kept token, as in :class:`Plan`."""
+
+    tokens_per_character: float
+    bytes_per_token: int
+    memory_per_token: int
+
+
+def _measure(
+    patcher: ContextPatcher, sample: list[Row], columns: Columns, contents: Contents, reason: str
+) -> _Size:
+    """Encode the rows, and compute the patch of a short one.
+
+    reason: why there are no rows, if there are none.
+
+    Raises:
+        ValueError: no row can have a patch.
+    """
+    encoded = [encode_row(patcher, row, columns) for row in sample]
+    usable = [row for row in encoded if isinstance(row, EncodedRow)]
+    if encoded and not usable:
+        reason = str(encoded[0])
+    for row in sorted(usable, key=lambda row: sum(row.lengths))[:_TRIED]:
+        try:
+            patch = compute_batch(patcher, [row])
+        except ControllabilityError as error:
+            reason = str(Reject(row.row.number, str(error)))
+            continue
+        assert patch.logits is not None
+        tokens = sum(row.lengths[0] for row in usable)
+        stored = 0 if contents.statistics else _bytes_per_token(contents.stored(patch))
+        return _Size(
+            tokens / sum(len(row.row.kept) for row in usable),
+            stored,
+            _bytes_per_token(patch) + patch.logits[0, 0].nbytes,
+        )
+    raise ValueError(f"expected a data set with rows that can have a patch, got none: {reason}")
+
+
+def _bytes_per_token(patch: ContextPatch) -> int:
+    """Of factors of one kept token; the scales that all tokens share are left out."""
+    return sum(x[0, 0].nbytes for layer in patch.layers for x in layer.values() if x.dim() > 1)
 
 
 def _size(nbytes: float) -> str:

@@ -24,6 +24,19 @@ from icl_patch.scale.contents import Contents
 
 FORMAT = 1
 SHARDS, INDEX, RUN = "shards", "index", "run.json"
+# Of the index; norms and statistics follow, whose types depend on the model.
+COLUMNS = (
+    ("id", pa.string()),
+    ("row", pa.int64()),
+    ("context_sha256", pa.string()),
+    ("kept_sha256", pa.string()),
+    ("context_tokens", pa.int32()),
+    ("kept_tokens", pa.int32()),
+    ("file", pa.string()),
+    ("offset", pa.int32()),
+    ("misses", pa.int64()),
+    ("replay_error", pa.float64()),
+)
 
 
 @dataclass(frozen=True)
@@ -134,14 +147,15 @@ def open_run(folder: Path, run: Run) -> None:
         write_atomically(folder / RUN, [json.dumps(asdict(run), indent=1).encode()])
 
 
-def read_index(folder: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The index of a folder, all columns or some; of patches whose files are there.
+def read_index(folder: Path, columns: list[str] | None = None) -> pa.Table:
+    """The index of a folder, all columns or some.
 
     Raises:
         PatchFormatError: a part of it is damaged.
     """
     if not _names(folder / INDEX):
-        return pa.table({name: pa.array([], pa.string()) for name in columns or ["id"]})
+        empty = pa.schema(COLUMNS).empty_table()
+        return empty if columns is None else empty.select(columns)
     try:
         return pq.read_table(folder / INDEX, columns=columns)
     except (pa.ArrowInvalid, OSError) as error:

@@ -24,7 +24,7 @@ from icl_patch.patch.serialization import check_finite
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.contents import Contents
 from icl_patch.scale.rows import Columns, EncodedRow
-from icl_patch.scale.run import INDEX, SHARDS, Run
+from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Run
 from icl_patch.scale.statistics import sums_and_ranks
 
 
@@ -127,19 +127,7 @@ def _schema(modules: list[str], statistics: bool) -> pa.Schema:
     def by_module(kind: pa.DataType) -> pa.DataType:
         return pa.struct([(name, kind) for name in modules])
 
-    fields = [
-        ("id", pa.string()),
-        ("row", pa.int64()),
-        ("context_sha256", pa.string()),
-        ("kept_sha256", pa.string()),
-        ("context_tokens", pa.int32()),
-        ("kept_tokens", pa.int32()),
-        ("file", pa.string()),
-        ("offset", pa.int32()),
-        ("misses", pa.int64()),
-        ("replay_error", pa.float64()),
-        ("norms", by_module(pa.list_(pa.list_(pa.float32())))),
-    ]
+    fields = [*COLUMNS, ("norms", by_module(pa.list_(pa.list_(pa.float32()))))]
     if statistics:
         fields += [
             ("sums", by_module(pa.list_(pa.float32()))),

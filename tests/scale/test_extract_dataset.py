@@ -140,10 +140,16 @@ def test_every_patch_replays_without_its_context(case: str, dataset: Path, tmp_p
     assert (max(sizes) == 1) is (case == "undivided")
 
 
-def test_a_whole_shard_is_bit_identical(patcher: ContextPatcher, extracted: Path) -> None:
+@pytest.mark.parametrize("rows_at_once", [4, 1])
+def test_a_whole_shard_is_bit_identical(
+    rows_at_once: int, patcher: ContextPatcher, dataset: Path, tmp_path: Path
+) -> None:
     """To the unpatched model, run on the padded contexts and then on the kept tokens."""
+    batching = scale.Batching(rows=rows_at_once)
+    scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=batching)
     stock = Stock(build("llama", vocab_size=VOCABULARY))
-    for table, patch in scale.PatchDataset(extracted).batches():
+    for table, patch in scale.PatchDataset(tmp_path / "out").batches():
+        assert len(table) <= rows_at_once
         rows = [ROWS[number] for number in table["row"].to_pylist()]
         context, kept = (
             TOKENIZER(
@@ -468,6 +474,9 @@ def test_a_full_disk(
 ) -> None:
     """What was written is whole, and the run goes on where there is room."""
     sizes = sorted(path.stat().st_size for path in extracted.glob("shards/*"))
+    with full_disk(1000), pytest.raises(OSError, match=r"File too large: '.*shards/"):
+        scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=SMALL)
+    assert len(scale.PatchDataset(tmp_path / "out")) == 0
     with full_disk(sizes[0] + 1), pytest.raises(OSError, match=r"File too large: '.*shards/"):
         scale.extract_dataset(patcher, dataset, tmp_path / "out", batching=SMALL)
     there = scale.PatchDataset(tmp_path / "out")
