@@ -22,11 +22,13 @@ if find_spec("pyarrow") is None:
         name="pyarrow",
     )
 
-from icl_patch.scale.extraction import Batching, Plan, Summary, extract_dataset
+from icl_patch.scale.contents import Contents
+from icl_patch.scale.extraction import Summary, extract_dataset
+from icl_patch.scale.extractor import Batching
 from icl_patch.scale.patch_dataset import PatchDataset
+from icl_patch.scale.plan import Plan
 from icl_patch.scale.ranks import Share
 from icl_patch.scale.rows import Columns
-from icl_patch.scale.shard import Contents
 
 __all__ = [
     "Batching",

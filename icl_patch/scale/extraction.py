@@ -2,47 +2,23 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-import pyarrow as pa
-
-from icl_patch.errors import ControllabilityError, PatchFormatError
-from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.contents import Contents
+from icl_patch.scale.extractor import Batching, Extractor
 from icl_patch.scale.plan import Plan, make_plan
 from icl_patch.scale.ranks import Share
-from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row, read_rows
-from icl_patch.scale.run import Run, check_folder, finished_ids, open_run
-from icl_patch.scale.shard import extract_shard
+from icl_patch.scale.rows import Columns, Reject, Row, read_rows
 
 _GROUP = 8  # batches' rows, which one process tokenizes and cuts into batches
-_PADDING = 1 / 8  # of a batch's kept tokens at most: it would be written too
 # Rows that are sorted by length: their texts are in memory.
 _WINDOW_ROWS = 4096
 _WINDOW_CHARACTERS = 2**25
-
-
-@dataclass(frozen=True)
-class Batching:
-    """The largest batch, which becomes a shard; a longer row is a batch by itself.
-
-    Attributes:
-        rows: at most. tokens: at most, with the padding.
-        nbytes: of factors and logits in memory, at most.
-    """
-
-    rows: int = 16
-    tokens: int = 8192
-    nbytes: int = 2**28
-
-    def __post_init__(self) -> None:
-        if min(self.rows, self.tokens, self.nbytes) < 1:
-            raise ValueError(f"expected numbers ≥ 1, got {self}")
 
 
 @dataclass(frozen=True)
@@ -103,24 +79,19 @@ def extract_dataset(
     dataset, folder = Path(dataset), Path(folder)
     columns, contents = columns or Columns(), contents or Contents()
     batching, share = batching or Batching(), share or Share.from_environment()
-    if patcher.tokenizer is None:
-        raise ValueError("expected ContextPatcher(model, tokenizer=...) for texts, got none")
-    run = Run.of(patcher, contents)
-    check_folder(folder, run)
-    finished = finished_ids(folder)
+    extractor = Extractor(patcher, folder, columns, contents, batching)
+    finished = extractor.finished()
     plan = make_plan(patcher, dataset, folder, columns, contents, finished)
     on_plan(plan)
-    open_run(folder, run)
+    extractor.open()
     rejects = _Rejects(folder, share)
     patches, passed, largest = 0, 0, 0.0
     for number, group in enumerate(_groups(dataset, columns, _GROUP * batching.rows, rejects)):
         if share.takes(number):
             todo = [row for row in group if row.id(columns) not in finished]
-            encoded = rejects.sifted(encode_row(patcher, row, columns) for row in todo)
-            for batch in _batches(patcher, list(encoded), batching, plan.memory_per_token):
-                for table in _shards(patcher, batch, columns, contents, run, folder, rejects):
-                    patches += len(table)
-                    largest = max(largest, *table["replay_error"].fill_null(0).to_pylist())
+            for table in extractor.extract(todo, plan.memory_per_token, rejects.add):
+                patches += len(table)
+                largest = max(largest, *table["replay_error"].fill_null(0).to_pylist())
         passed += len(group)
         progress(passed, plan.distinct)
     rounded = patches > 0 and contents.factors_dtype is not None
@@ -143,14 +114,6 @@ class _Rejects:
         self.count += 1
         record = {"row": reject.number, "reason": reject.reason}
         self._lines.write(json.dumps(record).encode() + b"\n")
-
-    def sifted(self, rows: Iterable[EncodedRow | Reject]) -> Iterator[EncodedRow]:
-        """The other rows."""
-        for row in rows:
-            if isinstance(row, Reject):
-                self.add(row)
-            else:
-                yield row
 
     def save(self) -> Path | None:
         """Write the file and return its path, None if there are no rejects; a run of one number of
@@ -207,58 +170,3 @@ def _distinct(dataset: Path, columns: Columns, rejects: _Rejects) -> Iterator[Ro
         elif (key := row.id(columns)) not in seen:
             seen.add(key)
             yield row
-
-
-def _batches(
-    patcher: ContextPatcher, rows: list[EncodedRow], batching: Batching, memory_per_token: int
-) -> Iterator[list[EncodedRow]]:
-    """Rows that run at once, the shortest first."""
-    attached = patcher.attached_model
-    switches = switch_lengths(patcher.model)
-
-    def kind(row: EncodedRow) -> tuple[int, int]:
-        """Only rows of one kind have the logits in a batch that they have alone."""
-        kept, context = row.lengths
-        rotation = sum(kept + context > length for length in switches)
-        return rotation, 0 if attached.takes_padding else context
-
-    def fits(batch: list[EncodedRow]) -> bool:
-        kept, context = (max(lengths) for lengths in zip(*(x.lengths for x in batch), strict=True))
-        return (
-            len(batch) <= (batching.rows if attached.divisible else 1)
-            and len(batch) * (kept + context) <= batching.tokens
-            and len(batch) * kept * memory_per_token <= batching.nbytes
-            and len(batch) * kept * (1 - _PADDING) <= sum(row.lengths[0] for row in batch)
-            and len(set(map(kind, batch))) == 1
-        )
-
-    batch: list[EncodedRow] = []
-    for row in sorted(rows, key=lambda row: (kind(row), row.lengths)):
-        if batch and not fits([*batch, row]):
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
-def _shards(
-    patcher: ContextPatcher,
-    batch: Sequence[EncodedRow],
-    columns: Columns,
-    contents: Contents,
-    run: Run,
-    folder: Path,
-    rejects: _Rejects,
-) -> Iterator[pa.Table]:
-    """The index of a batch's shard; if some row cannot have a patch, of a shard for each of the
-    others.
-    """
-    try:
-        yield extract_shard(patcher, batch, columns, contents, run, folder)
-    except (ControllabilityError, PatchFormatError) as error:
-        if len(batch) == 1:
-            rejects.add(Reject(batch[0].row.number, str(error)))
-            return
-        for row in batch:
-            yield from _shards(patcher, [row], columns, contents, run, folder, rejects)
