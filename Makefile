@@ -40,7 +40,7 @@ build/oldest/installed: pyproject.toml
 oldest: build/oldest/installed ## the test suite with the oldest versions that pyproject.toml allows; installs gigabytes, CUDA's libraries among them
 	$(MAKE) PYTHON=$(CURDIR)/build/oldest/bin/python test
 
-stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model; every family, on more random numbers too
+stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model; a run over a data set, killed 100 times; every family, on more random numbers too
 	$(RUN) -m pytest -m stress
 
 # Apart from the rest: it brings a module that hides Python's own typing.
@@ -77,6 +77,7 @@ build/peft: | $(RUN)
 
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
+	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
 bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
 	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)

@@ -14,10 +14,13 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 if TYPE_CHECKING:
     import torch
@@ -149,10 +152,10 @@ def add_max_new_tokens(parser: argparse.ArgumentParser, default: int, meaning: s
 
 def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add a context, its question and ``--chat``, for :func:`context_text` and :func:`prompt_text`;
-    without a default the first two are required.
+    without a default the command requires the first two.
     """
     required = default is None
-    source = parser.add_mutually_exclusive_group(required=required)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--context",
         metavar="TEXT",
@@ -168,7 +171,6 @@ def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> N
     parser.add_argument(
         "--question",
         *(["--kept"] if required else []),
-        required=required,
         metavar="TEXT",
         help="the text after the context; in a chat the user's message"
         + ("; it runs without the context" if required else ""),
@@ -363,6 +365,14 @@ def stage(title: str) -> Iterator[None]:
         yield
 
 
+class _RateColumn(ProgressColumn):
+    """How many a second."""
+
+    def render(self, task: Task) -> Text:
+        """The rate of the last half minute."""
+        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
+
+
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr if that is a terminal; call the yielded function with (done, total)."""
@@ -374,6 +384,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        _RateColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),

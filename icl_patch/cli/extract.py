@@ -1,11 +1,30 @@
-"""``icl-patch extract``: the patch of a context as a file."""
+"""``icl-patch extract``: the patch of a context as a file, or of every row of a data set."""
 
 import argparse
-from typing import Any
+import os
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from icl_patch.cli import common
 
-HELP = "write the patch of a context to a file"
+if TYPE_CHECKING:
+    from icl_patch.scale import Plan, Share
+
+HELP = "write the patch of a context to a file, or the patches of a data set to a folder"
+_OF_ONE = ("context", "context_file", "system", "question", "prefix", "force")
+_OF_MANY = (
+    "context_column",
+    "system_column",
+    "kept_column",
+    "layers",
+    "factors_dtype",
+    "statistics",
+    "batch_size",
+    "batch_tokens",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,11 +33,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_prompt(parser)
     common.add_update(parser)
     parser.add_argument("--prefix", metavar="TEXT", help="tokens before the context that stay")
-    common.add_out(parser)
+    parser.add_argument(
+        "--out",
+        type=_out,
+        required=True,
+        metavar="FILE|FOLDER",
+        help="file to write (.safetensors); with --dataset the folder",
+    )
+    common.add_force(parser)
+    parser.set_defaults(force=None)
+    many = parser.add_argument_group(
+        "data sets", "a patch for every row; the same command goes on with a stopped run"
+    )
+    many.add_argument(
+        "--dataset",
+        type=_existing,
+        metavar="FILE|FOLDER",
+        help="JSON lines, Parquet, a folder of them, or one that Dataset.save_to_disk wrote",
+    )
+    columns = many.add_mutually_exclusive_group()
+    columns.add_argument(
+        "--context-column", metavar="NAME", help="of the contexts (default: context)"
+    )
+    columns.add_argument(
+        "--system-column", metavar="NAME", help="the contexts are system messages of chats"
+    )
+    many.add_argument(
+        "--kept-column", metavar="NAME", help="of the texts after the contexts (default: kept)"
+    )
+    many.add_argument(
+        "--layers", type=_layers, metavar="START:STOP", help="keep these blocks only, from 0"
+    )
+    many.add_argument(
+        "--factors-dtype",
+        choices=["bf16"],
+        help="round the factors; the index has the error of each replay (default: as computed)",
+    )
+    many.add_argument(
+        "--statistics",
+        action="store_true",
+        default=None,
+        help="write norms, ranks and sums of the changes into the index, and no factors",
+    )
+    many.add_argument(
+        "--batch-size", type=common.positive, metavar="N", help="rows at once (default 16)"
+    )
+    many.add_argument(
+        "--batch-tokens", type=common.positive, metavar="N", help="tokens at once (default 8192)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compute the patch and save it."""
+    """Compute one patch or many, and save them."""
+    if options.dataset is not None:
+        _refuse(options, _OF_ONE, "with --dataset")
+        return _extract_many(options)
+    _refuse(options, _OF_MANY, "without --dataset")
+    if options.context is options.context_file is options.system is None:
+        raise ValueError("expected one of --context, --context-file, --system and --dataset")
+    if options.question is None:
+        raise ValueError("expected --question, the text after the context")
+    if options.out.suffix != ".safetensors":
+        raise ValueError(f"expected a file name ending in .safetensors, got '{options.out}'")
+    return _extract_one(options)
+
+
+def _extract_one(options: argparse.Namespace) -> int:
     common.check_out(options)
     model, tokenizer = common.load(options)
     from icl_patch.evaluation.loading import encode_contexts
@@ -52,3 +132,113 @@ def run(options: argparse.Namespace) -> int:
     }
     common.print_result(options, result, f"{options.out}: {patch!r}")
     return 0
+
+
+def _extract_many(options: argparse.Namespace) -> int:
+    """The patches of a data set; 1 if some rows have none."""
+    torch = common.import_torch()
+    try:
+        from icl_patch import scale
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    columns = scale.Columns(
+        context=options.context_column or options.system_column or "context",
+        kept=options.kept_column or "kept",
+        chat=options.chat,
+        system=options.system_column is not None,
+    )
+    contents = scale.Contents(
+        layers=options.layers or slice(None),
+        factors_dtype=torch.bfloat16 if options.factors_dtype else None,
+        statistics=bool(options.statistics),
+    )
+    sizes = {"rows": options.batch_size, "tokens": options.batch_tokens}
+    batching = scale.Batching(**{name: size for name, size in sizes.items() if size is not None})
+    share = scale.Share.from_environment()
+    options.device = _own_device(options.device)
+    options.state = options.out  # an interrupt says that the command goes on from there
+
+    def say(plan: "Plan") -> None:
+        if share.rank == 0:
+            print(plan, file=sys.stderr)
+
+    model, tokenizer = common.load(options)
+    quiet = nullcontext(lambda done, total: None)
+    bar = common.progress_bar("extracting") if share.rank == 0 else quiet
+    with common.attach(options, model, tokenizer) as patcher, bar as progress:
+        summary = scale.extract_dataset(
+            patcher,
+            options.dataset,
+            options.out,
+            columns,
+            contents=contents,
+            batching=batching,
+            share=share,
+            on_plan=say,
+            progress=progress,
+        )
+    plan = vars(summary.plan) | {"folder": str(options.out), "bytes": summary.plan.nbytes}
+    rejects = None if summary.rejects is None else str(summary.rejects)
+    result = {**vars(summary), "plan": plan, "share": vars(share), "rejects": rejects}
+    text = f"{options.out}: {summary.patches} patches written"
+    if share.world_size > 1:
+        text += f" by process {share.rank} of {share.world_size}"
+    if summary.largest_replay_error is not None:
+        text += f", largest error of a replay {summary.largest_replay_error:.2g} of its logits"
+    if summary.rejected:
+        text += f"; rows without a patch: {summary.rejected}, for the reasons in {rejects}"
+    common.print_result(options, result, text)
+    sys.stdout.flush()
+    _await_others(share)
+    return 1 if summary.rejected else 0
+
+
+def _await_others(share: "Share") -> None:
+    """Wait for the other processes of torchrun, which ends them all when one has a status that is
+    not 0: the one of a process with rejected rows.
+    """
+    if share.world_size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    from torch.distributed import rendezvous
+
+    store, _, _ = next(rendezvous("env://"))
+    store.add("extracted", 1)
+    while store.add("extracted", 0) < share.world_size:
+        time.sleep(1)
+
+
+def _refuse(options: argparse.Namespace, names: tuple[str, ...], where: str) -> None:
+    """Raises ValueError if one of these options is set."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ValueError(f"expected no --{name.replace('_', '-')} {where}")
+
+
+def _out(text: str) -> Path:
+    """A patch file in an existing folder, or a folder."""
+    return common.writable(".safetensors")(text) if text.endswith(".safetensors") else Path(text)
+
+
+def _existing(text: str) -> Path:
+    """A path at which there is something."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"expected a data set, there is no {text!r}")
+    return Path(text)
+
+
+def _layers(text: str) -> slice:
+    """``4``, ``4:8``, ``:8`` or ``::2`` as a slice."""
+    try:
+        parts = [int(part) if part else None for part in text.split(":")]
+        return slice(parts[0], int(text) + 1) if len(parts) == 1 else slice(*parts)
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"expected blocks as START:STOP, got {text!r}") from error
+
+
+def _own_device(device: Any) -> Any:
+    """The GPU of this process, if several on a machine are told to use CUDA."""
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
+    torch = common.import_torch()
+    if device is None or device.type != "cuda" or device.index is not None or not local.isdecimal():
+        return device
+    return torch.device("cuda", int(local) % torch.cuda.device_count())

@@ -211,7 +211,12 @@ def split_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[Tenso
             f" {type(tokenizer).__name__}: encode the texts and use compute and generate"
         )
     text: Any = prompt.with_context
-    encoded = tokenizer(text, add_special_tokens=not prompt.chat, return_offsets_mapping=True)
+    encoded = tokenizer(
+        text,
+        add_special_tokens=not prompt.chat,
+        return_offsets_mapping=True,
+        verbose=False,  # of long texts it warns where we raise an error
+    )
     ends = [end for _, end in encoded["offset_mapping"]]
     count = next((place for place, end in enumerate(ends) if end > prompt.kept), len(ends))
     ids = torch.tensor([encoded["input_ids"]], dtype=torch.int64)

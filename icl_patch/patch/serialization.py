@@ -324,7 +324,12 @@ def read_layers(
         leading = (*tokens, *(slots.get(index, ()) if kind == "slots" else ()))
         _check_factor(path, tensors[path], kind, leading, hidden)
     check_finite(tensors)
-    return layers
+    return tuple({name: widened(x) for name, x in layer.items()} for layer in layers)
+
+
+def widened(factor: Tensor) -> Tensor:
+    """A factor as it is replayed: one that was rounded to bf16 for its file, in fp32."""
+    return factor.float() if factor.dtype == torch.bfloat16 else factor
 
 
 def _check_factor(
@@ -351,8 +356,8 @@ def _check_factor(
                 f"expected {name} of distinct experts, got {tensor[tuple(place)].tolist()} at row,"
                 f" token {place}"
             )
-    elif tensor.dtype not in (torch.float32, torch.float64):
-        raise PatchFormatError(f"expected {name} in fp32 or fp64, got {tensor.dtype}")
+    elif tensor.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise PatchFormatError(f"expected {name} in fp32, fp64 or bf16, got {tensor.dtype}")
 
 
 # -- the patch against a model

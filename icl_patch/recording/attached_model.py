@@ -113,6 +113,7 @@ class AttachedModel:
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
         takes_padding: whether a row with padding on its left has the logits that it has alone.
+        divisible: whether some rows of a patch, or its first tokens, can be replayed by themselves.
         hooks: the forward hooks on the model, as :meth:`watch_hooks` found them last.
 
     Raises:
@@ -171,7 +172,7 @@ class AttachedModel:
         )
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         self._depends_on_cache = depends_on_cache(self.model)
-        self._divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
+        self.divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         if known is not None:
             self.takes_padding, self.weights = known.takes_padding, known.weights
             self._swap_blocks()
@@ -523,7 +524,7 @@ class AttachedModel:
             passes=passes,
             arithmetic=arithmetic,
             longest=longest,
-            divisible=self._divisible,
+            divisible=self.divisible,
         )
 
     @property

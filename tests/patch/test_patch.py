@@ -351,11 +351,11 @@ BAD_TENSORS = {
         changed("layers.0.post_feedforward_layernorm.scale", lambda m: m / 0),
         r"infinity in layers\.0",
     ),
-    "bf16": (
-        changed("layers.0.mlp.up_proj.u", Tensor.bfloat16),
-        r"layers\.0\.mlp\.up_proj\.u in fp32 or fp64, got torch\.bfloat16",
+    "fp16": (
+        changed("layers.0.mlp.up_proj.u", Tensor.half),
+        r"layers\.0\.mlp\.up_proj\.u in fp32, fp64 or bf16, got torch\.float16",
     ),
-    "int64": (changed("layers.0.mlp.up_proj.u", Tensor.long), r"in fp32 or fp64, got torch\.int64"),
+    "int64": (changed("layers.0.mlp.up_proj.u", Tensor.long), r"64 or bf16, got torch\.int64"),
 }
 
 
@@ -369,6 +369,20 @@ def test_tensors_that_do_not_fit(fault: str, patch_of: Callable, tmp_path: Path)
     write(path, header, tensors)
     with pytest.raises(PatchFormatError, match=message):
         ContextPatch.load(path)
+
+
+def test_factors_rounded_to_bf16_are_read_as_fp32(patch_of: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    patch = patch_of("llama", "exact")
+    patch.save(path)
+    header, tensors = read(path)
+    rounded = {name: x.bfloat16() for name, x in tensors.items()}
+    write(path, header, rounded)
+    loaded = ContextPatch.load(path)
+    for layer, factors in zip(loaded.layer_indices, loaded.layers, strict=True):
+        for name, x in factors.items():
+            assert x.dtype == torch.float32
+            assert torch.equal(x, rounded[f"layers.{layer}.{name}"].float())
 
 
 def narrow(header: dict, tensors: dict[str, Tensor]) -> None:

@@ -1,0 +1,140 @@
+"""Rows become shards of a folder: encoded, cut into batches, computed and written."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+
+from icl_patch.errors import ControllabilityError, PatchFormatError
+from icl_patch.models.positions import switch_lengths
+from icl_patch.patcher import ContextPatcher
+from icl_patch.scale.contents import Contents
+from icl_patch.scale.rows import Columns, EncodedRow, Reject, Row, encode_row
+from icl_patch.scale.run import Run, check_folder, finished_ids, open_run
+from icl_patch.scale.shard import extract_shard
+
+_PADDING = 1 / 8  # of a batch's kept tokens at most: it would be written too
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The largest batch, which becomes a shard; a longer row is a batch by itself.
+
+    Attributes:
+        rows: at most. tokens: at most, with the padding.
+        nbytes: of factors and logits in memory, at most.
+    """
+
+    rows: int = 16
+    tokens: int = 8192
+    nbytes: int = 2**28
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.tokens, self.nbytes) < 1:
+            raise ValueError(f"expected numbers ≥ 1, got {self}")
+
+
+class Extractor:
+    """Writes the patches of rows into a folder.
+
+    Args: see :func:`icl_patch.scale.extract_dataset`.
+
+    Raises:
+        ValueError: the patcher has no tokenizer, no layers would be left, or the folder has files
+            of another run.
+    """
+
+    def __init__(
+        self,
+        patcher: ContextPatcher,
+        folder: Path,
+        columns: Columns,
+        contents: Contents,
+        batching: Batching,
+    ) -> None:
+        if patcher.tokenizer is None:
+            raise ValueError("expected ContextPatcher(model, tokenizer=...) for texts, got none")
+        self.patcher, self.folder = patcher, folder
+        self.columns, self.contents, self.batching = columns, contents, batching
+        self.run = Run.of(patcher, contents)
+        check_folder(folder, self.run)
+
+    def finished(self) -> set[bytes]:
+        """The ids of the patches that are there; raises PatchFormatError if the index is
+        damaged.
+        """
+        return finished_ids(self.folder)
+
+    def open(self) -> None:
+        """Make the folder, unless it is there."""
+        open_run(self.folder, self.run)
+
+    def extract(
+        self, rows: Sequence[Row], memory_per_token: int, reject: Callable[[Reject], None]
+    ) -> Iterator[pa.Table]:
+        """Write the patches of rows; yields the index of each shard.
+
+        Args:
+            rows: without patches yet. memory_per_token: bytes of a kept token, for the size of
+                batches. reject: is called with every row that cannot have a patch.
+        """
+        encoded = []
+        for row in rows:
+            found = encode_row(self.patcher, row, self.columns)
+            if isinstance(found, Reject):
+                reject(found)
+            else:
+                encoded.append(found)
+        for batch in self._batches(encoded, memory_per_token):
+            yield from self._shards(batch, reject)
+
+    def _batches(self, rows: list[EncodedRow], memory_per_token: int) -> Iterator[list[EncodedRow]]:
+        """Rows that run at once, the shortest first."""
+        batch: list[EncodedRow] = []
+        for row in sorted(rows, key=lambda row: (self._kind(row), row.lengths)):
+            if batch and not self._fits([*batch, row], memory_per_token):
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+    def _kind(self, row: EncodedRow) -> tuple[int, int]:
+        """Only rows of one kind have the logits in a batch that they have alone."""
+        kept, context = row.lengths
+        rotation = sum(kept + context > length for length in self._switches)
+        return rotation, 0 if self.patcher.attached_model.takes_padding else context
+
+    @cached_property
+    def _switches(self) -> frozenset[int]:
+        return switch_lengths(self.patcher.model)
+
+    def _fits(self, batch: list[EncodedRow], memory_per_token: int) -> bool:
+        kept, context = (max(lengths) for lengths in zip(*(x.lengths for x in batch), strict=True))
+        most = self.batching
+        return (
+            len(batch) <= (most.rows if self.patcher.attached_model.divisible else 1)
+            and len(batch) * (kept + context) <= most.tokens
+            and len(batch) * kept * memory_per_token <= most.nbytes
+            and len(batch) * kept * (1 - _PADDING) <= sum(row.lengths[0] for row in batch)
+            and len(set(map(self._kind, batch))) == 1
+        )
+
+    def _shards(
+        self, batch: Sequence[EncodedRow], reject: Callable[[Reject], None]
+    ) -> Iterator[pa.Table]:
+        """The index of a batch's shard; if some row cannot have a patch, of a shard for each of the
+        others.
+        """
+        try:
+            yield extract_shard(
+                self.patcher, batch, self.columns, self.contents, self.run, self.folder
+            )
+        except (ControllabilityError, PatchFormatError) as error:
+            if len(batch) == 1:
+                reject(Reject(batch[0].row.number, str(error)))
+                return
+            for row in batch:
+                yield from self._shards([row], reject)

@@ -1,0 +1,222 @@
+"""The rows of a data set, one at a time: from JSON lines, Parquet, or a folder of ``datasets``."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from icl_patch.models.language_model import check_length, check_vocabulary
+from icl_patch.models.prompts import make_prompt, split_ids
+from icl_patch.patcher import ContextPatcher
+
+_READ_AT_ONCE = 1024  # rows of a Parquet file
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a data set, and the prompts that they make, see
+    :func:`icl_patch.models.prompts.make_prompt`.
+
+    Attributes:
+        context, kept: the names of the columns with the context, and with the text after it.
+        chat: whether the prompt is a chat, in which the context begins the user's message.
+        system: whether the context is the system message of a chat.
+    """
+
+    context: str = "context"
+    kept: str = "kept"
+    chat: bool = False
+    system: bool = False
+
+    def __post_init__(self) -> None:
+        if self.context == self.kept:
+            raise ValueError(f"expected two columns, got {self.context!r} for context and kept")
+
+    @property
+    def prompt(self) -> str:
+        """The kind of prompt: "text", "chat" or "system"."""
+        return "system" if self.system else "chat" if self.chat else "text"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that can be read; ``number`` is its place in the data set, from 0."""
+
+    number: int
+    context: str
+    kept: str
+
+    def id(self, columns: Columns) -> bytes:
+        """16 bytes of SHA-256 over the texts and the kind of prompt."""
+        content = json.dumps([columns.prompt, self.context, self.kept])
+        return hashlib.sha256(content.encode()).digest()[:16]
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A row without a patch, and the reason."""
+
+    number: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"row {self.number}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """A row as token ids, (1, C) and (1, T) int64."""
+
+    row: Row
+    context_ids: Tensor
+    kept_ids: Tensor
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The number of kept tokens, and of context tokens."""
+        return self.kept_ids.shape[1], self.context_ids.shape[1]
+
+
+def read_rows(dataset: Path, columns: Columns) -> Iterator[Row | Reject]:
+    """The rows of a file or folder, in order; nothing else of it is kept in memory.
+
+    Args:
+        dataset: a file of JSON lines (``.jsonl``, ``.ndjson``, ``.json``) or Parquet; a folder that
+            ``Dataset.save_to_disk`` wrote; or a folder of such files, which are read in the order
+            of their names. Blank lines are no rows.
+
+    Raises:
+        ValueError: there are no such files, or they are damaged, or lack a column.
+        OSError: a file cannot be read.
+    """
+    number = 0
+    for file in _files(dataset):
+        for record in _READERS[file.suffix](file, columns):
+            yield _row(number, record, columns)
+            number += 1
+
+
+def encode_row(patcher: ContextPatcher, row: Row, columns: Columns) -> EncodedRow | Reject:
+    """The tokens of a row, or the reason why the model cannot take them."""
+    tokenizer: Any = patcher.tokenizer
+    context, system = (None, row.context) if columns.system else (row.context, None)
+    try:
+        prompt = make_prompt(tokenizer, row.kept, context=context, system=system, chat=columns.chat)
+        encoded = EncodedRow(row, *split_ids(tokenizer, prompt))
+        check_length(patcher.model, sum(encoded.lengths))
+        for ids in (encoded.context_ids, encoded.kept_ids):
+            check_vocabulary(patcher.model, ids, torch.ones_like(ids, dtype=torch.bool))
+    except ValueError as error:
+        return Reject(row.number, str(error))
+    return encoded
+
+
+def _row(number: int, record: Any, columns: Columns) -> Row | Reject:
+    if isinstance(record, Exception):
+        return Reject(number, f"expected JSON in UTF-8: {record}")
+    if not isinstance(record, dict):
+        return Reject(number, f"expected a JSON object, got {record!r:.80}")
+    texts = []
+    for name in (columns.context, columns.kept):
+        if name not in record:
+            names = ", ".join(map(repr, record)) or "none"
+            return Reject(number, f"expected a column {name!r}, got {names:.200}")
+        text = record[name]
+        if not isinstance(text, str) or not text:
+            return Reject(number, f"expected text in column {name!r}, got {text!r:.80}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half a surrogate pair
+            return Reject(number, f"expected Unicode text in column {name!r}, got {error}")
+        texts.append(text)
+    return Row(number, *texts)
+
+
+def _files(dataset: Path) -> list[Path]:
+    if not dataset.exists():
+        raise ValueError(f"expected a data set, there is no {dataset}")
+    files = _files_of_folder(dataset) if dataset.is_dir() else [dataset]
+    for file in files:
+        if file.suffix not in _READERS:
+            known = ", ".join(_READERS)
+            raise ValueError(f"expected a data set in a file with one of {known}, got {file}")
+    return files
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
+    if (splits := folder / "dataset_dict.json").is_file():
+        names = ", ".join(json.loads(splits.read_text(encoding="utf-8"))["splits"])
+        raise ValueError(
+            f"expected one split of {folder}, got all of them ({names}): name one, as"
+            f" {folder / names.split(', ')[0]}"
+        )
+    if (state := folder / "state.json").is_file():
+        data_files = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+        return [folder / entry["filename"] for entry in data_files]
+    files = sorted(file for file in folder.iterdir() if file.suffix in _READERS)
+    if not files:
+        known = ", ".join(_READERS)
+        raise ValueError(f"expected files with one of {known} in {folder}, there are none")
+    return files
+
+
+def _json_lines(file: Path, columns: Columns) -> Iterator[Any]:
+    """A value a line, or the error of one that is not JSON."""
+    with file.open("rb") as lines:
+        for line in lines:
+            if line.isspace():
+                continue
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:  # ValueError: also of UTF-8
+                yield error
+
+
+def _parquet(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
+    try:
+        opened = pq.ParquetFile(file)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"expected a Parquet file, got {file}: {error}") from error
+    with opened:
+        names = _checked(file, opened.schema_arrow.names, columns)
+        for batch in opened.iter_batches(_READ_AT_ONCE, columns=names):
+            yield from batch.to_pylist()
+
+
+def _arrow_stream(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
+    try:
+        opened = pa.ipc.open_stream(pa.memory_map(str(file)))
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"expected a file of Arrow's stream format, got {file}: {error}"
+        ) from error
+    names = _checked(file, opened.schema.names, columns)
+    for batch in opened:
+        yield from batch.select(names).to_pylist()
+
+
+def _checked(file: Path, names: list[str], columns: Columns) -> list[str]:
+    """The names of the columns to read; raises ValueError if one is missing."""
+    for name in (columns.context, columns.kept):
+        if name not in names:
+            raise ValueError(
+                f"expected a column {name!r} in {file}, got {', '.join(names)}: name it with"
+                " --context-column and --kept-column (Columns in Python)"
+            )
+    return [columns.context, columns.kept]
+
+
+_READERS: dict[str, Callable[[Path, Columns], Iterator[Any]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json_lines,
+    ".parquet": _parquet,
+    ".arrow": _arrow_stream,
+}

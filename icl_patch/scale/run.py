@@ -1,0 +1,180 @@
+"""The folder of a run: what all its patches share, and which patches are there.
+
+    run.json                    the model, the update and the contents
+    shards/{name}.safetensors   the factors of a batch
+    index/{name}.parquet        a row for each of its patches
+
+Every name begins with the run's key.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from icl_patch.errors import PatchFormatError
+from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patcher import ContextPatcher
+from icl_patch.scale.contents import Contents
+
+FORMAT = 1
+SHARDS, INDEX, RUN = "shards", "index", "run.json"
+# Of the index; norms and statistics follow, whose types depend on the model.
+COLUMNS = (
+    ("id", pa.string()),
+    ("row", pa.int64()),
+    ("context_sha256", pa.string()),
+    ("kept_sha256", pa.string()),
+    ("context_tokens", pa.int32()),
+    ("kept_tokens", pa.int32()),
+    ("file", pa.string()),
+    ("offset", pa.int32()),
+    ("misses", pa.int64()),
+    ("replay_error", pa.float64()),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all patches of a folder share.
+
+    Attributes: see :class:`icl_patch.patch.serialization.PatchInfo` and :class:`Contents`.
+        ``model`` is a name or a path, which is not compared.
+    """
+
+    model: str
+    fingerprint: str
+    tokenizer: str | None
+    update: str
+    dtype: str
+    layers: list[int]
+    factors_dtype: str | None
+    statistics: bool
+    format: int = FORMAT
+
+    @classmethod
+    def of(cls, patcher: ContextPatcher, contents: Contents) -> "Run":
+        """The run of a patcher; raises ValueError if no layers would be left."""
+        attached = patcher.attached_model
+        layers = list(range(len(attached.block_specs)))[contents.layers]
+        if not layers or layers != sorted(layers):
+            raise ValueError(
+                f"expected layers among {len(attached.block_specs)}, in increasing order, got"
+                f" {contents.layers}"
+            )
+        dtype = contents.factors_dtype
+        return cls(
+            model=getattr(patcher.model.config, "_name_or_path", ""),
+            fingerprint=patcher.fingerprint,
+            tokenizer=attached.tokenizer_fingerprint,
+            update=patcher.update,
+            dtype=str(patcher.model.dtype),
+            layers=layers,
+            factors_dtype=None if dtype is None else str(dtype),
+            statistics=contents.statistics,
+        )
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The entries in which two runs of one folder must agree."""
+        return {name: value for name, value in asdict(self).items() if name != "model"}
+
+    @property
+    def key(self) -> str:
+        """12 hexadecimal digits that begin the names of the run's files."""
+        return hashlib.sha256(json.dumps(self.compared).encode()).hexdigest()[:12]
+
+    def name_of(self, ids: Sequence[bytes]) -> str:
+        """The name of a shard, without its suffix."""
+        return f"{self.key}-{hashlib.sha256(b''.join(ids)).hexdigest()[:24]}"
+
+
+def read_run(folder: Path) -> Run:
+    """The run that a folder holds.
+
+    Raises:
+        ValueError: there is none, or its description is damaged.
+    """
+    path = folder / RUN
+    if not path.is_file():
+        raise ValueError(
+            f"expected a folder of patches with a {RUN}, got {folder}: icl-patch extract --dataset"
+            " makes one"
+        )
+    try:
+        return Run(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"expected the description of a run in {path}, got {error}") from error
+
+
+def check_folder(folder: Path, run: Run) -> None:
+    """Raises ValueError unless all patches in a folder, if there are any, are of this run."""
+    if (folder / RUN).exists():
+        there = read_run(folder).compared
+        differing = [name for name, value in run.compared.items() if there.get(name) != value]
+        if differing:
+            raise ValueError(
+                f"expected patches of this run in {folder}, got others, with"
+                f" {', '.join(f'{x} {there.get(x)!s:.40}' for x in differing)} in place of"
+                f" {', '.join(f'{run.compared[x]!s:.40}' for x in differing)}: choose another"
+                " folder"
+            )
+    for part in (SHARDS, INDEX):
+        for name in _names(folder / part):
+            if not name.startswith(f"{run.key}-"):
+                raise ValueError(
+                    f"expected files of this run in {folder / part}, whose names begin with"
+                    f" {run.key}, got {name}, which is of another run or model: move it away, or"
+                    " choose another folder"
+                )
+
+
+def open_run(folder: Path, run: Run) -> None:
+    """Make the folder with the description of its run, unless it is there. Parts of the index whose
+    shard was deleted go too: their patches will be computed again.
+    """
+    for part in (SHARDS, INDEX):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    for name in [] if run.statistics else _names(folder / INDEX):
+        if not (folder / SHARDS / name).with_suffix(".safetensors").exists():
+            (folder / INDEX / name).unlink(missing_ok=True)
+    if not (folder / RUN).exists():
+        write_atomically(folder / RUN, [json.dumps(asdict(run), indent=1).encode()])
+
+
+def read_index(folder: Path, columns: list[str] | None = None) -> pa.Table:
+    """The index of a folder, all columns or some.
+
+    Raises:
+        PatchFormatError: a part of it is damaged.
+    """
+    if not _names(folder / INDEX):
+        empty = pa.schema(COLUMNS).empty_table()
+        return empty if columns is None else empty.select(columns)
+    try:
+        return pq.read_table(folder / INDEX, columns=columns)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise PatchFormatError(
+            f"expected whole Parquet files in {folder / INDEX}, got {error}: delete the damaged"
+            " file, and the same run computes its patches again"
+        ) from error
+
+
+def finished_ids(folder: Path) -> set[bytes]:
+    """The ids of the patches in a folder, 16 bytes each: in the index, with their factors."""
+    shards = {f"{SHARDS}/{name}" for name in _names(folder / SHARDS)} | {None}
+    table = read_index(folder, ["id", "file"])
+    pairs = zip(table["id"].to_pylist(), table["file"].to_pylist(), strict=True)
+    return {bytes.fromhex(id_) for id_, file in pairs if file in shards}
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a folder but those that are being written."""
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))

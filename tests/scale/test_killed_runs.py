@@ -1,0 +1,44 @@
+"""A run that is killed goes on: nothing is lost, nothing is there twice, no file is torn."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.data_sets import prompts, write_json_lines
+
+from icl_patch import ContextPatcher, embedded
+
+scale = pytest.importorskip("icl_patch.scale", reason="no pyarrow", exc_type=ModuleNotFoundError)
+SCRIPT = Path(__file__).parents[1] / "support" / "killed_runs.py"
+
+
+@pytest.mark.parametrize(
+    ("kills", "rows"), [(3, 24), pytest.param(100, 1200, marks=pytest.mark.stress)]
+)
+def test_a_killed_run_goes_on(kills: int, rows: int, tmp_path: Path) -> None:
+    """In the end it has the files of a run that was not stopped, and no others."""
+    dataset = write_json_lines(tmp_path / "rows.jsonl", prompts(rows))
+    command = [sys.executable, str(SCRIPT), str(dataset), str(tmp_path / "killed"), str(kills), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    print(counts)
+    assert sum(counts["kills"].values()) == kills and len(counts["kills"]) == 3
+    assert counts["patches"] < rows  # the killed runs had written some
+    model, tokenizer = embedded.load()
+    with ContextPatcher(model, "stable", tokenizer=tokenizer) as patcher:
+        batching = scale.Batching(rows=2)
+        whole = scale.extract_dataset(patcher, dataset, tmp_path / "whole", batching=batching)
+    assert whole.patches == rows
+    files = {
+        name: {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file()
+        }
+        for name in ("whole", "killed")
+    }
+    assert files["whole"] == files["killed"]
+    assert len(files["whole"]) >= 2 * (rows // 2) + 1

@@ -1,0 +1,176 @@
+"""Reading rows: every kind of file, and what is said of bad ones."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.data_sets import write_json_lines
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+from icl_patch.scale import Columns, Share  # noqa: E402
+from icl_patch.scale.rows import Reject, Row, read_rows  # noqa: E402
+
+TEXTS = [("mode upper\n", "fmrp>"), ("Ein Satz über Öl. ", "日本"), ("a" * 3000, "b")]
+RECORDS = [{"n": n, "context": x, "kept": y} for n, (x, y) in enumerate(TEXTS)]
+ROWS = [Row(n, x, y) for n, (x, y) in enumerate(TEXTS)]
+
+
+def parquet(path: Path, records: list[dict]) -> Path:
+    pq.write_table(pa.Table.from_pylist(records), path, row_group_size=2)
+    return path
+
+
+def arrow_folder(path: Path, records: list[dict]) -> Path:
+    """As ``datasets.Dataset.save_to_disk`` lays it out, in two files."""
+    path.mkdir()
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, part in zip(names, (records[:2], records[2:]), strict=True):
+        table = pa.Table.from_pylist(part)
+        with (
+            pa.OSFile(str(path / name), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as out,
+        ):
+            out.write_table(table)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (path / "state.json").write_text(json.dumps(state))
+    (path / "dataset_info.json").write_text("{}")
+    return path
+
+
+def folder_of_files(path: Path, records: list[dict]) -> Path:
+    path.mkdir()
+    write_json_lines(path / "1.jsonl", records[:1])
+    parquet(path / "2.parquet", records[1:])
+    (path / "README.md").write_text("not data")
+    return path
+
+
+KINDS: dict[str, Callable[[Path, list[dict]], Path]] = {
+    "rows.jsonl": write_json_lines,
+    "rows.parquet": parquet,
+    "saved": arrow_folder,
+    "folder": folder_of_files,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_has_the_same_rows(name: str, tmp_path: Path) -> None:
+    assert list(read_rows(KINDS[name](tmp_path / name, RECORDS), Columns())) == ROWS
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_missing_column(name: str, tmp_path: Path) -> None:
+    dataset = KINDS[name](tmp_path / name, RECORDS)
+    columns = Columns(context="prompt")
+    if name.endswith("jsonl") or name == "folder":  # a line of JSON can have any columns
+        first = next(read_rows(dataset, columns))
+        assert first == Reject(0, "expected a column 'prompt', got 'n', 'context', 'kept'")
+        return
+    with pytest.raises(ValueError, match=r"column 'prompt' in .*got n, context, kept: .*-column"):
+        list(read_rows(dataset, columns))
+
+
+def test_bad_lines_are_rejected_and_the_others_read(tmp_path: Path) -> None:
+    lines: list[tuple[bytes, str]] = [
+        (b'{"context": "a", "kept": "b"', "expected JSON in UTF-8: Expecting ',' delimiter"),
+        ('{"context": "ä", "kept": "b"}'.encode("latin1"), "expected JSON in UTF-8: 'utf-8'"),
+        (b"[1, 2]", "expected a JSON object, got [1, 2]"),
+        (b'{"context": "a"}', "expected a column 'kept', got 'context'"),
+        (b'{"context": "a", "kept": 3}', "expected text in column 'kept', got 3"),
+        (b'{"context": "", "kept": "b"}', "expected text in column 'context', got ''"),
+        (b'{"context": null, "kept": "b"}', "expected text in column 'context', got None"),
+        (rb'{"context": "\ud800", "kept": "b"}', "expected Unicode text in column 'context'"),
+        (b"[" * 100_000, "expected JSON in UTF-8: "),
+    ]
+    good = b'{"context": "a", "kept": "b"}'
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join(line + b"\n\n" + good for line, _ in lines))
+    found = list(read_rows(path, Columns()))
+    assert [row for row in found if isinstance(row, Row)] == [
+        Row(2 * n + 1, "a", "b") for n in range(len(lines))
+    ]
+    for place, (row, (_, reason)) in enumerate(zip(found[::2], lines, strict=True)):
+        assert isinstance(row, Reject) and row.number == 2 * place
+        assert row.reason.startswith(reason), row
+
+
+def test_null_in_parquet_is_rejected(tmp_path: Path) -> None:
+    records = [*RECORDS, {"context": None, "kept": "b"}]
+    found = list(read_rows(parquet(tmp_path / "rows.parquet", records), Columns()))
+    assert found == [*ROWS, Reject(3, "expected text in column 'context', got None")]
+
+
+def nothing(path: Path) -> None:
+    """There is no such file."""
+
+
+def splits(path: Path) -> None:
+    path.mkdir()
+    (path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+
+
+BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "missing": ("rows.jsonl", nothing, "expected a data set, there is no"),
+    "text": ("rows.txt", Path.touch, r"one of \.jsonl, .*\.parquet, \.arrow, got .*rows\.txt"),
+    "empty folder": ("rows", Path.mkdir, "expected files with one of .* there are none"),
+    "splits": ("rows", splits, r"one split of .*\(train, test\): name one, as .*rows/train"),
+    "no Parquet": ("rows.parquet", Path.touch, "expected a Parquet file, got .*rows.parquet"),
+    "no Arrow": ("rows.arrow", Path.touch, "expected a file of Arrow's stream format, got"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(case: str, tmp_path: Path) -> None:
+    name, make, message = BAD[case]
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(tmp_path / name, Columns()))
+
+
+def test_ids_are_of_the_texts_and_the_kind_of_prompt() -> None:
+    kinds = [Columns(), Columns(chat=True), Columns(system=True)]
+    ids = {row.id(columns) for row in ROWS for columns in kinds}
+    assert len(ids) == 9
+    assert Row(7, *TEXTS[0]).id(Columns("x", "y")) == ROWS[0].id(Columns())
+    assert Row(0, "ab", "c").id(Columns()) != Row(0, "a", "bc").id(Columns())
+
+
+def test_one_column_twice() -> None:
+    with pytest.raises(ValueError, match="expected two columns, got 'x'"):
+        Columns("x", "x")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Share()),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, Share(1, 4)),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, Share(2, 3)),
+        ({"RANK": "1", "WORLD_SIZE": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, Share(1, 4)),
+        ({"SLURM_NTASKS": "3"}, Share()),
+    ],
+)
+def test_the_share_of_a_process(environment: dict[str, str], expected: Share) -> None:
+    assert Share.from_environment(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1"}, "expected numbers in RANK and WORLD_SIZE, got 1 and nothing"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "got x and 2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "expected a rank from 0 to 1, below .*, got 2"),
+    ],
+)
+def test_a_bad_share(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Share.from_environment(environment)
+
+
+def test_shares_take_every_number_once() -> None:
+    for number in range(10):
+        assert sum(Share(rank, 3).takes(number) for rank in range(3)) == 1
