@@ -13,7 +13,7 @@ import torch
 
 from icl_patch import ContextPatcher
 from icl_patch.bench.cases import linear, throughput
-from icl_patch.bench.cases.random_models import twin
+from icl_patch.bench.cases.models import twin
 from icl_patch.bench.costs import profile_of
 from icl_patch.bench.results import environment, file_name
 from icl_patch.patch.atomic_file import write_atomically

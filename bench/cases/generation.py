@@ -53,12 +53,13 @@ from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.bench.baselines.lora import has_peft, lora_step
 from icl_patch.bench.baselines.materialised import bare_step, materialised, naive_step
 from icl_patch.bench.baselines.plain import StaticContext, compiled_step, dynamic_cache, plain_step
-from icl_patch.bench.cases.random_models import (
+from icl_patch.bench.cases.models import (
     CPU_MIXTURE,
     CPU_SHAPE,
     GPU_MIXTURE,
     GPU_SHAPES,
     RandomModel,
+    SavedModel,
     twin,
 )
 from icl_patch.bench.costs import cache_bytes, profiled, transient_bytes, weight_bytes
@@ -70,6 +71,7 @@ from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
 from icl_patch.generation.decode_mode_checks import require_shared_cache
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.generation.loop import Options, choose_mode
 from icl_patch.invariance.arithmetic import reason_against
 from icl_patch.recording.sequences import absorb_all_but_last
 
@@ -81,6 +83,10 @@ OURS_COMPILED = "recompute and apply, compiled"
 PLAIN = "plain step"
 COMPILED = "plain step, compiled"
 PEFT = "PEFT, factors swapped"
+_NAMES = {
+    DecodeMode.SHARED_CACHE: OURS,
+    DecodeMode.TWO_STREAM: "recompute and apply, two streams",
+}
 APPLIED = ("patch applied", "patch applied, compiled")
 NAIVE = "W + ΔW built, with a cache"
 # Error limits: of ways that round W + ΔW or its factors to the model's dtype, and of the others.
@@ -89,11 +95,17 @@ _MOST_ROWS = 8  # of ways that change the weights row by row, and on a CPU of th
 _WARM_UP = 5  # calls until our step is traced, compiled and, at the fourth, captured
 
 
-def cases(device: torch.device, quick: bool) -> list[Case]:
+def cases(device: torch.device, quick: bool, model: str | None = None) -> list[Case]:
     """The headline first: on a CPU a context of 256, on a GPU one of 1,024, for every model and
-    batch.
+    batch; or of one saved model, in two dtypes.
     """
-    if device.type == "cpu":
+    grid: list[tuple[RandomModel | SavedModel, torch.dtype, int, int]]
+    if model is not None:
+        default = torch.float32 if device.type == "cpu" else torch.bfloat16
+        saved, dtypes = SavedModel.of(model), (torch.float32, torch.bfloat16)
+        rows, contexts = ([1, 4], [256]) if quick else ([1, 4, 16], [256, 1024, 4096])
+        grid = [(saved, of, n, length) for length in contexts for of in dtypes for n in rows]
+    elif device.type == "cpu":
         default, other = torch.float32, torch.bfloat16
         grid = [(CPU_SHAPE, default, batch, 256) for batch in (1, 4)]
         if not quick:
@@ -114,7 +126,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
 
 
 def _case(
-    shape: RandomModel,
+    shape: RandomModel | SavedModel,
     dtype: torch.dtype,
     batch: int,
     context: int,
@@ -143,7 +155,7 @@ class Models:
 
 
 @functools.lru_cache(maxsize=1)
-def models_of(shape: RandomModel, dtype: torch.dtype, device: torch.device) -> Models:
+def models_of(shape: RandomModel | SavedModel, dtype: torch.dtype, device: torch.device) -> Models:
     """The models of a shape, which its cases share."""
     model = shape.build(device, dtype)
     stable, exact, applied = (
@@ -154,26 +166,32 @@ def models_of(shape: RandomModel, dtype: torch.dtype, device: torch.device) -> M
 
 @torch.no_grad()
 def comparison(
-    shape: RandomModel, batch: int, context: int, dtype: torch.dtype, device: torch.device
+    shape: RandomModel | SavedModel,
+    batch: int,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Comparison:
     """The calls of one case."""
     torch.compiler.reset()  # forget the previous case
     models = models_of(shape, dtype, device)
     rng = torch.Generator().manual_seed(context)
     ids = torch.randint(0, min(1000, shape.vocabulary), (batch, context), generator=rng).to(device)
-    state = _state(models.stable, ids, DecodeMode.SHARED_CACHE)
-    patch = decode_one_token(state, ids[:, -1]).make_patch()
+    mode = choose_mode(models.stable.decoder, Options())
+    patch = decode_one_token(_state(models.stable, ids, mode), ids[:, -1]).make_patch()
     models.patched.close()
-    if not shape.experts:
+    # a patch of a trained model in 16 bits does not survive the rounding of W + ΔW
+    dense = not shape.experts and (isinstance(shape, RandomModel) or dtype == torch.float32)
+    if dense:
         models.patched.enter_context(models.applied.applied(patch))
     cache = dynamic_cache(models.plain, ids)
     plain = plain_step(models.plain, ids, cache)
     rounded, limit = _LIMITS[dtype]
-    expected = _expected(models.plain, patch, plain, rounded)
+    expected = _expected(models.plain, patch, plain, rounded if dense else limit, dense)
     static = StaticContext(models.plain, ids)
-    builders = _ours(models, ids, 8 * cache_bytes(cache))
-    builders |= _baselines(models, ids, patch, cache, static)
-    row_by_row = not shape.experts and batch <= _MOST_ROWS
+    builders = _ours(models, ids, 8 * cache_bytes(cache), mode)
+    builders |= _baselines(models, ids, patch, cache, static, dense)
+    row_by_row = dense and batch <= _MOST_ROWS
     if row_by_row:
         builders[NAIVE] = lambda: naive_step(models.plain, patch, plain)
     if row_by_row and has_peft():
@@ -181,7 +199,7 @@ def comparison(
     calls = {name: LazyStep(build) for name, build in builders.items()}
     nbytes = weight_bytes(models.plain, patch)
     return Comparison(
-        ours=OURS,
+        ours=_NAMES[mode],
         calls=calls,
         check=lambda name, logits: relative_error(
             logits, expected[name in APPLIED], rounded if name in (NAIVE, PEFT) else limit
@@ -196,17 +214,17 @@ def comparison(
 
 
 def _expected(
-    model: PreTrainedModel, patch: ContextPatch, plain: Step, limit: float
+    model: PreTrainedModel, patch: ContextPatch, plain: Step, limit: float, dense: bool
 ) -> tuple[Tensor, Tensor]:
     """The logits (B, V), fp64, of the plain step, and of the plain step with the first row's patch
-    built into the weights (if there are no experts).
+    built into the weights if ``dense``.
 
     Raises:
         AssertionError: the patch's effect is smaller than the checks' tolerance.
     """
     expected = applied = plain().double()
     pairs = [(expected, bare_step(model, patch).double())]
-    if all(block.spec.experts is None for block in patch.blocks):
+    if dense:
         with materialised(model, patch):
             applied = plain().double()
         pairs.append((applied, expected))
@@ -223,12 +241,12 @@ def _expected(
 Builders = dict[str, Callable[[], Step]]
 
 
-def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
-    """The forms of our step by name, ``OURS`` first; those of several caches if ``nbytes`` fit on a
-    GPU, or there are few rows on a CPU.
+def _ours(models: Models, ids: Tensor, nbytes: int, mode: DecodeMode) -> Builders:
+    """The forms of our step by name, in ``mode`` first; those of several caches if ``nbytes`` fit
+    on a GPU, or there are few rows on a CPU.
     """
     stable, cuda = models.stable, ids.is_cuda
-    builders: Builders = {OURS: lambda: _decoding_step(stable, ids, DecodeMode.SHARED_CACHE)}
+    builders: Builders = {_NAMES[mode]: lambda: _decoding_step(stable, ids, mode)}
     one_pass = reason_against(models.exact.model) is None
     if one_pass:
         builders[EXACT] = lambda: _decoding_step(models.exact, ids, DecodeMode.SHARED_CACHE)
@@ -236,32 +254,36 @@ def _ours(models: Models, ids: Tensor, nbytes: int) -> Builders:
     # no CUDA graph can hold a mixture's exact products, which read their rows on the host
     if one_pass and not (cuda and mixture):
         options = CompileOptions(inductor=True, cuda_graph=cuda)
-        builders[EXACT_COMPILED] = lambda: _compiled_step(models.exact, ids, options)
+        one_cache = DecodeMode.SHARED_CACHE
+        builders[EXACT_COMPILED] = lambda: _compiled_step(models.exact, ids, options, one_cache)
     fits = (
         nbytes < torch.cuda.get_device_properties(ids.device).total_memory
         if cuda
         else len(ids) <= _MOST_ROWS
     )
     if fits:
-        builders["recompute and apply, two streams"] = lambda: _decoding_step(
-            stable, ids, DecodeMode.TWO_STREAM
-        )
+        two = DecodeMode.TWO_STREAM
+        builders[_NAMES[two]] = lambda: _decoding_step(stable, ids, two)
         builders[EXACT_TWO_PASSES] = lambda: _two_pass_step(models.exact, ids)
-    builders[OURS_COMPILED] = lambda: _compiled_step(
-        stable, ids, CompileOptions(inductor=True, cuda_graph=cuda)
-    )
+    compilers = CompileOptions(inductor=True, cuda_graph=cuda)
+    builders[OURS_COMPILED] = lambda: _compiled_step(stable, ids, compilers, mode)
     if cuda:
+        graph = CompileOptions(cuda_graph=True)
         builders["recompute and apply, CUDA graph"] = lambda: _compiled_step(
-            stable, ids, CompileOptions(cuda_graph=True)
+            stable, ids, graph, mode
         )
     return builders
 
 
 def _baselines(
-    models: Models, ids: Tensor, patch: ContextPatch, cache: DynamicCache, static: StaticContext
+    models: Models,
+    ids: Tensor,
+    patch: ContextPatch,
+    cache: DynamicCache,
+    static: StaticContext,
+    dense: bool,
 ) -> Builders:
     """The other ways by name; they share one static cache and one cache of the model's own."""
-    dense = not any(block.spec.experts for block in patch.blocks)
     changed = models.applied.model
     runs = {PLAIN: models.plain} | ({APPLIED[0]: changed} if dense else {})
     builders: Builders = {}
@@ -290,9 +312,11 @@ def _decoding_step(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode) -> St
     return Step(lambda: decode_one_token(state, token).logits, state.rewind, cache)
 
 
-def _compiled_step(patcher: ContextPatcher, ids: Tensor, options: CompileOptions) -> Step:
+def _compiled_step(
+    patcher: ContextPatcher, ids: Tensor, options: CompileOptions, mode: DecodeMode
+) -> Step:
     """Our step over static buffers: compiled, as a CUDA graph, or both."""
-    state = _state(patcher, ids, DecodeMode.SHARED_CACHE, reserve=False)
+    state = _state(patcher, ids, mode, reserve=False)
     token = ids[:, -1].clone()
     use_compiled_step(state, options, return_context_logits=False)
     step = Step(lambda: decode_one_token(state, token).logits, state.rewind, state.cache)

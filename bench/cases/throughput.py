@@ -20,7 +20,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
 from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.bench.baselines.materialised import algorithm_1_logits, applied_logits
-from icl_patch.bench.cases.random_models import GPU_SHAPES, RandomModel, twin
+from icl_patch.bench.cases.models import GPU_SHAPES, RandomModel, twin
 from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 
 LAYERS, CONTEXT, KEPT, VOCABULARY = 4, 16, 4, 1024

@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin no case of a benchmark after S seconds",
     )
     parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="of generation: a folder or hub id, in place of random models",
+    )
+    parser.add_argument(
         "--plots",
         action="store_true",
         help="measure nothing: draw the pictures and tables of the results again",
@@ -61,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"expected a benchmark of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}"
         )
+    if options.model is not None and options.name != ["generation"]:
+        raise ValueError("expected --model with the benchmark generation alone")
     folder, names = options.out or default_folder(), options.name or BENCHMARKS
     if options.plots:
         written: list[Path] = []
@@ -76,7 +83,9 @@ def run(options: argparse.Namespace) -> int:
     for name in names:
         results = Results(name, options.device, folder)
         cases = importlib.import_module(f"icl_patch.bench.cases.{name}").cases
-        chosen, rounds = cases(options.device, options.quick), 7 if options.quick else 15
+        of_model = {} if options.model is None else {"model": options.model}
+        chosen = cases(options.device, options.quick, **of_model)
+        rounds = 7 if options.quick else 15
         for line, good in results.measure(chosen, rounds, options.fresh, options.seconds):
             print(f"{name}: {line}", file=sys.stderr, flush=True)
             passed = passed and good

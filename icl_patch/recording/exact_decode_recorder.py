@@ -145,8 +145,8 @@ def _write_together(recorders: Sequence[ExactDecodeRecorder]) -> None:
         v, inverse, _ = ops.read_direction(h, torch.float64)
         gain = (h.double() * v).sum(-1, keepdim=True)
         parts = (y.double(), target.double(), v, inverse, gain)
-        for recorder, layer, *own in zip(alike, layers, *parts, strict=True):
-            recorder.keep_written(layer, *own)
+        for recorder, layer, *factors in zip(alike, layers, *parts, strict=True):
+            recorder.keep_written(layer, *factors)
 
 
 def _form(recorder: ExactDecodeRecorder) -> tuple[Any, ...]:

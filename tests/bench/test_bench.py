@@ -16,7 +16,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from icl_patch import ops
 from icl_patch.bench import BENCHMARKS, harness, plots, profiling, summary, timing
 from icl_patch.bench.cases import linear, throughput
-from icl_patch.bench.cases.random_models import RandomModel
+from icl_patch.bench.cases.models import RandomModel
 from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results, load_all, page
 from icl_patch.bench.timing import InTurn, compare

@@ -36,9 +36,10 @@ from icl_patch.bench.cases.generation import (
     PEFT,
     PLAIN,
 )
-from icl_patch.bench.cases.random_models import RandomModel, twin
+from icl_patch.bench.cases.models import RandomModel, SavedModel, twin
 from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results, page
+from icl_patch.cli.main import main
 from icl_patch.generation import graph_partition
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
@@ -407,3 +408,24 @@ def test_the_tables_and_pictures_of_some_numbers(tmp_path: Path) -> None:
     assert path.name == "f.svg" and "model M, batch 1" in path.read_text()
     assert "batch 4" not in path.read_text()  # a line of one point
     assert plots.draw(found | {"rows": rows[:3]}, tmp_path) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_saved_model_takes_the_place_of_a_random_one(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    QWEN.build(CPU, dtype).save_pretrained(tmp_path / "own-model")
+    chosen = generation.cases(CPU, quick=True, model=str(tmp_path / "own-model"))
+    names = [case.name for case in chosen]
+    assert names[0] == "own-model float32 B=1 context=256"
+    every = generation.cases(CPU, quick=False, model=str(tmp_path / "own-model"))
+    assert (len(names), len(every)) == (4, 18)
+    saved = SavedModel.of(str(tmp_path / "own-model"))
+    compared = generation.comparison(saved, 2, 9, dtype, CPU)
+    assert compared.ours in (OURS, "recompute and apply, two streams")
+    assert (NAIVE in compared.calls) is (dtype == torch.float32)
+    for name in (compared.ours, EXACT, PLAIN, *(set(APPLIED[:1]) & {*compared.calls})):
+        compared.check(name, compared.calls[name]())
+    status = main(["bench", "linear", "--model", str(tmp_path / "own-model")])
+    assert status == 2
+    assert "expected --model with the benchmark generation alone" in capsys.readouterr().err

@@ -1,11 +1,14 @@
-"""The random models that benchmarks run on, with the shapes of real ones."""
+"""The models that benchmarks run on: random ones with the shapes of real ones, or saved ones."""
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -72,6 +75,33 @@ class RandomModel:
                 elif "embed" not in path:
                     nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
         return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model in a folder, or on the hub.
+
+    Attributes:
+        experts: whether it has a mixture of experts.
+    """
+
+    folder: str
+    name: str
+    vocabulary: int
+    experts: bool
+
+    @classmethod
+    def of(cls, folder: str) -> "SavedModel":
+        """The model of a folder; reads its configuration only."""
+        config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        experts = any("expert" in name and value for name, value in config.to_dict().items())
+        return cls(folder, Path(folder).resolve().name, config.vocab_size, experts)
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """The model, with its weights in ``dtype``."""
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype)
+        built: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+        return built
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
