@@ -39,13 +39,13 @@ HEAD = """\
 `make static` measures SmolLM2-135M-Instruct in bf16 on one thread, and writes this page from
 [its cells](data/static-cells.jsonl). Tasks and numbers of questions stand at the top of
 `examples/static/evaluation.py` and were chosen before anything was fitted; so were the lines of the
-contexts, for capitals and comparatives by the accuracy with the context.
+contexts, for capitals and comparatives by the accuracy with the context. Since a first run the pairs
+to fit and to test are drawn at random: the lists begin with the words that are best known.
 
 - *context*: the model with its context; *no context*: the model alone.
 - *patch for each token*: the exact patch of this package, which is made for one prompt: the first
   eight held-out prompts.
-- *static patch*: `static.fit` with its defaults; also with 12 questions, and with 192, of which the
-  model has written all but the given ones.
+- *static patch*: `static.fit` with its defaults; also with 12 questions.
 - *steering vector*, *task vector*: the mean difference of the residual stream is added, or the mean
   stream with the context put in the question's last token, behind the best of six blocks.
 - *LoRA (PEFT)*: rank 8 on the MLPs of all blocks, the usual loop with AdamW on the same divergence
