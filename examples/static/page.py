@@ -39,8 +39,8 @@ HEAD = """\
 `make static` measures SmolLM2-135M-Instruct in bf16 on one thread, and writes this page from
 [its cells](data/static-cells.jsonl). Tasks and numbers of questions stand at the top of
 `examples/static/evaluation.py` and were chosen before anything was fitted; so were the lines of the
-contexts, for capitals and comparatives by the accuracy with the context. Since a first run the pairs
-to fit and to test are drawn at random: the lists begin with the words that are best known.
+contexts, for capitals and comparatives by the accuracy with the context. Since a first run the
+pairs to fit and to test are drawn at random: the lists begin with the words that are best known.
 
 - *context*: the model with its context; *no context*: the model alone.
 - *patch for each token*: the exact patch of this package, which is made for one prompt: the first
