@@ -189,9 +189,14 @@ def _forward_before(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _clear_hooks(module: nn.Module) -> None:
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+    for hooks, marks in (
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+    ):
         for number in [number for number, hook in hooks.items() if _is_of_a_pass(hook)]:
             del hooks[number]
+        for number in set(marks) - set(hooks):  # which of them take keyword arguments
+            del marks[number]
 
 
 _Pass = TypeVar("_Pass", bound=Callable[..., Any])

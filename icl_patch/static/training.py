@@ -161,9 +161,10 @@ class Training:
         the time ``until``, of ``time.perf_counter``, does not hold them.
         """
         options, steps, measured = self.options, self.options.steps, self.step
-        first, began = self.step, time.perf_counter()
+        first = self.step
         if not first and any(bool(change.u.any()) for change in self.changes.values()):
             self._keep_best()  # what it starts from may be the best
+        began = time.perf_counter()
         for questions, texts in self._draws():
             waited = self.step - self.best[1]
             if self.step >= steps or waited >= options.patience * options.check_every:

@@ -227,8 +227,8 @@ def test_every_target_is_drawn_once_before_any_comes_again() -> None:
 
 
 def test_a_budget_holds_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 2 s and a measurement 5 s here: of 100 s, 11 are gone after three steps and one
-    measurement, and each further step takes 2.5 with its share of the measurements.
+    """A step takes 2 s and a measurement 5 s here: of 100 s, 16 are gone after three steps and two
+    measurements, and each further step takes 2.5 with its share of the measurements.
     """
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(training_module.time, "perf_counter", lambda: clock.now)
@@ -243,10 +243,10 @@ def test_a_budget_holds_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
     run._descend, run._keep_best = take(2.0), take(5.0)  # type: ignore[method-assign]
     totals: list[int] = []
     run.run(100.0, progress=lambda _, total: totals.append(total))
-    assert run.step == totals[-1] == 3 + int((100 - 11 - 5) / 2.5)
+    assert run.step == totals[-1] == 3 + int((100 - 16 - 5) / 2.5)
     assert clock.now <= 100
     run.step, clock.now = 0, 0.0
-    run.run(3.0)
+    run.run(8.0)
     assert run.step == 2  # the first that ends behind the budget is the last one
 
 
