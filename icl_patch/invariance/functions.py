@@ -202,24 +202,30 @@ def one_token_attention(
     return y.reshape(*query.shape[:-1], y.shape[-1])
 
 
-def _own_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """torch's own, but for one token a row."""
-    y = one_token_attention(query, key, value, attn_mask, dropout_p, scale)
-    if y is not None:
-        return y
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+def _unless_one_token(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``scaled_dot_product_attention`` by our kernel for one token a row, else by another one."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        y = None
+        if query.dim() == 4 and not is_causal:
+            y = one_token_attention(query, key, value, attn_mask, dropout_p, scale)
+        if y is not None:
+            return y
+        return otherwise(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return attention
 
 
 # Beside a mask, newer versions of transformers give one token's query heads as tokens of the heads
@@ -228,7 +234,7 @@ def _own_attention(
 _PACKS_QUERIES = hasattr(sdpa_attention, "pack_gqa")
 
 
-def attention(
+def _attention_by_row(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -251,9 +257,6 @@ def attention(
     Raises:
         UnsupportedModelError: a mask of another dtype or for each head.
     """
-    y = one_token_attention(query, key, value, attn_mask, dropout_p, scale)
-    if y is not None:
-        return y
     heads, tokens = query.shape[1], query.shape[2]
     if heads != key.shape[1]:
         if tokens == 1 and _PACKS_QUERIES:
@@ -343,8 +346,11 @@ def is_own(function: Any, args: tuple[Any, ...]) -> bool:
 ROW_FUNCTIONS: Replacements = {**_PRODUCTS, **_ACTIVATIONS}
 """For each function of torch, the function that gives a row the same bits at every place."""
 
+attention = _unless_one_token(_attention_by_row)
 ATTENTION: Replacements = {F.scaled_dot_product_attention: attention}
 """The same for attention; a row is a sequence there."""
 
-ONE_TOKEN_ATTENTION: Replacements = {F.scaled_dot_product_attention: _own_attention}
+ONE_TOKEN_ATTENTION: Replacements = {
+    F.scaled_dot_product_attention: _unless_one_token(F.scaled_dot_product_attention)
+}
 """The same where each row has one token, as in a decode step; else torch's own."""
