@@ -126,8 +126,8 @@ def fit(
             more than a KL of 0.1.
         parts: the matrices that may change: the ``"mlp"``'s, ``"attention"``'s.
         rank: of each change.
-        first_block: the first block that is changed. What lies below is computed once: a third of
-            the blocks left out takes a fifth of the time, and some of the quality.
+        first_block: the first block that is changed. What lies below is computed once: blocks that
+            are left out save time, and cost some quality.
         seconds: a budget of time for the whole fit; it makes as many steps as fit.
         distillation: steps, learning rate and the like.
         start: a patch from which the training starts; its changes are cut to ``rank``.
@@ -405,10 +405,12 @@ def plan(
     scores = heads * max(answers + texts) * max(asked)
     logits = 5 * 4 * vocabulary(model)
     kept = dtype.itemsize * changed * (step * (8 * width + 5 * inner) + 3 * scores) + logits * step
-    at_once = min(ROW_TOKENS, sum(teachers + texts))
+    together = min(ROW_TOKENS, sum(teachers + texts))
     longest = max(teachers + texts)
-    passing = model.dtype.itemsize * (at_once * (8 * width + 3 * inner) + heads * at_once * longest)
-    passing += logits * min(LOGITS // vocabulary(model), at_once)
+    passing = model.dtype.itemsize * (
+        together * (8 * width + 3 * inner) + heads * together * longest
+    )
+    passing += logits * min(LOGITS // vocabulary(model), together)
     weights = sum(parameter.numel() for parameter in model.parameters())
     factors = sum(rank * sum(matrix.shape) for matrix in matrices)
     hidden = 2 * width * dtype.itemsize * sum(answers + texts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support.growing_context import GrowingContext
-from support.models import VOCABULARY, case, ragged, randomised, tokens
+from support.models import VOCABULARY, case, longrope, ragged, randomised, tokens
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
@@ -22,14 +22,7 @@ from icl_patch.recording.sequences import Sequences, absorb_all_but_last, assemb
 UPDATES = ("direct", "stable", "exact")
 updates = pytest.mark.parametrize("update", UPDATES)
 SWITCH = 16  # tokens beyond which the models here take LongRoPE's long factors
-LONGROPE: dict[str, Any] = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 4,
-    "long_factor": [1.0, 4.0, 7.0, 10.0],
-    "factor": 8.0,
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": SWITCH,
-}
+LONGROPE = longrope(SWITCH)
 TWO_LAYERS = {"num_hidden_layers": 2}
 LENGTH = {"original_max_position_embeddings": SWITCH}
 

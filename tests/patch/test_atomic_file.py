@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import resource
 import signal
 import stat
 import threading
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.full_disk import full_disk
 from support.models import build, tokens
 
 from icl_patch import ContextPatch, ContextPatcher
@@ -24,17 +24,6 @@ FORK = multiprocessing.get_context("fork")
 def patch() -> ContextPatch:
     with ContextPatcher(build("llama", 0, num_hidden_layers=1), "stable") as patcher:
         return patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """Within this context no file can grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager

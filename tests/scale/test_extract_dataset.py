@@ -5,11 +5,9 @@ import importlib
 import itertools
 import json
 import re
-import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.data_sets import own_logits, prompts, write_json_lines
-from support.models import Stock, build
+from support.full_disk import full_disk
+from support.models import Stock, build, longrope
 from support.numeric import noise_limit, within_roundings
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -106,14 +105,7 @@ MODELS = {
     "experts": ("qwen3_moe", "stable"),
     "LongRoPE": ("phi3", "stable"),
 }
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 4,
-    "long_factor": [1.0, 4.0, 7.0, 10.0],
-    "factor": 8.0,
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 18,
-}
+LONGROPE = longrope(18)
 
 
 def model_of(family: str) -> PreTrainedModel:
@@ -456,17 +448,6 @@ def test_the_plan_is_right(patcher: ContextPatcher, dataset: Path, tmp_path: Pat
     assert "TOO LITTLE" not in str(plan)
     full = scale.Plan(**vars(plan) | {"free": plan.nbytes - 1})
     assert "TOO LITTLE (--factors-dtype" in str(full)
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """Within this context no file can grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk(

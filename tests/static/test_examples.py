@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import build
+from support.models import build, longrope
 from torch import Tensor
 
 from icl_patch import embedded, static
@@ -171,15 +171,9 @@ def test_one_prompt_cannot_have_two_answers() -> None:
 
 def test_rows_on_both_sides_of_a_length_of_longrope() -> None:
     """A batch of the model's own goes by its longest row: answers and targets must not."""
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 4,
-        "long_factor": [1.0, 4.0, 7.0, 10.0],
-        "factor": 8.0,
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 16,
-    }
-    model = tiny_models.build("phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    model = tiny_models.build(
+        "phi3", rope_parameters=longrope(16), original_max_position_embeddings=16
+    )
     contexts = [(1, *range(9, 9 + length)) for length in (5, 9, 11, 12, 20)]
     examples = [Example((*x, 7), (1, 7, i)) for i, x in enumerate(contexts)]
     together = answered(model, examples, 6)

@@ -4,6 +4,7 @@ weights anywhere.
 
 import copy
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -246,3 +247,15 @@ class Stock:
                 )
             )
         return torch.cat(made[1:], 1)[:, sequences.kept_columns]
+
+
+def longrope(length: int) -> dict[str, Any]:
+    """Rotary parameters with other factors beyond ``length`` tokens, for heads of width 8."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 4.0, 7.0, 10.0],
+        "factor": 8.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": length,
+    }
