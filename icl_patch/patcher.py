@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from icl_patch.analysis import dynamics
 from icl_patch.generation import answering, loop
-from icl_patch.generation.decoder import Decoder
+from icl_patch.generation.plans import StepPlans
 from icl_patch.models.language_model import check_length
 from icl_patch.models.prompts import Question
 from icl_patch.patch.context_patch import ContextPatch
@@ -63,7 +63,7 @@ class ContextPatcher:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.attached_model = AttachedModel(model, update, tokenizer)
-        self.decoder = Decoder(self.attached_model)
+        self.plans = StepPlans(self.attached_model)
 
     def __repr__(self) -> str:
         attached = self.attached_model
@@ -107,7 +107,7 @@ class ContextPatcher:
         detaching twice is fine.
         """
         with self.attached_model.attachment.lock:
-            self.decoder.clear()
+            self.plans.clear()
             self.attached_model.detach()
 
     def check_weights(self) -> WeightCheck:
@@ -425,7 +425,7 @@ class ContextPatcher:
         context_ids = either("context_ids", context_ids, "input_ids", input_ids)
         context_mask = either("context_mask", context_mask, "attention_mask", attention_mask)
         return loop.generate(
-            self.decoder, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
+            self.plans, context_ids, context_mask, max_new_tokens, streamer, options, **arguments
         )
 
     def ask(
@@ -468,7 +468,7 @@ class ContextPatcher:
         """
         self.attached_model.attachment.check_outside()
         return answering.answer(
-            self.decoder,
+            self.plans,
             context,
             question,
             system=system,
@@ -496,4 +496,4 @@ class ContextPatcher:
         """
         mode = loop.mode_of(mode, arithmetic, self.attached_model.update)
         options = loop.Options(logits, mode, compile, False, 0, prefill_chunk)
-        return loop.decoding_method(self.decoder, streamer, options)
+        return loop.decoding_method(self.plans, streamer, options)

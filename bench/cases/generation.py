@@ -68,10 +68,8 @@ from icl_patch.bench.harness import Case, Comparison, dtype_name, relative_error
 from icl_patch.bench.results import Row, format_number, middle_half, table_lines, time_cell
 from icl_patch.bench.timing import ceiling
 from icl_patch.generation.compiled_step import CompileOptions, use_compiled_step
-from icl_patch.generation.decode_mode_checks import require_shared_cache
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.loop import Options, choose_mode
 from icl_patch.invariance.arithmetic import reason_against
 from icl_patch.recording.sequences import absorb_all_but_last
 
@@ -177,7 +175,9 @@ def comparison(
     models = models_of(shape, dtype, device)
     rng = torch.Generator().manual_seed(context)
     ids = torch.randint(0, min(1000, shape.vocabulary), (batch, context), generator=rng).to(device)
-    mode = choose_mode(models.stable.decoder, Options())
+    plan = models.stable.plans.choose()
+    assert plan is not None
+    mode = plan.mode
     patch = decode_one_token(_state(models.stable, ids, mode), ids[:, -1]).make_patch()
     models.patched.close()
     # a patch of a trained model in 16 bits does not survive the rounding of W + ΔW
@@ -298,18 +298,16 @@ def _baselines(
 
 
 def _state(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode, **arguments: Any) -> DecodeState:
-    if mode is DecodeMode.SHARED_CACHE:
-        require_shared_cache(patcher.decoder)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    return prefill(patcher.decoder, ids, mask, ids.shape[1], mode, **arguments)
+    plan, mask = patcher.plans.of(mode), torch.ones_like(ids, dtype=torch.bool)
+    return prefill(patcher.attached_model, plan, ids, mask, ids.shape[1], **arguments)
 
 
 def _decoding_step(patcher: ContextPatcher, ids: Tensor, mode: DecodeMode) -> Step:
     """Our step over a dynamic cache."""
     state, token = _state(patcher, ids, mode), ids[:, -1].clone()
-    cache: Any = state.cache
+    cache: Any = state.inputs.cache
     cache.activate_past_recording()
-    return Step(lambda: decode_one_token(state, token).logits, state.rewind, cache)
+    return Step(lambda: decode_one_token(state, token).logits, state.inputs.rewind, cache)
 
 
 def _compiled_step(
@@ -318,8 +316,9 @@ def _compiled_step(
     """Our step over static buffers: compiled, as a CUDA graph, or both."""
     state = _state(patcher, ids, mode, reserve=False)
     token = ids[:, -1].clone()
-    use_compiled_step(state, options, return_context_logits=False)
-    step = Step(lambda: decode_one_token(state, token).logits, state.rewind, state.cache)
+    use_compiled_step(patcher.plans, state, options, return_context_logits=False)
+    inputs = state.inputs
+    step = Step(lambda: decode_one_token(state, token).logits, inputs.rewind, inputs.cache)
     started = time.perf_counter()
     step()
     step()

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from icl_patch import metrics
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation.baseline import BaselineRun, baseline, in_one_pass
-from icl_patch.generation.decode_mode_checks import require_batch_invariant_steps
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
-from icl_patch.generation.decoder import Decoder
+from icl_patch.generation.plans import StepPlans
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.models.forward import media_positions
 from icl_patch.patch.context_patch import PatchReport
@@ -86,7 +85,7 @@ class Replays:
 
 
 def one_pass_replays(
-    decoder: Decoder, run: BaselineRun, on_step: Callable[[int], None]
+    plans: StepPlans, run: BaselineRun, on_step: Callable[[int], None]
 ) -> Replays | str:
     """The steps of ``generate`` in one pass along the tokens of a run, or why there are none.
 
@@ -95,21 +94,21 @@ def one_pass_replays(
     if run.keep_last:
         return "several kept tokens take two passes"
     try:
-        require_batch_invariant_steps(decoder)
+        plan = plans.of(DecodeMode.SHARED_CACHE)
     except UnsupportedModelError as error:
         return str(error)
     width, steps = run.ids.shape[1], run.tokens.shape[1]
-    mode = DecodeMode.SHARED_CACHE
+    attached = plans.attached
     further: dict[str, Any] = dict(run.inputs)
-    media = media_positions(decoder.attached.model, run.ids, run.mask, further)
-    state = prefill(decoder, run.ids, run.mask, width + steps, mode, media=media, **further)
+    media = media_positions(attached.model, run.ids, run.mask, further)
+    state = prefill(attached, plan, run.ids, run.mask, width + steps, media=media, **further)
     replays, again = Replays(), 0
     for number, token_ids in enumerate(torch.cat([run.ids[:, -1:], run.tokens], 1).T[:-1]):
         patch = decode_one_token(state, token_ids).make_patch()
         again += len(token_ids) if patch.passes > 1 else 0
         assert patch.report is not None
         replays.reports.append(patch.report)
-        replays.logits.append(decoder.attached.replay_logits(patch)[:, -1])
+        replays.logits.append(attached.replay_logits(patch)[:, -1])
         on_step(number + 1)
     return replace(replays, tokens_taken_twice=again)
 

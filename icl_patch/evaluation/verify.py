@@ -248,7 +248,7 @@ def verify(
         totals, replays, passes = _replays(attached, run, lambda done: progress(done, count))
         if exact:
             one_pass = one_pass_replays(
-                patcher.decoder, run, lambda done: progress(max_new_tokens + done, count)
+                patcher.plans, run, lambda done: progress(max_new_tokens + done, count)
             )
             progress(count, count)
     experts = totals["same_experts"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from icl_patch.generation import loop
-from icl_patch.generation.decoder import Decoder
+from icl_patch.generation.plans import StepPlans
 from icl_patch.models.prompts import Question, make_prompt, split_ids
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import assemble
@@ -31,7 +31,7 @@ class Answer:
 
 
 def answer(
-    decoder: Decoder,
+    plans: StepPlans,
     context: str | None,
     question: Question | None,
     *,
@@ -41,7 +41,7 @@ def answer(
     **arguments: Any,
 ) -> Answer:
     """See :meth:`icl_patch.ContextPatcher.ask`."""
-    attached = decoder.attached
+    attached = plans.attached
     if attached.tokenizer is None:
         raise ValueError(
             "expected ContextPatcher(model, tokenizer=...) for texts, got no tokenizer"
@@ -54,7 +54,7 @@ def answer(
     )
     prompt = torch.cat([context_ids, question_ids], 1)
     options = loop.Options(patches=False, mode="two_pass")  # as the patch below is computed
-    steps = loop.generate(decoder, prompt, None, max_new_tokens, None, options, **arguments)
+    steps = loop.generate(plans, prompt, None, max_new_tokens, None, options, **arguments)
     token_ids = torch.stack([step.token_ids for step in steps], 1)
     if len(token_ids) != 1:
         raise ValueError(f"expected one answer, got num_return_sequences={len(token_ids)}")

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.cuda_graph_step import CapturedStep
 from icl_patch.generation.decode_state import DecodeState, RunStep, StepInputs, StepOutput
-from icl_patch.generation.decode_step import DecodeStep
+from icl_patch.generation.one_pass import DecodeStep
+from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.traced_step import TracedStep
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.models import kv_cache
@@ -76,8 +76,8 @@ class CompiledStep:
         return_context_logits: bool,
         options: CompileOptions,
     ) -> None:
-        assert isinstance(state.run_step, DecodeStep) and state.step_inputs is not None
-        current, batch = state.step_inputs.current, len(state.ids)
+        assert isinstance(state.run, DecodeStep)
+        current = state.inputs.current
         with torch.inference_mode(False):
             rows, zeros = len(current), current.new_zeros
             slot = zeros(1)
@@ -89,25 +89,24 @@ class CompiledStep:
                 slot=slot,
                 length=0,
             )
-            step = replace(state.run_step, inputs=self.inputs)
+            step = replace(state.run, inputs=self.inputs)
             self._return_context_logits = return_context_logits
             self.run: RunStep = step
             if options.inductor:
-                self.run = TracedStep(step.for_compiler(), batch)
+                self.run = TracedStep(step.for_compiler())
             if options.cuda_graph:
-                self.run = CapturedStep(self.run, self.inputs, batch)
+                self.run = CapturedStep(self.run, current.device)
 
-    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
-        """Run the step on ``token_ids`` (B,); it gives all logits that it was made for."""
+    def __call__(self, return_context_logits: bool) -> StepOutput:
+        """Run the current token; it gives all logits that it was made for."""
         assert self._return_context_logits or not return_context_logits
-        with torch.inference_mode(False), torch.no_grad():
-            return self.run(token_ids, self._return_context_logits)
+        return self.run(self._return_context_logits)
 
     def start_from(self, step_inputs: StepInputs) -> None:
         """Fill the buffers from inputs with a dynamic cache."""
         with torch.inference_mode(False), torch.no_grad():
             assert self.inputs.slot is not None
-            length = step_inputs.length
+            self.inputs.length = length = step_inputs.length
             self.inputs.positions.copy_(step_inputs.positions)
             self.inputs.slot.fill_(length - 1)
             self.inputs.mask.zero_()
@@ -117,11 +116,10 @@ class CompiledStep:
 
 def _filled_cache(state: DecodeState) -> Cache:
     """A cache as the model makes it, with a token in every layer."""
-    assert state.step_inputs is not None
-    if state.step_inputs.length:
-        return state.step_inputs.cache
-    model = state.decoder.attached.model
-    cache, one = kv_cache.new_cache(model), torch.zeros_like(state.step_inputs.current)
+    if state.inputs.length:
+        return state.inputs.cache
+    model = state.attached.model
+    cache, one = kv_cache.new_cache(model), torch.zeros_like(state.inputs.current)
     forward_passes.run(model, one, torch.ones_like(one), one, cache, longest=1, last_logits=1)
     return cache
 
@@ -171,15 +169,14 @@ def check_compilable(attached: AttachedModel, options: CompileOptions) -> None:
 
 
 def use_compiled_step(
-    state: DecodeState, options: CompileOptions, *, return_context_logits: bool
+    plans: StepPlans, state: DecodeState, options: CompileOptions, *, return_context_logits: bool
 ) -> Callable[[], None]:
-    """Let a context's steps run compiled; the step is taken from the decoder's, or made.
+    """Let a context's steps run compiled; the step is taken from ``plans``, or made.
 
     No step serves two contexts at a time. The returned function gives the step back for later
     contexts.
     """
-    assert state.step_inputs is not None
-    decoder = state.decoder
+    attached, compiled = plans.attached, plans.compiled
     capacity = bucketed_capacity(state.ids.shape[1])
     key = (
         len(state.ids),
@@ -187,21 +184,20 @@ def use_compiled_step(
         state.mode,
         return_context_logits,
         options,
-        state.step_inputs.current.device,
-        _traced_objects(decoder.attached.model),
+        state.inputs.current.device,
+        _traced_objects(attached.model),
     )
-    step = decoder.compiled_steps.pop(key, None)
+    step = compiled.pop(key, None)
     if step is None:
         step = CompiledStep(state, capacity, return_context_logits, options)
-    step.start_from(state.step_inputs)
-    state.run_step, state.step_inputs, state.cache = step, step.inputs, step.inputs.cache
-    state.traced_hooks = decoder.attached.hooks.current()
+    step.start_from(state.inputs)
+    state.run, state.inputs = step, step.inputs
 
     def release() -> None:
         # If a generation is abandoned, the garbage collector runs this in any thread: do not wait.
-        if decoder.attached.is_attached:
-            decoder.compiled_steps[key] = step
-        for oldest in list(decoder.compiled_steps)[:-_CACHED_STEPS]:
-            decoder.compiled_steps.pop(oldest, None)
+        if attached.is_attached:
+            compiled[key] = step
+        for oldest in list(compiled)[:-_CACHED_STEPS]:
+            compiled.pop(oldest, None)
 
     return release

@@ -1,4 +1,4 @@
-"""The state of a generation: a growing context, the inputs of a decode step, and its output."""
+"""The state of a generation: a growing context, the tensors that a step reads, and its output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 from transformers import Cache
 
-from icl_patch.generation.decoder import Decoder
 from icl_patch.models.forward import MediaPositions
 from icl_patch.recording.attached_block import BlockActivations, Factors
+from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.diagnostics import BlockDiagnostics
-from icl_patch.recording.hooks import HookIds
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last
 
 
@@ -32,7 +31,8 @@ class DecodeMode(Enum):
 
 @dataclass(eq=False)
 class StepInputs:
-    """The tensors that a step reads. They keep their addresses, so a compiled step can run again.
+    """The tensors that a step reads: which token it is and where it stands. They keep their
+    addresses, so a compiled step can run again.
 
     Attributes:
         current, positions: (rows, 1) int64, the current token and its position; B rows, or 2B with
@@ -40,7 +40,7 @@ class StepInputs:
         mask: (rows, capacity) int64, 1 = token.
         cache: all tokens but the current one.
         slot: (1,) int64, the current token's column in a fixed cache; None for a dynamic one.
-        length: in a dynamic cache, the number of tokens including the current one.
+        length: the number of tokens including the current one.
     """
 
     current: Tensor
@@ -54,22 +54,25 @@ class StepInputs:
         """Make ``token_ids`` (B,) the current token, without waiting for the device."""
         self.current.copy_(token_ids.repeat(len(self.current) // len(token_ids)).unsqueeze(1))
         self.positions += 1
+        self.mask[:, self.length] = 1
+        self.length += 1
         if self.slot is not None:
             self.slot += 1
-            self.mask.index_fill_(1, self.slot, 1)
-        else:
-            self.mask[:, self.length] = 1
-            self.length += 1
 
     def rewind(self) -> None:
-        """Undo :meth:`advance`. The caller rewinds the cache."""
+        """Undo :meth:`advance`; of the cache too, if it is dynamic.
+
+        A layer with a full window has dropped a token, which only a dynamic cache gets back, after
+        ``Cache.activate_past_recording``.
+        """
+        self.length -= 1
         self.positions -= 1
+        self.mask[:, self.length] = 0
         if self.slot is not None:
-            self.mask.index_fill_(1, self.slot, 0)
             self.slot -= 1
         else:
-            self.length -= 1
-            self.mask[:, self.length] = 0
+            cache: Any = self.cache
+            cache.crop(-1)
 
     @property
     def visible(self) -> Tensor:
@@ -100,7 +103,7 @@ class StepOutput:
 
 
 register_dataclass(StepOutput)  # so that a compiled step's output can be flattened
-RunStep = Callable[[Tensor, bool], StepOutput]  # (token_ids, return_context_logits)
+RunStep = Callable[[bool], StepOutput]  # (return_context_logits,)
 
 
 @dataclass(eq=False)
@@ -108,57 +111,47 @@ class DecodeState:
     """A growing context: its tokens, its cache, and how its steps run.
 
     Attributes:
-        decoder: the attached model, with the caches of generation.
-        mode: how the steps run. run_step: the function of a step; None in two passes.
-        step_inputs: its inputs; None in two passes.
+        attached: the model. mode: how the steps run.
+        inputs: which token is the current one; the only owner of the position.
+        run: a step of one pass on ``inputs``, eager, compiled or captured; None in two passes.
         ids: (B, capacity) int64. context_mask: (B, C) bool, of the first C columns; the later ones
             hold tokens.
-        length: the number of columns in use, including the current token's.
         live: (B, 1) bool, the rows that still generate. The others get no patch.
-        cache: all tokens but the current one.
         fingerprint: of the weights at the start.
         fill: runs the model on a head; returns a new cache with the rows of a step.
         switches_factors: whether the rotary factors change at some length (LongRoPE).
         media: positions of the context with its images (M-RoPE).
-        steps: the number of steps taken.
-        traced_hooks: the hooks that a compiled step was made with; it runs no others.
     """
 
-    decoder: Decoder
+    attached: AttachedModel
     mode: DecodeMode
-    run_step: RunStep | None
-    step_inputs: StepInputs | None
+    inputs: StepInputs
+    run: RunStep | None
     ids: Tensor
     context_mask: Tensor
-    length: int
     live: Tensor
-    cache: Cache
     fingerprint: str
     fill: Callable[[Sequences], Cache]
     switches_factors: bool
     media: MediaPositions | None
-    steps: int = 0
-    traced_hooks: HookIds | None = None
+
+    @property
+    def steps(self) -> int:
+        """The number of steps taken."""
+        return 1 + self.inputs.length - self.context_mask.shape[1]
+
+    @property
+    def takes_hooks(self) -> bool:
+        """Whether the next step can run in two passes, which forward hooks need: the cache has a
+        row for each row of the context.
+        """
+        one_row = self.mode is not DecodeMode.TWO_STREAM
+        return one_row and not self.inputs.cache.is_compileable
 
     def advance(self, token_ids: Tensor) -> None:
         """Make ``token_ids`` (B,) the current token; the one before joins the context."""
-        self.ids[:, self.length] = token_ids
-        self.length += 1
-        self.steps += 1
-
-    def rewind(self) -> None:
-        """Undo the last step: its token is neither in the context nor in the cache any more.
-
-        A layer with a full window has dropped a token, which only a dynamic cache gets back, after
-        ``Cache.activate_past_recording``.
-        """
-        self.length -= 1
-        self.steps -= 1
-        if self.step_inputs is not None:
-            self.step_inputs.rewind()
-        cache: Any = self.cache
-        if not cache.is_compileable:
-            cache.crop(-1)
+        self.ids[:, self.inputs.length] = token_ids
+        self.inputs.advance(token_ids)
 
     def keep_live(self, live: Tensor) -> None:
         """Note the rows that still generate, (B,) bool."""
@@ -167,7 +160,7 @@ class DecodeState:
     @property
     def tokens(self) -> Tensor:
         """(B, S), the context so far, including the current token."""
-        return self.ids[:, : self.length]
+        return self.ids[:, : self.inputs.length]
 
     def sequences(self) -> Sequences:
         """The tokens so far: all but the current one absorbed."""

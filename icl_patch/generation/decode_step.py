@@ -5,175 +5,36 @@
 were. Shapes: B rows, S tokens so far, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from torch import Tensor
+from transformers import Cache
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_state import (
     DecodeMode,
     DecodeState,
-    StepInputs,
     StepOutput,
-    maybe_infeasible,
     new_step_inputs,
     sequences_of,
 )
-from icl_patch.generation.decoder import Decoder
-from icl_patch.generation.fused_modules import FusedModules
-from icl_patch.generation.shared_cache import SharedCacheStreams, attending
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
-from icl_patch.layers.attachment import one_pass
+from icl_patch.generation.one_pass import OnePass
+from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.models import kv_cache
-from icl_patch.models.attention_mask import OneToken, restricted_attention
-from icl_patch.models.forward import MediaPositions, inputs, names_of, over_columns
-from icl_patch.models.forward_override import (
-    Forward,
-    Overrides,
-    is_plain_linear,
-    linear_forward,
-    overridable,
-    plain_linears,
-)
+from icl_patch.models.forward import MediaPositions, names_of, over_columns
 from icl_patch.models.language_model import check_vocabulary
 from icl_patch.models.positions import switch_lengths
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, Factors
+from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.compute import close_on
-from icl_patch.recording.decode_recorder import DecodeRecorder
-from icl_patch.recording.exact_decode_recorder import ExactDecodeRecorder, close_loops
 from icl_patch.recording.hooks import paths_of
 from icl_patch.recording.patch_assembly import report_of, scales_of
-from icl_patch.recording.record import recording
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeStep:
-    """Both streams of one token through the model, without waiting for the device.
-
-    Attributes:
-        inputs: the tensors that the step reads.
-        streams: how both streams share one cache; None if each has its own rows in the cache.
-        linears: modules, each with the forward that runs its product through our ops.
-        receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
-        patch_index: (2B,) int64, the patch of each row of both streams, -1 for none.
-        arithmetic: of the step's products and activations. An exact step needs
-            ``"batch_invariant"``.
-        for_inductor: whether the step is written for a compiler, see :class:`DecodeRecorder`.
-    """
-
-    decoder: Decoder
-    inputs: StepInputs
-    streams: SharedCacheStreams | None
-    linears: list[tuple[nn.Module, Forward]]
-    fused: list[tuple[nn.Module, Forward]]
-    receives_norm_input: frozenset[AttachedBlock]
-    patch_index: Tensor
-    arithmetic: str = MODEL
-    for_inductor: bool = False
-
-    @cached_property
-    def _overrides(self) -> Overrides:
-        return Overrides([*self.linears, *self.fused])
-
-    def for_compiler(self) -> "DecodeStep":
-        """The same step for a compiler, which fuses small operations but cannot see into ours. An
-        exact step stays as it is: it has to have the bits of its replay.
-        """
-        if self.arithmetic == BATCH_INVARIANT:
-            return self
-        return replace(self, fused=[], receives_norm_input=frozenset(), for_inductor=True)
-
-    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
-        """Make ``token_ids`` (B,) the current token and run it."""
-        attached, step_inputs = self.decoder.attached, self.inputs
-        model: Any = attached.model
-        step_inputs.advance(token_ids)
-        exact = attached.update == "exact"
-        kind = ExactDecodeRecorder if exact else DecodeRecorder
-        recorders = [
-            kind(
-                block,
-                attached.update,
-                self.patch_index,
-                receives_norm_input=block in self.receives_norm_input,
-                for_inductor=self.for_inductor,
-            )
-            for block in attached.blocks
-        ]
-        model_inputs = inputs(
-            model,
-            step_inputs.current,
-            step_inputs.visible,
-            step_inputs.positions,
-            step_inputs.cache,
-            last_logits=1,
-        )
-        streams = self._both_streams(len(token_ids), return_context_logits, exact)
-        with recording(recorders), streams, self._arithmetic():
-            logits = model(**model_inputs).logits[:, -1]
-        misses = close_loops(recorders)
-        factors = [recorder.factors for recorder in recorders]
-        diagnostics = [recorder.diagnostics for recorder in recorders]
-        flag = maybe_infeasible(diagnostics, logits)
-        if misses is None:
-            return StepOutput(logits, flag, factors, diagnostics)
-        activations = [recorder.context for recorder in recorders]
-        flag = flag | misses.any()
-        return StepOutput(
-            logits, flag, factors, diagnostics, misses=misses, activations=activations
-        )
-
-    def _arithmetic(self) -> AbstractContextManager[None]:
-        if self.streams is None or self.arithmetic == MODEL:
-            return running_in(self.arithmetic)
-        return self.streams.invariant_modules.run()
-
-    @contextmanager
-    def _both_streams(
-        self, batch: int, return_context_logits: bool, context_only: bool
-    ) -> Iterator[None]:
-        """Within this context the model runs both streams of the current token; with
-        ``context_only`` the head gets the context stream alone, because both have the same bits.
-        """
-        model = self.decoder.attached.model
-        attention: AbstractContextManager[None]
-        if self.streams is not None:
-            attention = self.streams.run(self.inputs.slot, context_only=context_only)
-        else:
-            attention = _own_rows(model, batch, self.inputs.mask)
-        # not by an ExitStack: an interrupt between entering and noting would leave the forwards
-        with attention, self._overrides, self._head(batch, return_context_logits):
-            yield
-
-    def _head(self, batch: int, return_context_logits: bool) -> Overrides:
-        """The head is the widest matrix of all: it runs only on the rows that need logits,
-        (2B, 1, d) -> (B, 1, V).
-        """
-        head = self.decoder.attached.model.get_output_embeddings()
-        if not overridable(head):
-            return Overrides(())
-        forward = linear_forward(head) if is_plain_linear(head) else head.forward
-        reduced = forward if return_context_logits else lambda x: forward(x[-batch:])
-        return Overrides([(head, reduced)])
-
-
-@contextmanager
-def _own_rows(model: PreTrainedModel, batch: int, mask: Tensor) -> Iterator[None]:
-    """Within this context the rows without the context attend to the current token alone."""
-    with (
-        restricted_attention(model, OneToken(mask, batch=batch)),
-        attending(lambda *_: None),
-    ):
-        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,15 +53,14 @@ class DecodeResult:
     mode: DecodeMode
 
 
-@one_pass
 @torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
-    decoder: Decoder,
+    attached: AttachedModel,
+    plan: OnePass | None,
     context_ids: Tensor,
     context_mask: Tensor,
     capacity: int,
-    mode: DecodeMode,
     *,
     chunk: int | None = None,
     reserve: bool = True,
@@ -210,27 +70,27 @@ def prefill(
     """Run the unmodified model on all of a context but its last token.
 
     Args:
+        plan: how the steps run both streams in one pass; None for two passes.
         context_ids, context_mask: (B, C) int64 and bool, left-padded.
         capacity: the maximum number of tokens, C included.
-        mode: how the steps are to run. ``SHARED_CACHE`` needs a ``decoder.shared_cache``.
         chunk: the number of tokens per call, for long contexts; all at once by default. Not for
             recurrent models, nor with further inputs.
         reserve: whether the cache gets room for later tokens, so that few steps copy it.
         media: positions of the context if there are images in it (M-RoPE).
         model_inputs: further inputs of the model for the context.
     """
-    attached, names = decoder.attached, names_of(model_inputs)
+    names = names_of(model_inputs)
     if chunk is not None and (attached.recurrent or names):
         why = "of a recurrent model, which goes on by one token a call"
         why = f"with {', '.join(names)}" if names else why
         raise ValueError(f"expected no chunks {why}, got chunks of {chunk}")
     batch, width = context_ids.shape
+    mode = DecodeMode.TWO_PASS if plan is None else plan.mode
     sequences = absorb_all_but_last(context_ids, context_mask)
     if media is not None:
         sequences = replace(sequences, media=media._replace(head=media.head[..., :-1]))
     check_vocabulary(attached.model, context_ids, context_mask)
     attached.check_rows(sequences)
-    attached.watch_hooks(two_streams=mode is not DecodeMode.TWO_PASS)
 
     def fill(head: Sequences) -> Cache:
         cache = kv_cache.new_cache(attached.model)
@@ -243,63 +103,26 @@ def prefill(
             kv_cache.reserve(cache, capacity)
         return cache
 
-    cache = fill(sequences)
-    step = None
-    if mode is not DecodeMode.TWO_PASS:
+    with attached.attachment.one_pass():
+        cache = fill(sequences)
         streams = 2 if mode is DecodeMode.TWO_STREAM else 1
         past, first = (x.repeat(streams, 1) for x in (context_mask, sequences.positions[:, -1:]))
-        step_inputs = new_step_inputs(cache, past[:, :-1], first, capacity)
-        step = _new_step(decoder, step_inputs, batch, mode)
-    ids = context_ids.new_zeros(batch, capacity)
-    ids[:, : width - 1] = context_ids[:, :-1]
-    return DecodeState(
-        decoder=decoder,
-        mode=mode,
-        run_step=step,
-        step_inputs=None if step is None else step.inputs,
-        ids=ids,
-        context_mask=context_mask,
-        length=width - 1,
-        live=torch.ones_like(context_mask[:, :1]),
-        cache=cache,
-        fingerprint=attached.fingerprint,
-        fill=fill,
-        switches_factors=bool(switch_lengths(attached.model)),
-        media=sequences.media,
-    )
-
-
-def _new_step(
-    decoder: Decoder, step_inputs: StepInputs, batch: int, mode: DecodeMode
-) -> DecodeStep:
-    attached = decoder.attached
-    exact = attached.update == "exact"
-    if decoder.fused_modules is None:
-        with torch.autocast(attached.model.device.type, enabled=False):
-            decoder.fused_modules = FusedModules(attached.model, attached.blocks)
-    streams = None
-    if mode is DecodeMode.SHARED_CACHE:
-        streams = decoder.shared_cache
-        assert streams is not None
-    # Attention output projections already run on both streams of a shared cache.
-    doubled = set() if streams is None else set(streams.projections)
-    linears = [
-        module
-        for module in plain_linears(attached.model, attached.block_specs)
-        if module not in doubled
-    ]
-    device = step_inputs.current.device
-    return DecodeStep(
-        decoder,
-        step_inputs,
-        streams,
-        [(module, linear_forward(module)) for module in linears],
-        # the replay of an exact step has to run the same modules
-        [] if exact else decoder.fused_modules.forwards(),
-        frozenset() if exact else frozenset(decoder.fused_modules.blocks_with_norm_input()),
-        torch.arange(-batch, batch, device=device).clamp(min=-1),
-        BATCH_INVARIANT if exact else MODEL,
-    )
+        inputs = new_step_inputs(cache, past[:, :-1], first, capacity)
+        ids = context_ids.new_zeros(batch, capacity)
+        ids[:, : width - 1] = context_ids[:, :-1]
+        return DecodeState(
+            attached=attached,
+            mode=mode,
+            inputs=inputs,
+            run=None if plan is None else plan.step(inputs, batch),
+            ids=ids,
+            context_mask=context_mask,
+            live=torch.ones_like(context_mask[:, :1]),
+            fingerprint=attached.fingerprint,
+            fill=fill,
+            switches_factors=bool(switch_lengths(attached.model)),
+            media=sequences.media,
+        )
 
 
 @torch.inference_mode(False)  # the cache is written in place, inside inference mode and outside
@@ -321,57 +144,49 @@ def decode_one_token(
         ControllabilityError: no change of the weights can have the effect, for the block and row
             named.
         UnsupportedModelError: the model has forward hooks with which the patch would be wrong, or
-            its hooks have changed since a compiled step was traced.
+            got some since the first step, and its steps run them in one pass.
     """
-    attached = state.decoder.attached
+    attached = state.attached
     with attached.attachment.one_pass():
         attached.require_attached()
+        hooked = () if state.run is None else attached.hooks.current()
+        if hooked and not state.takes_hooks:
+            raise UnsupportedModelError(
+                "expected the model without forward hooks, as at the first step, it has got some"
+                f" on {paths_of(hooked)}: generate again, with mode='two_pass'"
+            )
         state.advance(token_ids)
         if state.switches_factors and state.steps > 1:
             _refill(state)
-        if state.run_step is None:
+        if state.run is None or hooked:
             return _two_passes(state)
-        hooked = attached.hooks.current()
-        if state.traced_hooks is not None and hooked != state.traced_hooks:
-            raise UnsupportedModelError(
-                "expected the forward hooks that the step was traced with, they have changed on"
-                f" {paths_of(hooked or state.traced_hooks)}: generate again"
-            )
-        if hooked and attached.update == "exact":  # the step was tried without hooks
-            assert state.step_inputs is not None
-            state.step_inputs.advance(token_ids)
-            return _two_passes(state)
-        output = state.run_step(token_ids, return_context_logits or bool(hooked))
+        output = state.run(return_context_logits)
         if output.maybe_infeasible:  # the step's only synchronisation with the device
             for diagnostics in output.diagnostics:
                 diagnostics.resolve(state.live).check(start=state.steps - 1)
             if output.misses is not None and bool((output.misses * state.live.T).any()):
                 return _closed_again(state, output)
         batch = len(state.ids)
-        logits = output.logits[-batch:]
         exact = output.misses is not None  # both streams have the same logits
         context_logits = output.logits[:batch] if exact or len(output.logits) > batch else None
-        make_patch = _DeferredPatch(state, output, context_logits, bool(hooked))
-        if hooked:
-            attached.check_step(hooked, make_patch(), logits.unsqueeze(1), state.live)
-    return DecodeResult(logits, context_logits, make_patch, state.mode)
+        make_patch = _DeferredPatch(state, output, context_logits)
+    return DecodeResult(output.logits[-batch:], context_logits, make_patch, state.mode)
 
 
 def _refill(state: DecodeState) -> None:
     """Fill the cache again, in place, if LongRoPE changes its factors with the current token."""
     sequences = state.sequences()
-    if not switches(state.decoder.attached.model, sequences):
+    if not switches(state.attached.model, sequences):
         return
-    filled = state.fill(sequences)
-    if state.cache.is_compileable:
-        kv_cache.copy_cache(filled, state.cache, state.length - 1)
+    filled, cache = state.fill(sequences), state.inputs.cache
+    if cache.is_compileable:
+        kv_cache.copy_cache(filled, cache, state.inputs.length - 1)
     else:
-        state.cache.layers[:] = filled.layers
+        cache.layers[:] = filled.layers
 
 
 def _two_passes(state: DecodeState) -> DecodeResult:
-    attached, sequences = state.decoder.attached, state.sequences()
-    computation = attached.compute_from(state.cache, sequences, state.live, two_passes=True)
+    computation = state.attached.compute_from(state.inputs.cache, state.sequences(), state.live)
     patch = computation.patch
     assert patch.logits is not None
     logits = (computation.reduced_logits[:, -1], patch.logits[:, -1])
@@ -383,7 +198,7 @@ def _closed_again(state: DecodeState, output: StepOutput) -> DecodeResult:
     closes every block on the context's output again, each from the output that the block before it
     reached.
     """
-    attached = state.decoder.attached
+    attached = state.attached
     patch = attached.empty_patch(state.sequences(), passes=2, arithmetic=BATCH_INVARIANT)
     patch = replace(patch, logits=output.logits.unsqueeze(1))
     assert output.activations is not None
@@ -396,13 +211,13 @@ class _DeferredPatch:
     """Makes the patch of one step when it is called: later, when the state has moved on."""
 
     def __init__(
-        self, state: DecodeState, output: StepOutput, context_logits: Tensor | None, hooked: bool
+        self, state: DecodeState, output: StepOutput, context_logits: Tensor | None
     ) -> None:
-        self.attached, self.fingerprint = state.decoder.attached, state.fingerprint
+        self.attached, self.fingerprint = state.attached, state.fingerprint
         self.ids, self.context_mask, self.live = state.tokens, state.context_mask, state.live
         self.media = state.media
         self.output = replace(output, activations=None)  # which only a miss needs
-        self.context_logits, self.hooked = context_logits, hooked
+        self.context_logits = context_logits
         self.blocks = tuple(self.attached.blocks)  # also if it is detached by then
 
     @torch.no_grad()
@@ -424,8 +239,7 @@ class _DeferredPatch:
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        report = report_of([resolved], slice(None))
-        return replace(patch, layers=layers, report=report, logits=logits, hooked=self.hooked)
+        return replace(patch, layers=layers, report=report_of([resolved]), logits=logits)
 
     def _of_live_rows(self, block: AttachedBlock, layer: Factors) -> Factors:
         """A block's factors and its norms' scales; rows that had ended have no change."""

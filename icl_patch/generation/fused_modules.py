@@ -39,11 +39,6 @@ class _Fused(ABC):
             return self.run(args[0])
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    @property
-    def fresh(self) -> bool:
-        """Whether nobody has hooked or replaced the module's forward since it was tried."""
-        return untouched(self.module)
-
     @abstractmethod
     def run(self, x: Tensor) -> Tensor:
         """The module's output."""
@@ -90,15 +85,9 @@ class _Gated(_Fused):
     """
 
     readers: tuple[nn.Module, ...]
-    act: nn.Module
     down: nn.Module
     activation: str
     swapped: bool
-
-    @property
-    def fresh(self) -> bool:
-        """Whether nobody has hooked the module, or replaced its forward or a child, since then."""
-        return super().fresh and {self.act, self.down, *self.readers} <= set(self.module.children())
 
     def run(self, x: Tensor) -> Tensor:
         # Both streams (2, B, 1, d) of a shared cache go through the MLP as rows.
@@ -109,12 +98,8 @@ class _Gated(_Fused):
             else self.readers[0](z).chunk(2, -1)
         )
         gate, up = halves[::-1] if self.swapped else halves
-        if untouched(self.act):
-            h = ops.gated_product(rows_of(gate), rows_of(up), self.activation)
-            h = like_rows_of(gate, h)
-        else:  # a hook on the activation must run
-            h = self.act(gate) * up
-        out: Tensor = self.down(h)
+        h = ops.gated_product(rows_of(gate), rows_of(up), self.activation)
+        out: Tensor = self.down(like_rows_of(gate, h))
         return out if z is x else like_rows_of(x, out)
 
 
@@ -137,13 +122,11 @@ class FusedModules:
 
     def forwards(self) -> list[tuple[nn.Module, Forward]]:
         """The modules, each with the function that runs in place of its forward."""
-        return [(found.module, found) for found in self._found if found.fresh]
+        return [(found.module, found) for found in self._found]
 
     def blocks_with_norm_input(self) -> set[AttachedBlock]:
         """Blocks whose recorder gets its input from the fused pre-MLP norm."""
-        return {
-            found.block for found in self._found if isinstance(found, _NormBefore) and found.fresh
-        }
+        return {found.block for found in self._found if isinstance(found, _NormBefore)}
 
 
 def _norm(module: nn.Module) -> _Norm | None:
@@ -201,8 +184,7 @@ def _gated(blocks: Sequence[AttachedBlock]) -> Iterator[_Gated]:
             continue
         x = _trial(_width(readers[0]), next(module.parameters()))
         found = (
-            _Gated(module, readers, others[0], block.down, activation, swapped)
-            for swapped in (False, True)
+            _Gated(module, readers, block.down, activation, swapped) for swapped in (False, True)
         )
         yield from (gated for gated in found if _same(gated, module, x))
 

@@ -26,15 +26,10 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from icl_patch.errors import SlowerStepsWarning, UnsupportedModelError
 from icl_patch.generation.compiled_step import CompileOptions, check_compilable, use_compiled_step
-from icl_patch.generation.decode_mode_checks import (
-    require_batch_invariant_steps,
-    require_shared_cache,
-)
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token, prefill
-from icl_patch.generation.decoder import Decoder
+from icl_patch.generation.plans import MODES, StepPlans
 from icl_patch.generation.replay_checks import ReplayCheck, ReplayChecks
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
 from icl_patch.models.forward import (
@@ -48,7 +43,6 @@ from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
 LOGITS = ("reduced", "context", "replay")
-MODES = ("auto", *(mode.value for mode in DecodeMode))
 _MODES_OF_ARITHMETIC = {
     "auto": "auto",
     MODEL: DecodeMode.TWO_PASS.value,
@@ -262,7 +256,7 @@ def _check_positions(positions: Tensor | None, mask: Tensor) -> None:
 
 
 def generate(
-    decoder: Decoder,
+    plans: StepPlans,
     context_ids: Tensor,
     context_mask: Tensor | None,
     max_new_tokens: int | None,
@@ -273,7 +267,7 @@ def generate(
     """See :meth:`icl_patch.ContextPatcher.generate`; ``arguments`` are those of
     ``model.generate``.
     """
-    decoder.attached.require_attached()
+    plans.attached.require_attached()
     if max_new_tokens is not None and max_new_tokens < 0:
         raise ValueError(f"expected max_new_tokens ≥ 0, got {max_new_tokens}")
     if "custom_generate" in arguments:
@@ -286,19 +280,19 @@ def generate(
         raise ValueError(
             f"expected no cache, got a {type(cache).__name__}: every context gets a new one"
         )
-    _add_stop_strings(arguments, decoder.attached.tokenizer)
+    _add_stop_strings(arguments, plans.attached.tokenizer)
     ids, mask = check_context(context_ids, context_mask)
-    media_positions(decoder.attached.model, ids, mask, arguments)  # checks them
+    media_positions(plans.attached.model, ids, mask, arguments)  # checks them
     if max_new_tokens == 0:
         if streamer is not None:
             streamer.put(ids.cpu())
             streamer.end()
         return iter(())
-    if max_new_tokens is None and _has_no_length(decoder.attached.model, arguments):
-        room = position_limit(decoder.attached.model) - int(mask.sum(1).max())
+    if max_new_tokens is None and _has_no_length(plans.attached.model, arguments):
+        room = position_limit(plans.attached.model) - int(mask.sum(1).max())
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
     lengths = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    model: Any = decoder.attached.model
+    model: Any = plans.attached.model
     prepared = model.generate(
         ids,
         attention_mask=mask.long(),
@@ -307,7 +301,7 @@ def generate(
         **lengths,
         **arguments,
     )
-    return _steps(decoder, prepared, options, streamer)
+    return _steps(plans, prepared, options, streamer)
 
 
 def _add_stop_strings(arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -336,7 +330,7 @@ def _has_no_length(model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
 
 
 def decoding_method(
-    decoder: Decoder, streamer: BaseStreamer | None, options: Options
+    plans: StepPlans, streamer: BaseStreamer | None, options: Options
 ) -> Callable[..., Any]:
     """See :meth:`icl_patch.ContextPatcher.decoding_method`."""
 
@@ -348,12 +342,12 @@ def decoding_method(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        if model is not decoder.attached.model:
+        if model is not plans.attached.model:
             raise ValueError(
                 "expected the model that the patcher is attached to, got another"
                 f" {type(model).__name__}"
             )
-        decoder.attached.require_attached()
+        plans.attached.require_attached()
         prepared = _prepare(
             model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
@@ -365,7 +359,7 @@ def decoding_method(
             name: () for name in asked if generation_config.return_dict_in_generate
         }
         sequences = [input_ids]
-        for step in _steps(decoder, prepared, options, streamer):
+        for step in _steps(plans, prepared, options, streamer):
             sequences.append(step.token_ids.unsqueeze(1))
             for name in outputs:
                 outputs[name] += (getattr(step, name).float(),)
@@ -380,9 +374,9 @@ def decoding_method(
 
 
 @torch.inference_mode(False)  # the caches made here are written in place later
-def start(decoder: Decoder, prepared: _Prepared, options: Options) -> DecodeState:
+def start(plans: StepPlans, prepared: _Prepared, options: Options) -> DecodeState:
     """Put the context into a cache, ready for its last token."""
-    attached, compilers = decoder.attached, options.compilers
+    attached, compilers = plans.attached, options.compilers
     longest, new = int(prepared.mask.sum(1).max()), prepared.capacity - prepared.ids.shape[1]
     check_length(attached.model, longest, new)
     if compilers.cuda_graph and not prepared.ids.is_cuda:
@@ -391,87 +385,17 @@ def start(decoder: Decoder, prepared: _Prepared, options: Options) -> DecodeStat
         )
     if compilers:
         check_compilable(attached, compilers)
+    plan = plans.choose(options.mode, compile=options.compile)
     return prefill(
-        decoder,
+        attached,
+        plan,
         prepared.ids,
         prepared.mask,
         prepared.capacity,
-        choose_mode(decoder, options),
         chunk=options.prefill_chunk,
         reserve=not compilers,
         media=prepared.media,
         **prepared.model_inputs,
-    )
-
-
-def choose_mode(decoder: Decoder, options: Options) -> DecodeMode:
-    """The mode of the steps: the requested one, or the fastest that the model allows.
-
-    Raises:
-        ValueError: the update takes two passes on this model.
-        UnsupportedModelError: a shared cache is requested, but the streams cannot share one.
-    """
-    if decoder.attached.update == "exact":
-        return _choose_exact_mode(decoder, options)
-    one_pass = options.mode in ("two_stream", "shared_cache") or bool(options.compilers)
-    if decoder.attached.needs_two_passes or options.mode == "two_pass":
-        if one_pass:
-            asked = (
-                f"compile={options.compile!r}" if options.compilers else f"mode={options.mode!r}"
-            )
-            raise ValueError(
-                f"expected an update of one pass with {asked}, {decoder.attached.update!r} takes"
-                " two passes on this model"
-            )
-        return DecodeMode.TWO_PASS
-    if options.mode == "two_stream" or (options.mode == "auto" and decoder.attached.has_ties):
-        return DecodeMode.TWO_STREAM
-    try:
-        require_shared_cache(decoder)
-    except UnsupportedModelError as error:
-        if options.mode == "shared_cache":
-            raise
-        _warn_slower(decoder, "with two streams in the cache, up to 1.3 times as long", error)
-        return DecodeMode.TWO_STREAM
-    return DecodeMode.SHARED_CACHE
-
-
-def _choose_exact_mode(decoder: Decoder, options: Options) -> DecodeMode:
-    """Exact steps take one pass over a shared cache in the batch-invariant arithmetic, and two
-    passes in the model's own.
-    """
-    if options.mode == "two_stream":
-        raise ValueError(
-            "expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, got"
-            " 'two_stream'"
-        )
-    if options.mode == "two_pass" and options.compilers:
-        raise ValueError(
-            "expected mode 'auto' or 'shared_cache' with compile, got 'two_pass', whose steps are"
-            " the unmodified model's own"
-        )
-    if options.mode == "two_pass":
-        return DecodeMode.TWO_PASS
-    try:
-        require_batch_invariant_steps(decoder)
-    except UnsupportedModelError as error:
-        if options.mode == "shared_cache" or options.compilers:
-            raise
-        _warn_slower(decoder, "in two passes, 2 to 4 times as long as the model's own", error)
-        return DecodeMode.TWO_PASS
-    return DecodeMode.SHARED_CACHE
-
-
-def _warn_slower(decoder: Decoder, steps: str, reason: UnsupportedModelError) -> None:
-    """Warn once that a patcher's steps run in a slower mode."""
-    if decoder.warned_slower:
-        return
-    decoder.warned_slower = True
-    warnings.warn(
-        f"{decoder.attached.update} steps run {steps}: {reason}. Ask for a mode (mode=...) to"
-        " have it without this warning, or take another update",
-        SlowerStepsWarning,
-        stacklevel=2,
     )
 
 
@@ -494,16 +418,16 @@ def _next(
 
 
 def _steps(
-    decoder: Decoder, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
+    plans: StepPlans, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
 ) -> Iterator[GenerationStep]:
     """The steps; everything before the first one has been done, and its errors raised."""
-    steps: Any = _loop(decoder, prepared, options, streamer)
+    steps: Any = _loop(plans, prepared, options, streamer)
     next(steps)  # from here on the loop's `finally` runs, even if nobody takes a step
     return steps
 
 
 def _loop(
-    decoder: Decoder, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
+    plans: StepPlans, prepared: _Prepared, options: Options, streamer: BaseStreamer | None
 ) -> Iterator[GenerationStep | None]:
     """The loop of transformers' ``_sample`` around our decode step; it yields None when it is ready
     for the first step.
@@ -511,20 +435,18 @@ def _loop(
     config: Any = prepared.config
     processors: Any = prepared.processors
     token_ids = prepared.ids[:, -1]
-    checks = ReplayChecks(decoder.attached.update == "exact", options.check_every)
+    checks = ReplayChecks(plans.attached.update == "exact", options.check_every)
     ends = any(hasattr(criterion, "eos_token_id") for criterion in prepared.criteria)
     live = torch.ones_like(token_ids, dtype=torch.bool)
     all_scores: Any = () if config.return_dict_in_generate and config.output_scores else None
     release = None
     try:
-        with decoder.attached.attachment.one_pass(), checks.timed():
-            state = start(decoder, prepared, options)
+        with plans.attached.attachment.one_pass(), checks.timed():
+            state = start(plans, prepared, options)
             if options.compilers:
-                hooked = bool(decoder.attached.hooks.current())
+                context = options.logits == "context"
                 release = use_compiled_step(
-                    state,
-                    options.compilers,
-                    return_context_logits=options.logits == "context" or hooked,
+                    plans, state, options.compilers, return_context_logits=context
                 )
         yield None
         while live.any():

@@ -72,7 +72,7 @@ class ReplayChecks:
     def replay(self, state: DecodeState, result: DecodeResult) -> Tensor:
         """The logits (B, V) of the replay of a step."""
         start = time.perf_counter()
-        logits = state.decoder.attached.replay_logits(result.make_patch())[:, -1]
+        logits = state.attached.replay_logits(result.make_patch())[:, -1]
         if self.due and not self.every:
             self.last = time.perf_counter() - start
             self.replayed += self.last
@@ -92,7 +92,7 @@ class ReplayChecks:
                 f"step {self.steps} of this generation is not exact: the replay of its patch has"
                 f" other logits in row {int(differs.nonzero()[0])} ({int(differs.sum())} of"
                 f" {len(differs)} rows), by up to {error:.1g} of the largest one."
-                f" {state.decoder.attached.advice_on(error)}",
+                f" {state.attached.advice_on(error)}",
                 ExactnessWarning,
                 stacklevel=2,
             )

@@ -8,7 +8,7 @@ to the block's end there are 2B rows, (2, B, 1, ·). Then only the context rows 
 the last block returns both.
 
 :class:`SharedCacheStreams` traces the modules that it has to change. Whether that is enough is
-checked by a replay, see :func:`icl_patch.generation.decode_mode_checks.require_shared_cache`.
+checked by a replay, see :class:`icl_patch.generation.plans.StepPlans`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +22,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
-from icl_patch.invariance.arithmetic import InvariantModules
 from icl_patch.invariance.functions import one_token_attention
 from icl_patch.models.attention_mask import Override
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
     Forward,
-    Overrides,
     is_plain_linear,
     linear_forward,
     overridable,
-    what_runs,
 )
 from icl_patch.models.language_model import vocabulary
 from icl_patch.models.trace import trace
@@ -94,17 +91,21 @@ class SharedCacheStreams:
 
     Args:
         model: the attached model. blocks: its blocks.
+        context_only: whether the head gets the context stream alone, (B, 1, d), because both have
+            the same bits; else both, (2B, 1, d).
 
     Attributes:
         projections: of every block, the matrix that reads the attention's output.
-        invariant_modules: runs the steps of the batch-invariant arithmetic.
+        forwards: modules, each with the forward that it has in a step.
 
     Raises:
         UnsupportedModelError: a block's form, or the way its attention is called, does not allow
             it.
     """
 
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, context_only: bool
+    ) -> None:
         for block in blocks:
             if reason := _unsupported_reason(block):
                 raise UnsupportedModelError(
@@ -116,8 +117,7 @@ class SharedCacheStreams:
                 f"mode='shared_cache' needs attention {_IMPLEMENTATION!r},"
                 f" {type(model).__name__} has {implementation!r}"
             )
-        self._last = blocks[-1]
-        self._context_only = False
+        self._last = None if context_only else blocks[-1]
         self.projections = _output_projections(model, blocks)
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
@@ -128,29 +128,19 @@ class SharedCacheStreams:
             if block.mixture is not None
         ]
         ends = [(block.module, self._ending(block)) for block in blocks]
-        self._overrides = Overrides([*outputs, *mixtures, *ends])
-        self._model, self._traced = model, what_runs(model)
-        # of a block that is its own mixture, the block
-        self.invariant_modules = InvariantModules(
-            model, (block.mixture or block.module for block in blocks if block.experts is not None)
-        )
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the model is unchanged since it was traced."""
-        return self._traced == what_runs(self._model)
+        self.forwards = [*outputs, *mixtures, *ends]
 
     @contextmanager
-    def run(self, slot: Tensor | None, *, context_only: bool = False) -> Iterator[None]:
-        """Within this context a pass over one token a row gives both streams' logits, (2B, 1, V),
-        or with ``context_only`` those of the context stream, (B, 1, V).
+    def run(self, slot: Tensor | None) -> Iterator[None]:
+        """Within this context, and with :attr:`forwards`, a pass over one token a row gives both
+        streams' logits, or those of the context stream.
 
         slot: (1,) int64, the column of the token in a fixed cache; None for a dynamic one, where
             it is the last.
         """
-        self._slot, self._context_only = slot, context_only
+        self._slot = slot
         try:
-            with attending(self._alone), self._overrides:
+            with attending(self._alone):
                 yield
         finally:
             self._reduced = self._slot = None
@@ -197,8 +187,7 @@ class SharedCacheStreams:
             total = out[0] if isinstance(out, tuple) else out
             if block.on_sum is not None:
                 block.on_sum(total)
-            both = block is self._last and not self._context_only
-            total = total.flatten(0, 1) if both else total[0]
+            total = total.flatten(0, 1) if block is self._last else total[0]
             return (total, *out[1:]) if isinstance(out, tuple) else total
 
         return forward

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.generation.decode_state import StepOutput
-from icl_patch.generation.decode_step import DecodeStep
 from icl_patch.generation.graph_partition import Regions
-from icl_patch.invariance.arithmetic import BATCH_INVARIANT
+from icl_patch.generation.one_pass import DecodeStep
 
 
 class _NoHostReads(TorchFunctionMode):
@@ -48,19 +47,17 @@ class TracedStep:
         UnsupportedModelError: the model's pass cannot be traced, or the graph has other bits.
     """
 
-    def __init__(self, step: DecodeStep, batch: int) -> None:
+    def __init__(self, step: DecodeStep) -> None:
         self._step = step
-        self._token_ids = step.inputs.current.new_zeros(batch)
         self._graph: Callable[[], list[Tensor]] | None = None
         self._compiled = False
-        self._keeps_bits = step.arithmetic == BATCH_INVARIANT
+        self._keeps_bits = step.plan.exact
         # The leaves of a step's output: those that are no tensors, and None in a tensor's place.
         self._leaves: list[Any] = []
         self._tree: Any = None
 
-    def __call__(self, token_ids: Tensor, return_context_logits: bool) -> StepOutput:
-        """Run the step on ``token_ids`` (B,)."""
-        self._token_ids.copy_(token_ids)
+    def __call__(self, return_context_logits: bool) -> StepOutput:
+        """Run the current token."""
         if self._graph is None:
             return self._trace(return_context_logits)
         if self._compiled:
@@ -78,7 +75,7 @@ class TracedStep:
         tensors: list[Tensor] = []
 
         def run() -> list[Tensor]:
-            output = self._step(self._token_ids, return_context_logits)
+            output = self._step(return_context_logits)
             outputs.append(output)
             leaves, self._tree = tree_flatten(output)
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -90,7 +87,7 @@ class TracedStep:
         with self._naming_the_model():
             with one_mode, _NoHostReads():
                 graph = make_fx(run)()
-            blocks = self._step.decoder.attached.blocks
+            blocks = self._step.plan.attached.blocks
             free = _free_tensors(outputs[0], tensors)
             self._graph = Regions(
                 graph,
@@ -105,7 +102,6 @@ class TracedStep:
     def _compare(self, expected: list[Tensor], free: frozenset[int]) -> None:
         """Run the compiled graph on the token that was traced, and compare the bits."""
         assert self._graph is not None
-        self._step.inputs.rewind()
         for number, (got, wanted) in enumerate(zip(self._graph(), expected, strict=True)):
             if number not in free and not torch.allclose(got, wanted, 0, 0, equal_nan=True):
                 raise RuntimeError(
@@ -120,7 +116,7 @@ class TracedStep:
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as cause:  # also an error of the model's own code
-            name = type(self._step.decoder.attached.model).__name__
+            name = type(self._step.plan.attached.model).__name__
             reason = str(cause).partition("\n")[0]
             if "InvalidCxxCompiler" in str(cause):
                 raise UnsupportedModelError(

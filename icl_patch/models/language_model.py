@@ -123,19 +123,6 @@ def check_vocabulary(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> None:
         )
 
 
-def depends_on_cache(model: PreTrainedModel) -> bool:
-    """Whether attention depends on how many tokens the cache holds, not only on mask and positions.
-
-    GPT-Neo's windows and the temperature of Llama 4's layers without positions count the tokens in
-    the cache. Sparse attention (:func:`chooses_tokens`) breaks ties by where the tokens lie. With a
-    shorter cache such attention gives other results, except for a token that is alone.
-    """
-    config = text_config(model)
-    windows = family_of(model) == "gpt_neo" and "local" in getattr(config, "attention_layers", ())
-    temperature = bool(getattr(config, "attn_temperature_tuning", False))
-    return windows or temperature or chooses_tokens(model)
-
-
 def chooses_tokens(model: PreTrainedModel) -> bool:
     """Whether some layers attend only to the tokens that they score highest.
 

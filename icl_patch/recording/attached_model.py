@@ -30,7 +30,6 @@ from icl_patch.models.language_model import (
     check_length,
     check_vocabulary,
     chooses_tokens,
-    depends_on_cache,
     family_of,
 )
 from icl_patch.models.model_checks import check_language_model
@@ -45,7 +44,7 @@ from icl_patch.patch.fingerprints import (
 from icl_patch.patch.serialization import PatchInfo, check_fit, check_update
 from icl_patch.recording import forward_passes
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, attach, replaying
-from icl_patch.recording.compute import Computation, compute_closing, compute_two_stream
+from icl_patch.recording.compute import Computation, compute_closing
 from icl_patch.recording.hooks import (
     HookIds,
     Hooks,
@@ -139,7 +138,6 @@ class AttachedModel:
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
-        self._rows_tried: HookIds = ()  # the hooks that `watch_hooks` tried last
         # When this object is collected, no pass is running.
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
@@ -171,7 +169,6 @@ class AttachedModel:
             tuple(blocks_of(self.model)) if known is None else known.block_specs
         )
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
-        self._depends_on_cache = depends_on_cache(self.model)
         self.divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         if known is not None:
             self.takes_padding, self.weights = known.takes_padding, known.weights
@@ -232,29 +229,20 @@ class AttachedModel:
     # -- compute
 
     @property
-    def needs_two_passes(self) -> bool:
-        """Whether every patch takes a pass of the unmodified model and then a closing pass.
+    def steps_take_two_passes(self) -> bool:
+        """Whether no decode step can run both streams in one batch, whatever its arithmetic.
 
-        The exact update does, because rounding depends on the shapes. The direct update of a scale
-        writer does, because it divides by activations and so magnifies any difference in rounding
-        between its recording and its replay. Every update of a recurrent model does, because no
-        mask hides a token from its state.
+        The direct update of a scale writer cannot, because it divides by activations and so
+        magnifies any difference in rounding between its recording and its replay. A recurrent
+        model cannot, because no mask hides a token from its state.
         """
-        return self.update == "exact" or self.recurrent or self._magnifies_rounding
+        return self.recurrent or self._magnifies_rounding
 
     @property
     def _magnifies_rounding(self) -> bool:
         """Whether the update divides by activations."""
         scales = any(block.spec.writer is Writer.SCALE for block in self.block_specs)
         return self.update == "direct" and scales
-
-    def _needs_two_passes_for(self, sequences: Sequences) -> bool:
-        """Whether these tokens take two passes. They also do if the attention depends on the length
-        of the cache and kept tokens attend to other tokens.
-        """
-        if self.needs_two_passes or not self._depends_on_cache:
-            return self.needs_two_passes
-        return sequences.has_prefix or len(sequences.kept_columns) > 1
 
     @property
     def has_ties(self) -> bool:
@@ -268,10 +256,10 @@ class AttachedModel:
     @torch.inference_mode(False)  # the cache is written in place later, in inference mode or not
     @torch.no_grad()
     def prefill(self, sequences: Sequences, **model_inputs: Any) -> Cache:
-        """Run the unmodified model on the head: a cache with the rows that the next pass needs."""
+        """Run the unmodified model on the head: a cache of its tokens."""
         check_inputs(self.model, model_inputs)
         self.check_rows(sequences)
-        self.watch_hooks(two_streams=not self._needs_two_passes_for(sequences))
+        self.watch_hooks()
         names = names_of(model_inputs)
         if names and sequences.has_prefix:
             raise ValueError(
@@ -281,8 +269,6 @@ class AttachedModel:
         cache = kv_cache.new_cache(self.model)
         if sequences.head_ids.shape[1]:
             forward_passes.run_head(self.model, sequences, cache, **model_inputs)
-            if not self._needs_two_passes_for(sequences):
-                kv_cache.stack_cache(cache, len(sequences.head_ids))
         return cache
 
     def check_rows(self, sequences: Sequences) -> None:
@@ -349,23 +335,14 @@ class AttachedModel:
     @torch.inference_mode(False)
     @torch.no_grad()
     def compute_from(
-        self,
-        cache: Cache,
-        sequences: Sequences,
-        live: Tensor | None = None,
-        *,
-        two_passes: bool = False,
+        self, cache: Cache, sequences: Sequences, live: Tensor | None = None
     ) -> Computation:
         """:meth:`compute` from a cache of the head, which holds the tail too afterwards.
 
-        live: (B, 1) bool, the rows that get a patch from a closing pass; all by default.
-        two_passes: whether to take two passes even if one would do, over a cache of B rows.
+        live: (B, 1) bool, the rows that get a patch; all by default.
         """
         hooked = self.hooks.current()
-        if two_passes or self._needs_two_passes_for(sequences):
-            computation = compute_closing(self, cache, sequences, self.update, live)
-        else:
-            computation = compute_two_stream(self, cache, sequences)
+        computation = compute_closing(self, cache, sequences, live)
         return self._check_computed(hooked, computation, live) if hooked else computation
 
     # -- replay
@@ -393,7 +370,7 @@ class AttachedModel:
         Raises:
             UnsupportedModelError: they differ.
         """
-        self.watch_hooks(two_streams=False)
+        self.watch_hooks()
         logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
         if not hooked and (not patch.hooked or expected is None):
             return logits
@@ -406,28 +383,9 @@ class AttachedModel:
 
     # -- models with forward hooks
 
-    def watch_hooks(self, *, two_streams: bool) -> None:
-        """Find the hooks on the model again.
-
-        Hooks may treat the rows of a batch differently. So with ``two_streams``, and if the hooks
-        have changed since the last time, both streams run on a few random tokens.
-
-        Raises:
-            UnsupportedModelError: the context stream differs from the model in a batch of its own.
-        """
+    def watch_hooks(self) -> None:
+        """Find the hooks on the model again."""
         self.hooks = Hooks(self.model, self.attachment.forwards)
-        hooked = self.hooks.current()
-        if not two_streams or hooked == self._rows_tried:
-            return
-        try:
-            if hooked:
-                SelfCheck(self.model, self.recurrent).check_rows()
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                f"{error}: forward hooks on {paths_of(hooked)} treat the rows of a batch"
-                " differently. Remove them, or choose update='exact'"
-            ) from error
-        self._rows_tried = hooked
 
     def _check_computed(
         self, hooked: HookIds, computation: Computation, live: Tensor | None
@@ -447,21 +405,6 @@ class AttachedModel:
         if error > (0 if closed else self._replay_limit):
             raise wrong_patch(hooked, error)
         return replace(computation, patch=patch)
-
-    def check_step(
-        self, hooked: HookIds, patch: ContextPatch, reduced_logits: Tensor, live: Tensor
-    ) -> None:
-        """Compare a decode step's replay, and the reduced stream's logits (B, 1, V), with the
-        logits with the context; ``live``: (B, 1) bool.
-
-        Raises:
-            UnsupportedModelError: they differ.
-        """
-        expected = patch.logits
-        assert expected is not None
-        for logits in (self.replay_logits(patch), reduced_logits):
-            if (error := error_of(logits, expected, live)) > self._replay_limit:
-                raise wrong_patch(hooked, error)
 
     def advice_on(self, error: float) -> str:
         """What to do with an exact patch with an error, relative to the largest logit."""

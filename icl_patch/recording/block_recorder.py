@@ -2,21 +2,21 @@
 
 A pass swaps the block's patched modules into record mode; each module then hands its input to the
 recorder, which computes and keeps the module's factors and returns the patched output. There are
-three kinds of pass, and a recorder for each:
+two kinds of pass, and a recorder for each:
 
-- :class:`~icl_patch.recording.two_stream_recorder.TwoStreamRecorder`: the rows with the context
-  and the rows without it run side by side in one batch;
 - :class:`~icl_patch.recording.closing_recorder.ClosingRecorder`: the rows without the context run
   alone, against activations that an earlier pass of the unmodified model left;
-- :class:`~icl_patch.recording.decode_recorder.DecodeRecorder`: one decode step of both streams.
+- :class:`~icl_patch.recording.decode_recorder.DecodeRecorder`: the rows with the context and the
+  rows without it run side by side in one batch, for one token.
 
 Shapes: B rows, T tokens, d residual width; M = B·T rows of a matrix product.
 """
 
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +58,6 @@ class BlockRecorder(ABC):
         context: the block's activations with the context: given, or collected during the pass.
     """
 
-    observes_block: ClassVar[bool] = True  # whether the pass hooks the block's start and end
-
     def __init__(
         self, block: AttachedBlock, update: str, valid: Tensor | None, context: BlockActivations
     ) -> None:
@@ -76,6 +74,12 @@ class BlockRecorder(ABC):
         self._inner_scale: Tensor | None = None
         self.addend: Tensor | None = None  # the other term of the sum that the block's norm reads
         self._factors: dict[tuple[PatchedModule, str], Tensor] = {}
+
+    def hook(self, stack: ExitStack) -> None:
+        """See the block's residual stream, and what else a kind of pass needs, until ``stack`` is
+        closed.
+        """
+        self.block.on_residual(stack, self.on_residual)
 
     # -- factors
 
@@ -149,11 +153,6 @@ class BlockRecorder(ABC):
 
     # -- the residual stream
 
-    def on_start(self, _shape: Any) -> None:
-        """Forget the call before this one."""
-        self._residuals.clear()
-        self.delta = None
-
     def on_residual(self, x: Tensor) -> None:
         """Take one term of the residual stream before the MLP."""
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -169,10 +168,6 @@ class BlockRecorder(ABC):
             self.context.hidden = reduce(torch.add, parts)
         assert self.context.hidden is not None
         self.delta = self.zero_padding(self.context.hidden - hidden)
-
-    @abstractmethod
-    def on_end(self, total: Tensor) -> Tensor | None:
-        """Take the block's sum; a tensor that is returned replaces it."""
 
     def writer_target(self) -> Tensor:
         """The change of the writer's output, (B, T, d): ``residual_factor · delta /

@@ -2,6 +2,9 @@
 unmodified model has left the activations with the context.
 """
 
+from contextlib import ExitStack
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,19 @@ class ClosingRecorder(BlockRecorder):
         valid: (B, T) bool, the columns that hold kept tokens.
         context: the block's activations with the context, of the same tokens.
     """
+
+    def hook(self, stack: ExitStack) -> None:
+        """See the block's start, its residual stream and its end."""
+        self.block.on_start(stack, self.on_start)
+        self.block.on_end(stack, self.on_end, first=True)
+        if self.exact:
+            self.block.keep_unrounded(stack)
+        super().hook(stack)
+
+    def on_start(self, _shape: Any) -> None:
+        """Forget the call before this one."""
+        self._residuals.clear()
+        self.delta = None
 
     def split(self, x: Tensor) -> tuple[None, Tensor]:
         """The rows without the context, (B, T, ·)."""

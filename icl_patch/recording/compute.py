@@ -1,4 +1,4 @@
-"""Computing a patch: both streams in one pass, or the unmodified model and then a closing pass."""
+"""Computing a patch: a pass of the unmodified model, then a closing pass without the context."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,6 @@ from icl_patch.recording.patch_assembly import (
 from icl_patch.recording.record import recording
 from icl_patch.recording.replay import calls_of, prefix_cache, run_kept
 from icl_patch.recording.sequences import Sequences
-from icl_patch.recording.two_stream_recorder import TwoStreamRecorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,31 +42,8 @@ class Computation:
     violations: Violations
 
 
-def compute_two_stream(attached: HasBlocks, cache: Cache, sequences: Sequences) -> Computation:
-    """The patch from one pass of 2B rows, on top of a cache of the head of 2B rows."""
-    batch, columns = len(sequences.tail_ids), sequences.kept_columns
-    valid = sequences.tail_mask & ~sequences.tail_absorbed
-    recorders = [TwoStreamRecorder(block, attached.update, valid) for block in attached.blocks]
-    with recording(recorders):
-        logits = forward_passes.run_two_streams(attached.model, sequences, cache)[:, columns]
-    layers = factors_of(recorders, columns)
-    calls = [[recorder.diagnostics for recorder in recorders]]
-    report = report_of(calls, columns)
-    patch = attached.empty_patch(sequences, passes=1)
-    return Computation(
-        replace(patch, layers=layers, report=report, logits=logits[:batch]),
-        logits[batch:],
-        [recorder.context for recorder in recorders],
-        violations_of(calls, columns),
-    )
-
-
 def compute_closing(
-    attached: HasBlocks,
-    cache: Cache,
-    sequences: Sequences,
-    update: str,
-    live: Tensor | None = None,
+    attached: HasBlocks, cache: Cache, sequences: Sequences, live: Tensor | None = None
 ) -> Computation:
     """The patch from a pass of the unmodified model over the tail and a closing pass, which runs
     the kept tokens in the shapes of their replay and chooses the factors.
@@ -77,7 +53,7 @@ def compute_closing(
     logits, activations = _observe_tail(attached, cache, sequences)
     patch = attached.empty_patch(sequences, passes=2)
     patch = replace(patch, logits=logits[:, sequences.kept_columns])
-    return close_on(attached, activations, patch, update, live)
+    return close_on(attached, activations, patch, attached.update, live)
 
 
 def close_on(
@@ -101,14 +77,14 @@ def close_on(
         ]
         with running_in(patch.info.arithmetic), recording(recorders):
             reduced.append(run_kept(attached.model, patch, prefix, part))
-        layers.append(factors_of(recorders, slice(None)))
+        layers.append(factors_of(recorders))
         calls.append([recorder.diagnostics for recorder in recorders])
-    report = report_of(calls, slice(None))
+    report = report_of(calls)
     return Computation(
         replace(patch, layers=joined_layers(layers), report=report),
         torch.cat(reduced, 1),
         activations,
-        violations_of(calls, slice(None)),
+        violations_of(calls),
     )
 
 

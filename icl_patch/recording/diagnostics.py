@@ -151,14 +151,14 @@ class BlockDiagnostics:
             getattr(resolved, name)(*arguments)
         return resolved
 
-    def check(self, columns: Tensor | slice = slice(None), start: int = 0) -> None:
+    def check(self, start: int = 0) -> None:
         """Raises ControllabilityError for the first token that no change of the weights can serve.
 
-        columns: the columns of kept tokens. start: the number of kept tokens before the first one.
+        start: the number of kept tokens before the first one.
         """
         for condition, violation in self.violations.items():
             if violation.rows.any():
-                row, token = violation.rows[:, columns].nonzero()[0].tolist()
+                row, token = violation.rows.nonzero()[0].tolist()
                 raise ControllabilityError(
                     f"{self.path}, row {row}, kept token {start + token}: {condition}"
                 )

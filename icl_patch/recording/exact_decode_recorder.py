@@ -9,6 +9,7 @@ the same bits, and only one of them continues.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 from typing import Any
 
@@ -35,6 +36,16 @@ class ExactDecodeRecorder(DecodeRecorder):
     waiting: tuple[PatchedLinear, Tensor, Tensor, Tensor] | None = None
     _stream: Tensor | None = None
 
+    def hook(self, stack: ExitStack) -> None:
+        """See the block's sum too, and what a mixture adds beside its writer."""
+        if self.spec.final_norm is None:  # the block's forward returns the context stream alone
+            self.block.on_sum = self.on_end
+        else:
+            self.block.on_end(stack, self.on_end, first=True)
+        if self.block.mixture is not None:
+            self.block.hook(stack, self.block.mixture.register_forward_hook, self.on_mixture)
+        super().hook(stack)
+
     @property
     def _waits(self) -> bool:
         """Whether nothing in the pass depends on delta, so that alike blocks can be written at once
@@ -55,6 +66,19 @@ class ExactDecodeRecorder(DecodeRecorder):
         """Keep a reader's factors, and its output with the context, which a miss needs."""
         super().keep_pair(name, layer, pair, u)
         self.context.readers[name] = self.unflat(pair[: self.rows])
+
+    def keep_reader(
+        self, name: str, layer: PatchedLinear, reference: Tensor, patched: Tensor, u: Tensor
+    ) -> None:
+        """The same for a reader that is no plain product."""
+        super().keep_reader(name, layer, reference, patched, u)
+        self.context.readers[name] = reference
+
+    def context_written(self, output: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """That of the rows with the context, which a miss needs."""
+        written = super().context_written(output, dtype)
+        self.context.written = written.to(dtype)
+        return written
 
     def down(self, layer: PatchedLinear, h: Tensor) -> Tensor:
         """The output matrix's output with the context, and 0 for the rows without it, unless a norm

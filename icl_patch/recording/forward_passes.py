@@ -61,15 +61,15 @@ def run_head(
     *,
     chunk: int | None = None,
     **model_inputs: Any,
-) -> None:
+) -> Tensor:
     """Run the unmodified model on the head, into an empty cache; ``chunk`` tokens per call, or
-    all at once.
+    all at once. Returns the logits (B, 1, V) of its last token.
     """
     width = sequences.head_ids.shape[1]
-    positions = sequences.head_positions
+    positions, logits = sequences.head_positions, torch.empty(0)
     for start in range(0, width, chunk or width):
         part = slice(start, min(start + (chunk or width), width))
-        run(
+        logits = run(
             model,
             sequences.head_ids[:, part],
             sequences.head_mask[:, : part.stop],
@@ -79,6 +79,7 @@ def run_head(
             last_logits=1,
             **model_inputs,
         )
+    return logits
 
 
 def run_tail(
@@ -93,17 +94,3 @@ def run_tail(
     mask = sequences.mask[:, : start + columns.stop]
     ids, longest = sequences.tail_ids[:, columns], sequences.longest
     return run(model, ids, mask, positions, cache, longest=longest)
-
-
-def run_two_streams(model: PreTrainedModel, sequences: Sequences, cache: Cache) -> Tensor:
-    """Both streams of the tail on top of a cache of the head of 2B rows -> logits (2B, S, V)."""
-    positions = sequences.positions[:, sequences.head_ids.shape[1] :]
-    ids, mask, positions = (x.repeat(2, 1) for x in (sequences.tail_ids, sequences.mask, positions))
-    visibility = two_stream_visibility(sequences)
-    return run(model, ids, mask, positions, cache, visibility, longest=sequences.longest)
-
-
-def two_stream_visibility(sequences: Sequences) -> Visibility:
-    """The context rows see everything, the reduced rows everything but the absorbed tokens."""
-    everything = torch.ones_like(sequences.absorbed)
-    return Visibility(torch.cat([everything, ~sequences.absorbed]))

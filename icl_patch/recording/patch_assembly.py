@@ -46,13 +46,10 @@ def empty_patch(
     )
 
 
-def factors_of(recorders: Sequence[BlockRecorder], columns: Tensor | slice) -> tuple[Factors, ...]:
-    """The factors that the recorders kept, of some columns, with the norms' own scales."""
-    layers = []
-    for recorder in recorders:
-        layer = {name: factor[:, columns] for name, factor in recorder.factors.items()}
-        layers.append(layer | scales_of(recorder.block, layer))
-    return tuple(layers)
+def factors_of(recorders: Sequence[BlockRecorder]) -> tuple[Factors, ...]:
+    """The factors that the recorders kept, with the norms' own scales."""
+    layers = [(recorder.block, recorder.factors) for recorder in recorders]
+    return tuple(layer | scales_of(block, layer) for block, layer in layers)
 
 
 def scales_of(block: AttachedBlock, layer: Factors) -> Factors:
@@ -74,7 +71,7 @@ def joined_layers(calls: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
     )
 
 
-def report_of(calls: list[list[BlockDiagnostics]], columns: Tensor | slice) -> PatchReport:
+def report_of(calls: list[list[BlockDiagnostics]]) -> PatchReport:
     """The report on every block in every call.
 
     Raises:
@@ -83,24 +80,23 @@ def report_of(calls: list[list[BlockDiagnostics]], columns: Tensor | slice) -> P
     try:
         for token, call in enumerate(calls):
             for block in call:
-                block.check(columns, token)
+                block.check(token)
     except ControllabilityError as error:
-        raise ControllabilityError(str(error), violations_of(calls, columns)) from None
+        raise ControllabilityError(str(error), violations_of(calls)) from None
 
     def stack(name: str) -> Tensor:
-        parts = [[getattr(block.report, name)[:, columns] for block in call] for call in calls]
-        return torch.cat([torch.stack(part) for part in parts], 2)
+        parts = [torch.stack([getattr(block.report, name) for block in call]) for call in calls]
+        return torch.cat(parts, 2)
 
     return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
 
 
-def violations_of(calls: list[list[BlockDiagnostics]], columns: Tensor | slice) -> Violations:
+def violations_of(calls: list[list[BlockDiagnostics]]) -> Violations:
     """Every condition that was looked at, by block, token after token."""
 
     def joined(parts: tuple[ControllabilityViolation, ...]) -> ControllabilityViolation:
         rows, always = (
-            torch.cat([getattr(part, name)[:, columns] for part in parts], 1)
-            for name in ("rows", "always")
+            torch.cat([getattr(part, name) for part in parts], 1) for name in ("rows", "always")
         )
         return replace(parts[0], rows=rows, always=always)
 

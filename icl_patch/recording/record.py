@@ -7,8 +7,6 @@ from typing import Any
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.recording.block_recorder import BlockRecorder
-from icl_patch.recording.decode_recorder import DecodeRecorder
-from icl_patch.recording.exact_decode_recorder import ExactDecodeRecorder
 from icl_patch.recording.expert_recorder import record_experts, record_scaled_experts
 
 
@@ -19,7 +17,7 @@ def recording(recorders: Sequence[BlockRecorder]) -> Iterator[None]:
         for recorder in recorders:
             stack.callback(recorder.block.off)
             _set_modes(recorder, stack)
-            _hook(recorder, stack)
+            recorder.hook(stack)
         yield
 
 
@@ -42,24 +40,3 @@ def _set_modes(recorder: BlockRecorder, stack: ExitStack) -> None:
     if block.spec.addend is not None:
         addend = block.module.get_submodule(block.spec.addend)
         block.hook(stack, addend.register_forward_hook, recorder.on_addend)
-
-
-def _hook(recorder: BlockRecorder, stack: ExitStack) -> None:
-    """Let the recorder see the block's start, its residual stream and its end."""
-    block = recorder.block
-    if recorder.observes_block:
-        block.on_start(stack, recorder.on_start)
-        block.on_end(stack, recorder.on_end, first=True)
-        if recorder.exact:
-            block.keep_unrounded(stack)
-    elif isinstance(recorder, ExactDecodeRecorder):
-        if block.spec.final_norm is None:  # the block's forward returns the context stream alone
-            block.on_sum = recorder.on_end
-        else:
-            block.on_end(stack, recorder.on_end, first=True)
-    if isinstance(recorder, ExactDecodeRecorder) and block.mixture is not None:
-        block.hook(stack, block.mixture.register_forward_hook, recorder.on_mixture)
-    if isinstance(recorder, DecodeRecorder) and recorder.receives_norm_input:
-        block.on_norm_pair = recorder.on_norm_pair
-    else:
-        block.on_residual(stack, recorder.on_residual)

@@ -24,7 +24,7 @@ from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_block import AttachedBlock, BlockActivations, HasBlocks
 from icl_patch.recording.compute import close_on
 from icl_patch.recording.replay import replay_logits
-from icl_patch.recording.sequences import Sequences, assemble
+from icl_patch.recording.sequences import assemble
 from icl_patch.tolerances import rounding_limit
 
 
@@ -32,11 +32,11 @@ class SelfCheck:
     """A small forward on random tokens, made before attaching and compared with after it.
 
     The model must number its tokens as they are numbered here. Swapped modules that are off must
-    not change a bit. The context rows must match the unmodified model, and the absorbed tokens must
-    not change the reduced rows. The kept tokens alone must attend to the same tokens as the reduced
-    rows. The correction of an exact patch must be no larger than rounding explains: a missed
-    reader, a misread residual stream or a misread scale makes it larger. Its replay must give the
-    logits of the unmodified model: a block that reads its context again after its sum fails here.
+    not change a bit. The kept tokens alone must attend to the same tokens as in a pass whose mask
+    hides the context. The correction of an exact patch must be no larger than rounding explains: a
+    missed reader, a misread residual stream or a misread scale makes it larger. Its replay must
+    give the logits of the unmodified model: a block that reads its context again after its sum
+    fails here.
     """
 
     def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
@@ -49,9 +49,8 @@ class SelfCheck:
         if recurrent:
             kept = kept[:, :1]  # their classes continue from a state with one token per call
         self._sequences = assemble(context, kept, prefix_ids=prefix)
-        self._other = assemble(context.flip(1), kept, prefix_ids=prefix)
         with torch.no_grad():
-            self._expected = self._logits()
+            self._head, self._expected = self._logits()
 
     @torch.no_grad()
     def takes_padding(self) -> bool:
@@ -62,18 +61,20 @@ class SelfCheck:
         bf16 and fp16, where wrong positions may change as little as rounding does. Nothing is
         compared where rounding may choose other experts.
         """
-        few_bits, padded = self._epsilon > 1e-4, self._padded(0)
+        few_bits, padded, alone = self._epsilon > 1e-4, self._padded(0), self._head
         settings = vars(text_config(self._model)).items()
         if any("expert" in name and type(value) is int and value for name, value in settings):
-            return few_bits or self._near(padded, self._expected)
+            return few_bits or self._near(padded, alone)
         if self._recurrent and not _same(padded, self._padded(1)):
             return False
         if counts_slots(self._model) and few_bits:
-            return _same(padded, self._expected)
-        return self._near(padded, self._expected)
+            return _same(padded, alone)
+        return self._near(padded, alone)
 
     def _padded(self, token: int) -> Tensor:
-        """The logits of the rows with one more column, a ``token`` that the mask hides."""
+        """The logits of the head's last token behind one more column, a ``token`` that the mask
+        hides.
+        """
         alone = self._sequences
         padded = replace(
             alone,
@@ -81,43 +82,32 @@ class SelfCheck:
             head_mask=F.pad(alone.head_mask, (1, 0)),
             head_absorbed=F.pad(alone.head_absorbed, (1, 0)),
         )
-        return self._logits(padded)
+        return forward_passes.run_head(self._model, padded, kv_cache.new_cache(self._model))
 
     @torch.no_grad()
     def check_positions(self) -> None:
         """Raises UnsupportedModelError unless the model itself takes the positions given here."""
-        ids = self._sequences.ids
-
-        def logits(positions: Tensor | None) -> Tensor:
-            cache = kv_cache.new_cache(self._model)
-            return call(self._model, ids, torch.ones_like(ids), positions, cache)
-
-        counted = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        if not self._alike(logits(counted), logits(None)):
+        ids, cache = self._sequences.head_ids, kv_cache.new_cache(self._model)
+        own = call(self._model, ids, torch.ones_like(ids), None, cache, last_logits=1)
+        if not self._alike(self._head, own):
             first = first_position(self._model)
             raise UnsupportedModelError(
                 f"expected {self._name} to number its tokens one by one from {first}, "
                 "but without position_ids its logits are others: it numbers them in another way"
             )
 
-    def _logits(self, sequences: Sequences | None = None) -> Tensor:
-        cache, sequences = kv_cache.new_cache(self._model), sequences or self._sequences
-        forward_passes.run_head(self._model, sequences, cache)
-        return forward_passes.run_tail(self._model, sequences, cache)
-
-    def _two_streams(self, sequences: Sequences) -> Tensor:
-        """Logits (2B, S, V) of both streams with the modules off, so without any patch."""
+    def _logits(self) -> tuple[Tensor, Tensor]:
+        """Of the head's last token (B, 1, V), and of the kept tokens (B, T, V)."""
         cache = kv_cache.new_cache(self._model)
-        forward_passes.run_head(self._model, sequences, cache)
-        kv_cache.stack_cache(cache, len(sequences.head_ids))
-        return forward_passes.run_two_streams(self._model, sequences, cache)
+        head = forward_passes.run_head(self._model, self._sequences, cache)
+        return head, forward_passes.run_tail(self._model, self._sequences, cache)
 
     @torch.no_grad()
     def run(self, attached: HasBlocks) -> None:
         """Raises UnsupportedModelError if the model does not behave as its block specs say."""
         blocks = attached.blocks
         with observe(blocks) as all_activations:
-            logits = self._logits()
+            _, logits = self._logits()
         if not _same(logits, self._expected):
             raise UnsupportedModelError(
                 f"{self._name} does not compute the same with its modules swapped and off"
@@ -125,7 +115,7 @@ class SelfCheck:
         self._check_calls(blocks, all_activations)
         self._check_range(blocks, all_activations)
         if not self._recurrent:
-            self._check_attention()
+            self._check_alone()
         # weights of zero have no patch for these tokens; the user's tokens raise this again
         with suppress(ControllabilityError):
             patch = replace(attached.empty_patch(self._sequences, passes=2), logits=logits)
@@ -167,39 +157,28 @@ class SelfCheck:
             self._logits()
         return below_range(block.block.path_of(name), torch.cat(outputs), self._model.dtype)
 
-    @torch.no_grad()
-    def check_rows(self) -> Tensor:
-        """The logits (2B, S, V) of both streams in one batch.
+    def _check_alone(self) -> None:
+        everything = torch.ones_like(self._sequences.absorbed)
+        masked, limit = self._at_once(~self._sequences.absorbed), 1.0
+        if not takes_positions(self._model):
+            # it may count its cache instead; the error can be as small as that of bf16
+            noise = self._error(self._at_once(everything), self._expected)
+            limit = max(4 * noise, 8 * self._epsilon)
+        if not self._near(self._alone(), masked, limit):
+            raise UnsupportedModelError(
+                f"{self._name} does not give the kept tokens alone the logits that they have with"
+                " the context masked: its attention does not take the mask, or it has positions"
+                " that the tokens alone cannot be given"
+            )
 
-        Raises:
-            UnsupportedModelError: the context rows differ from those of a batch of their own.
+    def _at_once(self, visible: Tensor) -> Tensor:
+        """The logits of the kept tokens in one call over all tokens, (B, T, V); ``visible`` (B, S)
+        bool.
         """
-        both = self._two_streams(self._sequences)
-        if not self._near(both[: len(self._expected)], self._expected):
-            raise UnsupportedModelError(
-                f"the context rows of {self._name} do not match the untouched model"
-            )
-        return both
-
-    def _check_attention(self) -> None:
-        batch = len(self._expected)
-        first, second = self.check_rows(), self._two_streams(self._other)
-        if not self._alike(first[batch:], second[batch:]):
-            raise UnsupportedModelError(
-                f"{self._name} lets the reduced rows see absorbed tokens: its attention does not"
-                " take the mask"
-            )
-        # a model that takes no positions may count its cache instead; the error can be as small as
-        # that of bf16
-        limit = (
-            1.0
-            if takes_positions(self._model)
-            else max(4 * self._error(first[:batch], self._expected), 8 * self._epsilon)
-        )
-        if not self._near(self._alone(), first[batch:], limit):
-            raise UnsupportedModelError(
-                f"{self._name} has positions that the kept tokens alone cannot be given"
-            )
+        tokens, cache = self._sequences, kv_cache.new_cache(self._model)
+        inputs = (tokens.ids, tokens.mask, tokens.positions, cache, Visibility(visible))
+        kept = tokens.tail_ids.shape[1]
+        return forward_passes.run(self._model, *inputs, longest=tokens.longest, last_logits=kept)
 
     def _alike(self, logits: Tensor, expected: Tensor) -> bool:
         """Whether the logits are equal to the last bit, or near if the model has experts.

@@ -29,9 +29,9 @@ from icl_patch.evaluation import figures, report
 from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.verify import verify
 from icl_patch.generation.loop import LOGITS, MODES
+from icl_patch.generation.replay_checks import ReplayChecks
 from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
-from icl_patch.recording.attached_model import AttachedModel
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
@@ -189,13 +189,9 @@ def test_generate_replays_every_nth_token(
     assert all(check["same_argmax"] and check["linf"] <= limit for check in result["checks"])
     assert "Replays without the context" in run(capsys, *command)[1]
     assert run(capsys, *command, "--temperature", "0.5")[0] == 2
-    replay = AttachedModel.replay_logits
-    # wrong in generation alone: attaching replays an exact patch
-    monkeypatch.setattr(
-        AttachedModel,
-        "replay_logits",
-        lambda self, patch: (1 if patch.passes == 2 else -1) * replay(self, patch),
-    )
+    replay = ReplayChecks.replay
+    # wrong in the checks alone: attaching and the trial of a mode replay patches too
+    monkeypatch.setattr(ReplayChecks, "replay", lambda *arguments: -replay(*arguments))
     assert run(capsys, *command[:-4], "--check-every", "4")[0] == 1
 
 

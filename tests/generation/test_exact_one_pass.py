@@ -210,7 +210,7 @@ def test_where_it_does_not_go() -> None:
     with ContextPatcher(model) as patcher:
         for options, message in (
             ({"mode": "two_stream"}, "got 'two_stream'"),
-            ({"mode": "two_pass", "compile": True}, "got 'two_pass', whose steps are"),
+            ({"mode": "two_pass", "compile": True}, "got 'two_pass', which runs the unmodified"),
         ):
             with pytest.raises(ValueError, match=message):
                 steps_of(patcher, **options)

@@ -218,11 +218,6 @@ def test_look_alikes_are_left_alone() -> None:
         assert kinds(patcher) == Counter(
             {"_Norm": LAYERS - 1, "_NormBefore": LAYERS, "_Gated": LAYERS - 2}
         )
-        fused_modules = FusedModules(patcher.model, patcher.attached_model.blocks)
-        late = model.model.layers[3].post_attention_layernorm.register_forward_hook(lambda *_: None)
-        assert len(fused_modules.blocks_with_norm_input()) == LAYERS - 1
-        assert len(fused_modules.forwards()) == len(fused_modules._found) - 1
-        late.remove()
     handle.remove()
 
 

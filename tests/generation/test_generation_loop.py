@@ -2,6 +2,7 @@
 interruption, caches.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -305,16 +306,25 @@ def test_checks_replay_every_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interruptions_leave_the_model_usable(family: str, update: str) -> None:
     """A step that is cut short in the middle of a block, by an error or from the keyboard."""
     model = build(family)
+    raised: list[type[BaseException]] = []
+    act: Any = model.model.layers[1].mlp.act_fn
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if raised:
+            raise raised[0]
+        return type(act).forward(act, x)
+
+    act.forward = forward  # a hook would have the step in two passes
     before = Snapshot(model)
     with ContextPatcher(model, update) as patcher:
         for error in (KeyboardInterrupt, ZeroDivisionError):
             for mode in ("two_pass" if update == "exact" else "two_stream", "auto"):
                 steps = patcher.generate(IDS, mode=mode, max_new_tokens=5, eos_token_id=None)
                 next(steps)
-                hook = model.model.layers[1].mlp.act_fn.register_forward_hook(raising(error))
+                raised.append(error)
                 with pytest.raises(error):
                     next(steps)
-                hook.remove()
+                raised.clear()
                 assert torch.equal(plain_logits(model), before.logits)
                 works(patcher)
     before.check(model)
@@ -423,8 +433,8 @@ def test_a_step_on_a_fixed_cache_waits_for_nothing_and_moves_no_buffer() -> None
         with ContextPatcher(model, "stable") as patcher, torch.no_grad():
             state = prefilled(patcher, ids, MASK, 14, way, reserve=False)
             # no compiler: the step on the fixed cache as it is
-            use_compiled_step(state, CompileOptions(), return_context_logits=False)
-            step: Any = state.run_step
+            use_compiled_step(patcher.plans, state, CompileOptions(), return_context_logits=False)
+            step: Any = state.run
 
             def places(step_inputs: StepInputs = step.inputs) -> list[int]:
                 held = [
@@ -442,7 +452,7 @@ def test_a_step_on_a_fixed_cache_waits_for_nothing_and_moves_no_buffer() -> None
                 decode_one_token(state, ids[:, column])
             assert places() == before
             with FakeTensorMode(allow_non_fake_inputs=True):
-                made = step(ids[:, 5], False)
+                made = step(False)
                 assert made.logits.shape == (3, model.config.vocab_size)
                 with pytest.raises(DataDependentOutputException):  # this would notice
                     bool(made.maybe_infeasible)
@@ -504,7 +514,7 @@ def test_a_patch_is_assembled_when_asked_for() -> None:
         _ = bare[0].patch
     patch = kept[2].patch
     assert patch is kept[2].patch
-    assert patch.info == fresh.info
+    assert replace(patch.info, passes=2) == fresh.info
     assert torch.equal(patch.position_ids, fresh.position_ids)
     assert torch.equal(patch.kept_slots, fresh.kept_slots)
     for layer, other in zip(patch.layers, fresh.layers, strict=True):

@@ -9,8 +9,13 @@ import torch
 from support.models import shallow, tokens
 
 from icl_patch import ContextPatch, ContextPatcher
-from icl_patch.errors import ExactnessWarning, PatchFormatError, SlowerStepsWarning
-from icl_patch.generation import decode_mode_checks
+from icl_patch.errors import (
+    ExactnessWarning,
+    PatchFormatError,
+    SlowerStepsWarning,
+    UnsupportedModelError,
+)
+from icl_patch.generation import one_pass
 from icl_patch.generation.replay_checks import ReplayChecks
 from icl_patch.recording import updates
 
@@ -125,19 +130,19 @@ def test_unasked_replays_take_two_per_cent_of_the_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("update", "check", "time", "mode"),
+    ("update", "time", "mode"),
     [
-        ("exact", "require_batch_invariant_steps", "in two passes", "two_pass"),
-        ("stable", "require_shared_cache", "with two streams in the cache", "two_stream"),
+        ("exact", "in two passes", "two_pass"),
+        ("stable", "with two streams in the cache", "two_stream"),
     ],
 )
 def test_slower_steps_are_said_once_with_the_reason(
-    update: str, check: str, time: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    update: str, time: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_model: object, _blocks: object) -> None:
-        raise decode_mode_checks.UnsupportedModelError("this model is planted")
+    def refuse(_model: object, _blocks: object, **_: object) -> None:
+        raise UnsupportedModelError("this model is planted")
 
-    monkeypatch.setattr(decode_mode_checks, "SharedCacheStreams", refuse)
+    monkeypatch.setattr(one_pass, "SharedCacheStreams", refuse)
     arguments: dict = {"max_new_tokens": 1, "eos_token_id": None}
     with ContextPatcher(shallow("llama"), update) as patcher:
         with pytest.raises(ValueError, match="planted"):

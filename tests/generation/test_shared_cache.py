@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from support.numeric import noise_limit, replay_limit
 from support.patchers import IDS, Snapshot, works
 
 from icl_patch import ContextPatcher, UnsupportedModelError, metrics
-from icl_patch.generation.decode_mode_checks import require_shared_cache
+from icl_patch.errors import SlowerStepsWarning
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
 from icl_patch.generation.shared_cache import SharedCacheStreams
@@ -130,8 +131,8 @@ def test_the_trial_notices_a_wrong_stream(
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
         with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
-            require_shared_cache(patcher.decoder)
-        assert patcher.decoder.shared_cache is None
+            patcher.plans.of(DecodeMode.SHARED_CACHE)
+        assert not patcher.plans._made
     before.check(model)
 
 
@@ -154,12 +155,12 @@ def test_a_fault_that_begins_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     for family in ("llama", "mixtral"):
         expected = pytest.raises(UnsupportedModelError, match="replays of its steps are off by")
         with ContextPatcher(shallow(family), "stable") as patcher, expected:
-            require_shared_cache(patcher.decoder)
+            patcher.plans.of(DecodeMode.SHARED_CACHE)
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp.experts", "mlp.gate"])
 def test_a_hook_that_is_put_there_later(name: str) -> None:
-    """It is tried again: what a hook does to both streams, the writers cannot know of."""
+    """Steps take two passes: what a hook does to both streams, the writers cannot know of."""
     model = shallow("mixtral")
     with ContextPatcher(model, "stable") as patcher:
         arguments: dict = {
@@ -176,10 +177,10 @@ def test_a_hook_that_is_put_there_later(name: str) -> None:
             else (lambda out: 1.5 * out)
         )
         hook = module.register_forward_hook(lambda _module, _args, out: scaled(out))
-        assert all(
-            step.check.linf.max() <= replay_limit(patcher, step.patch)
-            for step in patcher.generate(IDS, **arguments)
-        )
+        with pytest.warns(SlowerStepsWarning, match=f"forward hooks.*layers.0.{name}"):
+            steps = list(patcher.generate(IDS, **arguments))
+        assert {step.mode for step in steps} == {"two_pass"}
+        assert all(step.check.linf.max() <= replay_limit(patcher, step.patch) for step in steps)
         hook.remove()
         assert {step.mode for step in patcher.generate(IDS, **arguments)} == {"shared_cache"}
 
@@ -195,13 +196,12 @@ def test_a_forward_that_is_put_there_later() -> None:
         given = block.forward = lambda *args, **kwargs: (
             2 * type(block).forward(block, *args, **kwargs)
         )
-        with pytest.raises(
-            UnsupportedModelError,
-            match=r"does not cover model.layers.0: its forward has been replaced",
-        ):
-            patcher.generate(IDS, max_new_tokens=2, mode="shared_cache")
-        steps = list(patcher.generate(IDS, max_new_tokens=2, eos_token_id=None))
-        assert {step.mode for step in steps} == {"two_stream"}
+        for mode in ("shared_cache", "two_stream"):
+            with pytest.raises(UnsupportedModelError, match=r"hooks.*some on model\.layers\.0$"):
+                patcher.generate(IDS, max_new_tokens=2, mode=mode)
+        with pytest.warns(SlowerStepsWarning, match="in two passes"):
+            steps = list(patcher.generate(IDS, max_new_tokens=2, eos_token_id=None))
+        assert {step.mode for step in steps} == {"two_pass"}
         assert block.forward is given
         assert metrics.linf(steps[0].logits, before[0]).max() > 0.01
         with torch.no_grad():
@@ -216,15 +216,12 @@ def test_a_forward_that_is_put_there_later() -> None:
 def test_something_between_attention_and_its_projection_is_refused() -> None:
     model = build("llama")
     attention = model.model.layers[2].self_attn
-    hook = attention.o_proj.register_forward_pre_hook(
-        lambda _module, args: (2 * args[0],), prepend=True
-    )
+    attention.o_proj = torch.nn.Sequential(torch.nn.Tanh(), attention.o_proj)
     with (
         ContextPatcher(model, "stable") as patcher,
         pytest.raises(UnsupportedModelError, match=r"layers\.2: it does something to the"),
     ):
-        require_shared_cache(patcher.decoder)
-    hook.remove()
+        patcher.plans.of(DecodeMode.SHARED_CACHE)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +235,7 @@ def test_its_cache_has_one_row_a_sequence(way: DecodeMode, rows: int) -> None:
         ids = tokens(0, 3, 7)
         state = prefilled(patcher, ids, torch.ones_like(ids, dtype=torch.bool), 9, way)
         decode_one_token(state, ids[:, -1])
-        assert {layer.keys.shape[0] for layer in state.cache.layers} == {3 * rows}
+        assert {layer.keys.shape[0] for layer in state.inputs.cache.layers} == {3 * rows}
 
 
 def held() -> int:
@@ -265,14 +262,14 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
     model, ids = build("llama", 0, **sizes), tokens(0, batch, 40)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     with ContextPatcher(model, "stable") as patcher:
-        require_shared_cache(patcher.decoder)
+        patcher.plans.of(DecodeMode.SHARED_CACHE)
         before = held()
         state = prefilled(
             patcher, ids, torch.ones_like(ids, dtype=torch.bool), 43, DecodeMode.SHARED_CACHE
         )
         for column in (-1, -2, -3):
             decoded = decode_one_token(state, ids[:, column])
-        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.cache.layers)
+        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.inputs.cache.layers)
         # rows, tokens, k and v, heads, their width, layers, bytes
         assert cache == batch * 42 * 2 * 2 * 128 * 2 * 4
         beyond = held() - before - cache - decoded.logits.untyped_storage().nbytes()
@@ -282,9 +279,16 @@ def test_memory_beyond_the_model_and_one_cache(batch: int) -> None:
 def test_an_interrupt_before_the_model_runs_leaves_no_forward() -> None:
     """At each of our calls, and of contextlib's, while a step replaces the forwards."""
     model = build("llama")
-    places = "contextlib.py", "forward_override.py", "shared_cache.py", "decode_step.py"
+    places = "contextlib.py", "forward_override.py", "shared_cache.py", "one_pass.py"
     calls, at, ran = 0, 0, False
-    model.model.embed_tokens.register_forward_pre_hook(lambda *_: sys.setprofile(None))
+    embedding: Any = model.model.embed_tokens
+    forward = embedding.forward
+
+    def embedded(*args: Any) -> torch.Tensor:
+        sys.setprofile(None)
+        return forward(*args)
+
+    embedding.forward = embedded
 
     def interrupt(frame: FrameType, event: str, _: object) -> None:
         nonlocal calls

@@ -48,7 +48,7 @@ def test_a_captured_step_is_the_eager_one(mode: str, compiled: bool, dtype: torc
                 if dtype == torch.float32:  # a token of bf16 may differ, and all that follow
                     assert torch.equal(token_ids, expected.token_ids)
                     assert metrics.linf(logits, expected.logits).max() <= near
-        assert len(patcher.decoder.compiled_steps) == 1
+        assert len(patcher.plans.compiled) == 1
         step = list(
             patcher.generate(
                 ids, compile="inductor+cuda_graph" if compiled else "cuda_graph", **arguments

@@ -93,11 +93,7 @@ def test_round_trip(family: str, update: str, patch_of: Callable, tmp_path: Path
     loaded = ContextPatch.load(path)
     assert loaded.info == patch.info
     assert loaded.info.tokenizer is not None
-    assert (
-        loaded.passes
-        == patch.passes
-        == (2 if update == "exact" or (family, update) == ("gemma3", "direct") else 1)
-    )
+    assert loaded.passes == patch.passes == 2
     for name in TOKEN_TENSORS:
         assert getattr(loaded, name).dtype == getattr(patch, name).dtype
         assert torch.equal(getattr(loaded, name), getattr(patch, name))

@@ -194,7 +194,7 @@ def test_what_attaching_found_holds_until_something_changes(
         assert patcher.attached_model.block_specs == first
         patch = patcher.compute(tokens(0, 1, 4), tokens(1, 1, 2))
     assert tried > 10
-    assert len(calls) - tried <= 2  # those of compute
+    assert len(calls) - tried <= 3  # those of compute
     assert patch.info.fingerprint == patcher.attached_model.weights.check().fingerprint
     change(model)
     before = len(calls)

@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor
 
 from icl_patch import ContextPatcher
-from icl_patch.generation.decode_mode_checks import require_shared_cache
 from icl_patch.generation.decode_state import DecodeMode, DecodeState
 from icl_patch.generation.decode_step import prefill
 
@@ -19,6 +18,5 @@ def prefilled(
     **arguments: Any,
 ) -> DecodeState:
     """The state of a generation, of a shared cache too."""
-    if mode is DecodeMode.SHARED_CACHE:
-        require_shared_cache(patcher.decoder)
-    return prefill(patcher.decoder, ids, mask, capacity, mode, **arguments)
+    plan = patcher.plans.of(mode)
+    return prefill(patcher.attached_model, plan, ids, mask, capacity, **arguments)

@@ -1,0 +1,196 @@
+"""One pass of both streams of one token: how a model runs it, and the step itself.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from icl_patch.generation.decode_state import DecodeMode, StepInputs, StepOutput, maybe_infeasible
+from icl_patch.generation.fused_modules import FusedModules
+from icl_patch.generation.shared_cache import SharedCacheStreams, attending
+from icl_patch.invariance.arithmetic import InvariantModules
+from icl_patch.models.attention_mask import OneToken, restricted_attention
+from icl_patch.models.forward import inputs
+from icl_patch.models.forward_override import (
+    Forward,
+    Overrides,
+    is_plain_linear,
+    linear_forward,
+    overridable,
+    plain_linears,
+    what_runs,
+)
+from icl_patch.recording.attached_block import AttachedBlock
+from icl_patch.recording.attached_model import AttachedModel
+from icl_patch.recording.decode_recorder import DecodeRecorder
+from icl_patch.recording.exact_decode_recorder import ExactDecodeRecorder, close_loops
+from icl_patch.recording.record import recording
+
+
+class OnePass:
+    """How an attached model runs both streams of one token in one pass; made once a model.
+
+    Args:
+        attached: the model.
+        shared: whether both streams share one cache.
+
+    Attributes:
+        streams: how they share it; None if each has its own rows in the cache.
+        fused: the norms and gated MLPs that run as single operations; None for an exact update,
+            whose replay has to run the same modules.
+
+    Raises:
+        UnsupportedModelError: the blocks do not allow a shared cache.
+    """
+
+    def __init__(self, attached: AttachedModel, *, shared: bool) -> None:
+        self.attached, self.exact = attached, attached.update == "exact"
+        model, blocks = attached.model, attached.blocks
+        self.streams = (
+            SharedCacheStreams(model, blocks, context_only=self.exact) if shared else None
+        )
+        self.fused = None if self.exact else FusedModules(model, blocks)
+        # of a block that is its own mixture, the block
+        mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
+        self._invariant = InvariantModules(model, mixtures) if self.exact else None
+        self._runs = what_runs(model)
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """Within this context a step runs in its arithmetic: an exact one in the batch-invariant
+        one, in which both streams round alike.
+        """
+        return nullcontext() if self._invariant is None else self._invariant.run()
+
+    @property
+    def mode(self) -> DecodeMode:
+        """Its name."""
+        return DecodeMode.TWO_STREAM if self.streams is None else DecodeMode.SHARED_CACHE
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the model still runs what it ran when this was made."""
+        return self._runs == what_runs(self.attached.model)
+
+    def step(self, step_inputs: StepInputs, batch: int) -> "DecodeStep":
+        """A step of B rows that reads ``step_inputs``."""
+        attached = self.attached
+        # attention output projections already run on both streams of a shared cache
+        doubled = set() if self.streams is None else set(self.streams.projections)
+        linears = plain_linears(attached.model, attached.block_specs)
+        device = step_inputs.current.device
+        return DecodeStep(
+            self,
+            step_inputs,
+            [(module, linear_forward(module)) for module in linears if module not in doubled],
+            [] if self.fused is None else self.fused.forwards(),
+            frozenset(() if self.fused is None else self.fused.blocks_with_norm_input()),
+            torch.arange(-batch, batch, device=device).clamp(min=-1),
+            batch,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeStep:
+    """Both streams of one token through the model, without waiting for the device.
+
+    Attributes:
+        plan: how the model runs both streams.
+        inputs: the tensors that the step reads.
+        linears, fused: modules, each with the forward that runs it through our ops.
+        receives_norm_input: blocks whose recorder gets its input from the fused pre-MLP norm.
+        patch_index: (2B,) int64, the patch of each row of both streams, -1 for none. batch: B.
+        for_inductor: whether the step is written for a compiler, see :class:`DecodeRecorder`.
+    """
+
+    plan: OnePass
+    inputs: StepInputs
+    linears: list[tuple[nn.Module, Forward]]
+    fused: list[tuple[nn.Module, Forward]]
+    receives_norm_input: frozenset[AttachedBlock]
+    patch_index: Tensor
+    batch: int
+    for_inductor: bool = False
+
+    def for_compiler(self) -> "DecodeStep":
+        """The same step for a compiler, which fuses small operations but cannot see into ours. An
+        exact step stays as it is: it has to have the bits of its replay.
+        """
+        if self.plan.exact:
+            return self
+        return replace(self, fused=[], receives_norm_input=frozenset(), for_inductor=True)
+
+    def __call__(self, return_context_logits: bool) -> StepOutput:
+        """Run the current token."""
+        attached, step_inputs = self.plan.attached, self.inputs
+        model: Any = attached.model
+        kind = ExactDecodeRecorder if self.plan.exact else DecodeRecorder
+        recorders = [
+            kind(
+                block,
+                attached.update,
+                self.patch_index,
+                receives_norm_input=block in self.receives_norm_input,
+                for_inductor=self.for_inductor,
+            )
+            for block in attached.blocks
+        ]
+        model_inputs = inputs(
+            model,
+            step_inputs.current,
+            step_inputs.visible,
+            step_inputs.positions,
+            step_inputs.cache,
+            last_logits=1,
+        )
+        forwards = self._overrides[return_context_logits]
+        with recording(recorders), self._attention(), forwards, self.plan.arithmetic():
+            logits = model(**model_inputs).logits[:, -1]
+        misses = close_loops(recorders)
+        factors = [recorder.factors for recorder in recorders]
+        diagnostics = [recorder.diagnostics for recorder in recorders]
+        flag = maybe_infeasible(diagnostics, logits)
+        if misses is None:
+            return StepOutput(logits, flag, factors, diagnostics)
+        activations = [recorder.context for recorder in recorders]
+        flag = flag | misses.any()
+        return StepOutput(
+            logits, flag, factors, diagnostics, misses=misses, activations=activations
+        )
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """Within this context the rows without the context attend to the current token alone."""
+        streams, attached = self.plan.streams, self.plan.attached
+        if streams is not None:
+            return streams.run(self.inputs.slot)
+        return _own_rows(attached.model, OneToken(self.inputs.mask, batch=self.batch))
+
+    @cached_property
+    def _overrides(self) -> dict[bool, Overrides]:
+        """All replaced forwards, by whether the logits with the context are needed too."""
+        streams = [] if self.plan.streams is None else self.plan.streams.forwards
+        forwards = [*streams, *self.linears, *self.fused]
+        return {both: Overrides([*forwards, *self._head(both)]) for both in (False, True)}
+
+    def _head(self, both: bool) -> list[tuple[nn.Module, Forward]]:
+        """The head is the widest matrix of all: it runs only on the rows that need logits,
+        (2B, 1, d) -> (B, 1, V).
+        """
+        head: Any = self.plan.attached.model.get_output_embeddings()
+        if not overridable(head):
+            return []
+        forward = linear_forward(head) if is_plain_linear(head) else head.forward
+        return [(head, forward if both else lambda x: forward(x[-self.batch :]))]
+
+
+@contextmanager
+def _own_rows(model: PreTrainedModel, visibility: OneToken) -> Iterator[None]:
+    with restricted_attention(model, visibility), attending(lambda *_: None):
+        yield

@@ -1,0 +1,225 @@
+"""How a model's decode steps run: in one pass of both streams if it can be, else in two.
+
+A way of one pass is tried before it is used: its steps on random tokens must be their replays.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from icl_patch import metrics
+from icl_patch.errors import ControllabilityError, SlowerStepsWarning, UnsupportedModelError
+from icl_patch.generation.decode_state import DecodeMode
+from icl_patch.generation.decode_step import decode_one_token, prefill
+from icl_patch.generation.one_pass import OnePass
+from icl_patch.invariance.arithmetic import reason_against
+from icl_patch.layers.experts import PatchedScaledExperts
+from icl_patch.layers.patched_module import PatchedModule
+from icl_patch.layers.router import PatchedRouter
+from icl_patch.models.forward_override import overridable
+from icl_patch.models.language_model import random_tokens
+from icl_patch.recording.attached_model import AttachedModel
+from icl_patch.recording.hooks import paths_of
+from icl_patch.tolerances import rounding_limit
+
+AUTO, TWO_PASS = "auto", DecodeMode.TWO_PASS.value
+MODES = (AUTO, *(mode.value for mode in DecodeMode))
+_SLOWER = {
+    DecodeMode.TWO_STREAM: "with two streams in the cache, up to 1.3 times as long",
+    DecodeMode.TWO_PASS: "in two passes, 2 to 4 times as long as the model's own",
+}
+
+
+@dataclass(eq=False)
+class StepPlans:
+    """The ways in which an attached model's decode steps run, each made and tried once.
+
+    Attributes:
+        attached: the model.
+        compiled: the last compiled steps, by everything that they depend on.
+    """
+
+    attached: AttachedModel
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    _made: dict[DecodeMode, OnePass] = field(default_factory=dict)
+    _warned: bool = False
+
+    def clear(self) -> None:
+        """Forget everything about the model."""
+        self._made.clear()
+        self.compiled.clear()
+
+    def choose(self, mode: str = AUTO, *, compile: bool | str = False) -> OnePass | None:
+        """The plan of the requested mode, or of the fastest that the model allows; None for two
+        passes. A slower one than the update has on other models warns, once.
+
+        Args:
+            mode: one of ``MODES``. compile: the option of the same name, which needs one pass.
+
+        Raises:
+            ValueError: the update has no steps of that mode.
+            UnsupportedModelError: the model does not allow the requested mode.
+        """
+        attached, exact = self.attached, self.attached.update == "exact"
+        asked = f"compile={compile!r}" if compile else f"mode={mode!r}"
+        wants_one = bool(compile) or mode not in (AUTO, TWO_PASS)
+        attached.watch_hooks()
+        if mode == DecodeMode.TWO_STREAM.value and exact:
+            raise ValueError(
+                "expected mode 'auto', 'two_pass' or 'shared_cache' of an exact update, got"
+                " 'two_stream'"
+            )
+        if mode == TWO_PASS and compile:
+            raise ValueError(
+                "expected mode 'auto' or one of one pass with compile, got 'two_pass', which runs"
+                " the unmodified model's own steps"
+            )
+        if attached.steps_take_two_passes and not exact and wants_one:
+            raise ValueError(
+                f"expected an update of one pass with {asked}, {attached.update!r} takes two passes"
+                " on this model"
+            )
+        if mode == TWO_PASS or (attached.steps_take_two_passes and not exact):
+            return None
+        modes = [DecodeMode(mode)] if mode != AUTO else self._fastest_first()
+        reasons: list[UnsupportedModelError] = []
+        for tried in modes:
+            try:
+                plan = self.of(tried)
+            except UnsupportedModelError as error:
+                reasons.append(error)
+            else:
+                break
+        else:
+            plan = None
+        if plan is None and wants_one:
+            raise reasons[0]
+        if reasons:
+            self._warn_slower(DecodeMode.TWO_PASS if plan is None else plan.mode, reasons[0])
+        return plan
+
+    def _fastest_first(self) -> list[DecodeMode]:
+        if self.attached.update == "exact":
+            return [DecodeMode.SHARED_CACHE]
+        # where rounding decides a token's experts, the streams' rows had better be in one batch
+        ties = self.attached.has_ties
+        return [*([] if ties else [DecodeMode.SHARED_CACHE]), DecodeMode.TWO_STREAM]
+
+    def _warn_slower(self, mode: DecodeMode, reason: UnsupportedModelError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self.attached.update} steps run {_SLOWER[mode]}: {reason}. Ask for a mode (mode=...)"
+            " to have it without this warning, or take another update",
+            SlowerStepsWarning,
+            stacklevel=2,
+        )
+
+    def of(self, mode: DecodeMode) -> OnePass | None:
+        """The plan of a mode, tried if it is new or the model runs something else; None for two
+        passes.
+
+        Raises:
+            UnsupportedModelError: the model does not allow it.
+        """
+        if mode is DecodeMode.TWO_PASS:
+            return None
+        attached = self.attached
+        if hooked := attached.hooks.current():
+            raise UnsupportedModelError(
+                f"mode={mode.value!r} does not cover forward hooks, which would get the rows of"
+                f" both streams: there are some on {paths_of(hooked)}"
+            )
+        plan = self._made.get(mode)
+        if plan is None or not plan.fresh:
+            self._made.pop(mode, None)
+            plan = self._made[mode] = self._tried(mode)
+        return plan
+
+    def _tried(self, mode: DecodeMode) -> OnePass:
+        """A plan of one pass, whose steps on random tokens are their replays."""
+        attached, exact = self.attached, self.attached.update == "exact"
+        model, uncovered = attached.model, f"mode={mode.value!r} does not cover "
+        uncovered += type(model).__name__
+        if exact and (reason := _reason_against_batch_invariance(attached)):
+            raise UnsupportedModelError(f"{uncovered}: {reason}; mode='two_pass' does")
+        # autocast's rounding would hide the errors that this check looks for
+        with attached.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
+            try:
+                plan = OnePass(attached, shared=mode is DecodeMode.SHARED_CACHE)
+                error = _replay_error(plan)
+            except ControllabilityError:
+                # Weights of zero have no patch for these tokens. Steps on the user's tokens raise
+                # this again.
+                if not exact:
+                    return plan
+                raise UnsupportedModelError(
+                    f"mode={mode.value!r} cannot be tried on {type(model).__name__}: no patch"
+                    " serves random tokens"
+                ) from None
+            except Exception as cause:  # also an error of the model's own code
+                raise UnsupportedModelError(f"{uncovered}: {cause}") from cause
+        if not error <= (0 if exact else rounding_limit(model.dtype)):
+            raise UnsupportedModelError(f"{uncovered}: replays of its steps are off by {error:.1g}")
+        return plan
+
+
+def _reason_against_batch_invariance(attached: AttachedModel) -> str | None:
+    model = attached.model
+    if reason := reason_against(model):
+        return reason
+    others = [
+        path
+        for path, module in model.named_modules()
+        if _multiplies(module) and not _is_plain(module)
+    ]
+    reasons = {
+        "its experts scale their input": any(
+            isinstance(block.experts, PatchedScaledExperts) for block in attached.blocks
+        ),
+        f"{', '.join(others[:1])} is no plain linear map": bool(others),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    is_matrix = isinstance(weight, Tensor) and weight.dim() == 2
+    return is_matrix and not isinstance(module, nn.Embedding)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear map of torch or transformers, or a router, that nobody has
+    touched.
+    """
+    base = module.base_layer if isinstance(module, PatchedModule) else module
+    if isinstance(module, PatchedRouter):
+        return overridable(base)
+    plain = type(base) in (nn.Linear, Conv1D) and type(base.weight) is nn.Parameter
+    return plain and overridable(base)
+
+
+def _replay_error(plan: OnePass) -> float:
+    """The error of replays: the largest, or the median if a tie may change a token's experts."""
+    errors = torch.tensor(list(_replay_errors(plan)))
+    if plan.attached.has_ties and not plan.exact and not errors.isnan().any():
+        return float(errors.sort().values[len(errors) // 2])
+    return float(errors.max())
+
+
+def _replay_errors(plan: OnePass) -> Iterator[float]:
+    attached = plan.attached
+    ids = random_tokens(attached.model, 9, seed=1)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, : 3 if attached.takes_padding else 0] = False
+    state = prefill(attached, plan, ids[:, :7], mask[:, :7], 9)
+    for column in (6, 7, 8):
+        result = decode_one_token(state, ids[:, column])
+        replayed = attached.replay_logits(result.make_patch())[:, -1]
+        yield from metrics.linf(replayed, result.logits).tolist()
