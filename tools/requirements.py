@@ -1,6 +1,6 @@
 """The requirements of the package and its tests, as pyproject.toml lists them.
 
-python tools/requirements.py met     # exit 0 if this interpreter meets them, else name the missing ones
+python tools/requirements.py met     # exit 0 if this interpreter meets them, else name the others
 python tools/requirements.py oldest  # the oldest versions allowed, for pip
 python tools/requirements.py docs    # those of the extra docs, for pip
 """

@@ -21,7 +21,6 @@ cd "$work"
 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir built "$here"/dist/icl_patch-*.tar.gz
 "$python" -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir "$here/dist" built/*.whl
 wheel=$(echo "$here"/dist/*-py3-none-manylinux_*.whl) # one for every Python, or auditwheel has not taken it
-"$python" -m auditwheel show "$wheel"
 "$python" -m zipfile -e "$wheel" unpacked
 (cd "$here" && "$python" tools/lint_native.py "$work/unpacked/icl_patch/ops/_native.so")
 

@@ -57,9 +57,8 @@ def findings(site: Path) -> Iterator[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not target.is_file():
                 yield f"{name} leads to {link}, which there is not"
-            elif target in pages and parts.fragment:
-                if unquote(parts.fragment) not in pages[target].anchors:
-                    yield f"{name} leads to {link}, a place that {target.name} does not have"
+            elif target in pages and unquote(parts.fragment) not in {"", *pages[target].anchors}:
+                yield f"{name} leads to {link}, a place that {target.name} does not have"
     for path in [*site.rglob("*.css"), *site.rglob("*.svg")]:
         text = path.read_text(encoding="utf-8")
         for link in re.findall(r"(?:url\(|@import|xlink:href=)\s*[\"']?([^\"')]+)", text):
