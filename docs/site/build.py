@@ -73,7 +73,18 @@ def main(arguments: list[str] | None = None) -> int:
     site = parser.parse_args(arguments).folder.resolve()
     from sphinx.cmd.build import build_main  # noqa: PLC0415 -- the checks need no Sphinx
 
-    options = ["-W", "--keep-going", "-q", "-b", "html", "-d", f"{site}.cache", "-c", str(HERE)]
+    options = [
+        "-E",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        "-d",
+        f"{site}.cache",
+        "-c",
+        str(HERE),
+    ]
     if status := build_main([*options, str(HERE.parents[1]), str(site)]):
         return int(status)
     shutil.copy(site / "README.html", site / "index.html")

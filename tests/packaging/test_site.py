@@ -29,12 +29,17 @@ PUBLIC = (
 )
 
 
-def rows() -> list[list[str]]:
-    """The cells of the statements' tables."""
+def rows() -> list[dict[str, str]]:
+    """The cells of the statements' tables, by column."""
     text = (PAPERS / "statements.md").read_text(encoding="utf-8")
-    tables = [table for table in text.split("\n\n") if table.startswith("| statement")]
-    lines = [line for table in tables for line in table.splitlines()[2:]]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    found = []
+    for table in text.split("\n\n"):
+        if table.startswith("| statement"):
+            heads, _, *lines = (
+                [cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()
+            )
+            found += [dict(zip(heads, line, strict=True)) for line in lines]
+    return found
 
 
 def definitions(path: Path) -> set[str]:
@@ -61,10 +66,10 @@ def resolve(name: str) -> Any:
 
 def test_the_papers_functions_and_tests_exist() -> None:
     assert len(rows()) > 40
-    for statement, _, functions, tests, *_ in rows():
-        named = re.findall(r"`([\w.:/]+)`", re.sub(r"\(.*?\)", "", functions))
-        tested = re.findall(r"`([\w./]+)::(\w+)`", tests)
-        assert named and tested, statement
+    for row in rows():
+        named = re.findall(r"`([\w.:/]+)`", re.sub(r"\(.*?\)", "", row["function"]))
+        tested = re.findall(r"`([\w./]+)::(\w+)`", row["test"])
+        assert named and tested, row
         for name in named:
             file, _, member = name.partition("::")
             if member:
@@ -77,7 +82,7 @@ def test_the_papers_functions_and_tests_exist() -> None:
 
 def test_every_numbered_statement_has_a_row() -> None:
     """Those that the two papers number, as the glossary of their texts counts them."""
-    named = " ".join(row[0] for row in rows())
+    named = " ".join(row["statement"] for row in rows())
     goldwaser = [f"Lemma {n}" for n in range(6, 13)] + [f"Theorem {n}" for n in (1, 2, 5)]
     goldwaser += ["Definitions 3, 4", "Definition 13", "Algorithm 1", "Table 1"]
     dherin = ["Definition 2.1", "Theorem 2.2", "Corollary 2.5.1", "Corollary 2.6.1"]
@@ -91,7 +96,8 @@ def test_every_numbered_statement_has_a_row() -> None:
 
 def test_the_papers_numbers_stand_on_the_page_behind_them() -> None:
     compared = 0
-    for *_, measured in (row for row in rows() if len(row) == 5):
+    for row in rows():
+        measured = row.get("measured", "")
         for text, page in re.findall(r"([^()]*)\([^()[]*\[[^]]*\]\((\S+?)\)\)", measured):
             shown = (PAPERS / page).read_text(encoding="utf-8")
             for number in re.findall(r"\d+\.\d+(?:e-\d+)?|\d{4,}", text):
