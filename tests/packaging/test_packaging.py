@@ -177,6 +177,8 @@ def test_kernels_are_not_importable_under_the_name_of_another_package() -> None:
 
 def test_one_version_everywhere(wheel: Path) -> None:
     assert wheel.name.startswith(f"icl_patch-{icl_patch.__version__}-")
+    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {icl_patch.__version__}\n" in citation
     assert f"## [{icl_patch.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text(
         encoding="utf-8"
     )

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "site"))
 
-import build
+import build_site
 
 REPOSITORY = Path(__file__).parents[2]
 PAPERS = REPOSITORY / "docs" / "papers"
@@ -140,10 +140,15 @@ def test_the_site_has_every_public_module_and_every_op() -> None:
     kernels = (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
     ops = importlib.import_module("icl_patch.ops")
     functions = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
-    asked = {name for name in functions if name.startswith("has_")}  # whether there is a kernel
-    assert [
-        name for name in functions - asked if f"`{name}`" not in kernels and name not in kernels
-    ] == []
+    shown = dict(re.findall(r"^- `(\w+)(\(.*\))`$", kernels, re.M))
+    for name, arguments in shown.items():
+        signature = inspect.signature(getattr(ops, name))
+        bare = [
+            value.replace(annotation=inspect.Parameter.empty)
+            for value in signature.parameters.values()
+        ]
+        assert arguments == str(inspect.Signature(bare)), name
+    assert functions - set(shown) == {"has_decode_attention", "has_kernels", "has_triton"}
 
 
 @pytest.mark.parametrize(
@@ -163,9 +168,9 @@ def test_the_check_of_the_pages_finds(page: str, finding: str, tmp_path: Path) -
     (tmp_path / "style.css").write_text("a {color: red}", encoding="utf-8")
     good = '<a href="other.html#there">x</a><a href="https://elsewhere">x</a><img src="data:,">'
     (tmp_path / "page.html").write_text(good, encoding="utf-8")
-    assert list(build.findings(tmp_path)) == []
+    assert list(build_site.findings(tmp_path)) == []
     (tmp_path / "page.html").write_text(good + page, encoding="utf-8")
     if "style.css" in finding:
         (tmp_path / "style.css").write_text("a {src: url('https://elsewhere/font')}", "utf-8")
-    found = list(build.findings(tmp_path))
+    found = list(build_site.findings(tmp_path))
     assert len(found) == 1 and finding in found[0]

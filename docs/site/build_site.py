@@ -1,4 +1,4 @@
-"""Build the documentation site, strictly: ``python docs/site/build.py FOLDER``.
+"""Build the documentation site, strictly: ``python docs/site/build_site.py FOLDER``.
 
 A warning of Sphinx fails, and so does a page that leads nowhere or loads anything from elsewhere.
 """
