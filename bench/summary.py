@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, from the committed results files."""
+"""The tables of docs/kernels.md, from the committed results files."""
 
 from collections.abc import Mapping
 from pathlib import Path

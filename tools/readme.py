@@ -125,9 +125,9 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "docs/models.md": {"families": support_markdown},
     "docs/performance.md": {
         "speed": speed,
-        "benchmarks": lambda: summary_markdown(RESULTS),
         "memory": memory,
     },
+    "docs/kernels.md": {"benchmarks": lambda: summary_markdown(RESULTS)},
 }
 
 

@@ -1,7 +1,8 @@
 """The requirements of the package and its tests, as pyproject.toml lists them.
 
-python tools/requirements.py met     # exit 0 if this interpreter meets them, else name the missing
-ones python tools/requirements.py oldest  # the oldest versions allowed, for pip
+python tools/requirements.py met     # exit 0 if this interpreter meets them, else name the others
+python tools/requirements.py oldest  # the oldest versions allowed, for pip
+python tools/requirements.py docs    # those of the extra docs, for pip
 """
 
 import re
@@ -18,15 +19,19 @@ def release(text: str) -> tuple[int, ...]:
 
 
 def parsed(requirement: str) -> tuple[str, str]:
-    """Name and version of a requirement of the form ``name>=version`` (and a marker, ignored)."""
+    """Name and oldest version of a requirement of the form ``name>=version`` (what follows is
+    ignored).
+    """
     return re.match(r"([\w-]+)>=([\d.]+)", requirement).groups()
 
 
 def is_met(requirement: str) -> bool:
     """Whether this interpreter has it; for ninja the system's command will do."""
     name, least = parsed(requirement)
+    below = re.search(r",<([\d.]+)", requirement)
     try:
-        return release(version(name)) >= release(least)
+        found = release(version(name))
+        return found >= release(least) and not (below and found >= release(below[1]))
     except PackageNotFoundError:
         return name == "ninja" and shutil.which(name) is not None
 
@@ -50,5 +55,7 @@ match sys.argv[1:]:
             *dict.fromkeys("{}=={}".format(*parsed(requirement)) for requirement in needed + tests),
             *build,
         )
+    case ["docs"]:
+        print(*project["project"]["optional-dependencies"]["docs"])
     case arguments:
-        sys.exit(f"expected met or oldest, got {' '.join(arguments) or 'nothing'}")
+        sys.exit(f"expected met, oldest or docs, got {' '.join(arguments) or 'nothing'}")

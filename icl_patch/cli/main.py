@@ -109,7 +109,7 @@ def _report(program: str, error: Exception, status: int, as_json: bool) -> int:
 def _version() -> str:
     """The version, and whether the native library is there; nothing is imported to find out."""
     library = Path(__file__).parents[1] / "ops" / "_native.so"
-    found = "yes" if library.exists() else "no (plain PyTorch runs; see docs/usage.md, Installing)"
+    found = "yes" if library.exists() else "no (plain PyTorch runs; see docs/installing.md)"
     return f"icl-patch {__version__}, native library: {found}"
 
 

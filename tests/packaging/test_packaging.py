@@ -177,6 +177,8 @@ def test_kernels_are_not_importable_under_the_name_of_another_package() -> None:
 
 def test_one_version_everywhere(wheel: Path) -> None:
     assert wheel.name.startswith(f"icl_patch-{icl_patch.__version__}-")
+    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {icl_patch.__version__}\n" in citation
     assert f"## [{icl_patch.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text(
         encoding="utf-8"
     )
@@ -256,7 +258,7 @@ def test_without_the_native_library_the_cure_is_said_once(tmp_path: Path) -> Non
     assert not subprocess.run(command, env=asked, capture_output=True, text=True).stderr
     command = [sys.executable, "-P", "-m", "icl_patch", "--version"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert "native library: no" in done.stdout and "Installing" in done.stdout
+    assert "native library: no" in done.stdout and "docs/installing.md" in done.stdout
 
 
 def test_scripts_have_names_of_their_own() -> None:

@@ -1,0 +1,196 @@
+"""The documentation site: its table of the papers names what exists, every public name has a
+docstring, and the check of the built pages finds what it should.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "site"))
+
+import build_site
+
+REPOSITORY = Path(__file__).parents[2]
+PAPERS = REPOSITORY / "docs" / "papers"
+PUBLIC = (
+    "icl_patch",
+    "icl_patch.ops",
+    "icl_patch.static",
+    "icl_patch.scale",
+    "icl_patch.evaluation.embedded",
+)
+
+
+def rows() -> list[dict[str, str]]:
+    """The cells of the statements' tables, by column."""
+    text = (PAPERS / "statements.md").read_text(encoding="utf-8")
+    found = []
+    for table in text.split("\n\n"):
+        if table.startswith("| statement"):
+            heads, _, *lines = (
+                [cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()
+            )
+            found += [dict(zip(heads, line, strict=True)) for line in lines]
+    return found
+
+
+def definitions(path: Path) -> set[str]:
+    """The functions and classes of a file, with the methods of classes as ``Class.method``."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            found |= {f"{node.name}.{x.name}" for x in inner if isinstance(x, ast.FunctionDef)}
+    return found
+
+
+def resolve(name: str) -> Any:
+    """What a dotted name below ``icl_patch`` stands for."""
+    parts = name.removeprefix("icl_patch.").split(".")
+    value: Any = importlib.import_module("icl_patch")
+    for part in parts:
+        if not hasattr(value, part) and isinstance(value, ModuleType):
+            importlib.import_module(f"{value.__name__}.{part}")
+        value = getattr(value, part)
+    return value
+
+
+def test_the_papers_functions_and_tests_exist() -> None:
+    assert len(rows()) > 40
+    for row in rows():
+        named = re.findall(r"`([\w.:/]+)`", re.sub(r"\(.*?\)", "", row["function"]))
+        tested = re.findall(r"`([\w./]+)::(\w+)`", row["test"])
+        assert named and tested, row
+        for name in named:
+            file, _, member = name.partition("::")
+            if member:
+                assert member in definitions(REPOSITORY / "examples" / "papers" / file), name
+            else:
+                assert callable(resolve(name)) or isinstance(resolve(name), property), name
+        for file, test in tested:
+            assert test in definitions(REPOSITORY / "tests" / file), test
+
+
+def test_every_numbered_statement_has_a_row() -> None:
+    """Those that the two papers number, as the glossary of their texts counts them."""
+    named = " ".join(row["statement"] for row in rows())
+    goldwaser = [f"Lemma {n}" for n in range(6, 13)] + [f"Theorem {n}" for n in (1, 2, 5)]
+    goldwaser += ["Definitions 3, 4", "Definition 13", "Algorithm 1", "Table 1"]
+    dherin = ["Definition 2.1", "Theorem 2.2", "Corollary 2.5.1", "Corollary 2.6.1"]
+    dherin += ["Proposition 3.1", "Definition B.1", "Theorem B.2", "Corollary E.0.1"]
+    dherin += [f"Remark {n}" for n in ("2.3", "2.4", "2.5", "2.6", "3.2")]
+    appendices = [f"Appendix {name}" for name in ("B.1", "B.2", "C", "D", "E")]
+    figures = [f"Figure {n}" for n in range(1, 7)]
+    assert [x for x in goldwaser + dherin + appendices + figures if x not in named] == []
+    assert all(named.count(figure) == 2 for figure in figures[:5])  # one of each paper
+
+
+def test_the_papers_numbers_stand_on_the_page_behind_them() -> None:
+    compared = 0
+    for row in rows():
+        measured = row.get("measured", "")
+        for text, page in re.findall(r"([^()]*)\([^()[]*\[[^]]*\]\((\S+?)\)\)", measured):
+            shown = (PAPERS / page).read_text(encoding="utf-8")
+            for number in re.findall(r"\d+\.\d+(?:e-\d+)?|\d{4,}", text):
+                assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", shown), (number, page)
+                compared += 1
+    assert compared > 30
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every public name that has a docstring of its own, and the public methods of classes."""
+    for module in PUBLIC:
+        package = importlib.import_module(module)
+        yield module, package
+        for name in package.__all__:
+            value = getattr(package, name)
+            if not (inspect.isclass(value) or inspect.isroutine(value)):
+                continue
+            yield f"{module}.{name}", value
+            if inspect.isclass(value):
+                for member, method in vars(value).items():
+                    if not member.startswith("_") and (
+                        inspect.isroutine(method) or isinstance(method, property)
+                    ):
+                        yield f"{module}.{name}.{member}", method
+
+
+def test_every_public_name_has_a_docstring_whose_links_lead_somewhere() -> None:
+    found = dict(public())
+    assert len(found) > 100
+    for name, value in found.items():
+        text = value.__doc__
+        assert text and not text.startswith(f"{name.rpartition('.')[2]}("), name
+        for target in re.findall(r":\w+:`~?(icl_patch[\w.]*)`", text):
+            resolve(target)
+
+
+def test_the_site_has_every_public_module_and_every_op() -> None:
+    reference = (REPOSITORY / "docs" / "site" / "api.rst").read_text(encoding="utf-8")
+    assert set(re.findall(r"automodule:: (\S+)", reference)) == set(PUBLIC)
+    kernels = (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
+    ops = importlib.import_module("icl_patch.ops")
+    functions = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
+    shown = dict(re.findall(r"^- `(\w+)(\(.*\))`$", kernels, re.M))
+    for name, arguments in shown.items():
+        signature = inspect.signature(getattr(ops, name))
+        bare = [
+            value.replace(annotation=inspect.Parameter.empty)
+            for value in signature.parameters.values()
+        ]
+        assert arguments == str(inspect.Signature(bare)), name
+    assert functions - set(shown) == {"has_decode_attention", "has_kernels", "has_triton"}
+
+
+def test_every_page_has_its_place_in_the_navigation() -> None:
+    settings = ast.parse((REPOSITORY / "docs" / "site" / "conf.py").read_text(encoding="utf-8"))
+    [navigation] = (
+        ast.literal_eval(node.value)
+        for node in settings.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAVIGATION"
+    )
+    listed = [
+        entry.rpartition("<")[2].rstrip(">") for part in navigation.values() for entry in part
+    ]
+    pages = {
+        path.relative_to(REPOSITORY).with_suffix("")
+        for pattern in ("*.md", "*/*.md", "site/*.rst")
+        for path in (REPOSITORY / "docs").glob(pattern)
+    }
+    assert [page for page in pages if not any(page.match(entry) for entry in listed)] == []
+    names = {str(page) for page in pages} | {"CONTRIBUTING", "CHANGELOG"}
+    assert [entry for entry in listed if "*" not in entry and entry not in names] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "finding"),
+    [
+        ('<script src="https://elsewhere/x.js"></script>', "loads https://elsewhere/x.js"),
+        ('<link rel="stylesheet" href="//elsewhere/x.css">', "loads //elsewhere/x.css"),
+        ('<link rel="preload" href="none.css">', "leads to none.css, which there is not"),
+        ('<a href="none.html">x</a>', "leads to none.html, which there is not"),
+        ('<a href="other.html#none">x</a>', "a place that other.html does not have"),
+        ('<a href="#none">x</a>', "a place that page.html does not have"),
+        ("<style></style>", "style.css loads https://elsewhere/font"),
+    ],
+)
+def test_the_check_of_the_pages_finds(page: str, finding: str, tmp_path: Path) -> None:
+    (tmp_path / "other.html").write_text('<h1 id="there">x</h1>', encoding="utf-8")
+    (tmp_path / "style.css").write_text("a {color: red}", encoding="utf-8")
+    good = '<a href="other.html#there">x</a><a href="https://elsewhere">x</a><img src="data:,">'
+    (tmp_path / "page.html").write_text(good, encoding="utf-8")
+    assert list(build_site.findings(tmp_path)) == []
+    (tmp_path / "page.html").write_text(good + page, encoding="utf-8")
+    if "style.css" in finding:
+        (tmp_path / "style.css").write_text("a {src: url('https://elsewhere/font')}", "utf-8")
+    found = list(build_site.findings(tmp_path))
+    assert len(found) == 1 and finding in found[0]
