@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.models.prompts import make_prompt, split_ids
-from icl_patch.patcher import ContextPatcher
 
 _READ_AT_ONCE = 1024  # rows of a Parquet file
 
@@ -47,9 +47,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class Row:
-    """A row that can be read; ``number`` is its place in the data set, from 0."""
+    """A row that can be read; ``number`` is its place in the data set, from 0, if it is known."""
 
-    number: int
+    number: int | None
     context: str
     kept: str
 
@@ -61,13 +61,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Reject:
-    """A row without a patch, and the reason."""
+    """A row that cannot be read, and the reason."""
 
-    number: int
+    number: int | None
     reason: str
-
-    def __str__(self) -> str:
-        return f"row {self.number}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -99,26 +96,25 @@ def read_rows(dataset: Path, columns: Columns) -> Iterator[Row | Reject]:
     number = 0
     for file in _files(dataset):
         for record in _READERS[file.suffix](file, columns):
-            yield _row(number, record, columns)
+            yield read_record(number, record, columns)
             number += 1
 
 
-def encode_row(patcher: ContextPatcher, row: Row, columns: Columns) -> EncodedRow | Reject:
-    """The tokens of a row, or the reason why the model cannot take them."""
-    tokenizer: Any = patcher.tokenizer
+def encode_row(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row, columns: Columns
+) -> EncodedRow:
+    """The tokens of a row; raises ValueError if the model cannot take them."""
     context, system = (None, row.context) if columns.system else (row.context, None)
-    try:
-        prompt = make_prompt(tokenizer, row.kept, context=context, system=system, chat=columns.chat)
-        encoded = EncodedRow(row, *split_ids(tokenizer, prompt))
-        check_length(patcher.model, sum(encoded.lengths))
-        for ids in (encoded.context_ids, encoded.kept_ids):
-            check_vocabulary(patcher.model, ids, torch.ones_like(ids, dtype=torch.bool))
-    except ValueError as error:
-        return Reject(row.number, str(error))
+    prompt = make_prompt(tokenizer, row.kept, context=context, system=system, chat=columns.chat)
+    encoded = EncodedRow(row, *split_ids(tokenizer, prompt))
+    check_length(model, sum(encoded.lengths))
+    for ids in (encoded.context_ids, encoded.kept_ids):
+        check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
     return encoded
 
 
-def _row(number: int, record: Any, columns: Columns) -> Row | Reject:
+def read_record(number: int | None, record: Any, columns: Columns) -> Row | Reject:
+    """The row of a record: a dictionary, or anything else that stood in its place."""
     if isinstance(record, Exception):
         return Reject(number, f"expected JSON in UTF-8: {record}")
     if not isinstance(record, dict):
