@@ -28,16 +28,23 @@ class Columns:
         context, kept: the names of the columns with the context, and with the text after it.
         chat: whether the prompt is a chat, in which the context begins the user's message.
         system: whether the context is the system message of a chat.
+        task: the name of the column with the row's task, text or a number; None without.
     """
 
     context: str = "context"
     kept: str = "kept"
     chat: bool = False
     system: bool = False
+    task: str | None = None
 
     def __post_init__(self) -> None:
-        if self.context == self.kept:
-            raise ValueError(f"expected two columns, got {self.context!r} for context and kept")
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"expected different columns, got {', '.join(map(repr, self.names))}")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns."""
+        return [name for name in (self.context, self.kept, self.task) if name is not None]
 
     @property
     def prompt(self) -> str:
@@ -52,6 +59,7 @@ class Row:
     number: int | None
     context: str
     kept: str
+    task: str | None = None
 
     def id(self, columns: Columns) -> bytes:
         """16 bytes of SHA-256 over the texts and the kind of prompt."""
@@ -120,11 +128,13 @@ def read_record(number: int | None, record: Any, columns: Columns) -> Row | Reje
     if not isinstance(record, dict):
         return Reject(number, f"expected a JSON object, got {record!r:.80}")
     texts = []
-    for name in (columns.context, columns.kept):
+    for name in columns.names:
         if name not in record:
             names = ", ".join(map(repr, record)) or "none"
             return Reject(number, f"expected a column {name!r}, got {names:.200}")
         text = record[name]
+        if name == columns.task and isinstance(text, int):
+            text = str(text)
         if not isinstance(text, str) or not text:
             return Reject(number, f"expected text in column {name!r}, got {text!r:.80}")
         try:
@@ -200,13 +210,13 @@ def _arrow_stream(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
 
 def _checked(file: Path, names: list[str], columns: Columns) -> list[str]:
     """The names of the columns to read; raises ValueError if one is missing."""
-    for name in (columns.context, columns.kept):
+    for name in columns.names:
         if name not in names:
             raise ValueError(
                 f"expected a column {name!r} in {file}, got {', '.join(names)}: name it with"
                 " --context-column and --kept-column (Columns in Python)"
             )
-    return [columns.context, columns.kept]
+    return columns.names
 
 
 _READERS: dict[str, Callable[[Path, Columns], Iterator[Any]]] = {

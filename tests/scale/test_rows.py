@@ -140,7 +140,7 @@ def test_ids_are_of_the_texts_and_the_kind_of_prompt() -> None:
 
 
 def test_one_column_twice() -> None:
-    with pytest.raises(ValueError, match="expected two columns, got 'x'"):
+    with pytest.raises(ValueError, match="expected different columns, got 'x', 'x'"):
         Columns("x", "x")
 
 
