@@ -124,9 +124,9 @@ def encode_row(
 def read_record(number: int | None, record: Any, columns: Columns) -> Row | Reject:
     """The row of a record: a dictionary, or anything else that stood in its place."""
     if isinstance(record, Exception):
-        return Reject(number, f"expected JSON in UTF-8: {record}")
+        return Reject(number, f"expected a JSON object on one line: {record}")
     if not isinstance(record, dict):
-        return Reject(number, f"expected a JSON object, got {record!r:.80}")
+        return Reject(number, f"expected a JSON object on one line, got {record!r:.80}")
     texts = []
     for name in columns.names:
         if name not in record:
@@ -157,15 +157,20 @@ def _files(dataset: Path) -> list[Path]:
 
 
 def _files_of_folder(folder: Path) -> list[Path]:
-    if (splits := folder / "dataset_dict.json").is_file():
-        names = ", ".join(json.loads(splits.read_text(encoding="utf-8"))["splits"])
+    try:
+        if (splits := folder / "dataset_dict.json").is_file():
+            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+            raise ValueError(
+                f"expected one split of {folder}, got all of them ({', '.join(names)}): name one,"
+                f" as {folder / names[0]}"
+            )
+        if (state := folder / "state.json").is_file():
+            data_files = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+            return [folder / entry["filename"] for entry in data_files]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"expected one split of {folder}, got all of them ({names}): name one, as"
-            f" {folder / names.split(', ')[0]}"
-        )
-    if (state := folder / "state.json").is_file():
-        data_files = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
-        return [folder / entry["filename"] for entry in data_files]
+            f"expected a folder as Dataset.save_to_disk writes it, got {folder}: {error!r}"
+        ) from error
     files = sorted(file for file in folder.iterdir() if file.suffix in _READERS)
     if not files:
         known = ", ".join(_READERS)
@@ -185,44 +190,40 @@ def _json_lines(file: Path, columns: Columns) -> Iterator[Any]:
                 yield error
 
 
-def _parquet(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
+def _columnar(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
+    """The rows of Parquet, or of Arrow's stream format, which ``datasets`` writes."""
+    parquet = file.suffix == ".parquet"
     try:
-        opened = pq.ParquetFile(file)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"expected a Parquet file, got {file}: {error}") from error
-    with opened:
-        names = _checked(file, opened.schema_arrow.names, columns)
-        for batch in opened.iter_batches(_READ_AT_ONCE, columns=names):
-            yield from batch.to_pylist()
+        if parquet:
+            opened = pq.ParquetFile(file)
+            _check_columns(file, opened.schema_arrow.names, columns)
+            batches = opened.iter_batches(_READ_AT_ONCE, columns=columns.names)
+        else:
+            batches = pa.ipc.open_stream(pa.memory_map(str(file)))
+            _check_columns(file, batches.schema.names, columns)
+        for batch in batches:
+            yield from batch.select(columns.names).to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None):  # the file cannot be read
+            raise
+        kind = "Parquet" if parquet else "Arrow's stream format"
+        raise ValueError(f"expected a whole file of {kind}, got {file}: {error}") from error
 
 
-def _arrow_stream(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
-    try:
-        opened = pa.ipc.open_stream(pa.memory_map(str(file)))
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"expected a file of Arrow's stream format, got {file}: {error}"
-        ) from error
-    names = _checked(file, opened.schema.names, columns)
-    for batch in opened:
-        yield from batch.select(names).to_pylist()
-
-
-def _checked(file: Path, names: list[str], columns: Columns) -> list[str]:
-    """The names of the columns to read; raises ValueError if one is missing."""
+def _check_columns(file: Path, names: list[str], columns: Columns) -> None:
+    """Raises ValueError if one is missing."""
     for name in columns.names:
         if name not in names:
             raise ValueError(
                 f"expected a column {name!r} in {file}, got {', '.join(names)}: name it with"
                 " --context-column and --kept-column (Columns in Python)"
             )
-    return columns.names
 
 
 _READERS: dict[str, Callable[[Path, Columns], Iterator[Any]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json_lines,
-    ".parquet": _parquet,
-    ".arrow": _arrow_stream,
+    ".parquet": _columnar,
+    ".arrow": _columnar,
 }
