@@ -11,6 +11,7 @@ from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.contents import Contents
 from icl_patch.scale.extractor import Batching, Extractor
 from icl_patch.scale.rows import Columns, Row, read_record
+from icl_patch.scale.run import finished_ids, open_run
 
 
 class BatchExtractor:
@@ -58,8 +59,8 @@ class BatchExtractor:
             contents or Contents(),
             batching or Batching(),
         )
-        self._extractor.open()
-        self._finished = self._extractor.finished()
+        open_run(Path(folder), self._extractor.run)
+        self._finished = finished_ids(Path(folder))
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Write the patches of a batch.

@@ -14,6 +14,7 @@ from icl_patch.scale.extractor import Batching, Extractor
 from icl_patch.scale.plan import Plan, make_plan
 from icl_patch.scale.ranks import Share
 from icl_patch.scale.rows import Columns, Reject, Row, read_rows
+from icl_patch.scale.run import finished_ids, open_run
 
 _GROUP = 8  # batches' rows, which one process tokenizes and cuts into batches
 # Rows that are sorted by length: their texts are in memory.
@@ -80,10 +81,10 @@ def extract_dataset(
     columns, contents = columns or Columns(), contents or Contents()
     batching, share = batching or Batching(), share or Share.from_environment()
     extractor = Extractor(patcher, folder, columns, contents, batching)
-    finished = extractor.finished()
+    finished = finished_ids(folder)
     plan = make_plan(extractor, dataset, finished)
     on_plan(plan)
-    extractor.open()
+    open_run(folder, extractor.run)
     rejects = _Rejects(folder, share)
     patches, passed, largest = 0, 0, 0.0
     for number, group in enumerate(_groups(dataset, columns, _GROUP * batching.rows, rejects)):

@@ -13,7 +13,7 @@ from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.contents import Contents
 from icl_patch.scale.rows import Columns, EncodedRow, Row, encode_row
-from icl_patch.scale.run import Run, check_folder, finished_ids, open_run
+from icl_patch.scale.run import Run, check_folder
 from icl_patch.scale.shard import compute_batch, extract_shard
 
 _TRIED = 8  # rows, to measure the size of a patch
@@ -68,16 +68,6 @@ class Extractor:
         check_folder(folder, self.run)
         self._memory_per_token: int | None = None
 
-    def finished(self) -> set[bytes]:
-        """The ids of the patches that are there; raises PatchFormatError if the index is
-        damaged.
-        """
-        return finished_ids(self.folder)
-
-    def open(self) -> None:
-        """Make the folder, unless it is there."""
-        open_run(self.folder, self.run)
-
     def encode(self, rows: Iterable[Row], reject: Rejecting) -> list[EncodedRow]:
         """The rows that the model can take."""
         model, tokenizer = self.patcher.model, self.patcher.tokenizer
@@ -104,7 +94,10 @@ class Extractor:
                 continue
             assert patch.logits is not None
             self._memory_per_token = _bytes_per_token(patch) + patch.logits[0, 0].nbytes
-            return 0 if self.contents.statistics else _bytes_per_token(self.contents.stored(patch))
+            if self.contents.statistics:
+                return 0
+            stored = self.contents.rounded(patch).select(layers=self.contents.layers)
+            return _bytes_per_token(stored)
         return None
 
     def extract(self, rows: Iterable[Row], reject: Rejecting) -> Iterator[pa.Table]:

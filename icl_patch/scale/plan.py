@@ -4,6 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from icl_patch.scale.extractor import Extractor
 from icl_patch.scale.rows import Reject, Row, read_rows
 
@@ -53,8 +55,8 @@ class Plan:
         if not self.bytes_per_token:
             return f"{text}; statistics without factors into {self.folder}"
         text += (
-            f" of {_size(self.bytes_per_token)}: about {_size(self.nbytes)} into {self.folder},"
-            f" {_size(self.free)} are free"
+            f" of {decimal(self.bytes_per_token)}: about {decimal(self.nbytes)} into {self.folder},"
+            f" {decimal(self.free)} are free"
         )
         if self.nbytes > self.free:
             text += ": TOO LITTLE (--factors-dtype, --layers and --statistics write less)"
@@ -112,12 +114,3 @@ def make_plan(extractor: Extractor, dataset: Path, finished: set[bytes]) -> Plan
         bytes_per_token=bytes_per_token,
         free=shutil.disk_usage(parent).free,
     )
-
-
-def _size(nbytes: float) -> str:
-    """Bytes with a decimal prefix."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
