@@ -7,7 +7,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm gpu gpu-full tune profile docs wheels lint format train clean
+.PHONY: FORCE help demo test oldest stress real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -115,6 +115,14 @@ vllm: $(RUN) build/vllm/installed $(if $(MODEL),,build/gguf) ## serve a static p
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
 	$(RUN) tools/vllm_adapter.py export "$$model" build/vllm-adapter && \
 	build/vllm/bin/python tools/vllm_adapter.py serve "$$model" build/vllm-adapter
+
+# Apart from the rest, because they bring 600 MB.
+build/ray: | $(RUN)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint requirements.txt --target $@ "ray[data]==2.60.0" duckdb==2.0.1 datasets==5.2.0
+
+# An actor that waits for a CPU waits for ever: hence the limit.
+ray: $(RUN) build/ray ## patches by two actors of Ray Data, which are killed and go on, and their index read by pandas, DuckDB and datasets; in ten minutes at most
+	PYTHONPATH=build/ray timeout --kill-after=30 600 $(RUN) -m pytest tests/scale/test_ray_data.py tests/scale/test_extract_dataset.py
 
 gpu: ## on a machine with a CUDA device: tests, benchmarks, memory checks, tuning, in parts A to F, as many as BUDGET=1800 seconds hold; PART="A B": those
 	@MAKE="$(MAKE)" PYTHON="$(PYTHON)" PART="$(PART)" BUDGET="$(BUDGET)" sh tools/gpu.sh

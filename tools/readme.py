@@ -9,6 +9,7 @@ A table stands between ``<!-- NAME: ... -->`` and ``<!-- end of NAME -->``.
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,9 +121,60 @@ def speed() -> str:
     return _table(columns, rows)
 
 
+def _extractions() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[str], float]]]]:
+    """The record of tools/extraction_speed.py, and each of its runs with the medians of its
+    seconds.
+    """
+    record = json.loads((ROOT / "docs/data/extraction-speed.json").read_text(encoding="utf-8"))
+
+    def median_of(run: dict[str, Any]) -> Callable[[str], float]:
+        return lambda part: statistics.median(x["seconds"][part] for x in run["records"])
+
+    return record, [(run, median_of(run)) for run in record["runs"]]
+
+
+def extraction() -> str:
+    """The time of an extraction beside the model's own passes, and its parts."""
+    rows = []
+    for run, seconds in _extractions()[1]:
+        ratio = statistics.median(
+            record["seconds"]["all"] / record["seconds"]["own"] for record in run["records"]
+        )
+        parts = [seconds(part) / seconds("all") for part in ("plan", "compute", "write")]
+        patches = run["records"][0]["patches"] * run["workers"]
+        memory = max(record["peak_bytes"] for record in run["records"])
+        cells = [f"`{run['update']}`", str(run["workers"]), f"{patches / seconds('all'):.2f}"]
+        cells += [f"{ratio:.2f}", *(f"{100 * part:.0f} %" for part in (*parts, 1 - sum(parts)))]
+        rows.append([*cells, f"{memory / 1e9:.2f} GB"])
+    columns = ["update", "processes", "rows/s", "× the model's own time", "plan and first patch"]
+    return _table(
+        [*columns, "patches", "writing them", "tokens, norms, index", "peak memory"], rows
+    )
+
+
+def hundred() -> str:
+    """The bytes that a hundred processes at the measured rate of one move in a second."""
+    record, runs = _extractions()
+    rows = []
+    for run, seconds in runs:
+        if run["workers"] == 1:
+            sizes, patches = run["records"][0]["bytes"], run["records"][0]["patches"]
+            rate = 100 * patches / seconds("all")
+            of_row = {name: size / patches for name, size in sizes.items()}
+            cells = [f"`{run['update']}`", f"{rate:.0f} rows"]
+            cells += [f"{of_row['shards'] / 1e6:.1f} MB", f"{rate * of_row['shards'] / 1e6:.0f} MB"]
+            cells += [f"{rate * of_row['index'] / 1e6:.2f} MB"]
+            cells += [f"{100 * rate * of_row['rows'] / 1e6:.1f} MB", "0"]
+            rows.append([*cells, f"{100 * record['weights_bytes'] / 1e9:.0f} GB"])
+    columns = ["update", "in a second", "factors of a row", "factors written", "index written"]
+    columns += ["data set read", "between processes", "weights read at the start"]
+    return _table(columns, rows)
+
+
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "README.md": {"chat": chat, "fidelity": fidelity},
     "docs/models.md": {"families": support_markdown},
+    "docs/scale.md": {"extraction": extraction, "hundred": hundred},
     "docs/performance.md": {
         "speed": speed,
         "memory": memory,

@@ -4,7 +4,7 @@ Nothing here imports torch before an option's value or a command asks for it.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from icl_patch.patcher import ContextPatcher
+    from icl_patch.scale import Columns
     from icl_patch.static import StaticPatch
 
 # As in patch.serialization, which imports torch.
@@ -79,7 +80,7 @@ def add_out_folder(parser: argparse.ArgumentParser, content: str) -> None:
     add_force(parser)
 
 
-def add_force(parser: argparse.ArgumentParser) -> None:
+def add_force(parser: "argparse._ActionsContainer") -> None:
     """Add --force, for :func:`check_out`."""
     parser.add_argument(
         "--force", action="store_true", help="replace what is there already under --out"
@@ -180,6 +181,55 @@ def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> N
         action="store_true",
         help="a chat by the tokenizer's template: the context begins the user's message",
     )
+
+
+def add_dataset(group: "argparse._ActionsContainer") -> None:
+    """Add ``--dataset`` and its columns, for :func:`dataset_columns`."""
+    group.add_argument(
+        "--dataset",
+        type=_existing,
+        metavar="FILE|FOLDER",
+        help="JSON lines, Parquet, a folder of them, or one that Dataset.save_to_disk wrote",
+    )
+    columns = group.add_mutually_exclusive_group()
+    columns.add_argument(
+        "--context-column", metavar="NAME", help="of the contexts (default: context)"
+    )
+    columns.add_argument(
+        "--system-column", metavar="NAME", help="the contexts are system messages of chats"
+    )
+    group.add_argument(
+        "--kept-column", metavar="NAME", help="of the texts after the contexts (default: kept)"
+    )
+
+
+def _existing(text: str) -> Path:
+    """A path at which there is something."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"expected a data set, there is no {text!r}")
+    return Path(text)
+
+
+def dataset_columns(options: argparse.Namespace, task: str | None = None) -> "Columns":
+    """The columns that the options name; raises ValueError without pyarrow."""
+    try:
+        from icl_patch.scale import Columns
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    return Columns(
+        context=options.context_column or options.system_column or "context",
+        kept=options.kept_column or "kept",
+        chat=options.chat,
+        system=options.system_column is not None,
+        task=task,
+    )
+
+
+def refuse(options: argparse.Namespace, names: Sequence[str], where: str) -> None:
+    """Raises ValueError if one of these options is set."""
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ValueError(f"expected no --{name.replace('_', '-')} {where}")
 
 
 def add_update(parser: argparse.ArgumentParser) -> None:

@@ -45,22 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     many = parser.add_argument_group(
         "data sets", "a patch for every row; the same command goes on with a stopped run"
     )
-    many.add_argument(
-        "--dataset",
-        type=_existing,
-        metavar="FILE|FOLDER",
-        help="JSON lines, Parquet, a folder of them, or one that Dataset.save_to_disk wrote",
-    )
-    columns = many.add_mutually_exclusive_group()
-    columns.add_argument(
-        "--context-column", metavar="NAME", help="of the contexts (default: context)"
-    )
-    columns.add_argument(
-        "--system-column", metavar="NAME", help="the contexts are system messages of chats"
-    )
-    many.add_argument(
-        "--kept-column", metavar="NAME", help="of the texts after the contexts (default: kept)"
-    )
+    common.add_dataset(many)
     many.add_argument(
         "--layers", type=_layers, metavar="START:STOP", help="keep these blocks only, from 0"
     )
@@ -86,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compute one patch or many, and save them."""
     if options.dataset is not None:
-        _refuse(options, _OF_ONE, "with --dataset")
+        common.refuse(options, _OF_ONE, "with --dataset")
         return _extract_many(options)
-    _refuse(options, _OF_MANY, "without --dataset")
+    common.refuse(options, _OF_MANY, "without --dataset")
     if options.context is options.context_file is options.system is None:
         raise ValueError("expected one of --context, --context-file, --system and --dataset")
     if options.question is None:
@@ -137,16 +122,9 @@ def _extract_one(options: argparse.Namespace) -> int:
 def _extract_many(options: argparse.Namespace) -> int:
     """The patches of a data set; 1 if some rows have none."""
     torch = common.import_torch()
-    try:
-        from icl_patch import scale
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
-    columns = scale.Columns(
-        context=options.context_column or options.system_column or "context",
-        kept=options.kept_column or "kept",
-        chat=options.chat,
-        system=options.system_column is not None,
-    )
+    columns = common.dataset_columns(options)
+    from icl_patch import scale
+
     contents = scale.Contents(
         layers=options.layers or slice(None),
         factors_dtype=torch.bfloat16 if options.factors_dtype else None,
@@ -207,23 +185,9 @@ def _await_others(share: "Share") -> None:
         time.sleep(1)
 
 
-def _refuse(options: argparse.Namespace, names: tuple[str, ...], where: str) -> None:
-    """Raises ValueError if one of these options is set."""
-    for name in names:
-        if getattr(options, name) is not None:
-            raise ValueError(f"expected no --{name.replace('_', '-')} {where}")
-
-
 def _out(text: str) -> Path:
     """A patch file in an existing folder, or a folder."""
     return common.writable(".safetensors")(text) if text.endswith(".safetensors") else Path(text)
-
-
-def _existing(text: str) -> Path:
-    """A path at which there is something."""
-    if not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"expected a data set, there is no {text!r}")
-    return Path(text)
 
 
 def _layers(text: str) -> slice:

@@ -1,10 +1,21 @@
 """``icl-patch verify``: is the patched model without a context the model with it?"""
 
 import argparse
+from pathlib import Path
 
 from icl_patch.cli import common
 
 HELP = "compare the patched model without context with the model with it, token by token"
+_OF_ONE = ("context", "context_file", "system", "question", "plot")
+_OF_MANY = (
+    "context_column",
+    "system_column",
+    "kept_column",
+    "task_column",
+    "batch_size",
+    "out",
+    "force",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +40,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the paper's Figure 3 to FILE (.png, .svg or .pdf)",
     )
     common.add_verbose(parser)
+    many = parser.add_argument_group("data sets", "every row's prompt, and a summary by task")
+    common.add_dataset(many)
+    many.add_argument("--task-column", metavar="NAME", help="of the tasks (default: one task)")
+    many.add_argument(
+        "--batch-size", type=common.positive, metavar="N", help="rows at once (default 8)"
+    )
+    many.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write report.md, report.json and tasks.png there; it is made",
+    )
+    common.add_force(many)
+    parser.set_defaults(force=None)
 
 
 def run(options: argparse.Namespace) -> int:
     """Verify a model; 1 if the promise is not kept."""
+    if options.dataset is not None:
+        common.refuse(options, _OF_ONE, "with --dataset")
+        return _verify_many(options)
+    common.refuse(options, _OF_MANY, "without --dataset")
+    return _verify_one(options)
+
+
+def _verify_one(options: argparse.Namespace) -> int:
     model, tokenizer = common.load(options)
     from icl_patch.evaluation import report
     from icl_patch.evaluation.verify import verify
@@ -66,3 +99,32 @@ def run(options: argparse.Namespace) -> int:
         *details,
     )
     return 0 if result.passed else 1
+
+
+def _verify_many(options: argparse.Namespace) -> int:
+    """Verify the rows of a data set; 1 if the promise is not kept, or rows were rejected."""
+    if options.out is not None:
+        common.check_out(options)
+    columns = common.dataset_columns(options, options.task_column)
+    model, tokenizer = common.load(options)
+    from icl_patch.evaluation import dataset_report
+    from icl_patch.evaluation.verify_dataset import verify_dataset
+
+    with common.progress_bar("verifying each row") as progress:
+        result = verify_dataset(
+            model,
+            tokenizer,
+            options.dataset,
+            columns,
+            max_new_tokens=options.max_new_tokens,
+            update=options.update,
+            keep_last=options.keep_last,
+            batch_rows=options.batch_size or 8,
+            progress=progress,
+            name=options.model,
+        )
+    if options.out is not None:
+        dataset_report.write(result, options.out)
+    lines = dataset_report.verdict_lines(result)
+    common.print_result(options, result.to_dict(), dataset_report.table(result), *lines)
+    return 0 if result.passed and not result.rejected else 1

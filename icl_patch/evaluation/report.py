@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.verify import VerifyReport
+from icl_patch.evaluation.verify import VerifyReport, has_promise
 from icl_patch.invariance.arithmetic import MODEL
 
 # The block's last operation, by its writer.
@@ -154,7 +154,7 @@ def _count(share: float, tokens: int) -> str:
 
 def _promises(report: VerifyReport) -> bool:
     """Whether the update promises anything in this dtype."""
-    return report.update == "exact" or report.dtype in ("float32", "float64")
+    return has_promise(report.update, report.dtype)
 
 
 def verify_tables(reports: Sequence[VerifyReport]) -> list[Table]:

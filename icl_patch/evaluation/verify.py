@@ -56,6 +56,11 @@ _PROMISED = ("float32", "float64")
 _MAX_NOISE_FLOOR = {"float32": 0.01, "float64": 0.01, "bfloat16": 1.0, "float16": 1.0}
 
 
+def has_promise(update: str, dtype: str) -> bool:
+    """Whether an update promises anything in a dtype, as ``"float32"``."""
+    return update == "exact" or dtype in _PROMISED
+
+
 @dataclass(frozen=True)
 class VerifiedToken:
     """One generated token: the baseline's choice and the replay's errors, relative to max |logit|.

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+_MARK = ".icl-patch-"  # begins the names of temporary files
+
 
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
     """Write the parts, one after the other, to ``path``: whole or not at all.
@@ -31,7 +33,7 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memor
 
 def _write(target: Path, parts: Iterable[bytes | memoryview]) -> None:
     permissions = _permissions(target)
-    _remove_leftovers(target)
+    remove_leftovers(target.parent, _prefix(target))
     # The owner can write, so that a leftover can be locked and removed.
     mode = 0o666 if permissions is None else permissions | stat.S_IWUSR
     temporary, file = _open_temporary(target, mode)
@@ -64,11 +66,12 @@ def _permissions(target: Path) -> int | None:
 
 def _prefix(target: Path) -> str:
     """How the names of the target's temporary files begin; short, however long its own name is."""
-    return f".icl-patch-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
+    return f"{_MARK}{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
 
 
-def _remove_leftovers(target: Path) -> None:
-    for leftover in target.parent.glob(f"{_prefix(target)}*"):
+def remove_leftovers(folder: Path, prefix: str = _MARK) -> None:
+    """Remove the temporary files that killed processes left in a folder."""
+    for leftover in folder.glob(f"{prefix}*"):
         with suppress(OSError), leftover.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process writes
             leftover.unlink()

@@ -22,6 +22,7 @@ if find_spec("pyarrow") is None:
         name="pyarrow",
     )
 
+from icl_patch.scale.batch_extractor import BatchExtractor
 from icl_patch.scale.contents import Contents
 from icl_patch.scale.extraction import Summary, extract_dataset
 from icl_patch.scale.extractor import Batching
@@ -31,6 +32,7 @@ from icl_patch.scale.ranks import Share
 from icl_patch.scale.rows import Columns
 
 __all__ = [
+    "BatchExtractor",
     "Batching",
     "Columns",
     "Contents",

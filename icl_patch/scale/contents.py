@@ -34,20 +34,14 @@ class Contents:
         if self.factors_dtype not in (None, torch.bfloat16):
             raise ValueError(f"expected factors_dtype torch.bfloat16, got {self.factors_dtype}")
 
-    def stored(self, patch: ContextPatch) -> ContextPatch:
-        """The part of a patch that is written."""
-        return self._rounded(patch).select(layers=self.layers)
-
-    def _rounded(self, patch: ContextPatch) -> ContextPatch:
+    def rounded(self, patch: ContextPatch) -> ContextPatch:
+        """A patch with factors in the dtype of the files."""
         if self.factors_dtype is None:
             return patch
-        return replace(
-            patch,
-            layers=tuple(
-                {name: self._narrowed(name, x) for name, x in layer.items()}
-                for layer in patch.layers
-            ),
+        layers = tuple(
+            {name: self._narrowed(name, x) for name, x in layer.items()} for layer in patch.layers
         )
+        return replace(patch, layers=layers)
 
     def _narrowed(self, name: str, factor: Tensor) -> Tensor:
         """A factor in the dtype of the files; of a scale the change is smaller than its value."""
@@ -55,16 +49,13 @@ class Contents:
             return factor
         return factor.to(self.factors_dtype)
 
-    def replay_errors(self, patcher: ContextPatcher, patch: ContextPatch) -> list[float | None]:
-        """How far a replay of the stored factors is off, relative to the largest logit with the
-        context, for each row; None where the factors are stored as they were computed.
-        """
-        if self.factors_dtype is None:
-            return [None] * len(patch.kept_ids)
-        layers = tuple(
-            {name: widened(x) for name, x in layer.items()} for layer in self._rounded(patch).layers
-        )
-        logits = patcher.attached_model.replay_logits(replace(patch, layers=layers))
-        assert patch.logits is not None
-        rows = zip(logits.split(1), patch.logits.split(1), patch.kept_mask.split(1), strict=True)
-        return [error_of(*row) for row in rows]
+
+def replay_errors(patcher: ContextPatcher, patch: ContextPatch) -> list[float]:
+    """How far a replay of rounded factors is off, relative to the largest logit with the context,
+    for each row.
+    """
+    layers = tuple({name: widened(x) for name, x in layer.items()} for layer in patch.layers)
+    logits = patcher.attached_model.replay_logits(replace(patch, layers=layers))
+    assert patch.logits is not None
+    rows = zip(logits.split(1), patch.logits.split(1), patch.kept_mask.split(1), strict=True)
+    return [error_of(*row) for row in rows]

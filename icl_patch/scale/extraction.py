@@ -14,6 +14,7 @@ from icl_patch.scale.extractor import Batching, Extractor
 from icl_patch.scale.plan import Plan, make_plan
 from icl_patch.scale.ranks import Share
 from icl_patch.scale.rows import Columns, Reject, Row, read_rows
+from icl_patch.scale.run import finished_ids, open_run
 
 _GROUP = 8  # batches' rows, which one process tokenizes and cuts into batches
 # Rows that are sorted by length: their texts are in memory.
@@ -80,16 +81,16 @@ def extract_dataset(
     columns, contents = columns or Columns(), contents or Contents()
     batching, share = batching or Batching(), share or Share.from_environment()
     extractor = Extractor(patcher, folder, columns, contents, batching)
-    finished = extractor.finished()
-    plan = make_plan(patcher, dataset, folder, columns, contents, finished)
+    finished = finished_ids(folder)
+    plan = make_plan(extractor, dataset, finished)
     on_plan(plan)
-    extractor.open()
+    open_run(folder, extractor.run)
     rejects = _Rejects(folder, share)
     patches, passed, largest = 0, 0, 0.0
     for number, group in enumerate(_groups(dataset, columns, _GROUP * batching.rows, rejects)):
         if share.takes(number):
             todo = [row for row in group if row.id(columns) not in finished]
-            for table in extractor.extract(todo, plan.memory_per_token, rejects.add):
+            for table in extractor.extract(todo, rejects.add):
                 patches += len(table)
                 largest = max(largest, *table["replay_error"].fill_null(0).to_pylist())
         passed += len(group)
@@ -109,10 +110,10 @@ class _Rejects:
         self._folder, self.share, self.count = folder, share, 0
         self._lines = TemporaryFile(dir=folder)  # noqa: SIM115 (it has no name and leaves nothing)
 
-    def add(self, reject: Reject) -> None:
-        """Take one row."""
+    def add(self, row: Row | Reject, reason: str) -> None:
+        """Take one row with its reason."""
         self.count += 1
-        record = {"row": reject.number, "reason": reject.reason}
+        record = {"row": row.number, "reason": reason}
         self._lines.write(json.dumps(record).encode() + b"\n")
 
     def save(self) -> Path | None:
@@ -163,10 +164,10 @@ def _windows(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _distinct(dataset: Path, columns: Columns, rejects: _Rejects) -> Iterator[Row]:
     """The rows that can be read, without duplicates; each process rejects a part of the others."""
     seen: set[bytes] = set()
-    for row in read_rows(dataset, columns):
+    for number, row in enumerate(read_rows(dataset, columns)):
         if isinstance(row, Reject):
-            if rejects.share.takes(row.number):
-                rejects.add(row)
+            if rejects.share.takes(number):
+                rejects.add(row, row.reason)
         elif (key := row.id(columns)) not in seen:
             seen.add(key)
             yield row

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.models.language_model import check_length, check_vocabulary
 from icl_patch.models.prompts import make_prompt, split_ids
-from icl_patch.patcher import ContextPatcher
 
 _READ_AT_ONCE = 1024  # rows of a Parquet file
 
@@ -28,16 +28,23 @@ class Columns:
         context, kept: the names of the columns with the context, and with the text after it.
         chat: whether the prompt is a chat, in which the context begins the user's message.
         system: whether the context is the system message of a chat.
+        task: the name of the column with the row's task, text or a number; None without.
     """
 
     context: str = "context"
     kept: str = "kept"
     chat: bool = False
     system: bool = False
+    task: str | None = None
 
     def __post_init__(self) -> None:
-        if self.context == self.kept:
-            raise ValueError(f"expected two columns, got {self.context!r} for context and kept")
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"expected different columns, got {', '.join(map(repr, self.names))}")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns."""
+        return [name for name in (self.context, self.kept, self.task) if name is not None]
 
     @property
     def prompt(self) -> str:
@@ -47,11 +54,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class Row:
-    """A row that can be read; ``number`` is its place in the data set, from 0."""
+    """A row that can be read; ``number`` is its place in the data set, from 0, if it is known."""
 
-    number: int
+    number: int | None
     context: str
     kept: str
+    task: str | None = None
 
     def id(self, columns: Columns) -> bytes:
         """16 bytes of SHA-256 over the texts and the kind of prompt."""
@@ -61,13 +69,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Reject:
-    """A row without a patch, and the reason."""
+    """A row that cannot be read, and the reason."""
 
-    number: int
+    number: int | None
     reason: str
-
-    def __str__(self) -> str:
-        return f"row {self.number}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -99,36 +104,37 @@ def read_rows(dataset: Path, columns: Columns) -> Iterator[Row | Reject]:
     number = 0
     for file in _files(dataset):
         for record in _READERS[file.suffix](file, columns):
-            yield _row(number, record, columns)
+            yield read_record(number, record, columns)
             number += 1
 
 
-def encode_row(patcher: ContextPatcher, row: Row, columns: Columns) -> EncodedRow | Reject:
-    """The tokens of a row, or the reason why the model cannot take them."""
-    tokenizer: Any = patcher.tokenizer
+def encode_row(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: Row, columns: Columns
+) -> EncodedRow:
+    """The tokens of a row; raises ValueError if the model cannot take them."""
     context, system = (None, row.context) if columns.system else (row.context, None)
-    try:
-        prompt = make_prompt(tokenizer, row.kept, context=context, system=system, chat=columns.chat)
-        encoded = EncodedRow(row, *split_ids(tokenizer, prompt))
-        check_length(patcher.model, sum(encoded.lengths))
-        for ids in (encoded.context_ids, encoded.kept_ids):
-            check_vocabulary(patcher.model, ids, torch.ones_like(ids, dtype=torch.bool))
-    except ValueError as error:
-        return Reject(row.number, str(error))
+    prompt = make_prompt(tokenizer, row.kept, context=context, system=system, chat=columns.chat)
+    encoded = EncodedRow(row, *split_ids(tokenizer, prompt))
+    check_length(model, sum(encoded.lengths))
+    for ids in (encoded.context_ids, encoded.kept_ids):
+        check_vocabulary(model, ids, torch.ones_like(ids, dtype=torch.bool))
     return encoded
 
 
-def _row(number: int, record: Any, columns: Columns) -> Row | Reject:
+def read_record(number: int | None, record: Any, columns: Columns) -> Row | Reject:
+    """The row of a record: a dictionary, or anything else that stood in its place."""
     if isinstance(record, Exception):
-        return Reject(number, f"expected JSON in UTF-8: {record}")
+        return Reject(number, f"expected a JSON object on one line: {record}")
     if not isinstance(record, dict):
-        return Reject(number, f"expected a JSON object, got {record!r:.80}")
+        return Reject(number, f"expected a JSON object on one line, got {record!r:.80}")
     texts = []
-    for name in (columns.context, columns.kept):
+    for name in columns.names:
         if name not in record:
             names = ", ".join(map(repr, record)) or "none"
             return Reject(number, f"expected a column {name!r}, got {names:.200}")
         text = record[name]
+        if name == columns.task and isinstance(text, int):
+            text = str(text)
         if not isinstance(text, str) or not text:
             return Reject(number, f"expected text in column {name!r}, got {text!r:.80}")
         try:
@@ -151,15 +157,20 @@ def _files(dataset: Path) -> list[Path]:
 
 
 def _files_of_folder(folder: Path) -> list[Path]:
-    if (splits := folder / "dataset_dict.json").is_file():
-        names = ", ".join(json.loads(splits.read_text(encoding="utf-8"))["splits"])
+    try:
+        if (splits := folder / "dataset_dict.json").is_file():
+            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+            raise ValueError(
+                f"expected one split of {folder}, got all of them ({', '.join(names)}): name one,"
+                f" as {folder / names[0]}"
+            )
+        if (state := folder / "state.json").is_file():
+            data_files = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+            return [folder / entry["filename"] for entry in data_files]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"expected one split of {folder}, got all of them ({names}): name one, as"
-            f" {folder / names.split(', ')[0]}"
-        )
-    if (state := folder / "state.json").is_file():
-        data_files = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
-        return [folder / entry["filename"] for entry in data_files]
+            f"expected a folder as Dataset.save_to_disk writes it, got {folder}: {error!r}"
+        ) from error
     files = sorted(file for file in folder.iterdir() if file.suffix in _READERS)
     if not files:
         known = ", ".join(_READERS)
@@ -179,44 +190,40 @@ def _json_lines(file: Path, columns: Columns) -> Iterator[Any]:
                 yield error
 
 
-def _parquet(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
+def _columnar(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
+    """The rows of Parquet, or of Arrow's stream format, which ``datasets`` writes."""
+    parquet = file.suffix == ".parquet"
     try:
-        opened = pq.ParquetFile(file)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"expected a Parquet file, got {file}: {error}") from error
-    with opened:
-        names = _checked(file, opened.schema_arrow.names, columns)
-        for batch in opened.iter_batches(_READ_AT_ONCE, columns=names):
-            yield from batch.to_pylist()
+        if parquet:
+            opened = pq.ParquetFile(file)
+            _check_columns(file, opened.schema_arrow.names, columns)
+            batches = opened.iter_batches(_READ_AT_ONCE, columns=columns.names)
+        else:
+            batches = pa.ipc.open_stream(pa.memory_map(str(file)))
+            _check_columns(file, batches.schema.names, columns)
+        for batch in batches:
+            yield from batch.select(columns.names).to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None):  # the file cannot be read
+            raise
+        kind = "Parquet" if parquet else "Arrow's stream format"
+        raise ValueError(f"expected a whole file of {kind}, got {file}: {error}") from error
 
 
-def _arrow_stream(file: Path, columns: Columns) -> Iterator[dict[str, Any]]:
-    try:
-        opened = pa.ipc.open_stream(pa.memory_map(str(file)))
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"expected a file of Arrow's stream format, got {file}: {error}"
-        ) from error
-    names = _checked(file, opened.schema.names, columns)
-    for batch in opened:
-        yield from batch.select(names).to_pylist()
-
-
-def _checked(file: Path, names: list[str], columns: Columns) -> list[str]:
-    """The names of the columns to read; raises ValueError if one is missing."""
-    for name in (columns.context, columns.kept):
+def _check_columns(file: Path, names: list[str], columns: Columns) -> None:
+    """Raises ValueError if one is missing."""
+    for name in columns.names:
         if name not in names:
             raise ValueError(
                 f"expected a column {name!r} in {file}, got {', '.join(names)}: name it with"
                 " --context-column and --kept-column (Columns in Python)"
             )
-    return [columns.context, columns.kept]
 
 
 _READERS: dict[str, Callable[[Path, Columns], Iterator[Any]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json_lines,
-    ".parquet": _parquet,
-    ".arrow": _arrow_stream,
+    ".parquet": _columnar,
+    ".arrow": _columnar,
 }

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from icl_patch.errors import PatchFormatError
-from icl_patch.patch.atomic_file import write_atomically
+from icl_patch.patch.atomic_file import remove_leftovers, write_atomically
 from icl_patch.patcher import ContextPatcher
 from icl_patch.scale.contents import Contents
 
@@ -140,6 +140,7 @@ def open_run(folder: Path, run: Run) -> None:
     """
     for part in (SHARDS, INDEX):
         (folder / part).mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder / part)
     for name in [] if run.statistics else _names(folder / INDEX):
         if not (folder / SHARDS / name).with_suffix(".safetensors").exists():
             (folder / INDEX / name).unlink(missing_ok=True)

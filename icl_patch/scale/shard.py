@@ -22,7 +22,7 @@ from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.serialization import check_finite
 from icl_patch.patcher import ContextPatcher
-from icl_patch.scale.contents import Contents
+from icl_patch.scale.contents import Contents, replay_errors
 from icl_patch.scale.rows import Columns, EncodedRow
 from icl_patch.scale.run import COLUMNS, INDEX, SHARDS, Run
 from icl_patch.scale.statistics import sums_and_ranks
@@ -62,13 +62,15 @@ def extract_shard(
     patch = compute_batch(patcher, rows)
     ids = [row.row.id(columns) for row in rows]
     name = run.name_of(ids)
-    stored = contents.stored(patch)
+    rounded = contents.rounded(patch)
+    stored = rounded.select(layers=contents.layers)
     if contents.statistics:
         for layer in stored.layers:
             check_finite(layer)
     else:
         stored.save(folder / SHARDS / f"{name}.safetensors")
-    table = _index(patcher, patch, rows, ids, name, contents)
+    errors = [None] * len(rows) if rounded is patch else replay_errors(patcher, rounded)
+    table = _index(patch.select(layers=contents.layers), rows, ids, name, errors, contents)
     table = table.replace_schema_metadata({"icl_patch": json.dumps(asdict(run))})
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer)
@@ -84,11 +86,11 @@ def _padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 
 
 def _index(
-    patcher: ContextPatcher,
     patch: ContextPatch,
     rows: Sequence[EncodedRow],
     ids: Sequence[bytes],
     name: str,
+    errors: Sequence[float | None],
     contents: Contents,
 ) -> pa.Table:
     """A row a patch; ``norms`` and the like are structs by module, a number for each layer (and
@@ -96,9 +98,7 @@ def _index(
     """
     assert patch.report is not None
     misses = (patch.report.misses * patch.kept_mask).sum((0, 2)).tolist()
-    errors = contents.replay_errors(patcher, patch)
-    part = patch.select(layers=contents.layers)
-    norms = part.norms()
+    norms = patch.norms()
     records = []
     for place, row in enumerate(rows):
         kept, context = row.lengths
@@ -114,7 +114,7 @@ def _index(
             "norms": {key: x[:, place, :kept].tolist() for key, x in norms.items()},
         }
         if contents.statistics:
-            sums, ranks = sums_and_ranks(part, place)
+            sums, ranks = sums_and_ranks(patch, place)
             record["sums"] = {key: x.tolist() for key, x in sums.items()}
             record["ranks"] = {key: x.tolist() for key, x in ranks.items()}
         else:

@@ -121,7 +121,7 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
     rows = [{"context": "mode upper\n", "kept": "fmrp>"}, {"context": "say german\n", "kept": "7>"}]
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     (tmp_path / "prompts.jsonl").write_text(lines, encoding="utf-8")
-    many = ["extract"] * 3 if find_spec("pyarrow") else []
+    many = ["extract", "extract", "extract", "verify"] if find_spec("pyarrow") else []
     ran = []
     for command in commands():
         if command[0] != "icl-patch" or ("--dataset" in command and not many):

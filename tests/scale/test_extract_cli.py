@@ -122,7 +122,7 @@ TOGETHER = {
     "folder": (["--context", "a", "--question", "b"], "ending in .safetensors, got 'out'"),
     "one column": (
         ["--dataset", "{}", "--context-column", "a", "--kept-column", "a"],
-        "expected two columns",
+        "expected different columns",
     ),
 }
 

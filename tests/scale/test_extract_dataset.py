@@ -1,14 +1,12 @@
 """A patch for every row of a data set: right, whole, once, and each bad row with its reason."""
 
 import hashlib
-import importlib
 import itertools
 import json
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +323,7 @@ def test_further_rows_and_duplicates(
 ) -> None:
     """Only what is new is computed; equal rows share a patch."""
     folder = shutil.copytree(extracted, tmp_path / "more")
+    (folder / "shards" / ".icl-patch-1").touch()  # a killed process left it
     more = [*ROWS[:5], {"context": "new", "kept": "row"}, *ROWS, {"context": "new", "kept": "row"}]
     summary = scale.extract_dataset(
         patcher, write_json_lines(tmp_path / "more.jsonl", more), folder, batching=SMALL
@@ -335,6 +334,7 @@ def test_further_rows_and_duplicates(
     ids = scale.PatchDataset(folder).index["id"].to_pylist()
     assert len(ids) == len(set(ids)) == len(ROWS) + 1
     assert files(extracted).items() <= files(folder).items()
+    assert not list(folder.rglob(".*"))
 
 
 def test_processes_share_the_work(patcher: ContextPatcher, tmp_path: Path) -> None:
@@ -613,28 +613,30 @@ def test_only_so_many_texts_are_in_memory(
     assert passed == len(ROWS)
 
 
-def test_other_libraries_read_the_index(extracted: Path) -> None:
-    """Those that are installed."""
-    expected = {entry["id"]: entry for entry in scale.PatchDataset(extracted).index.to_pylist()}
-    files, found = str(extracted / "index" / "*.parquet"), {}
-    if find_spec("pandas"):
-        frame = importlib.import_module("pandas").read_parquet(extracted / "index")
-        found["pandas"] = frame.to_dict("records")
-    if find_spec("duckdb"):
-        duckdb = importlib.import_module("duckdb")
-        found["duckdb"] = duckdb.sql(f"SELECT * FROM '{files}'").to_arrow_table().to_pylist()
-    if find_spec("datasets"):
-        datasets = importlib.import_module("datasets")
-        cache = str(extracted.parent / "cache")
-        found["datasets"] = list(
-            datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
+READERS = {
+    "pandas": lambda pandas, folder: pandas.read_parquet(folder / "index").to_dict("records"),
+    "duckdb": lambda duckdb, folder: (
+        duckdb.sql(f"SELECT * FROM '{folder}/index/*.parquet'").to_arrow_table().to_pylist()
+    ),
+    "datasets": lambda datasets, folder: list(
+        datasets.load_dataset(
+            "parquet",
+            data_files=f"{folder}/index/*.parquet",
+            split="train",
+            cache_dir=str(folder.parent / "cache"),
         )
-    if not found:
-        pytest.skip("no pandas, DuckDB or datasets")
-    for name, records in found.items():
-        assert len(records) == len(expected), name
-        for record in records:
-            entry = expected[record["id"]]
-            assert (record["row"], record["offset"]) == (entry["row"], entry["offset"]), name
-            got = record["norms"]["mlp.down_proj"][1][0]
-            assert got == entry["norms"]["mlp.down_proj"][1][0], name
+    ),
+}
+
+
+@pytest.mark.parametrize("library", READERS)
+def test_other_libraries_read_the_index(library: str, extracted: Path) -> None:
+    """``make ray`` installs them."""
+    found = READERS[library](pytest.importorskip(library), extracted)
+    expected = {entry["id"]: entry for entry in scale.PatchDataset(extracted).index.to_pylist()}
+    assert len(found) == len(expected)
+    for record in found:
+        entry = expected[record["id"]]
+        for name in ("row", "file", "offset", "kept_tokens", "misses"):
+            assert record[name] == entry[name]
+        assert list(record["norms"]["mlp.down_proj"][1]) == entry["norms"]["mlp.down_proj"][1]

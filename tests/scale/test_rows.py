@@ -76,15 +76,21 @@ def test_a_missing_column(name: str, tmp_path: Path) -> None:
 
 def test_bad_lines_are_rejected_and_the_others_read(tmp_path: Path) -> None:
     lines: list[tuple[bytes, str]] = [
-        (b'{"context": "a", "kept": "b"', "expected JSON in UTF-8: Expecting ',' delimiter"),
-        ('{"context": "ä", "kept": "b"}'.encode("latin1"), "expected JSON in UTF-8: 'utf-8'"),
-        (b"[1, 2]", "expected a JSON object, got [1, 2]"),
+        (
+            b'{"context": "a", "kept": "b"',
+            "expected a JSON object on one line: Expecting ',' delimiter",
+        ),
+        (
+            '{"context": "ä", "kept": "b"}'.encode("latin1"),
+            "expected a JSON object on one line: 'utf-8'",
+        ),
+        (b"[1, 2]", "expected a JSON object on one line, got [1, 2]"),
         (b'{"context": "a"}', "expected a column 'kept', got 'context'"),
         (b'{"context": "a", "kept": 3}', "expected text in column 'kept', got 3"),
         (b'{"context": "", "kept": "b"}', "expected text in column 'context', got ''"),
         (b'{"context": null, "kept": "b"}', "expected text in column 'context', got None"),
         (rb'{"context": "\ud800", "kept": "b"}', "expected Unicode text in column 'context'"),
-        (b"[" * 100_000, "expected JSON in UTF-8: "),
+        (b"[" * 100_000, "expected a JSON object on one line: "),
     ]
     good = b'{"context": "a", "kept": "b"}'
     path = tmp_path / "rows.jsonl"
@@ -113,13 +119,34 @@ def splits(path: Path) -> None:
     (path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
 
 
+def no_state(path: Path) -> None:
+    path.mkdir()
+    (path / "state.json").write_text('{"_split": null}')
+
+
+def damaged(path: Path) -> None:
+    """Zeros in place of the data; the schema, which is at the end, is whole."""
+    content = bytearray(parquet(path, RECORDS).read_bytes())
+    end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    content[4:end] = bytes(end - 4)
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    whole = arrow_folder(path.parent / "whole", RECORDS) / "data-00000-of-00002.arrow"
+    path.write_bytes(whole.read_bytes()[:-40])
+
+
 BAD: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "missing": ("rows.jsonl", nothing, "expected a data set, there is no"),
     "text": ("rows.txt", Path.touch, r"one of \.jsonl, .*\.parquet, \.arrow, got .*rows\.txt"),
     "empty folder": ("rows", Path.mkdir, "expected files with one of .* there are none"),
     "splits": ("rows", splits, r"one split of .*\(train, test\): name one, as .*rows/train"),
-    "no Parquet": ("rows.parquet", Path.touch, "expected a Parquet file, got .*rows.parquet"),
-    "no Arrow": ("rows.arrow", Path.touch, "expected a file of Arrow's stream format, got"),
+    "no Parquet": ("rows.parquet", Path.touch, "whole file of Parquet, got .*rows.parquet: "),
+    "damaged Parquet": ("rows.parquet", damaged, "whole file of Parquet, got .*rows.parquet: "),
+    "no Arrow": ("rows.arrow", Path.touch, "whole file of Arrow's stream format, got .*: "),
+    "cut Arrow": ("rows.arrow", cut, "whole file of Arrow's stream format, got .*: Expected"),
+    "no state": ("rows", no_state, "expected a folder as Dataset.save_to_disk writes it, got"),
 }
 
 
@@ -140,7 +167,7 @@ def test_ids_are_of_the_texts_and_the_kind_of_prompt() -> None:
 
 
 def test_one_column_twice() -> None:
-    with pytest.raises(ValueError, match="expected two columns, got 'x'"):
+    with pytest.raises(ValueError, match="expected different columns, got 'x', 'x'"):
         Columns("x", "x")
 
 

@@ -1,0 +1,313 @@
+"""The papers' protocol over a data set of contexts and questions, by task.
+
+Each row's prompt goes through :func:`icl_patch.evaluation.verify.verify`; four numbers of it are
+kept. A row's error is the largest one of its steps, because the errors of steps range over orders
+of magnitude; a task's is the median of its rows'.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch.errors import ControllabilityError
+from icl_patch.evaluation.loading import load_model
+from icl_patch.evaluation.verify import VerifyReport, has_promise, verify
+from icl_patch.models.language_model import check_length
+from icl_patch.patch.serialization import check_update
+from icl_patch.patcher import ContextPatcher
+from icl_patch.scale import Columns
+from icl_patch.scale.rows import EncodedRow, Reject, Row, encode_row, read_rows
+
+_Z = 1.959964  # 95 % of a normal distribution lie within ± so many standard deviations
+_REASONS = 10  # of rejected rows, kept for the report
+
+Interval = tuple[float, float]
+
+
+def wilson_interval(share: float, count: int) -> Interval:
+    """The 95 % interval of a share of ``count`` independent cases.
+
+    Source: Wilson (1927).
+    """
+    spread = _Z**2 / count
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z * math.sqrt((share * (1 - share) + spread / 4) / count) / (1 + spread)
+    return min(share, middle - half), max(share, middle + half)  # of 0 and 1, without rounding
+
+
+def median_interval(values: Tensor) -> Interval | None:
+    """The 95 % interval of the median of independent values (n,), of any distribution: two of them,
+    by their ranks.
+
+    The number of values below the median is binomial, n/2 ± √n/2. None for less than six values, of
+    which even the smallest and the largest are too close.
+    """
+    count = len(values)
+    if count < 6:
+        return None
+    half = _Z * math.sqrt(count) / 2
+    ordered = values.sort().values
+    low = max(math.floor(count / 2 - half), 1)
+    return float(ordered[low - 1]), float(ordered[count - low])
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """The rows of one task.
+
+    Attributes:
+        rows: how many.
+        match: the share of steps at which the replay chooses the baseline's token. Its 95 %
+            interval is that of independent rows whose steps all match, or none: wide enough however
+            alike the steps of a row are.
+        bit_identical: the share of steps with logits that are equal to the last bit.
+        linf, tvd: medians of the rows' largest errors, with 95 % intervals (None for less than six
+            rows); linf_max, tvd_max: the largest of all.
+    """
+
+    task: str
+    rows: int
+    match: float
+    match_interval: Interval
+    bit_identical: float
+    linf: float
+    linf_interval: Interval | None
+    linf_max: float
+    tvd: float
+    tvd_interval: Interval | None
+    tvd_max: float
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """The measurements of :func:`verify_dataset`.
+
+    Attributes:
+        max_new_tokens: steps of every row.
+        noise_floor: the largest of all batches, see :class:`icl_patch.VerifyReport`.
+        passed: whether every batch keeps the update's promise, see there; promises: whether there
+            is one in this dtype.
+        rejected: rows that could not be verified; reasons: of the first ten.
+        tasks: in the order of their names; none without a column of tasks. total: of all rows.
+    """
+
+    model: str
+    family: str
+    update: str
+    dtype: str
+    device: str
+    max_new_tokens: int
+    keep_last: int
+    noise_floor: dict[str, float]
+    passed: bool
+    promises: bool
+    rejected: int
+    reasons: list[str]
+    tasks: list[TaskReport]
+    total: TaskReport
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON types."""
+        return asdict(self)
+
+
+def verify_dataset(
+    model: PreTrainedModel | str | Path | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dataset: str | Path,
+    columns: Columns | None = None,
+    *,
+    max_new_tokens: int = 50,
+    update: str = "exact",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    keep_last: int = 0,
+    batch_rows: int = 8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    name: str | None = None,
+) -> DatasetReport:
+    """Verify the prompt of every row, its context and its question, and summarise by task.
+
+    In memory are one batch, and four numbers a row.
+
+    Args:
+        model, tokenizer, max_new_tokens, update, dtype, device, keep_last, name: see
+            :func:`icl_patch.evaluation.verify.verify`.
+        dataset: a file or folder, see :func:`icl_patch.scale.rows.read_rows`.
+        columns: of the context, the question (``kept``) and, if there are several, the task.
+        batch_rows: rows at once; one if the model does not take padding.
+        progress: is called with the number of rows done, and of all.
+
+    Raises:
+        ValueError: the data set is missing or lacks a column, none of its rows can be verified, or
+            another argument does not fit.
+        UnsupportedModelError: as :class:`icl_patch.ContextPatcher`.
+    """
+    if max_new_tokens < 1 or keep_last < 0 or batch_rows < 1:
+        raise ValueError(
+            "expected max_new_tokens ≥ 1, keep_last ≥ 0 and batch_rows ≥ 1, got"
+            f" {max_new_tokens}, {keep_last} and {batch_rows}"
+        )
+    check_update(update)
+    dataset, columns = Path(dataset), columns or Columns()
+    total = sum(1 for _ in read_rows(dataset, columns))
+    loaded, tokenizer = load_model(model, tokenizer, dtype, device)
+    with ContextPatcher(loaded, update) as patcher:
+        batch_rows = batch_rows if patcher.attached_model.takes_padding else 1
+    results = _Results()
+
+    def encoded() -> Iterator[EncodedRow]:
+        for row in read_rows(dataset, columns):
+            try:
+                yield _encoded(loaded, tokenizer, row, columns, keep_last, max_new_tokens)
+            except ValueError as error:
+                results.reject(row, error)
+
+    def verify_batch(batch: Sequence[EncodedRow]) -> None:
+        """All rows; if some row has no patch, each by itself."""
+        try:
+            report = verify(
+                loaded,
+                tokenizer,
+                context=_padded(batch, tokenizer.pad_token_id or 0),
+                max_new_tokens=max_new_tokens,
+                update=update,
+                keep_last=keep_last,
+                name=name,
+            )
+        except ControllabilityError as error:
+            if len(batch) == 1:
+                results.reject(batch[0].row, error)
+                return
+            for row in batch:
+                verify_batch([row])
+        else:
+            results.add([row.row for row in batch], report)
+
+    progress(0, total)
+    rows = encoded()
+    while batch := list(itertools.islice(rows, batch_rows)):
+        verify_batch(batch)
+        progress(results.done, total)
+    return results.summary(max_new_tokens)
+
+
+def _encoded(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row | Reject,
+    columns: Columns,
+    keep_last: int,
+    max_new_tokens: int,
+) -> EncodedRow:
+    """The tokens of a row; raises ValueError if it cannot be verified."""
+    if isinstance(row, Reject):
+        raise ValueError(row.reason)
+    encoded = encode_row(model, tokenizer, row, columns)
+    length = sum(encoded.lengths)
+    check_length(model, length, max_new_tokens - 1)
+    if length <= keep_last + 1:
+        raise ValueError(f"expected more than {keep_last + 1} tokens, got {length}")
+    return encoded
+
+
+def _padded(rows: Sequence[EncodedRow], value: int) -> dict[str, Tensor]:
+    """Whole prompts as left-padded ids and mask, (B, T) int64."""
+    prompts = [torch.cat([row.context_ids[0], row.kept_ids[0]]) for row in rows]
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    return {
+        "input_ids": pad(prompts, padding_value=value),
+        "attention_mask": pad([torch.ones_like(prompt) for prompt in prompts]),
+    }
+
+
+class _Results:
+    """What is kept of the rows that were verified, and of those that were not."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str | None, list[tuple[float, ...]]] = {}
+        self._floor: dict[str, float] = {}
+        self._passed = True
+        self._last: VerifyReport | None = None
+        self._rejected = 0
+        self._reasons: list[str] = []
+
+    @property
+    def done(self) -> int:
+        """Rows so far."""
+        return self._rejected + sum(map(len, self._rows.values()))
+
+    def reject(self, row: Row | Reject, error: ValueError) -> None:
+        """Take a row that was not verified."""
+        self._rejected += 1
+        if len(self._reasons) < _REASONS:
+            self._reasons.append(f"row {row.number}: {error}")
+
+    def add(self, rows: Sequence[Row], report: VerifyReport) -> None:
+        """Take the rows of a batch."""
+        steps = len(report.steps) // len(rows)
+        for place, row in enumerate(rows):
+            own = report.steps[place * steps : (place + 1) * steps]
+            names = ("match", "bit_identical", "linf", "tvd")
+            values = torch.tensor(
+                [[float(getattr(step, name)) for name in names] for step in own],
+                dtype=torch.float64,
+            )
+            numbers = (*values[:, :2].mean(0).tolist(), *values[:, 2:].amax(0).tolist())
+            self._rows.setdefault(row.task, []).append(numbers)
+        self._last = report
+        self._passed = self._passed and report.passed
+        for measure, value in report.noise_floor.items():
+            self._floor[measure] = max(value, self._floor.get(measure, 0.0))
+
+    def summary(self, max_new_tokens: int) -> DatasetReport:
+        """The report; raises ValueError if no row was verified."""
+        last = self._last
+        if last is None:
+            reason = self._reasons[0] if self._reasons else "it is empty"
+            raise ValueError(
+                f"expected a data set with rows that can be verified, got none: {reason}"
+            )
+        return DatasetReport(
+            model=last.model,
+            family=last.family,
+            update=last.update,
+            dtype=last.dtype,
+            device=last.device,
+            max_new_tokens=max_new_tokens,
+            keep_last=last.keep_last,
+            noise_floor=self._floor,
+            passed=self._passed,
+            promises=has_promise(last.update, last.dtype),
+            rejected=self._rejected,
+            reasons=self._reasons,
+            tasks=[_task(task, self._rows[task]) for task in sorted(filter(None, self._rows))],
+            total=_task("all", list(itertools.chain(*self._rows.values()))),
+        )
+
+
+def _task(name: str, rows: Sequence[tuple[float, ...]]) -> TaskReport:
+    match, identical, linf, tvd = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    share = float(match.mean())
+    return TaskReport(
+        task=name,
+        rows=len(rows),
+        match=share,
+        match_interval=wilson_interval(share, len(rows)),
+        bit_identical=float(identical.mean()),
+        linf=float(linf.quantile(0.5)),
+        linf_interval=median_interval(linf),
+        linf_max=float(linf.max()),
+        tvd=float(tvd.quantile(0.5)),
+        tvd_interval=median_interval(tvd),
+        tvd_max=float(tvd.max()),
+    )
