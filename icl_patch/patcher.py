@@ -375,8 +375,8 @@ class ContextPatcher:
                 patch, without context.
             mode: how a step runs the rows with the context and the rows without it:
                 ``"two_pass"``: the unmodified model, then the current token alone. It serves every
-                update, and a few models need it. Exact steps are then bit-identical to the
-                unmodified model.
+                update, and models with forward hooks and a few others need it. Exact steps are
+                then bit-identical to the unmodified model.
                 ``"two_stream"``: one pass over both, each with its rows in the cache; not for
                 exact steps.
                 ``"shared_cache"``: one pass over one cache for both; not for every model. Exact
@@ -391,9 +391,8 @@ class ContextPatcher:
                 graph; a step's patch must then be read before the next step.
                 ``"inductor+cuda_graph"``: both. The step is kept: another generation of as many
                 rows and about as many tokens
-                (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it again. Hooks
-                in the model run while it is traced, not afterwards; if they change, the next step
-                is refused. For modes of one pass. A compiled exact step has the bits of its
+                (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it again. For
+                modes of one pass, so not for models with forward hooks. A compiled exact step has the bits of its
                 replay; its attention runs over a static cache, so its logits are those of the
                 eager step up to rounding.
             patches: whether the steps keep the factors of their patches.
@@ -413,9 +412,8 @@ class ContextPatcher:
             threads may use the patcher.
 
         Raises:
-            UnsupportedModelError: ``mode="shared_cache"`` or ``compile`` does not cover this model;
-                or it has forward hooks with which a step would be wrong, or that have changed since
-                a compiled step was traced.
+            UnsupportedModelError: ``mode`` or ``compile`` does not cover this model, or its forward
+                hooks; or it got some after the first step and cannot go on in two passes.
             ValueError, ControllabilityError: as :meth:`compute`; ValueError too for more tokens
                 than the model has positions for.
         """
