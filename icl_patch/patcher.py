@@ -392,9 +392,9 @@ class ContextPatcher:
                 ``"inductor+cuda_graph"``: both. The step is kept: another generation of as many
                 rows and about as many tokens
                 (:func:`icl_patch.generation.compiled_step.bucketed_capacity`) uses it again. For
-                modes of one pass, so not for models with forward hooks. A compiled exact step has the bits of its
-                replay; its attention runs over a static cache, so its logits are those of the
-                eager step up to rounding.
+                modes of one pass, so not for models with forward hooks. A compiled exact step has
+                the bits of its replay; its attention runs over a static cache, so its logits are
+                those of the eager step up to rounding.
             patches: whether the steps keep the factors of their patches.
             check_every: replay every N-th step without context and report the difference as
                 ``step.check``. Exact steps are replayed unasked, with 0: the first one, and then as
