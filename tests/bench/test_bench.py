@@ -15,7 +15,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from icl_patch import ops
 from icl_patch.bench import BENCHMARKS, harness, plots, profiling, summary, timing
-from icl_patch.bench.cases import linear, throughput
+from icl_patch.bench.cases import attention, linear, throughput
 from icl_patch.bench.cases.models import RandomModel
 from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results, load_all, page
@@ -354,6 +354,15 @@ def test_throughput(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(AssertionError, match="expected the fp64 result"):
         comparison.check(throughput.BUILT, bare)
     throughput.prepared.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention(dtype: torch.dtype) -> None:
+    comparison = attention.comparison(5, 6, 2, 8, 9, dtype, CPU)
+    for name, call in comparison.calls.items():
+        comparison.check(name, call())
+    with pytest.raises(AssertionError, match="expected the result within"):
+        comparison.check("repeated", comparison.calls["repeated"]() + 0.1)
 
 
 # What is committed
