@@ -13,6 +13,7 @@ from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
 from icl_patch.generation.shared_cache import SharedCacheStreams
 from icl_patch.invariance.arithmetic import reason_against
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
@@ -35,7 +36,7 @@ def require_shared_cache(decoder: Decoder) -> None:
     attached = decoder.attached
     model, name = attached.model, type(attached.model).__name__
     # autocast's rounding would hide the errors that this check looks for
-    with attached.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
+    with attached.attachment.one_pass(), torch.autocast(input_device(model).type, enabled=False):
         decoder.shared_cache = SharedCacheStreams(model, attached.blocks)
         try:
             error = _replay_error(decoder)

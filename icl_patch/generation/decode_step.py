@@ -30,6 +30,7 @@ from icl_patch.generation.fused_modules import FusedModules
 from icl_patch.generation.shared_cache import SharedCacheStreams, attending
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL, running_in
 from icl_patch.layers.attachment import one_pass
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import OneToken, restricted_attention
 from icl_patch.models.forward import MediaPositions, inputs, names_of, over_columns
@@ -275,7 +276,7 @@ def _new_step(
     attached = decoder.attached
     exact = attached.update == "exact"
     if decoder.fused_modules is None:
-        with torch.autocast(attached.model.device.type, enabled=False):
+        with torch.autocast(input_device(attached.model).type, enabled=False):
             decoder.fused_modules = FusedModules(attached.model, attached.blocks)
     streams = None
     if mode is DecodeMode.SHARED_CACHE:
@@ -424,7 +425,7 @@ class _DeferredPatch:
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        report = report_of([resolved], slice(None))
+        report = report_of([resolved], slice(None), self.live.device)
         return replace(patch, layers=layers, report=report, logits=logits, hooked=self.hooked)
 
     def _of_live_rows(self, block: AttachedBlock, layer: Factors) -> Factors:
@@ -439,6 +440,7 @@ class _DeferredPatch:
                 continue
             zero = torch.zeros((), device=factor.device)
             unchanged = scales.get(name.replace(".new_scale", ".scale"), zero).to(factor.dtype)
-            live = self.live.reshape(*self.live.shape, *[1] * (factor.dim() - 2))
+            live = self.live.to(factor.device)
+            live = live.reshape(*live.shape, *[1] * (factor.dim() - 2))
             factors[name] = torch.where(live, factor, unchanged)
         return factors | scales

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import InvariantModules
 from icl_patch.invariance.functions import one_token_attention
+from icl_patch.layers.device_hooks import hooks_of, input_device
 from icl_patch.models.attention_mask import Override
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
@@ -223,6 +224,7 @@ def _unsupported_reason(block: AttachedBlock) -> str | None:
         "its MLP stands beside the attention": spec.parallel,
         "its context layer keeps a state, which no query can be folded into": spec.mixer,
         "it goes on from its sum, in shapes of its own": spec.continues_after_sum,
+        "accelerate's hooks bring it to its device": bool(hooks_of(block.module)),
         "its forward has been replaced": not overridable(block.module),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -239,7 +241,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
     def on_attention(output: Tensor, _query: Tensor, _value: Tensor, options: Any) -> None:
         outputs[output.data_ptr()] = output, options.get("s_aux") is not None
 
-    ids = torch.arange(2, device=model.device).unsqueeze(0) % vocabulary(model)
+    ids = torch.arange(2, device=input_device(model)).unsqueeze(0) % vocabulary(model)
     with attending(on_attention):
         traces = trace(model, {block.block.path: block.module for block in blocks}, ids)
     if len(outputs) != len(blocks):

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from icl_patch.layers.device_hooks import put_back
+
 
 class Attachment:
     """The lock of one attached model, and everything that detaching has to undo.
@@ -108,6 +110,7 @@ class Attachment:
             for part in (module, vars(module).get("base_layer")):
                 if part is not None:
                     _clear_hooks(part)
+                    put_back(part)
                     # the model's own is no pass's, but that of batch_invariant
                     while part is not self._model and _is_of_a_pass(vars(part).get("forward")):
                         set_forward(part, _forward_before(part))

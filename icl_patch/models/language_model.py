@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.positions import first_position, steady_length
 
 
@@ -84,7 +85,7 @@ def random_tokens(model: PreTrainedModel, columns: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary(model), (2, columns), generator=generator)
     padding = first_position(model) - 1
-    return ids.where(ids != padding, 0 if padding else 1).to(model.device)
+    return ids.where(ids != padding, 0 if padding else 1).to(input_device(model))
 
 
 def position_limit(model: PreTrainedModel) -> int:

@@ -5,6 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import device_of, hooks_of, offloaded
 from icl_patch.models.forward import drafts_for_another, takes_cache
 from icl_patch.models.language_model import text_config, vocabulary
 
@@ -40,10 +41,11 @@ def check_language_model(model: object) -> None:
             " does not have"
         )
     devices = sorted({str(weight.device) for weight in model.parameters()})
-    if len(devices) > 1:
+    if len(devices) > 1 and not hooks_of(model):
         raise UnsupportedModelError(
             f"expected the weights of {type(model).__name__} on one device, got"
-            f" {', '.join(devices)}: load it onto one, as with device_map={{'': 'cuda:0'}}"
+            f" {', '.join(devices)}: load it onto one, as with device_map={{'': 'cuda:0'}}, or let"
+            " accelerate spread it, as with device_map='balanced'"
         )
 
 
@@ -69,11 +71,12 @@ def _check_unwrapped(model: object) -> None:
 def _check_in_memory(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError if weights, or new tensors, are on the device meta."""
     away = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    away = [name for name in away if offloaded(model, name) is None]
     if away:
         raise UnsupportedModelError(
-            f"expected all weights of {type(model).__name__} in memory, {len(away)} have none, such"
-            f" as {away[0]}: they are offloaded or were never loaded. Load the model without"
-            " offloading (no device_map='auto', no device 'meta')"
+            f"expected all weights of {type(model).__name__} in memory, or offloaded by accelerate;"
+            f" {len(away)} have none, such as {away[0]}: they were never loaded. Load the model"
+            " with from_pretrained"
         )
     if torch.get_default_device().type == "meta":
         raise UnsupportedModelError(
@@ -100,6 +103,18 @@ def _has_head(model: PreTrainedModel) -> bool:
     """Whether the model ends in logits over its vocabulary."""
     head = model.get_output_embeddings()
     return head is not None and getattr(head, "out_features", None) == vocabulary(model)
+
+
+def check_block_devices(layers: dict[str, nn.Module]) -> None:
+    """Raises UnsupportedModelError if a block runs on more than one device."""
+    for path, layer in layers.items():
+        own = [module for module in layer.modules() if [*module.parameters(recurse=False)]]
+        devices = sorted({str(device_of(module)) for module in own})
+        if len(devices) > 1:
+            raise UnsupportedModelError(
+                f"expected each block on one device, {path} is on {', '.join(devices)}: give it"
+                f" one in the device_map, {{..., {path!r}: {devices[0]!r}}}"
+            )
 
 
 def check_not_shared(layers: dict[str, nn.Module]) -> None:

@@ -233,7 +233,7 @@ class ContextPatch:
         for name, by_layer in sizes.items():
             like = next(iter(by_layer.values()))
             stacked[name] = torch.stack(
-                [by_layer.get(index, zero.to(like)) for index in range(len(self.layers))]
+                [by_layer.get(index, zero).to(like) for index in range(len(self.layers))]
             )
         return stacked
 
@@ -396,7 +396,7 @@ class ContextPatch:
             check_fit(self, model)
         if tokenizer is not None:
             self.check_tokenizer(tokenizer_fingerprint(tokenizer))
-        return self if model is None else self.to(model.device)
+        return self if model is None else self.to(input_device(model))
 
     def check_blocks(self, blocks: Sequence[Block]) -> None:
         """Raises PatchFormatError unless the patch was computed for blocks of these forms: a file

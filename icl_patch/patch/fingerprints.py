@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import FingerprintMismatch
+from icl_patch.layers.device_hooks import offloaded
 
 _ROW = 1024  # words of 8 bytes, which have two checksums
 _CHUNK = 128  # rows, 1 MiB, which a core's cache holds
@@ -47,7 +48,9 @@ def hash_weights(model: nn.Module) -> tuple[str, int]:
         if not isinstance(tensor, Tensor):  # from a module's get_extra_state
             continue
         if id(tensor) not in known:  # tied weights are read once
-            parts = list(_plain(tensor.detach()))
+            read = offloaded(model, name) if tensor.is_meta else None
+            held = tensor if read is None else read().to(tensor.dtype)
+            parts = list(_plain(held.detach()))
             nbytes += sum(part.nbytes for part in parts)
             known[id(tensor)] = _hash(parts)
         digest.update(f"{name} ".encode() + known[id(tensor)])

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import Attachment, WaitingForward, of_a_pass
+from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.expert_layouts import patched_experts
 from icl_patch.layers.experts import PatchedExperts
 from icl_patch.layers.linear import PatchedLinear
@@ -54,7 +55,7 @@ class BlockActivations:
 
     def part(self, columns: Tensor | slice) -> "BlockActivations":
         """The activations of some of the tokens."""
-        part: BlockActivations = tree_map_only(Tensor, lambda x: x[:, columns], self)
+        part: BlockActivations = tree_map_only(Tensor, lambda x: x[:, on(columns, x)], self)
         return part
 
     @classmethod
@@ -68,6 +69,11 @@ class BlockActivations:
         return joined
 
 
+def on(columns: Tensor | slice, like: Tensor) -> Tensor | slice:
+    """Columns on the device of a tensor that they are to be taken from."""
+    return columns.to(like.device) if isinstance(columns, Tensor) else columns
+
+
 register_dataclass(BlockActivations)  # so that tree_map reaches its tensors
 
 
@@ -78,6 +84,7 @@ class AttachedBlock:
         spec = block.spec
         self.block, self.spec, self.attachment = block, spec, attachment
         self.module = model.get_submodule(block.path)
+        self.device = device_of(self.module)
         # the recorder's, where the norm before the MLP reports both streams in one launch
         self.on_norm_pair: Callable[[NormPair], None] | None = None
         # the recorder's, where both streams of a decode step share a cache
@@ -230,7 +237,7 @@ class AttachedBlock:
         self.off()
         for name, module, attribute in self.factor_places:
             if name in factors:
-                setattr(module, attribute, factors[name])
+                setattr(module, attribute, factors[name].to(self.device))
                 module.mode = Mode.REPLAY
         if self.down is not None and self.post_norm is None:
             written = self.down.bias_change if self.down.u is None else self.down.u
@@ -273,7 +280,9 @@ class AttachedBlock:
         """Call ``hook(x)`` with every term of the residual stream before the MLP, a sum."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            hook(first_tensor((*args, kwargs)))
+            x = first_tensor((*args, kwargs))
+            assert x is not None
+            hook(x.to(self.device))  # a block's own hooks bring it there later
 
         def after(_module: nn.Module, _args: Any, out: Any) -> None:
             hook(first_tensor(out))

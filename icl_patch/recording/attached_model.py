@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from icl_patch.errors import ExactnessWarning, UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_detection import blocks_of
@@ -145,7 +146,9 @@ class AttachedModel:
         self._dtype = model.dtype
         try:
             # autocast's rounding would hide the errors that the self-check looks for
-            with self.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
+            with self.attachment.one_pass(), torch.autocast(
+                input_device(model).type, enabled=False
+            ):
                 self._attach(state)
         except torch.OutOfMemoryError:
             self.detach()

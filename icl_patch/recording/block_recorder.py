@@ -23,6 +23,7 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.linear import PatchedLinear, add_bias_change
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm
@@ -64,9 +65,10 @@ class BlockRecorder(ABC):
         self, block: AttachedBlock, update: str, valid: Tensor | None, context: BlockActivations
     ) -> None:
         self.block, self.spec, self.update = block, block.spec, update
-        self.valid, self.context = valid, context
+        self.valid = None if valid is None else valid.to(block.device)
+        self.context = context
         self.exact = update == "exact"
-        self.diagnostics = BlockDiagnostics(block.block.path, valid)
+        self.diagnostics = BlockDiagnostics(block.block.path, self.valid)
         self.loop: OpenLoop | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
         self.direction: tuple[Tensor, ops.Direction] | None = None  # of which input, (B, T, K)
@@ -193,7 +195,8 @@ class BlockRecorder(ABC):
         target = self.delta if factor == multiplier else self.delta * factor / multiplier
         if self.spec.residual_weight is None:
             return target
-        return target * self.block.module.get_parameter(self.spec.residual_weight).to(target.dtype)
+        weight = weight_of(self.block.module, self.spec.residual_weight)
+        return target * weight.to(target.dtype)
 
     # -- readers
 

@@ -52,13 +52,13 @@ def compute_two_stream(attached: HasBlocks, cache: Cache, sequences: Sequences) 
         logits = forward_passes.run_two_streams(attached.model, sequences, cache)[:, columns]
     layers = factors_of(recorders, columns)
     calls = [[recorder.diagnostics for recorder in recorders]]
-    report = report_of(calls, columns)
+    report = report_of(calls, columns, device := columns.device)
     patch = attached.empty_patch(sequences, passes=1)
     return Computation(
         replace(patch, layers=layers, report=report, logits=logits[:batch]),
         logits[batch:],
         [recorder.context for recorder in recorders],
-        violations_of(calls, columns),
+        violations_of(calls, columns, device),
     )
 
 
@@ -103,12 +103,12 @@ def close_on(
             reduced.append(run_kept(attached.model, patch, prefix, part))
         layers.append(factors_of(recorders, slice(None)))
         calls.append([recorder.diagnostics for recorder in recorders])
-    report = report_of(calls, slice(None))
+    report = report_of(calls, slice(None), device := patch.kept_ids.device)
     return Computation(
         replace(patch, layers=joined_layers(layers), report=report),
         torch.cat(reduced, 1),
         activations,
-        violations_of(calls, slice(None)),
+        violations_of(calls, slice(None), device),
     )
 
 

@@ -11,7 +11,7 @@ from icl_patch.models.block_spec import Block
 from icl_patch.patch.context_patch import ContextPatch, PatchReport
 from icl_patch.patch.fingerprints import WatchedWeights
 from icl_patch.patch.serialization import PatchInfo
-from icl_patch.recording.attached_block import AttachedBlock, Factors
+from icl_patch.recording.attached_block import AttachedBlock, Factors, on
 from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
 from icl_patch.recording.sequences import Sequences
@@ -50,7 +50,9 @@ def factors_of(recorders: Sequence[BlockRecorder], columns: Tensor | slice) -> t
     """The factors that the recorders kept, of some columns, with the norms' own scales."""
     layers = []
     for recorder in recorders:
-        layer = {name: factor[:, columns] for name, factor in recorder.factors.items()}
+        layer = {
+            name: factor[:, on(columns, factor)] for name, factor in recorder.factors.items()
+        }
         layers.append(layer | scales_of(recorder.block, layer))
     return tuple(layers)
 
@@ -74,8 +76,10 @@ def joined_layers(calls: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
     )
 
 
-def report_of(calls: list[list[BlockDiagnostics]], columns: Tensor | slice) -> PatchReport:
-    """The report on every block in every call.
+def report_of(
+    calls: list[list[BlockDiagnostics]], columns: Tensor | slice, device: torch.device
+) -> PatchReport:
+    """The report on every block in every call, on ``device``.
 
     Raises:
         ControllabilityError: no change of the weights can have the effect.
@@ -85,21 +89,24 @@ def report_of(calls: list[list[BlockDiagnostics]], columns: Tensor | slice) -> P
             for block in call:
                 block.check(columns, token)
     except ControllabilityError as error:
-        raise ControllabilityError(str(error), violations_of(calls, columns)) from None
+        raise ControllabilityError(str(error), violations_of(calls, columns, device)) from None
 
     def stack(name: str) -> Tensor:
-        parts = [[getattr(block.report, name)[:, columns] for block in call] for call in calls]
+        whole = [[getattr(block.report, name).to(device) for block in call] for call in calls]
+        parts = [[x[:, columns] for x in call] for call in whole]
         return torch.cat([torch.stack(part) for part in parts], 2)
 
     return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
 
 
-def violations_of(calls: list[list[BlockDiagnostics]], columns: Tensor | slice) -> Violations:
-    """Every condition that was looked at, by block, token after token."""
+def violations_of(
+    calls: list[list[BlockDiagnostics]], columns: Tensor | slice, device: torch.device
+) -> Violations:
+    """Every condition that was looked at, by block, token after token, on ``device``."""
 
     def joined(parts: tuple[ControllabilityViolation, ...]) -> ControllabilityViolation:
         rows, always = (
-            torch.cat([getattr(part, name)[:, columns] for part in parts], 1)
+            torch.cat([getattr(part, name).to(device)[:, columns] for part in parts], 1)
             for name in ("rows", "always")
         )
         return replace(parts[0], rows=rows, always=always)

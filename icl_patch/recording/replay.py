@@ -66,7 +66,8 @@ def replay_compared(
             target = output[:, part]
             total = total.as_subclass(Tensor).reshape(target.shape)
             differs = (total != target) & ~(total.isnan() & target.isnan())
-            misses[layer, :, part] = differs.sum(-1) * patch.kept_mask[:, part]
+            missed = differs.sum(-1).to(misses.device)
+            misses[layer, :, part] = missed * patch.kept_mask[:, part]
 
         with ExitStack() as hooks:
             for layer, block in enumerate(attached.blocks):

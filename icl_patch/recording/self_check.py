@@ -228,7 +228,7 @@ class SelfCheck:
         """The kept tokens over a cache of the prefix, with the modules off."""
         sequences, cache = self._sequences, kv_cache.new_cache(self._model)
         width = sequences.head_ids.shape[1]
-        first = torch.arange(2, device=self._model.device)
+        first = torch.arange(2, device=self._sequences.head_ids.device)
         empty = first.new_zeros(width - 2 if counts_slots(self._model) else 0)
         slots = torch.cat([first, empty, sequences.kept_slots])
         mask = torch.cat([first >= 0, empty > 0, sequences.kept_slots > 0])
