@@ -175,7 +175,10 @@ def _check(
         output.register_forward_hook(lambda _module, _args, out: recorded.append(out)),
     ]
     try:
-        model(input_ids=torch.ones(1, 1, dtype=torch.long, device=input_device(model)), use_cache=False)
+        model(
+            input_ids=torch.ones(1, 1, dtype=torch.long, device=input_device(model)),
+            use_cache=False,
+        )
     finally:
         for handle in handles:
             handle.remove()

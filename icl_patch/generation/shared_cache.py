@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import InvariantModules
 from icl_patch.invariance.functions import one_token_attention
-from icl_patch.layers.device_hooks import hooks_of, input_device
+from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.attention_mask import Override
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
@@ -106,6 +106,11 @@ class SharedCacheStreams:
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
+        if is_aligned(model):
+            raise UnsupportedModelError(
+                f"mode='shared_cache' does not cover {type(model).__name__} with accelerate's hooks,"
+                " which move tensors between devices"
+            )
         for block in blocks:
             if reason := _unsupported_reason(block):
                 raise UnsupportedModelError(
@@ -224,7 +229,6 @@ def _unsupported_reason(block: AttachedBlock) -> str | None:
         "its MLP stands beside the attention": spec.parallel,
         "its context layer keeps a state, which no query can be folded into": spec.mixer,
         "it goes on from its sum, in shapes of its own": spec.continues_after_sum,
-        "accelerate's hooks bring it to its device": bool(hooks_of(block.module)),
         "its forward has been replaced": not overridable(block.module),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

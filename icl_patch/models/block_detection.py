@@ -472,7 +472,7 @@ class _Reading:
         """The candidates for a factor of the sum: the block's own parameters and buffers of one
         element.
         """
-        own = [*self.module.named_parameters(recurse=False)]
+        own: list[tuple[str, Tensor]] = [*self.module.named_parameters(recurse=False)]
         own += self.module.named_buffers(recurse=False)
         return [weight_of(self.module, name) for name, x in own if x.numel() == 1]
 

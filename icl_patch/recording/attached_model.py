@@ -146,8 +146,9 @@ class AttachedModel:
         self._dtype = model.dtype
         try:
             # autocast's rounding would hide the errors that the self-check looks for
-            with self.attachment.one_pass(), torch.autocast(
-                input_device(model).type, enabled=False
+            with (
+                self.attachment.one_pass(),
+                torch.autocast(input_device(model).type, enabled=False),
             ):
                 self._attach(state)
         except torch.OutOfMemoryError:

@@ -39,7 +39,7 @@ class DecodeRecorder(TwoStreamRecorder):
         for_inductor: bool = False,
     ) -> None:
         super().__init__(block, update, valid=None)
-        self.patch_index, self._rows = patch_index, len(patch_index) // 2
+        self.patch_index, self._rows = patch_index.to(block.device), len(patch_index) // 2
         self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
 
     @property

@@ -50,9 +50,7 @@ def factors_of(recorders: Sequence[BlockRecorder], columns: Tensor | slice) -> t
     """The factors that the recorders kept, of some columns, with the norms' own scales."""
     layers = []
     for recorder in recorders:
-        layer = {
-            name: factor[:, on(columns, factor)] for name, factor in recorder.factors.items()
-        }
+        layer = {name: factor[:, on(columns, factor)] for name, factor in recorder.factors.items()}
         layers.append(layer | scales_of(recorder.block, layer))
     return tuple(layers)
 
