@@ -155,6 +155,10 @@ def check_compilable(attached: AttachedModel, options: CompileOptions) -> None:
         raise ValueError(
             "expected no autocast with compile: a step that is made once has the model's own dtype"
         )
+    if attached.ranks.size > 1:
+        raise UnsupportedModelError(
+            f"compile does not cover {name} split over processes: generate without compile"
+        )
     if is_aligned(model):
         raise UnsupportedModelError(
             f"compile does not cover {name} with accelerate's hooks, which move tensors between"

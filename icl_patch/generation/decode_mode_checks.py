@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import metrics
-from icl_patch.errors import ControllabilityError, UnsupportedModelError
+from icl_patch.errors import ControllabilityError, RankError, UnsupportedModelError
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.decoder import Decoder
@@ -31,13 +31,15 @@ def require_shared_cache(decoder: Decoder) -> None:
     Raises:
         UnsupportedModelError: the model's blocks do not allow it, or the replays differ.
     """
-    if decoder.shared_cache is not None and decoder.shared_cache.fresh:
-        return
     attached = decoder.attached
+    known = decoder.shared_cache is not None and decoder.shared_cache.fresh
+    if not attached.ranks.any(not known):
+        return
     model, name = attached.model, type(attached.model).__name__
     # autocast's rounding would hide the errors that this check looks for
     with attached.attachment.one_pass(), torch.autocast(input_device(model).type, enabled=False):
-        decoder.shared_cache = SharedCacheStreams(model, attached.blocks)
+        streams = attached.ranks.shared(lambda: SharedCacheStreams(model, attached.blocks))
+        decoder.shared_cache = streams
         try:
             error = _replay_error(decoder)
         except ControllabilityError:
@@ -49,6 +51,8 @@ def require_shared_cache(decoder: Decoder) -> None:
                     f"mode='shared_cache' cannot be tried on {name}: no patch serves random tokens"
                 ) from None
             return
+        except RankError:
+            raise
         except Exception as cause:  # also an error of the model's own code
             decoder.shared_cache = None
             raise UnsupportedModelError(
@@ -69,12 +73,17 @@ def require_batch_invariant_steps(decoder: Decoder) -> None:
     Raises:
         UnsupportedModelError: as there, or something in the model has no batch-invariant form.
     """
-    if reason := _reason_against_batch_invariance(decoder.attached):
+    attached = decoder.attached
+    attached.ranks.shared(lambda: _check_batch_invariance(attached))
+    require_shared_cache(decoder)
+
+
+def _check_batch_invariance(attached: AttachedModel) -> None:
+    if reason := _reason_against_batch_invariance(attached):
         raise UnsupportedModelError(
-            f"mode='shared_cache' does not cover {type(decoder.attached.model).__name__}: {reason};"
+            f"mode='shared_cache' does not cover {type(attached.model).__name__}: {reason};"
             " mode='two_pass' does"
         )
-    require_shared_cache(decoder)
 
 
 def _reason_against_batch_invariance(attached: AttachedModel) -> str | None:

@@ -51,7 +51,7 @@ from icl_patch.recording.compute import close_on
 from icl_patch.recording.decode_recorder import DecodeRecorder
 from icl_patch.recording.exact_decode_recorder import ExactDecodeRecorder, close_loops
 from icl_patch.recording.hooks import paths_of
-from icl_patch.recording.patch_assembly import report_of, scales_of
+from icl_patch.recording.patch_assembly import layers_of_all, report_of_all, scales_of
 from icl_patch.recording.record import recording
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
@@ -326,6 +326,12 @@ def decode_one_token(
     """
     attached = state.decoder.attached
     with attached.attachment.one_pass():
+        return attached.ranks.shared(lambda: _decode(state, token_ids, return_context_logits))
+
+
+def _decode(state: DecodeState, token_ids: Tensor, return_context_logits: bool) -> DecodeResult:
+    attached = state.decoder.attached
+    with attached.attachment.one_pass():
         attached.require_attached()
         state.advance(token_ids)
         if state.switches_factors and state.steps > 1:
@@ -343,10 +349,11 @@ def decode_one_token(
             state.step_inputs.advance(token_ids)
             return _two_passes(state)
         output = state.run_step(token_ids, return_context_logits or bool(hooked))
-        if output.maybe_infeasible:  # the step's only synchronisation with the device
-            for diagnostics in output.diagnostics:
-                diagnostics.resolve(state.live).check(start=state.steps - 1)
-            if output.misses is not None and bool((output.misses * state.live.T).any()):
+        # the step's only synchronisation with the device
+        if attached.ranks.any(bool(output.maybe_infeasible)):
+            attached.ranks.shared(lambda: _check_feasible(state, output))
+            missed = output.misses is not None and bool((output.misses * state.live.T).any())
+            if attached.ranks.any(missed):
                 return _closed_again(state, output)
         batch = len(state.ids)
         logits = output.logits[-batch:]
@@ -356,6 +363,11 @@ def decode_one_token(
         if hooked:
             attached.check_step(hooked, make_patch(), logits.unsqueeze(1), state.live)
     return DecodeResult(logits, context_logits, make_patch, state.mode)
+
+
+def _check_feasible(state: DecodeState, output: StepOutput) -> None:
+    for diagnostics in output.diagnostics:
+        diagnostics.resolve(state.live).check(start=state.steps - 1)
 
 
 def _refill(state: DecodeState) -> None:
@@ -425,7 +437,9 @@ class _DeferredPatch:
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        report = report_of([resolved], slice(None), self.live.device)
+        device = self.live.device
+        report = report_of_all(self.attached, [resolved], slice(None), device)
+        layers = layers_of_all(self.attached, layers, device)
         return replace(patch, layers=layers, report=report, logits=logits, hooked=self.hooked)
 
     def _of_live_rows(self, block: AttachedBlock, layer: Factors) -> Factors:

@@ -36,6 +36,7 @@ from icl_patch.models.forward_override import (
     what_runs,
 )
 from icl_patch.models.language_model import vocabulary
+from icl_patch.models.pipeline import is_last
 from icl_patch.models.trace import trace
 from icl_patch.recording.attached_block import AttachedBlock
 
@@ -108,8 +109,8 @@ class SharedCacheStreams:
     def __init__(self, model: PreTrainedModel, blocks: Sequence[AttachedBlock]) -> None:
         if is_aligned(model):
             raise UnsupportedModelError(
-                f"mode='shared_cache' does not cover {type(model).__name__} with accelerate's hooks,"
-                " which move tensors between devices"
+                f"mode='shared_cache' does not cover {type(model).__name__} with accelerate's"
+                " hooks, which move tensors between devices"
             )
         for block in blocks:
             if reason := _unsupported_reason(block):
@@ -122,7 +123,7 @@ class SharedCacheStreams:
                 f"mode='shared_cache' needs attention {_IMPLEMENTATION!r},"
                 f" {type(model).__name__} has {implementation!r}"
             )
-        self._last = blocks[-1]
+        self._last = blocks[-1] if is_last(model) else None  # of the model
         self._context_only = False
         self.projections = _output_projections(model, blocks)
         self._reduced: Tensor | None = None

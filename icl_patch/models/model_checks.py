@@ -8,6 +8,8 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import device_of, hooks_of, offloaded
 from icl_patch.models.forward import drafts_for_another, takes_cache
 from icl_patch.models.language_model import text_config, vocabulary
+from icl_patch.models.pipeline import is_elsewhere
+from icl_patch.models.recurrent_state import is_recurrent
 
 
 def check_language_model(model: object) -> None:
@@ -102,7 +104,27 @@ def _check_kept_weights(model: PreTrainedModel) -> None:
 def _has_head(model: PreTrainedModel) -> bool:
     """Whether the model ends in logits over its vocabulary."""
     head = model.get_output_embeddings()
+    if head is not None and is_elsewhere(head):
+        return True
     return head is not None and getattr(head, "out_features", None) == vocabulary(model)
+
+
+def check_split(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for a model that is split over processes in a way that is not
+    supported.
+    """
+    config, name = model.config.distributed_config, type(model).__name__
+    for kind, size in (("FSDP", config.dp_size), ("expert", config.ep_size)):
+        if size > 1:
+            raise UnsupportedModelError(
+                f"expected {name} split by pp_size, got {kind} parallelism over {size} processes:"
+                " load it with DistributedConfig(pp_size=...)"
+            )
+    if is_recurrent(model):
+        raise UnsupportedModelError(
+            f"expected attention in all blocks of a pipeline, {name} has recurrent layers, whose"
+            " states a pipeline does not size"
+        )
 
 
 def check_block_devices(layers: dict[str, nn.Module]) -> None:

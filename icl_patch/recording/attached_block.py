@@ -24,6 +24,7 @@ from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.block_spec import Block
+from icl_patch.models.ranks import Ranks
 from icl_patch.models.trace import first_tensor
 from icl_patch.ops import NormPair
 from icl_patch.patch.context_patch import ContextPatch
@@ -336,7 +337,10 @@ class HasBlocks(Protocol):
     model: PreTrainedModel
     update: str
     blocks: list[AttachedBlock]
+    block_specs: tuple[Block, ...]
+    places: range
     recurrent: bool
+    ranks: Ranks
 
     def empty_patch(
         self, sequences: Sequences, passes: int, arithmetic: str = MODEL

@@ -17,7 +17,8 @@ from icl_patch.recording.patch_assembly import (
     Violations,
     factors_of,
     joined_layers,
-    report_of,
+    layers_of_all,
+    report_of_all,
     violations_of,
 )
 from icl_patch.recording.record import recording
@@ -50,9 +51,10 @@ def compute_two_stream(attached: HasBlocks, cache: Cache, sequences: Sequences) 
     recorders = [TwoStreamRecorder(block, attached.update, valid) for block in attached.blocks]
     with recording(recorders):
         logits = forward_passes.run_two_streams(attached.model, sequences, cache)[:, columns]
-    layers = factors_of(recorders, columns)
+    device = columns.device
     calls = [[recorder.diagnostics for recorder in recorders]]
-    report = report_of(calls, columns, device := columns.device)
+    report = report_of_all(attached, calls, columns, device)
+    layers = layers_of_all(attached, factors_of(recorders, columns), device)
     patch = attached.empty_patch(sequences, passes=1)
     return Computation(
         replace(patch, layers=layers, report=report, logits=logits[:batch]),
@@ -103,9 +105,12 @@ def close_on(
             reduced.append(run_kept(attached.model, patch, prefix, part))
         layers.append(factors_of(recorders, slice(None)))
         calls.append([recorder.diagnostics for recorder in recorders])
-    report = report_of(calls, slice(None), device := patch.kept_ids.device)
+    device = patch.kept_ids.device
+    report = report_of_all(attached, calls, slice(None), device)
     return Computation(
-        replace(patch, layers=joined_layers(layers), report=report),
+        replace(
+            patch, layers=layers_of_all(attached, joined_layers(layers), device), report=report
+        ),
         torch.cat(reduced, 1),
         activations,
         violations_of(calls, slice(None), device),

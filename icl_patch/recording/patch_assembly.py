@@ -11,7 +11,7 @@ from icl_patch.models.block_spec import Block
 from icl_patch.patch.context_patch import ContextPatch, PatchReport
 from icl_patch.patch.fingerprints import WatchedWeights
 from icl_patch.patch.serialization import PatchInfo
-from icl_patch.recording.attached_block import AttachedBlock, Factors, on
+from icl_patch.recording.attached_block import AttachedBlock, Factors, HasBlocks, on
 from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
 from icl_patch.recording.sequences import Sequences
@@ -95,6 +95,29 @@ def report_of(
         return torch.cat([torch.stack(part) for part in parts], 2)
 
     return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
+
+
+def report_of_all(
+    attached: HasBlocks,
+    calls: list[list[BlockDiagnostics]],
+    columns: Tensor | slice,
+    device: torch.device,
+) -> PatchReport:
+    """:func:`report_of` the blocks of all ranks; all ranks raise what one of them does."""
+    ranks = attached.ranks
+    report = ranks.shared(lambda: report_of(calls, columns, device))
+    if ranks.size == 1:
+        return report
+    names = [entry.name for entry in fields(PatchReport)]
+    parts = ranks.joined([{name: getattr(report, name) for name in names}], device)
+    return PatchReport(**{name: torch.cat([part[name] for part in parts]) for name in names})
+
+
+def layers_of_all(
+    attached: HasBlocks, layers: tuple[Factors, ...], device: torch.device
+) -> tuple[Factors, ...]:
+    """The factors of the blocks of all ranks, those of other ranks on ``device``."""
+    return tuple(attached.ranks.joined(list(layers), device))
 
 
 def violations_of(

@@ -73,14 +73,17 @@ def replay_compared(
             for layer, block in enumerate(attached.blocks):
                 block.on_end(hooks, lambda total, layer=layer: compare(total, layer))
             logits.append(_replay_part(attached, patch, cache, part))
+    if attached.ranks.size > 1:
+        parts = attached.ranks.joined([{"misses": misses}], misses.device)
+        misses = torch.cat([part["misses"] for part in parts])
     return torch.cat(logits, 1), misses
 
 
 def _replay_part(attached: HasBlocks, patch: ContextPatch, cache: Cache, part: slice) -> Tensor:
     """Replay the kept tokens in the columns ``part``, on top of those before them."""
     layers = [
-        {name: x if x.dim() == 1 else x[:, part] for name, x in layer.items()}
-        for layer in patch.layers
+        {name: x if x.dim() == 1 else x[:, part] for name, x in patch.layers[place].items()}
+        for place in attached.places
     ]
     with running_in(patch.info.arithmetic), replaying(attached.blocks, layers):
         return run_kept(attached.model, patch, cache, part)
