@@ -520,7 +520,9 @@ def _loop(
     release = None
     try:
         with decoder.attached.attachment.one_pass(), checks.timed():
-            decoder.attached.agree(the_prompt=digest([prepared.ids, prepared.mask]), options=options)
+            decoder.attached.agree(
+                the_prompt=digest([prepared.ids, prepared.mask]), options=options
+            )
             state = start(decoder, prepared, options)
             if options.compilers:
                 hooked = bool(decoder.attached.hooks.current())

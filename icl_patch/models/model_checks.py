@@ -8,7 +8,7 @@ from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import device_of, hooks_of, offloaded
 from icl_patch.models.forward import drafts_for_another, takes_cache
 from icl_patch.models.language_model import text_config, vocabulary
-from icl_patch.models.pipeline import is_elsewhere
+from icl_patch.models.pipeline import is_elsewhere, is_last
 from icl_patch.models.recurrent_state import is_recurrent
 
 
@@ -120,11 +120,27 @@ def check_split(model: PreTrainedModel) -> None:
                 f"expected {name} split by pp_size, got {kind} parallelism over {size} processes:"
                 " load it with DistributedConfig(pp_size=...)"
             )
+    others = [] if is_last(model) else _parts_between_blocks(model)
+    if others:
+        raise UnsupportedModelError(
+            f"expected a pipeline that computes what {name} does on one device, got {others[0]} on"
+            " every rank, which belongs behind the last block: transformers' pipelines do not cover"
+            " this class. Spread it with device_map"
+        )
     if is_recurrent(model):
         raise UnsupportedModelError(
             f"expected attention in all blocks of a pipeline, {name} has recurrent layers, whose"
             " states a pipeline does not size"
         )
+
+
+def _parts_between_blocks(model: PreTrainedModel) -> list[str]:
+    """The parts of this rank, beside blocks and embeddings, that run before the next rank does."""
+    return [
+        name
+        for name, child in model.base_model.named_children()
+        if name not in ("layers", "embed_tokens") and any(True for _ in child.parameters())
+    ]
 
 
 def check_block_devices(layers: dict[str, nn.Module]) -> None:

@@ -16,6 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -121,36 +122,15 @@ class Ranks:
         """
         if self.size == 1:
             return work()
-        error: BaseException | None = None
         try:
             result = work()
-        except BaseException as found:
-            if getattr(found, "on_all_ranks", False):
+        except BaseException as error:
+            if getattr(error, "on_all_ranks", False):
                 raise
-            error = found
-        try:
-            failed = self._largest([int(error is not None)]) != [0]
-        except RuntimeError as lost:
-            failed, error = True, error or lost
-        if failed:
-            self._raise_first(error)
+            self._meet("shared", error=error)
+            raise AssertionError("ranks that went on after an error") from error
+        self._meet("shared")
         return result
-
-    def _raise_first(self, error: BaseException | None) -> NoReturn:
-        """Raise the error of the first rank that has one of its own, on every rank."""
-        word = None if error is None else [type(error).__name__, str(error), _is_lost(error)]
-        words = self._exchange("error", word)
-        own = [(rank, found) for rank, found in enumerate(words) if found and not found[2]]
-        lost = [(rank, found) for rank, found in enumerate(words) if found]
-        rank, (kind, message, _) = (own or lost)[0]
-        if not own or any(found for _, found in lost if found[2]):
-            self._lost = f"{message} (on rank {self.ranks[rank]})"  # the model's groups are broken
-        raised: Any = getattr(errors, kind, None) or getattr(sys.modules["builtins"], kind, None)
-        if error is not None and not isinstance(error, Exception):
-            raise error  # an interrupt
-        if not (isinstance(raised, type) and issubclass(raised, Exception)) or not own:
-            raised, message = RankError, f"{kind}: {message}"
-        raise on_all_ranks(_made(raised, f"{message} (on rank {self.ranks[rank]})")) from error
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Check that all ranks have the same facts, by name.
@@ -161,54 +141,81 @@ class Ranks:
         if self.size == 1:
             return
         texts = {name: str(fact) for name, fact in facts.items()}
-        digest = hashlib.sha256(json.dumps(texts).encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
-        if not self.any(self.largest([number, -number]) != [number, -number]):
+        if self._meet(f"facts {texts}")[1]:
             return
-        others = self._exchange("facts", texts)
-        for rank, other in enumerate(others):
-            for name in {**others[0], **other}:
-                if others[0].get(name) != other.get(name):
-                    got = [
-                        f"{x.get(name)} on rank {self.ranks[r]}"
-                        for r, x in ((0, others[0]), (rank, other))
-                    ]
+        found = self._exchange("facts", texts)
+        first = found[0]
+        for rank, other in zip(self.ranks, found, strict=True):
+            for name in {**first, **other}:
+                if first.get(name) != other.get(name):
+                    got = f"{first.get(name)} on rank {self.ranks[0]}"
                     raise on_all_ranks(
                         RankError(
-                            f"expected {name} to be the same on all ranks, got {' and '.join(got)}"
+                            f"expected {name} to be the same on all ranks, got {got} and"
+                            f" {other.get(name)} on rank {rank}"
                         )
                     )
-        raise AssertionError("ranks with the same facts")
+        raise AssertionError("ranks that differ in nothing")
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is True on some rank."""
-        return flag if self.size == 1 else self.largest([int(flag)]) != [0]
+        return flag if self.size == 1 else self._same_place("any", flag)
 
-    def largest(self, numbers: list[int]) -> list[int]:
-        """The largest of all ranks, number by number."""
-        if self.size == 1:
-            return numbers
+    def _same_place(self, place: str, flag: bool = False) -> bool:
+        found, same = self._meet(place, flag)
+        if not same:
+            self._exchange(place)  # which raises
+        return found
+
+    def _meet(
+        self, place: str, flag: bool = False, error: BaseException | None = None
+    ) -> tuple[bool, bool]:
+        """Whether the flag is True on some rank, and whether all ranks are at one place; raises if
+        one of them has an error, or does not come.
+        """
         self._check_together()
+        number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
+        found = torch.tensor([int(error is not None), int(flag), number, -number])
         try:
-            return self._largest(numbers)
-        except RuntimeError as error:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+        except RuntimeError as lost:
+            self._raise_first(error or lost)
+        if found[0]:
             self._raise_first(error)
+        return bool(found[1]), int(found[2]) == -int(found[3])
 
-    def _largest(self, numbers: list[int]) -> list[int]:
-        found = torch.tensor(numbers)
-        dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
-        return found.tolist()
+    def _raise_first(self, error: BaseException | None) -> NoReturn:
+        """Raise the error of the first rank that has one of its own, on every rank."""
+        word = None if error is None else [type(error).__name__, str(error), _is_lost(error)]
+        words = self._exchange("error", word)
+        with suppress(RankError):  # the rank with the store does not end before all have read
+            self._exchange("heard")
+        lost = [found for found in words if found and found[2]]
+        own = [(rank, found) for rank, found in enumerate(words) if found and not found[2]]
+        rank, (kind, message, _) = own[0] if own else (words.index(lost[0]), lost[0])
+        message = f"{message} (on rank {self.ranks[rank]})"
+        if lost:  # a message has not come: the groups are not to be used again
+            self._lost = message
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt
+        known: Any = getattr(errors, kind, None) or getattr(sys.modules["builtins"], kind, None)
+        if own and isinstance(known, type) and issubclass(known, Exception):
+            raise on_all_ranks(_made(known, message)) from error
+        raise on_all_ranks(RankError(f"{kind}: {message}")) from error
 
     # -- words and tensors
 
     def exchange(self, word: Any) -> list[Any]:
         """What every rank says, as JSON, in the order of the ranks."""
-        return [word] if self.size == 1 else self._exchange("word", word)
+        if self.size == 1:
+            return [word]
+        self._same_place("exchange")
+        return self._exchange("exchange", word)
 
-    def _exchange(self, kind: str, word: Any = None) -> list[Any]:
+    def _exchange(self, place: str, word: Any = None) -> list[Any]:
         self._check_together()
         self._count += 1
-        self._store.set(f"{self._count}/{self.index}", json.dumps([kind, word]))
+        self._store.set(f"{self._count}/{self.index}", json.dumps([place, word]))
         found = []
         for other, rank in enumerate(self.ranks):
             key = f"{self._count}/{other}"
@@ -217,21 +224,17 @@ class Ranks:
                 found.append(json.loads(self._store.get(key)))
             except RuntimeError as error:  # also of a store whose process has ended
                 self._lost = (
-                    f"rank {rank} has not answered within {self._patience.total_seconds():g}"
-                    " seconds: it has ended, or it waits for something else"
+                    f"rank {rank} does not answer: it has ended, or it did something else for"
+                    f" {self._patience.total_seconds():g} seconds"
                 )
                 raise on_all_ranks(RankError(self._lost)) from error
         if self._count > 2:  # everyone has read it
             self._store.delete_key(f"{self._count - 2}/{self.index}")
-        kinds = [other for other, _ in found]
-        if len({*kinds}) > 1 and "error" not in kinds:
-            self._lost = f"the ranks are at different places: {', '.join(kinds)}"
+        places = [place for place, _ in found]
+        if len({*places}) > 1:
+            self._lost = f"the ranks are at different places: {', '.join(places)}"
             raise on_all_ranks(RankError(self._lost))
-        return (
-            [content for other, content in found]
-            if len({*kinds}) == 1
-            else [content if other == "error" else None for other, content in found]
-        )
+        return [content for _, content in found]
 
     def _check_together(self) -> None:
         if self._lost:

@@ -1,0 +1,82 @@
+"""Models that are split over processes: every rank has the bits of one process, and what one rank
+refuses, all refuse.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.offload import imported_accelerate
+from support.ranks import TIMEOUT, bits_of, launch
+from transformers import AutoModelForCausalLM
+
+from icl_patch.evaluation import tiny_models
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+FAMILIES = ("gemma3", "llama")
+UPDATES = ("direct", "stable", "exact")
+
+
+def folders(path: Path, families: tuple[str, ...]) -> list[str]:
+    imported_accelerate()  # which transformers asks for
+    for family in families:
+        tiny_models.build(family).save_pretrained(path / family)
+    return [str(path / family) for family in families]
+
+
+def check_bits(said: list[list[Any]], saved: list[str], file: Path) -> None:
+    """Each rank said what one process computes."""
+    for number, folder in enumerate(saved):
+        for place, update in enumerate(UPDATES):
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            expected = bits_of(model, update, file)
+            for rank in said:
+                assert rank[3 * number + place] == expected, (folder, update)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    saved = folders(tmp_path, FAMILIES)
+    said = launch(2, "everything", *saved)
+    check_bits(said, saved, tmp_path / "file")
+    first, second = (rank[6:] for rank in said)
+
+    refusals = [
+        ("RankError", "expected the update to be the same on all ranks, got exact on rank 0 and"),
+        ("ValueError", "expected update direct, stable, exact, got 'other' (on rank 0)"),
+        ("RankError", "expected the same model.embed_tokens.weight on all ranks that have it"),
+        ("RankError", "expected the tokens to be the same on all ranks"),
+        ("ValueError", "expected at least one kept token, got kept_ids (2, 0) (on rank 1)"),
+        ("ValueError", "expected the kept tokens that the patch was computed for"),
+        ("RankError", "expected the call to be the same on all ranks, got forward on rank 0"),
+        ("ControllabilityError", "model.layers.3, row 0, kept token 0: the input h of mlp.down"),
+        ("ControllabilityError", "model.layers.3, row 0, kept token 0: the input h of mlp.down"),
+        ("UnsupportedModelError", "compile does not cover Gemma3ForCausalLM split over processes"),
+        ("ValueError", "expected an attached patcher, this one has been detached (on rank 0)"),
+    ]
+    assert len(second) == len(refusals) + 1 and second[-1] == "ends"
+    for one, other, (kind, text) in zip(first, second, refusals, strict=False):
+        assert one == other and one[0] == kind and one[1].startswith(text), one
+    kind, text, seconds = first[len(refusals)]
+    assert kind == "RankError" and text.startswith("rank 1 does not answer: it has ended, or")
+    assert seconds < 6 * TIMEOUT
+    kind, text = first[len(refusals) + 1]
+    assert kind == "RankError" and "have lost each other before (rank 1 does not answer" in text
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("count", [3, 4])
+def test_several_ranks(count: int, tmp_path: Path) -> None:
+    families = (*FAMILIES, "granite", "qwen3_moe", "olmo3")
+    saved = folders(tmp_path, families)
+    check_bits(launch(count, "bits", *saved), saved, tmp_path / "file")
+
+
+@pytest.mark.stress
+def test_a_rank_that_does_not_come_is_an_error_on_the_others(tmp_path: Path) -> None:
+    said = launch(3, "absence", *folders(tmp_path, ("llama",)))
+    assert said[2] == ["waits"]
+    for rank in said[:2]:
+        kind, text, seconds = rank[0]
+        assert kind == "RankError" and "rank 2 does not answer" in text
+        assert seconds < 6 * TIMEOUT
