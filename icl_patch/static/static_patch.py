@@ -228,6 +228,7 @@ class StaticPatch:
         PatchFormatError unless every change fits a matrix of it, and TypeError if a module is
         patched already.
         """
+        check_whole(model)
         for path, change in self.changes.items():
             _check_change(model, path, change)
         info = self.info
