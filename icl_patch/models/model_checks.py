@@ -114,12 +114,18 @@ def check_split(model: PreTrainedModel) -> None:
     supported.
     """
     config, name = model.config.distributed_config, type(model).__name__
+    if config.tp_size > 1 and config.pp_size > 1:
+        raise UnsupportedModelError(
+            f"expected {name} split by pp_size or by tp_size, got both: choose one of them"
+        )
     for kind, size in (("FSDP", config.dp_size), ("expert", config.ep_size)):
         if size > 1:
             raise UnsupportedModelError(
-                f"expected {name} split by pp_size, got {kind} parallelism over {size} processes:"
-                " load it with DistributedConfig(pp_size=...)"
+                f"expected {name} split by pp_size or tp_size, got {kind} parallelism over {size}"
+                " processes: load it with DistributedConfig(pp_size=...)"
             )
+    if config.pp_size == 1:
+        return
     others = [] if is_last(model) else _parts_between_blocks(model)
     if others:
         raise UnsupportedModelError(

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import FingerprintMismatch, RankError, UnsupportedModelError
@@ -67,8 +68,11 @@ def _together(hashes: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def tensor_hashes(model: nn.Module) -> tuple[dict[str, str], int]:
-    """The hash of each tensor of :func:`hash_weights` by name, and how many bytes were read."""
+def tensor_hashes(model: nn.Module, *, whole: bool = False) -> tuple[dict[str, str], int]:
+    """The hash of each tensor of :func:`hash_weights` by name, and how many bytes were read.
+
+    whole: put a tensor together that several ranks share; all of them call this then.
+    """
     hashes, nbytes, known = dict[str, str](), 0, dict[int, str]()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor):  # from a module's get_extra_state
@@ -76,6 +80,8 @@ def tensor_hashes(model: nn.Module) -> tuple[dict[str, str], int]:
         if id(tensor) not in known:  # tied weights are read once
             read = offloaded(model, name) if tensor.is_meta else None
             held = tensor if read is None else read().to(tensor.dtype)
+            if whole and isinstance(held, DTensor):
+                held = held.full_tensor()
             parts = list(_plain(held.detach()))
             nbytes += sum(part.nbytes for part in parts)
             known[id(tensor)] = _hash(parts).hex()
@@ -121,6 +127,9 @@ def _factors() -> Tensor:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of: itself, or the parts of a quantised one."""
+    if isinstance(tensor, DTensor):  # of which this rank has a part
+        yield tensor.to_local()
+        return
     if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -200,7 +209,9 @@ class WatchedWeights:
         self._model = weakref.ref(model)
         self._state: list[tuple[int, int, torch.dtype]] = []
         self._fingerprint: str | None = None
-        self._others: dict[str, str] = {}  # of other ranks' tensors
+        # of whole tensors of all ranks, and of this rank's parts, at the last `refresh`
+        self._others: dict[str, str] = {}
+        self._own: dict[str, str] = {}
 
     def refresh(self) -> None:
         """Take the hashes of all ranks, if one of them has changed. All ranks call it.
@@ -217,7 +228,8 @@ class WatchedWeights:
             return
         _watched[model] = self
         self._others = {}
-        for rank, hashes in enumerate(ranks.exchange(tensor_hashes(model)[0])):
+        self._own = tensor_hashes(model)[0]
+        for rank, hashes in enumerate(ranks.exchange(tensor_hashes(model, whole=True)[0])):
             for name, content in hashes.items():
                 if self._others.setdefault(name, content) != content:
                     raise on_all_ranks(
@@ -246,7 +258,8 @@ class WatchedWeights:
         start, before = time.perf_counter(), self._fingerprint
         self._state = weight_state(model)
         hashes, nbytes = tensor_hashes(model)
-        self._fingerprint = _together(self._others | hashes)
+        others = {name: x for name, x in hashes.items() if x != self._own.get(name)}
+        self._fingerprint = _together(self._others | others)
         changed = before not in (None, self._fingerprint)
         return WeightCheck(self._fingerprint, changed, nbytes, time.perf_counter() - start)
 

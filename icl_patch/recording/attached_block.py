@@ -25,6 +25,7 @@ from icl_patch.layers.router import PatchedRouter
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.block_spec import Block
 from icl_patch.models.ranks import Ranks
+from icl_patch.models.tensor_parallel import check_styles, group_of, part_of, style_of
 from icl_patch.models.trace import first_tensor
 from icl_patch.ops import NormPair
 from icl_patch.patch.context_patch import ContextPatch
@@ -81,7 +82,7 @@ register_dataclass(BlockActivations)  # so that tree_map reaches its tensors
 class AttachedBlock:
     """A block with patched modules in place of its readers and writer."""
 
-    def __init__(self, model: nn.Module, block: Block, attachment: Attachment) -> None:
+    def __init__(self, model: PreTrainedModel, block: Block, attachment: Attachment) -> None:
         spec = block.spec
         self.block, self.spec, self.attachment = block, spec, attachment
         self.module = model.get_submodule(block.path)
@@ -103,9 +104,22 @@ class AttachedBlock:
             self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, self._wrap_norm)
             self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, self._wrap_norm)
             self.factor_places = tuple(self._factor_places())
+            self.group = group_of(model)
+            self.parted = frozenset(self._parted(model))  # factors with a part on each rank
         except BaseException:
             self.detach()
             raise
+
+    def _parted(self, model: PreTrainedModel) -> Iterator[str]:
+        if self.group is None:
+            return
+        check_styles(model, self.block)
+        for name in self.readers:
+            if style_of(model, self.block.path_of(name)) is not None:
+                yield f"{name}.u"
+        if self.down is not None and style_of(model, self.block.path_of(str(self.spec.down))):
+            self.down.group = self.group
+            yield f"{self.spec.down}.v"
 
     def _wrap_norm(self, base: nn.Module) -> PatchedRMSNorm:
         return PatchedRMSNorm(
@@ -238,7 +252,10 @@ class AttachedBlock:
         self.off()
         for name, module, attribute in self.factor_places:
             if name in factors:
-                setattr(module, attribute, factors[name].to(self.device))
+                factor = factors[name]
+                if self.group is not None and name in self.parted:
+                    factor = part_of(factor, self.group)
+                setattr(module, attribute, factor.to(self.device))
                 module.mode = Mode.REPLAY
         if self.down is not None and self.post_norm is None:
             written = self.down.bias_change if self.down.u is None else self.down.u

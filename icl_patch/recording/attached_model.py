@@ -39,6 +39,7 @@ from icl_patch.models.model_checks import check_language_model, check_split
 from icl_patch.models.pipeline import stage_of, wait_at_most
 from icl_patch.models.ranks import Ranks, digest, on_all_ranks, ranks_of, versions
 from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.models.tensor_parallel import group_of
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import (
     WatchedWeights,
@@ -194,6 +195,12 @@ class AttachedModel:
         check_training(model, model.training)
         if self.ranks.size > 1:
             check_split(model)
+        if self.update == "exact" and group_of(model) is not None:
+            raise UnsupportedModelError(
+                "expected update 'direct' or 'stable' with tp_size, got 'exact': the bits of a sum"
+                " over ranks depend on their number and on the order of the reduction, so a patch"
+                " would be exact on this split alone. Exact patches are for pp_size"
+            )
 
     def _attach(self, state: tuple[Any, ...] | None) -> None:
         known = _known.get(self.model)
@@ -598,6 +605,7 @@ class AttachedModel:
             arithmetic=arithmetic,
             longest=longest,
             divisible=self.divisible,
+            tensor_parallel=1 if (group := group_of(self.model)) is None else group.size(),
         )
 
     @property

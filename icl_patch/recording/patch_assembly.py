@@ -8,6 +8,7 @@ from torch import Tensor
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.models.block_spec import Block
+from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import ContextPatch, PatchReport
 from icl_patch.patch.fingerprints import WatchedWeights
 from icl_patch.patch.serialization import PatchInfo
@@ -110,14 +111,34 @@ def report_of_all(
         return report
     names = [entry.name for entry in fields(PatchReport)]
     parts = ranks.joined([{name: getattr(report, name) for name in names}], device)
+    if stage_of(attached.model) is None:  # of a part of each matrix
+        return PatchReport(
+            **{name: torch.stack([part[name] for part in parts]).amax(0) for name in names}
+        )
     return PatchReport(**{name: torch.cat([part[name] for part in parts]) for name in names})
 
 
 def layers_of_all(
     attached: HasBlocks, layers: tuple[Factors, ...], device: torch.device
 ) -> tuple[Factors, ...]:
-    """The factors of the blocks of all ranks, those of other ranks on ``device``."""
-    return tuple(attached.ranks.joined(list(layers), device))
+    """The whole factors of the blocks of all ranks, those of other ranks on ``device``."""
+    ranks = attached.ranks
+    if ranks.size == 1 or stage_of(attached.model) is not None:
+        return tuple(ranks.joined(list(layers), device))
+    parts = [
+        {name: x for name, x in layer.items() if name in block.parted}
+        for layer, block in zip(layers, attached.blocks, strict=True)
+    ]
+    joined, count = ranks.joined(parts, device), len(layers)
+    return tuple(
+        {
+            name: torch.cat([joined[k][name] for k in range(i, len(joined), count)], -1)
+            if name in parts[i]
+            else x
+            for name, x in layer.items()
+        }
+        for i, layer in enumerate(layers)
+    )
 
 
 def violations_of(

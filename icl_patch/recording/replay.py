@@ -11,6 +11,7 @@ from icl_patch.invariance.arithmetic import running_in
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import counts_slots
+from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
@@ -73,7 +74,7 @@ def replay_compared(
             for layer, block in enumerate(attached.blocks):
                 block.on_end(hooks, lambda total, layer=layer: compare(total, layer))
             logits.append(_replay_part(attached, patch, cache, part))
-    if attached.ranks.size > 1:
+    if stage_of(attached.model) is not None:
         parts = attached.ranks.joined([{"misses": misses}], misses.device)
         misses = torch.cat([part["misses"] for part in parts])
     return torch.cat(logits, 1), misses

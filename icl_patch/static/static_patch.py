@@ -28,6 +28,7 @@ from icl_patch.patch.fingerprints import (
 from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import check_finite, file_parts, read_file
 from icl_patch.static.low_rank import LowRank
+from icl_patch.static.matrices import check_whole
 from icl_patch.static.report import StaticReport
 from icl_patch.static.static_linear import StaticLinear, padded
 
