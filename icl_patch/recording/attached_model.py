@@ -635,11 +635,20 @@ class AttachedModel:
         Raises:
             FingerprintMismatch: it is of others.
             PatchFormatError: the patch was computed for blocks of another form.
-            ValueError: as :meth:`require_attached`.
+            ValueError: as :meth:`require_attached`; or the patch depends on the rounding of another
+                ``tp_size``.
         """
         self.require_attached()
         patch.check_model(self.model, self.fingerprint)
         patch.check_blocks(self.block_specs)
+        own = 1 if (group := group_of(self.model)) is None else group.size()
+        bound = patch.info.update == "exact" or not patch.info.divisible
+        if bound and patch.info.tensor_parallel != own:
+            raise ValueError(
+                f"expected a patch of a model with tp_size={own}, got an {patch.info.update} one"
+                f" with tp_size={patch.info.tensor_parallel}, which depends on the rounding of that"
+                " split: compute it again, or take update='stable'"
+            )
         if self.tokenizer_fingerprint is not None:
             patch.check_tokenizer(self.tokenizer_fingerprint)
 

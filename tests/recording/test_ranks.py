@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.offload import imported_accelerate
-from support.ranks import TIMEOUT, bits_of, launch
+from support.ranks import CONTEXT, KEPT, PREFIX, TIMEOUT, bits_of, launch
 from transformers import AutoModelForCausalLM
 
+from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.evaluation import tiny_models
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
@@ -62,6 +64,56 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert seconds < 6 * TIMEOUT
     kind, text = first[len(refusals) + 1]
     assert kind == "RankError" and "have lost each other before (rank 1 does not answer" in text
+
+
+def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> None:
+    saved = folders(path, families)
+    of_one: dict[tuple[str, str], Any] = {}
+    for folder in saved:
+        for update in UPDATES:
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            with ContextPatcher(model, update) as patcher:
+                patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
+                patch.save(f"{folder}/{update}.safetensors")
+                steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
+                tokens = [step.token_ids.tolist() for step in steps]
+            of_one[folder, update] = patch, tokens
+    said = launch(count, "tensor_parallel", *saved)
+    for number, (folder, update) in enumerate(of_one):
+        words = [rank[number] for rank in said]
+        if update == "exact":
+            assert all(word == words[0] for word in words)
+            assert words[0][0] == "UnsupportedModelError"
+            assert "the bits of a sum over ranks depend on their number" in words[0][1]
+            continue
+        word, (patch, tokens) = words[0], of_one[folder, update]
+        assert all(other["factors"] == word["factors"] for other in words)
+        assert all(other["tokens"] == tokens for other in words)
+        assert word["replay"] < 1e-5
+        # a replay has one more sum a block than the model, of a number for each row
+        (own, own_bytes), (ours, our_bytes) = word["reduced"]
+        if update == "direct" and not patch.info.divisible:  # a change of the scale alone
+            assert (ours, our_bytes) == (own, own_bytes)
+            assert word["of_one"][1].startswith(f"expected a patch of a model with tp_size={count}")
+        else:
+            assert word["of_one"] < 1e-5
+            assert ours == own + len(patch.blocks)
+            assert our_bytes == own_bytes + len(patch.blocks) * KEPT.numel() * 4
+        written = ContextPatch.load(f"{folder}/{update}-{count}.safetensors", None)
+        assert written.info.tensor_parallel == count
+        for layer, expected in zip(written.layers, patch.layers, strict=True):
+            assert layer.keys() == expected.keys()
+            for name, factor in layer.items():
+                torch.testing.assert_close(factor, expected[name], rtol=2e-3, atol=2e-4)
+
+
+def test_matrices_shared_by_two_ranks(tmp_path: Path) -> None:
+    check_tensor_parallel(2, tmp_path, ("gemma3", "llama"))
+
+
+@pytest.mark.stress
+def test_matrices_shared_by_four_ranks(tmp_path: Path) -> None:
+    check_tensor_parallel(4, tmp_path, ("gemma2", "qwen2"))
 
 
 @pytest.mark.stress

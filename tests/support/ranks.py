@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.models import tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -99,6 +100,68 @@ def load(folder: str, **split: int) -> Any:
     config = DistributedConfig(**split)
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     return model.eval()
+
+
+def tensor_parallel(*folders: str) -> None:
+    """Every update of every model in the folders, its matrices shared by the ranks; each folder has
+    a file of one process for each update.
+    """
+    for folder in folders:
+        for update in ("direct", "stable", "exact"):
+            say(shared_matrices(folder, update))
+
+
+def shared_matrices(folder: str, update: str) -> Any:
+    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    model, said = load(folder, tp_size=count), dict[str, Any]()
+    refusal = error_of(lambda: ContextPatcher(model, update, rank_timeout=60).detach())
+    if refusal[0] != "nothing":
+        return refusal
+    with ContextPatcher(model, update, rank_timeout=60) as patcher:
+        patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
+        said["replay"] = largest_difference(patcher.forward(KEPT, patch), patch.logits)
+        of_one = ContextPatch.load(f"{folder}/{update}.safetensors", model)
+        said["of_one"] = error_of(lambda: patcher.forward(KEPT, of_one))
+        if said["of_one"][0] == "nothing":
+            said["of_one"] = largest_difference(patcher.forward(KEPT, of_one), patch.logits)
+        if rank == 0:
+            patch.save(f"{folder}/{update}-{count}.safetensors")
+        steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
+        said["tokens"] = [step.token_ids.tolist() for step in steps]
+        alone = patcher.compute(CONTEXT, KEPT)
+        said["reduced"] = [
+            reductions(lambda: plain(model)),
+            reductions(lambda: patcher.forward(KEPT, alone)),
+        ]
+        said["factors"] = digest_of([x for layer in patch.layers for x in layer.values()])
+    return said
+
+
+def plain(model: Any) -> None:
+    with torch.no_grad():
+        model(KEPT)
+
+
+def reductions(work: Callable[[], Any]) -> list[int]:
+    """How many sums over ranks ``work`` takes in the blocks, and of how many bytes."""
+    original, sizes = dist.all_reduce, list[int]()
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_floating_point():  # the ranks agree in integers
+            sizes.append(x.nbytes)
+        return original(x, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        work()
+    finally:
+        dist.all_reduce = original
+    return [len(sizes), sum(sizes)]
+
+
+def largest_difference(x: Tensor, y: Tensor | None) -> float:
+    assert y is not None
+    return float((x - y).abs().max() / y.abs().max())
 
 
 def error_of(work: Callable[[], Any]) -> list[str]:
