@@ -1,5 +1,6 @@
 """Models whose weights accelerate offloads: the bits of the same model in memory."""
 
+import json
 import os
 import subprocess
 import sys
@@ -154,3 +155,15 @@ def test_what_does_not_work_is_refused(tmp_path: Path) -> None:
     assert device_of(part) == torch.device("cuda", 1)
     with pytest.raises(UnsupportedModelError, match=r"on one device, 1 is on cpu, cuda:1: give it"):
         check_block_devices({str(i): layer for i, layer in enumerate(model.model.layers)})
+
+
+def test_the_page_has_the_measured_memory() -> None:
+    root = Path(__file__).parents[2] / "docs"
+    found = json.loads((root / "data" / "offload-memory.json").read_text())
+    memory, disk = found["memory"], found["disk"]
+    sentence = (
+        f"on {found['model']} in fp32, with {memory['weights']} MiB of weights and"
+        f" {memory['largest_weight']} MiB in the largest, loading it and making a patch took"
+        f" {disk['growth']} MiB from disk, and {memory['growth']} MiB with the weights in memory"
+    )
+    assert sentence in " ".join((root / "scale.md").read_text().split())

@@ -20,10 +20,10 @@ FAMILIES = ("gemma3", "llama")
 UPDATES = ("direct", "stable", "exact")
 
 
-def folders(path: Path, families: tuple[str, ...]) -> list[str]:
+def folders(path: Path, families: tuple[str, ...], **changes: Any) -> list[str]:
     imported_accelerate()  # which transformers asks for
     for family in families:
-        tiny_models.build(family).save_pretrained(path / family)
+        tiny_models.build(family, **changes).save_pretrained(path / family)
     return [str(path / family) for family in families]
 
 
@@ -67,7 +67,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> None:
-    saved = folders(path, families)
+    saved = folders(path, families, num_key_value_heads=4)  # a head for each of four ranks
     of_one: dict[tuple[str, str], Any] = {}
     for folder in saved:
         for update in UPDATES:
