@@ -7,7 +7,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
+.PHONY: FORCE help demo test oldest stress ranks splits real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +42,12 @@ oldest: build/oldest/installed ## the test suite with the oldest versions that p
 
 stress: $(RUN) ## a million adversarial rows through the RMSNorm inversion; two threads, a thousand calls each, on one attached model; a run over a data set, killed 100 times; every family, on more random numbers too
 	$(RUN) -m pytest -m stress
+
+ranks: $(RUN) build/peft ## models that are split over three and four processes, by pipeline and by shared matrices, on the CPU
+	$(RUN) -m pytest -m stress tests/recording/test_ranks.py
+
+splits: $(RUN) build/peft ## every family offloaded and split, beside the whole model, into docs/data/splits.jsonl
+	PYTHONPATH=build/peft OMP_NUM_THREADS=1 $(RUN) tools/splits.py && $(RUN) tools/readme.py
 
 # Apart from the rest: it brings a module that hides Python's own typing.
 build/universalmutator: | $(RUN)

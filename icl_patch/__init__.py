@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ControllabilityError,
         FingerprintMismatch,
         PatchFormatError,
+        RankError,
         UnsupportedModelError,
     )
     from icl_patch.evaluation import embedded
@@ -45,6 +46,7 @@ _HOMES = {
     "PatchedExperts": "icl_patch.layers.experts",
     "PatchedLinear": "icl_patch.layers.linear",
     "PatchedRMSNorm": "icl_patch.layers.rms_norm",
+    "RankError": "icl_patch.errors",
     "UnsupportedModelError": "icl_patch.errors",
     "batch_invariant": "icl_patch.invariance.batch_invariant",
     "controllability": "icl_patch.analysis.controllability",
@@ -64,6 +66,7 @@ __all__ = [
     "PatchedExperts",
     "PatchedLinear",
     "PatchedRMSNorm",
+    "RankError",
     "UnsupportedModelError",
     "__version__",
     "batch_invariant",

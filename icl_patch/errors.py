@@ -56,3 +56,9 @@ class StaticPatchWarning(UserWarning):
 
 class TokenPatchWarning(UserWarning):
     """The change of weights of one token is written for a use at all tokens."""
+
+
+class RankError(RuntimeError):
+    """The processes that run one model together cannot go on: one has ended or does not answer, or
+    they were given different things. It is raised on all of them.
+    """

@@ -4,7 +4,8 @@ detach.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,19 @@ from icl_patch.patch.fingerprints import WeightCheck
 from icl_patch.patch.serialization import check_fit
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.sequences import assemble, check_tensor, either
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _on_all_ranks(method: _Method) -> _Method:
+    """Decorate a public call that all ranks of a split model make together."""
+
+    @wraps(method)
+    def together(patcher: "ContextPatcher", *args: Any, **kwargs: Any) -> Any:
+        ranks = patcher.attached_model.ranks
+        return ranks.call(method.__name__, lambda: method(patcher, *args, **kwargs))
+
+    return cast(_Method, together)
 
 
 class ContextPatcher:
@@ -45,6 +59,8 @@ class ContextPatcher:
         update: ``"direct"`` (Theorem 1: closed form), ``"stable"`` (Appendix B: RMSNorm inversion)
             or ``"exact"`` (closed on the rounded block output: bit-identical).
         tokenizer: recorded in patches, and compared with that of patches that are replayed.
+        rank_timeout: for a model that is split over processes, how many seconds a process waits
+            for another; 300 by default.
 
     Raises:
         UnsupportedModelError: the model has blocks of an unknown form, or fails the self-check.
@@ -61,8 +77,9 @@ class ContextPatcher:
         update: str = "exact",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        rank_timeout: float | None = None,
     ) -> None:
-        self.attached_model = AttachedModel(model, update, tokenizer)
+        self.attached_model = AttachedModel(model, update, tokenizer, rank_timeout)
         self.plans = StepPlans(self.attached_model)
 
     def __repr__(self) -> str:
@@ -129,6 +146,7 @@ class ContextPatcher:
 
     # -- compute
 
+    @_on_all_ranks
     @torch.no_grad()
     def compute(
         self,
@@ -187,6 +205,7 @@ class ContextPatcher:
         )
         return self.attached_model.compute(sequences, **model_inputs).patch
 
+    @_on_all_ranks
     def dynamics(
         self,
         context_ids: Tensor,
@@ -232,6 +251,7 @@ class ContextPatcher:
 
     # -- replay
 
+    @_on_all_ranks
     @torch.no_grad()
     def forward(
         self,
@@ -288,7 +308,7 @@ class ContextPatcher:
         if kept_mask is not None:
             check_tensor("kept_mask", kept_mask)
         self.attached_model.check_patch(patch)
-        if not patch.info.replayable or len(patch.layers) != len(self.attached_model.blocks):
+        if not patch.info.replayable or len(patch.layers) != len(self.attached_model.block_specs):
             raise ValueError(
                 "expected a patch with all its layers and its first tokens, got a part of one"
             )
@@ -337,6 +357,7 @@ class ContextPatcher:
 
     # -- generation
 
+    @_on_all_ranks
     def generate(
         self,
         context_ids: Tensor | None = None,

@@ -171,10 +171,43 @@ def hundred() -> str:
     return _table(columns, rows)
 
 
+def splits() -> str:
+    """Families by what split models compute, from tools/splits.py: families with equal cells share
+    a row.
+    """
+    text = (ROOT / "docs/data/splits.jsonl").read_text(encoding="utf-8")
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for line in map(json.loads, text.splitlines()):
+        found.setdefault(line["family"], {}).setdefault(line["split"], []).append(line)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    errors: dict[tuple[str, ...], float] = {}
+    for family, by_split in found.items():
+        cells = tuple(_of_split(by_split[name]) for name in by_split)
+        rows.setdefault(cells, []).append(family)
+        shared = [line["error"] for line in by_split["tp 2"] if "error" in line]
+        errors[cells] = max([errors.get(cells, 0.0), *shared])
+    names = {"cpu": "on the CPU", "disk": "on disk"}
+    names |= {name: f"`{name[:2]}_size={name[3:]}`" for name in ("pp 2", "pp 4", "tp 2")}
+    order = list(next(iter(found.values())))
+    table = [
+        [", ".join(families), *cells, f"{errors[cells]:.0e}" if errors[cells] else ""]
+        for cells, families in sorted(rows.items(), key=lambda row: -len(row[1]))
+    ]
+    return _table(["families", *(names[name] for name in order), "largest error"], table)
+
+
+def _of_split(lines: list[dict[str, Any]]) -> str:
+    """What a family computes in one split, over the updates."""
+    if all(line.get("bits") for line in lines):
+        return "all bits"
+    works = [line["update"] for line in lines if "error" in line]
+    return ", ".join(f"`{update}`" for update in works) or "refused"
+
+
 TABLES: dict[str, dict[str, Callable[[], Any]]] = {
     "README.md": {"chat": chat, "fidelity": fidelity},
     "docs/models.md": {"families": support_markdown},
-    "docs/scale.md": {"extraction": extraction, "hundred": hundred},
+    "docs/scale.md": {"extraction": extraction, "hundred": hundred, "splits": splits},
     "docs/performance.md": {
         "speed": speed,
         "memory": memory,

@@ -57,7 +57,8 @@ SHARED_CACHE_FLAGS = ("--mode", "shared_cache")
 
 def generation_modes(patcher: ContextPatcher) -> dict[str, dict[str, Any]]:
     """The arguments of ``ContextPatcher.generate`` by the mode's name in a record."""
-    default = "two_pass" if patcher.attached_model.needs_two_passes else "two_stream"
+    two_passes = patcher.update == "exact" or patcher.attached_model.steps_take_two_passes
+    default = "two_pass" if two_passes else "two_stream"
     return {
         default: {"mode": default},
         "shared_cache": {"mode": "shared_cache"},

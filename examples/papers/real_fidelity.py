@@ -103,10 +103,7 @@ def _update_of(name: str) -> str:
 
 def _computed(model: AttachedModel, cache: Any, sequences: Sequences) -> Computation:
     """The patch on top of a copy of a cache of one row."""
-    copied = copy.deepcopy(cache)
-    if not model.needs_two_passes:
-        kv_cache.stack_cache(copied, 1)
-    return model.compute_from(copied, sequences)
+    return model.compute_from(copy.deepcopy(cache), sequences)
 
 
 def noise(

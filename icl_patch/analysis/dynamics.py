@@ -260,10 +260,8 @@ def grow(
         else:
             inputs = (part.head_ids[:, new], part.head_mask, positions[:, new], cache)
             forward_passes.run(model, *inputs, longest=part.longest, last_logits=1)
-        copied = copy.deepcopy(cache)
-        if patches[0].passes == 1:  # one pass over both streams, and rows for both
-            kv_cache.stack_cache(copied, len(part.head_ids))
-        patches.append(attached.compute_from(copied, part).patch.select(layers=layers))
+        grown = attached.compute_from(copy.deepcopy(cache), part)
+        patches.append(grown.patch.select(layers=layers))
     return Dynamics(tuple(patches))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.linear import LINEAR
 from icl_patch.models.language_model import layers_of, text_config
 from icl_patch.tolerances import rounding_limit
@@ -174,7 +175,10 @@ def _check(
         output.register_forward_hook(lambda _module, _args, out: recorded.append(out)),
     ]
     try:
-        model(input_ids=torch.ones(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        model(
+            input_ids=torch.ones(1, 1, dtype=torch.long, device=input_device(model)),
+            use_cache=False,
+        )
     finally:
         for handle in handles:
             handle.remove()

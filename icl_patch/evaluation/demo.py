@@ -21,6 +21,7 @@ from icl_patch.evaluation.embedded.scoring import (
 )
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport, verify
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.prompts import make_prompt, split_ids
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.patcher import ContextPatcher
@@ -61,7 +62,7 @@ def patched_answers(
     patcher: ContextPatcher, tokenizer: PreTrainedTokenizerBase, texts: list[str]
 ) -> list[str]:
     """Greedy answers in which every token comes from a replay on the current token alone."""
-    ids, mask = (x.to(patcher.model.device) for x in encode_contexts(tokenizer, texts))
+    ids, mask = (x.to(input_device(patcher.model)) for x in encode_contexts(tokenizer, texts))
     return decode_answers(tokenizer, _patched_ids(patcher, ids, mask, LONGEST_ANSWER))
 
 
@@ -140,7 +141,7 @@ def answer_each(
     generate: Any = model.generate
     with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
         for one in prompts:
-            ids, question_ids = (x.to(model.device) for x in (one.ids, one.question_ids))
+            ids, question_ids = (x.to(input_device(model)) for x in (one.ids, one.question_ids))
             mask = torch.ones_like(ids, dtype=torch.bool)
             patched = _patched_ids(patcher, ids, mask, _CHAT_TOKENS)
             with_context, without = (

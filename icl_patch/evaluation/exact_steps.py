@@ -18,7 +18,9 @@ from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.plans import StepPlans
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.layers.device_hooks import is_aligned
 from icl_patch.models.forward import media_positions
+from icl_patch.models.ranks import ranks_of
 from icl_patch.patch.context_patch import PatchReport
 
 REFERENCES = {
@@ -152,12 +154,14 @@ def _measured(
 
 def _fp32_logits(model: PreTrainedModel, run: BaselineRun) -> Tensor | None:
     """The logits (B, steps, V) of a copy of the model in fp32, in one pass over a run's tokens;
-    None if the model is in fp32 or wider, too large, or quantised.
+    None if the model is in fp32 or wider, too large, quantised, spread over devices or split.
     """
     weights = list(model.parameters())
     plain = all(type(x) is nn.Parameter and x.dtype == model.dtype for x in weights)
     size = 4 * sum(x.numel() for x in weights)
     if model.dtype not in (torch.bfloat16, torch.float16) or not plain or size > _MAX_FP32_BYTES:
+        return None
+    if is_aligned(model) or ranks_of(model).size > 1:
         return None
     wide: Any = copy.deepcopy(model)
     inputs = {name: x.float() if x.is_floating_point() else x for name, x in run.inputs.items()}

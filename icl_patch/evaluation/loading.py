@@ -21,6 +21,7 @@ from transformers import (
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.evaluation import embedded
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.prompts import chat_text
 
 MARS_PROMPT = (
@@ -168,7 +169,7 @@ def encode_inputs(
                 f" {', '.join(context) or 'nothing'}, {chat=} and {system=}"
             )
         inputs = {
-            name: x.to(model.device, model.dtype if x.is_floating_point() else None)
+            name: x.to(input_device(model), model.dtype if x.is_floating_point() else None)
             for name, x in context.items()
         }
         ids = inputs.pop("input_ids")
@@ -180,4 +181,5 @@ def encode_inputs(
             f" input_ids, got {type(context).__name__}"
         )
     ids, mask = encode_contexts(tokenizer, texts, chat=chat, system=system)
-    return ids.to(model.device), mask.to(model.device), {}
+    device = input_device(model)
+    return ids.to(device), mask.to(device), {}

@@ -312,6 +312,10 @@ def _replays(
     totals = {
         name: torch.stack([step[name] for step in comparisons], -1) for name in comparisons[0]
     }
+    parts = attached.ranks.joined([totals], run.ids.device)
+    for name in ("same_blocks", "same_experts") if len(parts) > 1 else ():
+        totals[name] = torch.cat([part[name] for part in parts])
+    totals["reader_error"] = torch.stack([part["reader_error"] for part in parts]).amax(0)
     return totals, replays, computation.patch.passes
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from icl_patch.generation import loop
 from icl_patch.generation.plans import StepPlans
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.prompts import Question, make_prompt, split_ids
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import assemble
@@ -50,7 +51,7 @@ def answer(
         raise TypeError("expected ask(context, question) or ask(question=..., system=...)")
     asked = make_prompt(attached.tokenizer, question, context=context, system=system, chat=chat)
     context_ids, question_ids = (
-        ids.to(attached.model.device) for ids in split_ids(attached.tokenizer, asked)
+        ids.to(input_device(attached.model)) for ids in split_ids(attached.tokenizer, asked)
     )
     prompt = torch.cat([context_ids, question_ids], 1)
     options = loop.Options(patches=False, mode="two_pass")  # as the patch below is computed

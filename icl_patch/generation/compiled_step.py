@@ -16,6 +16,7 @@ from icl_patch.generation.decode_state import DecodeState, RunStep, StepInputs, 
 from icl_patch.generation.one_pass import DecodeStep
 from icl_patch.generation.plans import StepPlans
 from icl_patch.generation.traced_step import TracedStep
+from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.models import kv_cache
 from icl_patch.models.forward_override import what_runs
@@ -148,9 +149,18 @@ def check_compilable(attached: AttachedModel, options: CompileOptions) -> None:
     """
     model, blocks = attached.model, attached.blocks
     name = type(model).__name__
-    if torch.is_autocast_enabled(model.device.type):
+    if torch.is_autocast_enabled(input_device(model).type):
         raise ValueError(
             "expected no autocast with compile: a step that is made once has the model's own dtype"
+        )
+    if attached.ranks.size > 1:
+        raise UnsupportedModelError(
+            f"compile does not cover {name} split over processes: generate without compile"
+        )
+    if is_aligned(model):
+        raise UnsupportedModelError(
+            f"compile does not cover {name} with accelerate's hooks, which move tensors between"
+            " devices: load the model onto one device, or generate without compile"
         )
     if any(isinstance(block.experts, PatchedScaledExperts) for block in blocks):
         raise UnsupportedModelError(

@@ -194,8 +194,8 @@ def new_step_inputs(cache: Cache, past: Tensor, positions: Tensor, capacity: int
 def maybe_infeasible(diagnostics: list[BlockDiagnostics], like: Tensor) -> Tensor:
     """Whether some block may not be able to take up the context, () bool, in a few launches."""
     checks = [block.feasibility_checks() for block in diagnostics]
-    refused = [flag for flags, _ in checks for flag in flags]
-    inverses = [inverse for _, values in checks for inverse in values]
+    refused = [flag.to(like.device) for flags, _ in checks for flag in flags]
+    inverses = [inverse.to(like.device) for _, values in checks for inverse in values]
     flags = [torch.cat(refused).any()] if refused else []
     flags += [(torch.cat(inverses) == 0).any()] if inverses else []
     return torch.stack(flags).any() if flags else like.new_zeros((), dtype=torch.bool)

@@ -33,7 +33,7 @@ from icl_patch.recording.attached_block import AttachedBlock, Factors
 from icl_patch.recording.attached_model import AttachedModel
 from icl_patch.recording.compute import close_on
 from icl_patch.recording.hooks import paths_of
-from icl_patch.recording.patch_assembly import report_of, scales_of
+from icl_patch.recording.patch_assembly import layers_of_all, report_of_all, scales_of
 from icl_patch.recording.sequences import Sequences, absorb_all_but_last, switches
 
 
@@ -148,6 +148,12 @@ def decode_one_token(
     """
     attached = state.attached
     with attached.attachment.one_pass():
+        return attached.ranks.shared(lambda: _decode(state, token_ids, return_context_logits))
+
+
+def _decode(state: DecodeState, token_ids: Tensor, return_context_logits: bool) -> DecodeResult:
+    attached = state.attached
+    with attached.attachment.one_pass():
         attached.require_attached()
         hooked = () if state.run is None else attached.hooks.current()
         if hooked and not state.takes_hooks:
@@ -161,16 +167,22 @@ def decode_one_token(
         if state.run is None or hooked:
             return _two_passes(state)
         output = state.run(return_context_logits)
-        if output.maybe_infeasible:  # the step's only synchronisation with the device
-            for diagnostics in output.diagnostics:
-                diagnostics.resolve(state.live).check(start=state.steps - 1)
-            if output.misses is not None and bool((output.misses * state.live.T).any()):
+        # the step's only synchronisation with the device
+        if attached.ranks.any(bool(output.maybe_infeasible)):
+            attached.ranks.shared(lambda: _check_feasible(state, output))
+            missed = output.misses is not None and bool((output.misses * state.live.T).any())
+            if attached.ranks.any(missed):
                 return _closed_again(state, output)
         batch = len(state.ids)
         exact = output.misses is not None  # both streams have the same logits
         context_logits = output.logits[:batch] if exact or len(output.logits) > batch else None
         make_patch = _DeferredPatch(state, output, context_logits)
     return DecodeResult(output.logits[-batch:], context_logits, make_patch, state.mode)
+
+
+def _check_feasible(state: DecodeState, output: StepOutput) -> None:
+    for diagnostics in output.diagnostics:
+        diagnostics.resolve(state.live).check(start=state.steps - 1)
 
 
 def _refill(state: DecodeState) -> None:
@@ -239,7 +251,10 @@ class _DeferredPatch:
                 "expected the weights that the step ran with, they have changed since: ask for the"
                 " patch before that"
             )
-        return replace(patch, layers=layers, report=report_of([resolved]), logits=logits)
+        device = self.live.device
+        report = report_of_all(self.attached, [resolved], device)
+        layers = layers_of_all(self.attached, layers, device)
+        return replace(patch, layers=layers, report=report, logits=logits)
 
     def _of_live_rows(self, block: AttachedBlock, layer: Factors) -> Factors:
         """A block's factors and its norms' scales; rows that had ended have no change."""
@@ -253,6 +268,7 @@ class _DeferredPatch:
                 continue
             zero = torch.zeros((), device=factor.device)
             unchanged = scales.get(name.replace(".new_scale", ".scale"), zero).to(factor.dtype)
-            live = self.live.reshape(*self.live.shape, *[1] * (factor.dim() - 2))
+            live = self.live.to(factor.device)
+            live = live.reshape(*live.shape, *[1] * (factor.dim() - 2))
             factors[name] = torch.where(live, factor, unchanged)
         return factors | scales

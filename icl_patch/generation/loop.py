@@ -39,6 +39,7 @@ from icl_patch.models.forward import (
     needs_media_positions,
 )
 from icl_patch.models.language_model import check_length, position_limit
+from icl_patch.models.ranks import digest
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
@@ -433,6 +434,7 @@ def _loop(
     for the first step.
     """
     config: Any = prepared.config
+    ranks = plans.attached.ranks
     processors: Any = prepared.processors
     token_ids = prepared.ids[:, -1]
     checks = ReplayChecks(plans.attached.update == "exact", options.check_every)
@@ -442,6 +444,7 @@ def _loop(
     release = None
     try:
         with plans.attached.attachment.one_pass(), checks.timed():
+            plans.attached.agree(the_prompt=digest([prepared.ids, prepared.mask]), options=options)
             state = start(plans, prepared, options)
             if options.compilers:
                 context = options.logits == "context"
@@ -454,7 +457,7 @@ def _loop(
             so_far = state.tokens
             scores = processors(so_far, logits.to(torch.float32, copy=True))
             chosen = (
-                torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+                ranks.same(torch.multinomial(scores.softmax(-1), 1).squeeze(1))
                 if config.do_sample
                 else scores.argmax(-1)
             )

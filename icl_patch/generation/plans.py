@@ -13,11 +13,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch import metrics
-from icl_patch.errors import ControllabilityError, SlowerStepsWarning, UnsupportedModelError
+from icl_patch.errors import (
+    ControllabilityError,
+    RankError,
+    SlowerStepsWarning,
+    UnsupportedModelError,
+)
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token, prefill
 from icl_patch.generation.one_pass import OnePass
 from icl_patch.invariance.arithmetic import reason_against
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.layers.experts import PatchedScaledExperts
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.router import PatchedRouter
@@ -137,7 +143,7 @@ class StepPlans:
                 f" both streams: there are some on {paths_of(hooked)}"
             )
         plan = self._made.get(mode)
-        if plan is None or not plan.fresh:
+        if attached.ranks.any(plan is None or not plan.fresh):
             self._made.pop(mode, None)
             plan = self._made[mode] = self._tried(mode)
         return plan
@@ -147,12 +153,17 @@ class StepPlans:
         attached, exact = self.attached, self.attached.update == "exact"
         model, uncovered = attached.model, f"mode={mode.value!r} does not cover "
         uncovered += type(model).__name__
-        if exact and (reason := _reason_against_batch_invariance(attached)):
-            raise UnsupportedModelError(f"{uncovered}: {reason}; mode='two_pass' does")
+
+        def made() -> OnePass:
+            if exact and (reason := _reason_against_batch_invariance(attached)):
+                raise UnsupportedModelError(f"{uncovered}: {reason}; mode='two_pass' does")
+            return OnePass(attached, shared=mode is DecodeMode.SHARED_CACHE)
+
+        device = input_device(model).type
         # autocast's rounding would hide the errors that this check looks for
-        with attached.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
+        with attached.attachment.one_pass(), torch.autocast(device, enabled=False):
+            plan = attached.ranks.shared(made)
             try:
-                plan = OnePass(attached, shared=mode is DecodeMode.SHARED_CACHE)
                 error = _replay_error(plan)
             except ControllabilityError:
                 # Weights of zero have no patch for these tokens. Steps on the user's tokens raise
@@ -163,6 +174,8 @@ class StepPlans:
                     f"mode={mode.value!r} cannot be tried on {type(model).__name__}: no patch"
                     " serves random tokens"
                 ) from None
+            except RankError:
+                raise
             except Exception as cause:  # also an error of the model's own code
                 raise UnsupportedModelError(f"{uncovered}: {cause}") from cause
         if not error <= (0 if exact else rounding_limit(model.dtype)):

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.functions import one_token_attention
+from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.attention_mask import Override
 from icl_patch.models.block_detection import is_matrix
 from icl_patch.models.forward_override import (
@@ -32,6 +33,7 @@ from icl_patch.models.forward_override import (
     overridable,
 )
 from icl_patch.models.language_model import vocabulary
+from icl_patch.models.pipeline import is_last
 from icl_patch.models.trace import trace
 from icl_patch.recording.attached_block import AttachedBlock
 
@@ -106,6 +108,11 @@ class SharedCacheStreams:
     def __init__(
         self, model: PreTrainedModel, blocks: Sequence[AttachedBlock], *, context_only: bool
     ) -> None:
+        if is_aligned(model):
+            raise UnsupportedModelError(
+                f"mode='shared_cache' does not cover {type(model).__name__} with accelerate's"
+                " hooks, which move tensors between devices"
+            )
         for block in blocks:
             if reason := _unsupported_reason(block):
                 raise UnsupportedModelError(
@@ -117,7 +124,8 @@ class SharedCacheStreams:
                 f"mode='shared_cache' needs attention {_IMPLEMENTATION!r},"
                 f" {type(model).__name__} has {implementation!r}"
             )
-        self._last = None if context_only else blocks[-1]
+        # of the model, which some rank has
+        self._last = blocks[-1] if is_last(model) and not context_only else None
         self.projections = _output_projections(model, blocks)
         self._reduced: Tensor | None = None
         self._slot: Tensor | None = None
@@ -228,7 +236,7 @@ def _output_projections(model: PreTrainedModel, blocks: Sequence[AttachedBlock])
     def on_attention(output: Tensor, _query: Tensor, _value: Tensor, options: Any) -> None:
         outputs[output.data_ptr()] = output, options.get("s_aux") is not None
 
-    ids = torch.arange(2, device=model.device).unsqueeze(0) % vocabulary(model)
+    ids = torch.arange(2, device=input_device(model)).unsqueeze(0) % vocabulary(model)
     with attending(on_attention):
         traces = trace(model, {block.block.path: block.module for block in blocks}, ids)
     if len(outputs) != len(blocks):

@@ -19,6 +19,7 @@ from icl_patch.invariance.functions import (
     Replacements,
     is_own,
 )
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.models.recurrent_state import is_recurrent
 
@@ -30,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def reason_against(model: PreTrainedModel) -> str | None:
     """Why a model cannot run in the batch-invariant arithmetic, or None."""
-    device = model.device.type
+    device = input_device(model).type
     reasons = {
         f"it runs in {model.dtype}": model.dtype not in DTYPES,
         "autocast is enabled": torch.is_autocast_enabled(device),

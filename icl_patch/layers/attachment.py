@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from icl_patch.layers.device_hooks import put_back
+
 
 class Attachment:
     """The lock of one attached model, and everything that detaching has to undo.
@@ -39,6 +41,7 @@ class Attachment:
         self._model: nn.Module | None = None
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._waiting: list[WaitingForward] = []
+        self.on_undo: Callable[[], object] | None = None  # undoes what is done for split models
 
     def __getstate__(self) -> dict[str, Any]:
         # a copied model runs passes of its own
@@ -108,6 +111,7 @@ class Attachment:
             for part in (module, vars(module).get("base_layer")):
                 if part is not None:
                     _clear_hooks(part)
+                    put_back(part)
                     # the model's own is no pass's, but that of batch_invariant
                     while part is not self._model and _is_of_a_pass(vars(part).get("forward")):
                         set_forward(part, _forward_before(part))
@@ -133,6 +137,9 @@ class Attachment:
             self.blocks.pop().detach()
         while self._waiting:
             self._waiting.pop().remove()
+        if self.on_undo is not None:
+            self.on_undo()
+            self.on_undo = None
 
 
 class WaitingForward:

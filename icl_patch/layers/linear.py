@@ -7,6 +7,7 @@ import warnings
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -41,6 +42,26 @@ class PatchedLinear(PatchedModule):
     bias_change: Tensor | None
     shared: bool | None
     out_dtype: torch.dtype | None
+    # of the ranks that have a part of the matrix's inputs each, whose outputs are summed
+    group: dist.ProcessGroup | None = None
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, in place."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def add_summed(
+        self, y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """``y + Σ_r (z·v_r) u_r`` where each rank has a part of z and v: y (M, N), z (M, K), u (M,
+        R, N) or (M, N), v the same with K.
+        """
+        wide = torch.promote_types(torch.promote_types(v.dtype, y.dtype), torch.float32)
+        u, v = (x.unsqueeze(1) if x.dim() == 2 else x for x in (u, v))
+        coefficients = self.summed((z.unsqueeze(1).to(wide) * v.to(wide)).sum(-1))  # (M, R)
+        change = (coefficients.unsqueeze(-1) * u.to(wide)).sum(1)
+        return (y.to(wide) + change).to(out_dtype or y.dtype)
 
     def set_patch(
         self,
@@ -221,9 +242,8 @@ class PatchedLinear(PatchedModule):
             y = ops.patched_linear(rows, linear[0], u, v, linear[1], out_dtype=self.out_dtype)
         else:
             plain = self.base_layer(z)
-            y = ops.add_low_rank(
-                plain.reshape(-1, plain.shape[-1]), rows, u, v, out_dtype=self.out_dtype
-            )
+            add = ops.add_low_rank if self.group is None else self.add_summed
+            y = add(plain.reshape(-1, plain.shape[-1]), rows, u, v, out_dtype=self.out_dtype)
         return y.reshape(*z.shape[:-1], y.shape[-1])
 
     def _by_row(self, factor: Tensor, z: Tensor, rows: int) -> Tensor:

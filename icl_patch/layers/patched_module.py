@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from icl_patch.layers.attachment import Attachment
+from icl_patch.layers.device_hooks import is_aligned, run_aligned
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -85,6 +86,7 @@ class PatchedModule(nn.Module):
         )
         self._non_persistent_buffers_set = base_layer._non_persistent_buffers_set
         object.__setattr__(self, "base_layer", base_layer)
+        self._aligned = is_aligned(base_layer)  # whether accelerate brings its inputs and weights
         self.training, self._version = base_layer.training, base_layer._version
         self.mode = Mode.OFF
         self.recorder: Callable[..., Tensor] | None = None
@@ -181,9 +183,14 @@ class PatchedModule(nn.Module):
             or torch.compiler.is_compiling()  # torch.compile traces no locks
             or attachment.thread == threading.get_ident()
         ):
-            return self._run(*args, **kwargs)
+            return self._run_on_device(args, kwargs)
         with attachment.lock:  # the pass of another thread ends first
-            return self._run(*args, **kwargs)
+            return self._run_on_device(args, kwargs)
+
+    def _run_on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._aligned:
+            return run_aligned(self.base_layer, self._run, args, kwargs)
+        return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`forward` in the mode that is set; a patch takes one input, under any name."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from icl_patch import ops
+from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.patched_module import Mode, PatchedModule, matches_rows
 
 
@@ -49,8 +50,7 @@ class PatchedRMSNorm(PatchedModule):
         """m, the base module's effective scale: (n,) fp32, as the base computes it in any dtype;
         fp64 of an fp64 weight to which nothing is added.
         """
-        weight = self.base_layer.weight
-        assert isinstance(weight, Tensor)
+        weight = weight_of(self.base_layer)
         if self.scale_offset == 0 and weight.dtype == torch.float64:
             return weight.detach()
         return self.scale_offset + weight.float()
@@ -131,8 +131,7 @@ def rms_norm_form(module: nn.Module, x: Tensor, output: Tensor) -> tuple[float, 
 
 def _tried_form(module: nn.Module) -> tuple[float, bool]:
     """:func:`rms_norm_form` on random rows."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = weight_of(module)
     x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(
         weight.device, weight.dtype
     )

@@ -10,13 +10,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.expert_layouts import PatchedParallelExperts, experts_class
 from icl_patch.layers.experts import PatchedExperts, PatchedScaledExperts
 from icl_patch.layers.rms_norm import rms_norm_form
 from icl_patch.models import residual_sums as sums
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.language_model import layers_of, random_tokens
-from icl_patch.models.model_checks import check_language_model, check_not_shared
+from icl_patch.models.model_checks import (
+    check_block_devices,
+    check_language_model,
+    check_not_shared,
+)
 from icl_patch.models.number_range import above_range
 from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
 
@@ -40,6 +45,7 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     check_language_model(model)
     layers = layers_of(model)
     check_not_shared(layers)
+    check_block_devices(layers)
     ids = random_tokens(model, 3, seed=1)
     traces = trace(model, layers, ids)
     _check_range(traces, layers)
@@ -459,14 +465,16 @@ class _Reading:
         width.
         """
         own = self.module.named_parameters(recurse=False)
-        return [(name, x) for name, x in own if x.shape == hidden.shape[-1:]]
+        wide = [name for name, x in own if x.shape == hidden.shape[-1:]]
+        return [(name, weight_of(self.module, name)) for name in wide]
 
     def _scalars(self) -> list[Tensor]:
         """The candidates for a factor of the sum: the block's own parameters and buffers of one
         element.
         """
-        own = [*self.module.parameters(recurse=False), *self.module.buffers(recurse=False)]
-        return [tensor for tensor in own if tensor.numel() == 1]
+        own: list[tuple[str, Tensor]] = [*self.module.named_parameters(recurse=False)]
+        own += self.module.named_buffers(recurse=False)
+        return [weight_of(self.module, name) for name, x in own if x.numel() == 1]
 
     def _tap(self, name: str) -> Tensor:
         side, _, path = name.partition(" of ")

@@ -11,10 +11,18 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.pipeline import ElsewhereLayer, mark_elsewhere
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty cache as the model would make it itself: of its own class, if it has one."""
+    cache = empty_cache(model)
+    mark_elsewhere(model, cache)
+    return cache
+
+
+def empty_cache(model: PreTrainedModel) -> DynamicCache:
+    """:func:`new_cache` with a place for every block, also for those of other ranks."""
     home = sys.modules[type(model).__module__]
     for kind in vars(home).values():
         own = isinstance(kind, type) and kind.__module__ == home.__name__
@@ -34,7 +42,7 @@ def append_empty(cache: Cache, start: int, count: int) -> None:
     """
     layers: list[Any] = cache.layers
     for layer in layers:
-        for name in ("keys", "values"):
+        for name in ("keys", "values") if not isinstance(layer, ElsewhereLayer) else ():
             held = getattr(layer, name)[..., :start, :]
             empty = held.new_zeros(*held.shape[:-2], count, held.shape[-1])
             setattr(layer, name, torch.cat([held, empty], -2))

@@ -5,6 +5,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import input_device
+from icl_patch.models.pipeline import is_elsewhere
 from icl_patch.models.positions import first_position, steady_length
 
 
@@ -14,7 +16,7 @@ def text_config(model: PreTrainedModel) -> object:
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The blocks of a model by path, in order.
+    """The blocks of a model by path, in order; of a pipeline those on this rank.
 
     Raises:
         UnsupportedModelError: there is no list of as many modules as the configuration has layers,
@@ -38,7 +40,9 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     if len(top) != 1:
         raise UnsupportedModelError(_no_single_list(model, count))
     path, module = top[0]
-    return {f"{path}.{index}": layer for index, layer in enumerate(module)}
+    return {
+        f"{path}.{index}": layer for index, layer in enumerate(module) if not is_elsewhere(layer)
+    }
 
 
 def _no_single_list(model: PreTrainedModel, count: int | None) -> str:
@@ -84,7 +88,7 @@ def random_tokens(model: PreTrainedModel, columns: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary(model), (2, columns), generator=generator)
     padding = first_position(model) - 1
-    return ids.where(ids != padding, 0 if padding else 1).to(model.device)
+    return ids.where(ids != padding, 0 if padding else 1).to(input_device(model))
 
 
 def position_limit(model: PreTrainedModel) -> int:

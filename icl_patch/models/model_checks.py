@@ -5,8 +5,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import device_of, hooks_of, offloaded
 from icl_patch.models.forward import drafts_for_another, takes_cache
 from icl_patch.models.language_model import text_config, vocabulary
+from icl_patch.models.pipeline import is_elsewhere, is_last
+from icl_patch.models.recurrent_state import is_recurrent
 
 
 def check_language_model(model: object) -> None:
@@ -40,10 +43,11 @@ def check_language_model(model: object) -> None:
             " does not have"
         )
     devices = sorted({str(weight.device) for weight in model.parameters()})
-    if len(devices) > 1:
+    if len(devices) > 1 and not hooks_of(model):
         raise UnsupportedModelError(
             f"expected the weights of {type(model).__name__} on one device, got"
-            f" {', '.join(devices)}: load it onto one, as with device_map={{'': 'cuda:0'}}"
+            f" {', '.join(devices)}: load it onto one, as with device_map={{'': 'cuda:0'}}, or let"
+            " accelerate spread it, as with device_map='balanced'"
         )
 
 
@@ -69,11 +73,12 @@ def _check_unwrapped(model: object) -> None:
 def _check_in_memory(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError if weights, or new tensors, are on the device meta."""
     away = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    away = [name for name in away if offloaded(model, name) is None]
     if away:
         raise UnsupportedModelError(
-            f"expected all weights of {type(model).__name__} in memory, {len(away)} have none, such"
-            f" as {away[0]}: they are offloaded or were never loaded. Load the model without"
-            " offloading (no device_map='auto', no device 'meta')"
+            f"expected all weights of {type(model).__name__} in memory, or offloaded by accelerate;"
+            f" {len(away)} have none, such as {away[0]}: they were never loaded. Load the model"
+            " with from_pretrained"
         )
     if torch.get_default_device().type == "meta":
         raise UnsupportedModelError(
@@ -99,7 +104,61 @@ def _check_kept_weights(model: PreTrainedModel) -> None:
 def _has_head(model: PreTrainedModel) -> bool:
     """Whether the model ends in logits over its vocabulary."""
     head = model.get_output_embeddings()
+    if head is not None and is_elsewhere(head):
+        return True
     return head is not None and getattr(head, "out_features", None) == vocabulary(model)
+
+
+def check_split(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for a model that is split over processes in a way that is not
+    supported.
+    """
+    config, name = model.config.distributed_config, type(model).__name__
+    if config.tp_size > 1 and config.pp_size > 1:
+        raise UnsupportedModelError(
+            f"expected {name} split by pp_size or by tp_size, got both: choose one of them"
+        )
+    for kind, size in (("FSDP", config.dp_size), ("expert", config.ep_size)):
+        if size > 1:
+            raise UnsupportedModelError(
+                f"expected {name} split by pp_size or tp_size, got {kind} parallelism over {size}"
+                " processes: load it with DistributedConfig(pp_size=...)"
+            )
+    if config.pp_size == 1:
+        return
+    others = [] if is_last(model) else _parts_between_blocks(model)
+    if others:
+        raise UnsupportedModelError(
+            f"expected a pipeline that computes what {name} does on one device, got {others[0]} on"
+            " every rank, which belongs behind the last block: transformers' pipelines do not cover"
+            " this class. Spread it with device_map"
+        )
+    if is_recurrent(model):
+        raise UnsupportedModelError(
+            f"expected attention in all blocks of a pipeline, {name} has recurrent layers, whose"
+            " states a pipeline does not size"
+        )
+
+
+def _parts_between_blocks(model: PreTrainedModel) -> list[str]:
+    """The parts of this rank, beside blocks and embeddings, that run before the next rank does."""
+    return [
+        name
+        for name, child in model.base_model.named_children()
+        if name not in ("layers", "embed_tokens") and any(True for _ in child.parameters())
+    ]
+
+
+def check_block_devices(layers: dict[str, nn.Module]) -> None:
+    """Raises UnsupportedModelError if a block runs on more than one device."""
+    for path, layer in layers.items():
+        own = [module for module in layer.modules() if [*module.parameters(recurse=False)]]
+        devices = sorted({str(device_of(module)) for module in own})
+        if len(devices) > 1:
+            raise UnsupportedModelError(
+                f"expected each block on one device, {path} is on {', '.join(devices)}: give it"
+                f" one in the device_map, {{..., {path!r}: {devices[0]!r}}}"
+            )
 
 
 def check_not_shared(layers: dict[str, nn.Module]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from icl_patch.layers.device_hooks import device_of
 from icl_patch.models.forward import call
 from icl_patch.models.kv_cache import new_cache
 
@@ -114,13 +115,14 @@ def inside(path: str, outer: str) -> bool:
 def _tracing(path: str, block: nn.Module, traces: dict[str, BlockTrace]) -> Iterator[None]:
     calls: list[Call] = []
     starts: dict[str, list[tuple[Value | None, bool]]] = {}
+    device = device_of(block)  # to which its hooks bring an input from the block before
 
     def before(name: str) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor((*args, kwargs))
             starts.setdefault(name, []).append(
                 (
-                    None if tensor is None else Value.of(tensor),
+                    None if tensor is None else Value.of(tensor.to(device)),
                     any(key in kwargs for key in _CONTEXT_INPUTS),
                 )
             )

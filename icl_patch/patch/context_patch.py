@@ -34,6 +34,7 @@ from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from icl_patch.errors import FingerprintMismatch, PatchFormatError, TokenPatchWarning
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.block_spec import Block
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.fingerprints import WatchedWeights, check_same_model, tokenizer_fingerprint
@@ -233,7 +234,7 @@ class ContextPatch:
         for name, by_layer in sizes.items():
             like = next(iter(by_layer.values()))
             stacked[name] = torch.stack(
-                [by_layer.get(index, zero.to(like)) for index in range(len(self.layers))]
+                [by_layer.get(index, zero).to(like) for index in range(len(self.layers))]
             )
         return stacked
 
@@ -396,7 +397,7 @@ class ContextPatch:
             check_fit(self, model)
         if tokenizer is not None:
             self.check_tokenizer(tokenizer_fingerprint(tokenizer))
-        return self if model is None else self.to(model.device)
+        return self if model is None else self.to(input_device(model))
 
     def check_blocks(self, blocks: Sequence[Block]) -> None:
         """Raises PatchFormatError unless the patch was computed for blocks of these forms: a file

@@ -4,24 +4,38 @@ import hashlib
 import json
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.errors import FingerprintMismatch
+from icl_patch.errors import FingerprintMismatch, RankError, UnsupportedModelError
+from icl_patch.layers.device_hooks import offloaded
+from icl_patch.models.ranks import on_all_ranks, ranks_of
 
 _ROW = 1024  # words of 8 bytes, which have two checksums
 _CHUNK = 128  # rows, 1 MiB, which a core's cache holds
 
 
 def weight_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the whole content of a model's state dict: see :func:`hash_weights`."""
-    return hash_weights(model)[0]
+    """SHA-256 over the whole content of a model's state dict: see :func:`hash_weights`.
+
+    Raises:
+        UnsupportedModelError: the model is split over processes, and nothing is attached to it.
+    """
+    if ranks_of(model).size == 1:
+        return hash_weights(model)[0]
+    if (watched := _watched.get(model)) is None or (check := watched.check()) is None:
+        raise UnsupportedModelError(
+            f"expected a patcher attached to {type(model).__name__}, which is split over processes:"
+            " attaching makes one fingerprint of all parts. Load or compare patches afterwards"
+        )
+    return check.fingerprint
 
 
 def hash_weights(model: nn.Module) -> tuple[str, int]:
@@ -42,16 +56,37 @@ def hash_weights(model: nn.Module) -> tuple[str, int]:
     other change would go unnoticed with a probability of at most 2⁻³². The device and the memory
     layout make no difference.
     """
-    digest, nbytes, known = hashlib.sha256(), 0, dict[int, bytes]()
+    hashes, nbytes = tensor_hashes(model)
+    return _together(hashes), nbytes
+
+
+def _together(hashes: Mapping[str, str]) -> str:
+    """SHA-256 over the names and the hashes of tensors."""
+    digest = hashlib.sha256()
+    for name, content in sorted(hashes.items()):
+        digest.update(f"{name} ".encode() + bytes.fromhex(content))
+    return digest.hexdigest()
+
+
+def tensor_hashes(model: nn.Module, *, whole: bool = False) -> tuple[dict[str, str], int]:
+    """The hash of each tensor of :func:`hash_weights` by name, and how many bytes were read.
+
+    whole: put a tensor together that several ranks share; all of them call this then.
+    """
+    hashes, nbytes, known = dict[str, str](), 0, dict[int, str]()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor):  # from a module's get_extra_state
             continue
         if id(tensor) not in known:  # tied weights are read once
-            parts = list(_plain(tensor.detach()))
+            read = offloaded(model, name) if tensor.is_meta else None
+            held = tensor if read is None else read().to(tensor.dtype)
+            if whole and isinstance(held, DTensor):
+                held = held.full_tensor()
+            parts = list(_plain(held.detach()))
             nbytes += sum(part.nbytes for part in parts)
-            known[id(tensor)] = _hash(parts)
-        digest.update(f"{name} ".encode() + known[id(tensor)])
-    return digest.hexdigest(), nbytes
+            known[id(tensor)] = _hash(parts).hex()
+        hashes[name] = known[id(tensor)]
+    return hashes, nbytes
 
 
 def _hash(parts: list[Tensor]) -> bytes:
@@ -92,6 +127,9 @@ def _factors() -> Tensor:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of: itself, or the parts of a quantised one."""
+    if isinstance(tensor, DTensor):  # of which this rank has a part
+        yield tensor.to_local()
+        return
     if type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -162,13 +200,45 @@ class WeightCheck:
 class WatchedWeights:
     """The fingerprint of a model's weights, taken again after each change that torch counts.
 
-    A patcher and its patches share it. It does not keep the model alive.
+    A patcher and its patches share it. It does not keep the model alive. Of a model that is split
+    over processes each rank hashes its own part; the others' hashes are those of the last
+    :meth:`refresh`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._state: list[tuple[int, int, torch.dtype]] = []
         self._fingerprint: str | None = None
+        # of whole tensors of all ranks, and of this rank's parts, at the last `refresh`
+        self._others: dict[str, str] = {}
+        self._own: dict[str, str] = {}
+
+    def refresh(self) -> None:
+        """Take the hashes of all ranks, if one of them has changed. All ranks call it.
+
+        Raises:
+            RankError: two ranks have other contents of one tensor.
+        """
+        model = self._model()
+        assert model is not None
+        ranks = ranks_of(model)
+        if ranks.size == 1 or not ranks.any(
+            self._fingerprint is None or self._state != weight_state(model)
+        ):
+            return
+        _watched[model] = self
+        self._others = {}
+        self._own = tensor_hashes(model)[0]
+        for rank, hashes in enumerate(ranks.exchange(tensor_hashes(model, whole=True)[0])):
+            for name, content in hashes.items():
+                if self._others.setdefault(name, content) != content:
+                    raise on_all_ranks(
+                        RankError(
+                            f"expected the same {name} on all ranks that have it, got another one"
+                            f" on rank {ranks.ranks[rank]}: load the same model on all"
+                        )
+                    )
+        self._check(model)
 
     @property
     def fingerprint(self) -> str:
@@ -187,9 +257,14 @@ class WatchedWeights:
     def _check(self, model: nn.Module) -> WeightCheck:
         start, before = time.perf_counter(), self._fingerprint
         self._state = weight_state(model)
-        self._fingerprint, nbytes = hash_weights(model)
+        hashes, nbytes = tensor_hashes(model)
+        others = {name: x for name, x in hashes.items() if x != self._own.get(name)}
+        self._fingerprint = _together(self._others | others)
         changed = before not in (None, self._fingerprint)
         return WeightCheck(self._fingerprint, changed, nbytes, time.perf_counter() - start)
+
+
+_watched: "weakref.WeakKeyDictionary[nn.Module, WatchedWeights]" = weakref.WeakKeyDictionary()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

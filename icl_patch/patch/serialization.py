@@ -22,6 +22,7 @@ from icl_patch.errors import PatchFormatError
 from icl_patch.invariance.arithmetic import ARITHMETICS, MODEL
 from icl_patch.models.block_spec import Block, BlockSpec
 from icl_patch.models.language_model import position_limit, vocabulary
+from icl_patch.models.pipeline import is_on_another_rank
 from icl_patch.patch.parameter_changes import ParameterChange, parameter_changes
 
 if TYPE_CHECKING:
@@ -380,6 +381,8 @@ def check_fit(patch: "ContextPatch", model: PreTrainedModel) -> None:
         )
     for index, layer in zip(patch.layer_indices, patch.layers, strict=True):
         block = patch.blocks[index]
+        if is_on_another_rank(model, block.path):
+            continue
         for change in parameter_changes(block.spec, layer):
             _check_change(block.path_of(change.name), change, model)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import Attachment, WaitingForward, of_a_pass
+from icl_patch.layers.device_hooks import device_of
 from icl_patch.layers.expert_layouts import patched_experts
 from icl_patch.layers.experts import PatchedExperts
 from icl_patch.layers.linear import PatchedLinear
@@ -23,6 +24,8 @@ from icl_patch.layers.rms_norm import PatchedRMSNorm
 from icl_patch.layers.router import PatchedRouter
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.block_spec import Block
+from icl_patch.models.ranks import Ranks
+from icl_patch.models.tensor_parallel import check_styles, group_of, part_of, style_of
 from icl_patch.models.trace import first_tensor
 from icl_patch.ops import NormPair
 from icl_patch.patch.context_patch import ContextPatch
@@ -54,7 +57,7 @@ class BlockActivations:
 
     def part(self, columns: Tensor | slice) -> "BlockActivations":
         """The activations of some of the tokens."""
-        part: BlockActivations = tree_map_only(Tensor, lambda x: x[:, columns], self)
+        part: BlockActivations = tree_map_only(Tensor, lambda x: x[:, on(columns, x)], self)
         return part
 
     @classmethod
@@ -68,16 +71,22 @@ class BlockActivations:
         return joined
 
 
+def on(columns: Tensor | slice, like: Tensor) -> Tensor | slice:
+    """Columns on the device of a tensor that they are to be taken from."""
+    return columns.to(like.device) if isinstance(columns, Tensor) else columns
+
+
 register_dataclass(BlockActivations)  # so that tree_map reaches its tensors
 
 
 class AttachedBlock:
     """A block with patched modules in place of its readers and writer."""
 
-    def __init__(self, model: nn.Module, block: Block, attachment: Attachment) -> None:
+    def __init__(self, model: PreTrainedModel, block: Block, attachment: Attachment) -> None:
         spec = block.spec
         self.block, self.spec, self.attachment = block, spec, attachment
         self.module = model.get_submodule(block.path)
+        self.device = device_of(self.module)
         # the recorder's, where the norm before the MLP reports both streams in one launch
         self.on_norm_pair: Callable[[NormPair], None] | None = None
         # the recorder's, where both streams of a decode step share a cache
@@ -95,9 +104,22 @@ class AttachedBlock:
             self.inner_norm: PatchedRMSNorm | None = self._swap(spec.inner_norm, self._wrap_norm)
             self.post_norm: PatchedRMSNorm | None = self._swap(spec.post_norm, self._wrap_norm)
             self.factor_places = tuple(self._factor_places())
+            self.group = group_of(model)
+            self.parted = frozenset(self._parted(model))  # factors with a part on each rank
         except BaseException:
             self.detach()
             raise
+
+    def _parted(self, model: PreTrainedModel) -> Iterator[str]:
+        if self.group is None:
+            return
+        check_styles(model, self.block)
+        for name in self.readers:
+            if style_of(model, self.block.path_of(name)) is not None:
+                yield f"{name}.u"
+        if self.down is not None and style_of(model, self.block.path_of(str(self.spec.down))):
+            self.down.group = self.group
+            yield f"{self.spec.down}.v"
 
     def _wrap_norm(self, base: nn.Module) -> PatchedRMSNorm:
         return PatchedRMSNorm(
@@ -230,7 +252,10 @@ class AttachedBlock:
         self.off()
         for name, module, attribute in self.factor_places:
             if name in factors:
-                setattr(module, attribute, factors[name])
+                factor = factors[name]
+                if self.group is not None and name in self.parted:
+                    factor = part_of(factor, self.group)
+                setattr(module, attribute, factor.to(self.device))
                 module.mode = Mode.REPLAY
         if self.down is not None and self.post_norm is None:
             written = self.down.bias_change if self.down.u is None else self.down.u
@@ -273,7 +298,9 @@ class AttachedBlock:
         """Call ``hook(x)`` with every term of the residual stream before the MLP, a sum."""
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            hook(first_tensor((*args, kwargs)))
+            x = first_tensor((*args, kwargs))
+            assert x is not None
+            hook(x.to(self.device))  # a block's own hooks bring it there later
 
         def after(_module: nn.Module, _args: Any, out: Any) -> None:
             hook(first_tensor(out))
@@ -327,7 +354,10 @@ class HasBlocks(Protocol):
     model: PreTrainedModel
     update: str
     blocks: list[AttachedBlock]
+    block_specs: tuple[Block, ...]
+    places: range
     recurrent: bool
+    ranks: Ranks
 
     def empty_patch(
         self, sequences: Sequences, passes: int, arithmetic: str = MODEL

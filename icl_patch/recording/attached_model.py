@@ -6,23 +6,24 @@ A call comes down from :class:`icl_patch.ContextPatcher`; the passes themselves 
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from icl_patch.errors import ExactnessWarning, UnsupportedModelError
+from icl_patch.errors import ExactnessWarning, RankError, UnsupportedModelError
 from icl_patch.invariance.arithmetic import MODEL
 from icl_patch.layers.attachment import one_pass
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_detection import blocks_of
-from icl_patch.models.block_spec import Block, Writer
+from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.diagnosis import explain_failure
 from icl_patch.models.forward import check_inputs, counts_slots, names_of
 from icl_patch.models.forward_override import what_runs
@@ -31,9 +32,13 @@ from icl_patch.models.language_model import (
     check_vocabulary,
     chooses_tokens,
     family_of,
+    layers_of,
 )
-from icl_patch.models.model_checks import check_language_model
+from icl_patch.models.model_checks import check_language_model, check_split
+from icl_patch.models.pipeline import stage_of, wait_at_most
+from icl_patch.models.ranks import Ranks, digest, on_all_ranks, ranks_of, versions
 from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.models.tensor_parallel import group_of
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.fingerprints import (
     WatchedWeights,
@@ -104,10 +109,13 @@ class AttachedModel:
         model: a causal language model in eval mode.
         update: ``"direct"``, ``"stable"`` or ``"exact"``, see :class:`icl_patch.ContextPatcher`.
         tokenizer: recorded in patches, and compared with the tokenizer of replayed ones.
+        timeout: seconds that a rank of a split model waits for another.
 
     Attributes:
-        blocks: the attached blocks, in order; empty after :meth:`detach`.
-        block_specs: path and spec of every block.
+        ranks: the processes that run the model.
+        blocks: the attached blocks, in order, of a split model those on this rank; empty after
+            :meth:`detach`. places: their places among all.
+        block_specs: path and spec of every block of the model.
         family: the type of the language model.
         recurrent: whether some layer's state sums up the tokens before. The model then runs one
             token a call.
@@ -123,6 +131,16 @@ class AttachedModel:
     """
 
     def __init__(
+        self,
+        model: PreTrainedModel,
+        update: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        timeout: float | None = None,
+    ) -> None:
+        self.ranks = ranks_of(model, timeout) if isinstance(model, nn.Module) else Ranks((0,), 0.0)
+        self.ranks.call("attaching", lambda: self._start(model, update, tokenizer))
+
+    def _start(
         self, model: PreTrainedModel, update: str, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         check_update(update)
@@ -131,62 +149,121 @@ class AttachedModel:
                 f"expected a tokenizer with a vocabulary, got {type(tokenizer).__name__}"
             )
         self.model, self.update, self.tokenizer = model, update, tokenizer
-        check_language_model(model)
-        check_attention(model)
-        check_training(model, model.training)
+        self.ranks.shared(lambda: self._check_model(model))
         state = _state_of(model)
         self.attachment = attach(model)
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
         # When this object is collected, no pass is running.
+        self.attachment.on_undo = wait_at_most(model, self.ranks.timeout)
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
         try:
             # autocast's rounding would hide the errors that the self-check looks for
-            with self.attachment.one_pass(), torch.autocast(model.device.type, enabled=False):
-                self._attach(state)
+            with (
+                self.attachment.one_pass(),
+                torch.autocast(input_device(model).type, enabled=False),
+            ):
+                self.ranks.shared(lambda: self._attach(state))
         except torch.OutOfMemoryError:
+            self.detach()
+            raise
+        except RankError:
             self.detach()
             raise
         except Exception as error:  # also an error of the model's own code
             hooked = self.hooks.current()  # detaching takes our own forwards away
             self.detach()
-            reason = explain_failure(model, error)
+            reason = explain_failure(model, error) if self.ranks.size == 1 else str(error)
             if hooked:
                 reason += f" (with forward hooks on {paths_of(hooked)}: attach without them)"
             else:
                 reason += " (docs/model_classes.md lists the classes that work)"
-            raise UnsupportedModelError(reason) from error
+            refusal = UnsupportedModelError(reason)
+            if self.ranks.size > 1:
+                on_all_ranks(refusal)
+            raise refusal from error
         except BaseException:
             self.detach()
             raise
+
+    def _check_model(self, model: PreTrainedModel) -> None:
+        check_language_model(model)
+        check_attention(model)
+        check_training(model, model.training)
+        if self.ranks.size > 1:
+            check_split(model)
+        if self.update == "exact" and group_of(model) is not None:
+            raise UnsupportedModelError(
+                "expected update 'direct' or 'stable' with tp_size, got 'exact': the bits of a sum"
+                " over ranks depend on their number and on the order of the reduction, so a patch"
+                " would be exact on this split alone. Exact patches are for pp_size"
+            )
 
     def _attach(self, state: tuple[Any, ...] | None) -> None:
         known = _known.get(self.model)
         if known is not None and known.state != state:
             known = None
-        self.block_specs: tuple[Block, ...] = (
-            tuple(blocks_of(self.model)) if known is None else known.block_specs
-        )
+        if self.ranks.any(known is None):  # all ranks try the model, or none
+            known = None
+        self.ranks.agree(versions() | self._facts())
+        own = self.ranks.shared(lambda: blocks_of(self.model)) if known is None else ()
+        self._set_specs(own if known is None else known.block_specs, known is None)
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
         self.divisible = not (self._magnifies_rounding or chooses_tokens(self.model))
         if known is not None:
             self.takes_padding, self.weights = known.takes_padding, known.weights
             self._swap_blocks()
             return
+        self.weights.refresh()
         check = SelfCheck(self.model, self.recurrent)
         check.check_positions()
         self.takes_padding = check.takes_padding()
         self._swap_blocks()
-        measure_multipliers(self)
-        self.block_specs = tuple(block.block for block in self.blocks)
+        self.ranks.shared(lambda: measure_multipliers(self))
+        self._set_specs([block.block for block in self.blocks], True)
         check.run(self)
         if state is not None:
             found = _Known(state, self.block_specs, self.takes_padding, self.weights)
             _known[self.model] = found
 
+    def _set_specs(self, blocks: Sequence[Block], own: bool) -> None:
+        """Take the specs of all blocks, or of this rank's ``own``."""
+        here = list(layers_of(self.model))
+        if own and self.ranks.size > 1 and stage_of(self.model) is not None:
+            words = self.ranks.exchange([[x.path, x.spec.to_json()] for x in blocks])
+            blocks = [Block(path, BlockSpec.from_json(x)) for word in words for path, x in word]
+        self.block_specs: tuple[Block, ...] = tuple(blocks)
+        found = [place for place, block in enumerate(blocks) if block.path in here]
+        self.places = range(found[0], found[-1] + 1) if found else range(0)
+
+    def _facts(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        config = self.model.config
+        return {
+            "the update": self.update,
+            "the model": type(self.model).__name__,
+            "the configuration": config.to_json_string(use_diff=False),
+            "the dtype": self.model.dtype,
+            "the tokenizer": self.tokenizer_fingerprint,
+        }
+
+    def agree(self, **facts: object) -> None:
+        """Check, at the entrance of a call, that all ranks have the same facts, hooks and weights.
+
+        Raises:
+            RankError: they differ, or a rank does not answer.
+        """
+        if self.ranks.size == 1:
+            return
+        hooked = bool(self.hooks.current())
+        named = {name.replace("_", " "): fact for name, fact in facts.items()}
+        self.ranks.agree(named | {"whether there are forward hooks": hooked})
+        self.weights.refresh()
+
     def _swap_blocks(self) -> None:
-        for block in self.block_specs:
+        for place in self.places:
+            block = self.block_specs[place]
             self.blocks.append(AttachedBlock(self.model, block, self.attachment))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,7 +327,7 @@ class AttachedModel:
         some that have no factors.
         """
         rounds = self.model.dtype in (torch.bfloat16, torch.float16)
-        return rounds and any(block.experts is not None for block in self.blocks)
+        return rounds and any(block.spec.experts is not None for block in self.block_specs)
 
     @one_pass
     @torch.inference_mode(False)  # the cache is written in place later, in inference mode or not
@@ -295,6 +372,7 @@ class AttachedModel:
                 :meth:`icl_patch.ContextPatcher.compute`.
         """
         self.require_attached()
+        self.agree(the_tokens=digest((sequences.ids, sequences.mask, sequences.absorbed)))
         check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
         check_inputs(self.model, model_inputs)
@@ -319,7 +397,7 @@ class AttachedModel:
             error = error_of(logits, patch.logits, wrong)
             row, token = wrong.nonzero()[0].tolist()
             off = misses[:, row, token].nonzero().flatten().tolist()
-            where = self.blocks[off[0]].block.path if off else "the head"
+            where = self.block_specs[off[0]].path if off else "the head"
             warnings.warn(
                 f"this exact patch is not exact: at {int(wrong.sum())} of"
                 f" {int(patch.kept_mask.sum())} tokens its replay has other logits than the model"
@@ -371,6 +449,7 @@ class AttachedModel:
             UnsupportedModelError: they differ.
         """
         self.watch_hooks()
+        self.agree(the_patch=digest((patch.kept_ids, patch.kept_mask, patch.prefix_ids)))
         logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
         if not hooked and (not patch.hooked or expected is None):
             return logits
@@ -429,10 +508,11 @@ class AttachedModel:
         with self.attachment.lock:
             self.check_patch(patch)
             layers = patch.of_token(row, token)
-            if len(layers) != len(self.blocks):
+            if len(layers) != len(self.block_specs):
                 raise ValueError("expected a patch with all its layers, got a part of one")
             check_fit(patch, self.model)
-            stack.enter_context(replaying(self.blocks, layers, shared=True))
+            own = [layers[place] for place in self.places]
+            stack.enter_context(replaying(self.blocks, own, shared=True))
             self.attachment.applied = True
         try:
             yield
@@ -468,6 +548,7 @@ class AttachedModel:
             arithmetic=arithmetic,
             longest=longest,
             divisible=self.divisible,
+            tensor_parallel=1 if (group := group_of(self.model)) is None else group.size(),
         )
 
     @property
@@ -497,11 +578,20 @@ class AttachedModel:
         Raises:
             FingerprintMismatch: it is of others.
             PatchFormatError: the patch was computed for blocks of another form.
-            ValueError: as :meth:`require_attached`.
+            ValueError: as :meth:`require_attached`; or the patch depends on the rounding of another
+                ``tp_size``.
         """
         self.require_attached()
         patch.check_model(self.model, self.fingerprint)
         patch.check_blocks(self.block_specs)
+        own = 1 if (group := group_of(self.model)) is None else group.size()
+        bound = patch.info.update == "exact" or not patch.info.divisible
+        if bound and patch.info.tensor_parallel != own:
+            raise ValueError(
+                f"expected a patch of a model with tp_size={own}, got an {patch.info.update} one"
+                f" with tp_size={patch.info.tensor_parallel}, which depends on the rounding of that"
+                " split: compute it again, or take update='stable'"
+            )
         if self.tokenizer_fingerprint is not None:
             patch.check_tokenizer(self.tokenizer_fingerprint)
 

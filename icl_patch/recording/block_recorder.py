@@ -23,6 +23,7 @@ from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import weight_of
 from icl_patch.layers.linear import PatchedLinear, add_bias_change
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.rms_norm import PatchedRMSNorm
@@ -62,9 +63,10 @@ class BlockRecorder(ABC):
         self, block: AttachedBlock, update: str, valid: Tensor | None, context: BlockActivations
     ) -> None:
         self.block, self.spec, self.update = block, block.spec, update
-        self.valid, self.context = valid, context
+        self.valid = None if valid is None else valid.to(block.device)
+        self.context = context
         self.exact = update == "exact"
-        self.diagnostics = BlockDiagnostics(block.block.path, valid)
+        self.diagnostics = BlockDiagnostics(block.block.path, self.valid)
         self.loop: OpenLoop | None = None  # of an exact writer
         self.delta: Tensor | None = None  # (B, T, d) hidden_ctx - hidden
         self.direction: tuple[Tensor, ops.Direction] | None = None  # of which input, (B, T, K)
@@ -188,7 +190,8 @@ class BlockRecorder(ABC):
         target = self.delta if factor == multiplier else self.delta * factor / multiplier
         if self.spec.residual_weight is None:
             return target
-        return target * self.block.module.get_parameter(self.spec.residual_weight).to(target.dtype)
+        weight = weight_of(self.block.module, self.spec.residual_weight)
+        return target * weight.to(target.dtype)
 
     # -- readers
 
@@ -277,7 +280,7 @@ class BlockRecorder(ABC):
         if (change := self.kept(layer, "bias_change")) is not None:
             return add_bias_change(y, change, dtype)
         u, v = self._factors[layer, "u"], self._factors[layer, "v"]
-        return add_low_rank(y, h, u, v, dtype)
+        return add_to_writer(layer, y, h, u, v, dtype)
 
     def _write_bias(self, layer: PatchedLinear, _h: Tensor, y: Tensor, target: Tensor) -> None:
         """Keep ``Δb = target``, (B, T, d)."""
@@ -287,9 +290,9 @@ class BlockRecorder(ABC):
 
     def _write_weight(self, layer: PatchedLinear, h: Tensor, y: Tensor, target: Tensor) -> None:
         """Keep ``u = target`` and ``v = h / ‖h‖²``, (B, T, d) and (B, T, K)."""
-        v, inverse, _ = ops.read_direction(h, torch.float64 if self.exact else None)
+        v, inverse, _ = write_direction(layer, h, torch.float64 if self.exact else None)
         v = self.zero_padding(v)
-        gain = (h.double() * v).sum(-1, keepdim=True) if self.exact else None
+        gain = layer.summed((h.double() * v).sum(-1, keepdim=True)) if self.exact else None
         self.keep_written(layer, y, target.to(v.dtype), v, inverse, gain)
 
     def keep_written(
@@ -311,7 +314,10 @@ class BlockRecorder(ABC):
         self, layer: PatchedLinear, h: Tensor, y: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """The output matrix's share of a stable update: ``y + u (v·h)``, y (B, T, N)."""
-        direction = self.read_direction(h)
+        if layer.group is None:
+            direction = self.read_direction(h)
+        else:
+            direction = write_direction(layer, self.split(h)[1].reshape(-1, h.shape[-1]))
         u, v = self.zero_padding(self._invert_norm(y)), self.zero_padding(self.unflat(direction.v))
         inverse = self.unflat(direction.inverse_norm2)
         self.diagnostics.refuse_at_zero(f"the input h of {self.spec.down} is 0", inverse, u)
@@ -328,11 +334,11 @@ class BlockRecorder(ABC):
     ) -> Tensor:
         """``y + u (v·h)`` (B, T, N) with the factors of ``layer``, which it may still correct."""
         u, v = self._factors[layer, "u"], self._factors[layer, "v"]
-        patched = add_low_rank(y, h, u, v, dtype)
+        patched = add_to_writer(layer, y, h, u, v, dtype)
         if self.exact:
             u = self.zero_padding(u + updates.off_zero(patched, y, self.addend))
             self.keep(layer, u=u)
-            patched = add_low_rank(y, h, u, v, dtype)
+            patched = add_to_writer(layer, y, h, u, v, dtype)
         return patched
 
     def _invert_norm(self, hidden_down: Tensor) -> Tensor:
@@ -452,6 +458,30 @@ def same_place(x: Tensor, y: Tensor) -> bool:
     if x.storage_offset() != y.storage_offset():
         return False
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def write_direction(
+    layer: PatchedLinear, h: Tensor, dtype: torch.dtype | None = None
+) -> ops.Direction:
+    """:func:`icl_patch.ops.read_direction` of a writer's input, of which each rank may have a
+    part.
+    """
+    if layer.group is None:
+        return ops.read_direction(h, dtype)
+    h = h.to(dtype or torch.promote_types(h.dtype, torch.float32))
+    norm2 = layer.summed(h.square().sum(-1))
+    inverse = torch.where(norm2 > 0, 1 / norm2, 0.0)
+    return ops.Direction(h * inverse.unsqueeze(-1), inverse)
+
+
+def add_to_writer(
+    layer: PatchedLinear, y: Tensor, h: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """``y + u (v·h)`` of a writer whose input each rank may have a part of."""
+    if layer.group is None:
+        return add_low_rank(y, h, u, v, out_dtype)
+    rows, h, u, v = (x.reshape(-1, x.shape[-1]) for x in (y, h, u, v))
+    return layer.add_summed(rows, h, u, v, out_dtype).reshape(y.shape)
 
 
 def add_low_rank(y: Tensor, z: Tensor, u: Tensor, v: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,8 @@ from icl_patch.recording.patch_assembly import (
     Violations,
     factors_of,
     joined_layers,
-    report_of,
+    layers_of_all,
+    report_of_all,
     violations_of,
 )
 from icl_patch.recording.record import recording
@@ -79,12 +80,15 @@ def close_on(
             reduced.append(run_kept(attached.model, patch, prefix, part))
         layers.append(factors_of(recorders))
         calls.append([recorder.diagnostics for recorder in recorders])
-    report = report_of(calls)
+    device = patch.kept_ids.device
+    report = report_of_all(attached, calls, device)
     return Computation(
-        replace(patch, layers=joined_layers(layers), report=report),
+        replace(
+            patch, layers=layers_of_all(attached, joined_layers(layers), device), report=report
+        ),
         torch.cat(reduced, 1),
         activations,
-        violations_of(calls),
+        violations_of(calls, device),
     )
 
 

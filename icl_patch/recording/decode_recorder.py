@@ -40,7 +40,7 @@ class DecodeRecorder(BlockRecorder):
         super().__init__(block, update, None, BlockActivations())
         # of readers that were recorded with one before them: the input, y and u
         self._recorded: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        self.patch_index, self._rows = patch_index, len(patch_index) // 2
+        self.patch_index, self._rows = patch_index.to(block.device), len(patch_index) // 2
         self.receives_norm_input, self.for_inductor = receives_norm_input, for_inductor
 
     def hook(self, stack: ExitStack) -> None:

@@ -144,8 +144,11 @@ class BlockDiagnostics:
         return refused, list(inverses.values())
 
     def resolve(self, valid: Tensor) -> "BlockDiagnostics":
-        """The diagnostics with the collected calls evaluated."""
+        """The diagnostics with the collected calls evaluated, on their device."""
         assert self.valid is None
+        collected = [x for _, arguments in self.collected for x in arguments]
+        device = next((x.device for x in collected if isinstance(x, Tensor)), valid.device)
+        valid = valid.to(device)
         resolved = BlockDiagnostics(self.path, valid)
         for name, arguments in self.collected:
             getattr(resolved, name)(*arguments)

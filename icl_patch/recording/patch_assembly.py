@@ -8,10 +8,11 @@ from torch import Tensor
 
 from icl_patch.errors import ControllabilityError
 from icl_patch.models.block_spec import Block
+from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import ContextPatch, PatchReport
 from icl_patch.patch.fingerprints import WatchedWeights
 from icl_patch.patch.serialization import PatchInfo
-from icl_patch.recording.attached_block import AttachedBlock, Factors
+from icl_patch.recording.attached_block import AttachedBlock, Factors, HasBlocks
 from icl_patch.recording.block_recorder import BlockRecorder
 from icl_patch.recording.diagnostics import BlockDiagnostics, ControllabilityViolation
 from icl_patch.recording.sequences import Sequences
@@ -71,8 +72,8 @@ def joined_layers(calls: list[tuple[Factors, ...]]) -> tuple[Factors, ...]:
     )
 
 
-def report_of(calls: list[list[BlockDiagnostics]]) -> PatchReport:
-    """The report on every block in every call.
+def report_of(calls: list[list[BlockDiagnostics]], device: torch.device) -> PatchReport:
+    """The report on every block in every call, on ``device``.
 
     Raises:
         ControllabilityError: no change of the weights can have the effect.
@@ -82,21 +83,65 @@ def report_of(calls: list[list[BlockDiagnostics]]) -> PatchReport:
             for block in call:
                 block.check(token)
     except ControllabilityError as error:
-        raise ControllabilityError(str(error), violations_of(calls)) from None
+        raise ControllabilityError(str(error), violations_of(calls, device)) from None
 
     def stack(name: str) -> Tensor:
-        parts = [torch.stack([getattr(block.report, name) for block in call]) for call in calls]
+        parts = [
+            torch.stack([getattr(block.report, name).to(device) for block in call])
+            for call in calls
+        ]
         return torch.cat(parts, 2)
 
     return PatchReport(**{entry.name: stack(entry.name) for entry in fields(PatchReport)})
 
 
-def violations_of(calls: list[list[BlockDiagnostics]]) -> Violations:
-    """Every condition that was looked at, by block, token after token."""
+def report_of_all(
+    attached: HasBlocks, calls: list[list[BlockDiagnostics]], device: torch.device
+) -> PatchReport:
+    """:func:`report_of` the blocks of all ranks; all ranks raise what one of them does."""
+    ranks = attached.ranks
+    report = ranks.shared(lambda: report_of(calls, device))
+    if ranks.size == 1:
+        return report
+    names = [entry.name for entry in fields(PatchReport)]
+    parts = ranks.joined([{name: getattr(report, name) for name in names}], device)
+    if stage_of(attached.model) is None:  # of a part of each matrix
+        return PatchReport(
+            **{name: torch.stack([part[name] for part in parts]).amax(0) for name in names}
+        )
+    return PatchReport(**{name: torch.cat([part[name] for part in parts]) for name in names})
+
+
+def layers_of_all(
+    attached: HasBlocks, layers: tuple[Factors, ...], device: torch.device
+) -> tuple[Factors, ...]:
+    """The whole factors of the blocks of all ranks, those of other ranks on ``device``."""
+    ranks = attached.ranks
+    if ranks.size == 1 or stage_of(attached.model) is not None:
+        return tuple(ranks.joined(list(layers), device))
+    parts = [
+        {name: x for name, x in layer.items() if name in block.parted}
+        for layer, block in zip(layers, attached.blocks, strict=True)
+    ]
+    joined, count = ranks.joined(parts, device), len(layers)
+    return tuple(
+        {
+            name: torch.cat([joined[k][name] for k in range(i, len(joined), count)], -1)
+            if name in parts[i]
+            else x
+            for name, x in layer.items()
+        }
+        for i, layer in enumerate(layers)
+    )
+
+
+def violations_of(calls: list[list[BlockDiagnostics]], device: torch.device) -> Violations:
+    """Every condition that was looked at, by block, token after token, on ``device``."""
 
     def joined(parts: tuple[ControllabilityViolation, ...]) -> ControllabilityViolation:
         rows, always = (
-            torch.cat([getattr(part, name) for part in parts], 1) for name in ("rows", "always")
+            torch.cat([getattr(part, name).to(device) for part in parts], 1)
+            for name in ("rows", "always")
         )
         return replace(parts[0], rows=rows, always=always)
 

@@ -11,6 +11,7 @@ from icl_patch.invariance.arithmetic import running_in
 from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import counts_slots
+from icl_patch.models.pipeline import stage_of
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
@@ -66,20 +67,24 @@ def replay_compared(
             target = output[:, part]
             total = total.as_subclass(Tensor).reshape(target.shape)
             differs = (total != target) & ~(total.isnan() & target.isnan())
-            misses[layer, :, part] = differs.sum(-1) * patch.kept_mask[:, part]
+            missed = differs.sum(-1).to(misses.device)
+            misses[layer, :, part] = missed * patch.kept_mask[:, part]
 
         with ExitStack() as hooks:
             for layer, block in enumerate(attached.blocks):
                 block.on_end(hooks, lambda total, layer=layer: compare(total, layer))
             logits.append(_replay_part(attached, patch, cache, part))
+    if stage_of(attached.model) is not None:
+        parts = attached.ranks.joined([{"misses": misses}], misses.device)
+        misses = torch.cat([part["misses"] for part in parts])
     return torch.cat(logits, 1), misses
 
 
 def _replay_part(attached: HasBlocks, patch: ContextPatch, cache: Cache, part: slice) -> Tensor:
     """Replay the kept tokens in the columns ``part``, on top of those before them."""
     layers = [
-        {name: x if x.dim() == 1 else x[:, part] for name, x in layer.items()}
-        for layer in patch.layers
+        {name: x if x.dim() == 1 else x[:, part] for name, x in patch.layers[place].items()}
+        for place in attached.places
     ]
     with running_in(patch.info.arithmetic), replaying(attached.blocks, layers):
         return run_kept(attached.model, patch, cache, part)

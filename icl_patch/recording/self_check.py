@@ -17,7 +17,9 @@ from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import call, counts_slots, takes_positions
 from icl_patch.models.language_model import random_tokens, text_config
 from icl_patch.models.number_range import above_range, below_range
+from icl_patch.models.pipeline import stage_of
 from icl_patch.models.positions import first_position
+from icl_patch.models.ranks import ranks_of
 from icl_patch.models.trace import first_tensor
 from icl_patch.recording import forward_passes
 from icl_patch.recording.activation_capture import observe
@@ -42,8 +44,9 @@ class SelfCheck:
     def __init__(self, model: PreTrainedModel, recurrent: bool) -> None:
         ids = random_tokens(model, 9, seed=0)
         self._model, self._recurrent, self._name = model, recurrent, type(model).__name__
-        self._has_experts = any(weight.dim() == 3 for weight in model.parameters()) or any(
-            experts_class(module) for module in model.modules()
+        self._has_experts = ranks_of(model).any(
+            any(weight.dim() == 3 for weight in model.parameters())
+            or any(experts_class(module) for module in model.modules())
         )
         prefix, context, kept = ids[:, :2], ids[:, 2:7], ids[:, 7:]
         if recurrent:
@@ -112,8 +115,7 @@ class SelfCheck:
             raise UnsupportedModelError(
                 f"{self._name} does not compute the same with its modules swapped and off"
             )
-        self._check_calls(blocks, all_activations)
-        self._check_range(blocks, all_activations)
+        attached.ranks.shared(lambda: self._check_blocks(blocks, all_activations))
         if not self._recurrent:
             self._check_alone()
         # weights of zero have no patch for these tokens; the user's tokens raise this again
@@ -123,16 +125,25 @@ class SelfCheck:
             assert patch.report is not None
             small = patch.report.correction.amax((1, 2)) <= rounding_limit(self._model.dtype)
             if not small.all():
-                block = blocks[int((~small).nonzero()[0])]
+                place = int((~small).nonzero()[0])
+                path = attached.block_specs[place].path
+                below = self._below_range(blocks[place]) if attached.ranks.size == 1 else None
                 raise UnsupportedModelError(
-                    self._below_range(block)
-                    or f"{block.block.path} has inputs or parameters that its form does not know"
+                    below or f"{path} has inputs or parameters that its form does not know"
                 )
             replayed, missed = replay_logits(attached, patch), bool(patch.report.misses.any())
-            if not (self._near if missed else _same)(replayed, self._expected):
+            # sums of several ranks may be taken in another order
+            near = missed or (attached.ranks.size > 1 and stage_of(self._model) is None)
+            if not (self._near if near else _same)(replayed, self._expected):
                 raise UnsupportedModelError(
                     f"{self._name} has blocks that hand on more of their context than their sum"
                 )
+
+    def _check_blocks(
+        self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
+    ) -> None:
+        self._check_calls(blocks, all_activations)
+        self._check_range(blocks, all_activations)
 
     def _check_range(
         self, blocks: Sequence[AttachedBlock], all_activations: list[BlockActivations]
@@ -207,7 +218,7 @@ class SelfCheck:
         """The kept tokens over a cache of the prefix, with the modules off."""
         sequences, cache = self._sequences, kv_cache.new_cache(self._model)
         width = sequences.head_ids.shape[1]
-        first = torch.arange(2, device=self._model.device)
+        first = torch.arange(2, device=self._sequences.head_ids.device)
         empty = first.new_zeros(width - 2 if counts_slots(self._model) else 0)
         slots = torch.cat([first, empty, sequences.kept_slots])
         mask = torch.cat([first >= 0, empty > 0, sequences.kept_slots > 0])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.serialization import check_finite
@@ -30,7 +31,7 @@ from icl_patch.scale.statistics import sums_and_ranks
 
 def compute_batch(patcher: ContextPatcher, rows: Sequence[EncodedRow]) -> ContextPatch:
     """The patch of rows of different lengths."""
-    device = patcher.model.device
+    device = input_device(patcher.model)
     context, context_mask = _padded([row.context_ids[0] for row in rows], "left")
     kept, kept_mask = _padded([row.kept_ids[0] for row in rows], "right")
     return patcher.compute(

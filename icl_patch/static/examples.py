@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.language_model import check_length, check_vocabulary, vocabulary
 from icl_patch.models.positions import switch_lengths
 from icl_patch.models.prompts import Question, Tokens, encode, make_prompt, own_front
@@ -137,7 +138,7 @@ def front(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     rows = [encode(tokenizer, text) for text in preserved_texts()[:_FRONT_TEXTS]]
 
     def surprise(token: int) -> float:
-        ids = pad([(token, *row) for row in rows], model.device)
+        ids = pad([(token, *row) for row in rows], input_device(model))
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         total = 0.0
         for row, own in zip(logits, rows, strict=True):  # all but the first token of each text
@@ -258,8 +259,8 @@ def greedy(
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     generated = plain_generate(
         model,
-        ids.to(model.device),
-        mask.to(model.device),
+        ids.to(input_device(model)),
+        mask.to(input_device(model)),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=ends or None,

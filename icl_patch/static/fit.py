@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
+from icl_patch.errors import HarmfulPatchError, StaticPatchWarning, UnsupportedModelError
+from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.language_model import layers_of, text_config, vocabulary
 from icl_patch.models.prompts import Tokens
 from icl_patch.recording.attached_model import check_training
@@ -143,7 +144,8 @@ def fit(
     Raises:
         HarmfulPatchError: on held-out questions the KL divergence is larger with the patch than
             without one, or that of preserved texts that were not fitted is above 0.2.
-        UnsupportedModelError: the model has a block that cannot hold a static patch.
+        UnsupportedModelError: the model has a block that cannot hold a static patch, or weights
+            that are offloaded.
         ValueError: there are no examples, or one of ``held_out`` is among them; an option does not
             fit; the rank is above that of a matrix; two examples want different answers to one
             prompt; activations are NaN; the model is training with dropout; ``start`` changes other
@@ -165,6 +167,7 @@ def fit(
         raise ValueError(f"expected state to be a folder, got the file {os.fspath(state)!r}")
     check_training(model, any(module.training for module in model.modules()))
     options = distillation or Distillation()
+    _check_in_memory(model, options.dtype)
     matrices = find_matrices(model, parts, first_block)
     _check_rank(rank, matrices)
     known = {} if start is None else _factors_of(start, model, matrices)
@@ -192,7 +195,7 @@ def fit(
     ]
     training = Training(
         trained,
-        first_factors(matrices, rank, options.seed, known, model.device),
+        first_factors(matrices, rank, options.seed, known, input_device(model)),
         first_block=min(matrix.block for matrix in matrices),
         questions=targets_of(trained, rows.fitted),
         texts=targets_of_texts(trained, rows.fitted_texts) if kappa else [],
@@ -233,6 +236,24 @@ def fit(
     if not accept_worse:
         _check_harmless(report)
     return replace(patch, report=report)
+
+
+def _check_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Raises UnsupportedModelError for a model that is offloaded, or spread over devices if it were
+    to be copied into ``dtype``.
+    """
+    away = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if away:
+        raise UnsupportedModelError(
+            f"expected a model in memory for a fit, got one with {away[0]} offloaded: a gradient"
+            " step keeps all the weights that it reads, so offloading saves nothing. Spread it over"
+            " devices with device_map; a patch that was fitted elsewhere can be applied offloaded"
+        )
+    if is_aligned(model) and dtype not in (None, model.dtype):
+        raise UnsupportedModelError(
+            f"expected a fit in {model.dtype}, the dtype of a model that accelerate has spread over"
+            f" devices, got {dtype}: load it in that dtype"
+        )
 
 
 def _check_rank(rank: int, matrices: Sequence[Matrix]) -> None:
@@ -418,7 +439,7 @@ def plan(
     if dtype != model.dtype:
         nbytes += weights * dtype.itemsize
     operations = 4.0 * weights * changed / len(layers) * step * options.steps
-    seconds = operations / _speed(model.device, dtype)
+    seconds = operations / _speed(input_device(model), dtype)
     nbytes = int(nbytes * _ALLOCATOR)
     return Plan(len(answers), len(texts), step, options.steps, nbytes, seconds)
 

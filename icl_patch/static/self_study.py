@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.language_model import check_length, vocabulary
 from icl_patch.models.prompts import Tokens
 from icl_patch.static.examples import Example, plain_generate
@@ -96,7 +97,7 @@ def _written(
     model: PreTrainedModel, context: Tokens, end: Tokens, longest: int, seed: int
 ) -> list[Tokens]:
     """Questions that are sampled behind the context."""
-    ids = torch.tensor([context], device=model.device)
+    ids = torch.tensor([context], device=input_device(model))
     check_length(model, len(context), longest)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -41,7 +41,8 @@ class StaticLinear(PatchedLinear):
                 f"expected a row map of 1 or {z.shape[0]} entries, one for each row of the batch,"
                 f" got {len(self.rows)}"
             )
-        index = self.rows.repeat_interleave(len(flat) // len(self.rows), output_size=len(flat))
+        rows = self.rows.to(z.device)
+        index = rows.repeat_interleave(len(flat) // len(self.rows), output_size=len(flat))
         options: dict[str, Any] = {"index": index, "out_dtype": self.out_dtype}
         linear = self.linear_map(z)
         if linear is not None:

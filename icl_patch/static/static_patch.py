@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import FingerprintMismatch, PatchFormatError, StaticPatchWarning
+from icl_patch.layers.device_hooks import device_of, input_device
 from icl_patch.layers.patched_module import PatchedModule
 from icl_patch.layers.swap import restore, swap
 from icl_patch.models.language_model import family_of
@@ -27,6 +28,7 @@ from icl_patch.patch.fingerprints import (
 from icl_patch.patch.peft_export import write_peft
 from icl_patch.patch.serialization import check_finite, file_parts, read_file
 from icl_patch.static.low_rank import LowRank
+from icl_patch.static.matrices import check_whole
 from icl_patch.static.report import StaticReport
 from icl_patch.static.static_linear import StaticLinear, padded
 
@@ -203,6 +205,11 @@ class StaticPatch:
                 for name, part in model.named_modules()
                 if any(own is weight for own in part._parameters.values())
             ]
+            if isinstance(weight, Tensor) and weight.is_meta:
+                raise TypeError(
+                    f"expected weights in memory to merge into, got those of {path} offloaded: use"
+                    " applied, or load the model without offloading"
+                )
             if len(holders) > 1:
                 raise TypeError(
                     f"expected a weight of {path} alone to merge into, got one that"
@@ -211,7 +218,7 @@ class StaticPatch:
 
     def _on(self, model: PreTrainedModel) -> dict[str, LowRank]:
         return {
-            path: LowRank(change.u.to(model.device), change.v.to(model.device))
+            path: change.to(device_of(model.get_submodule(path)))
             for path, change in self.changes.items()
         }
 
@@ -222,6 +229,7 @@ class StaticPatch:
         PatchFormatError unless every change fits a matrix of it, and TypeError if a module is
         patched already.
         """
+        check_whole(model)
         for path, change in self.changes.items():
             _check_change(model, path, change)
         info = self.info
@@ -358,7 +366,7 @@ def applied(
         raise ValueError(f"expected patches and rows, got {len(patches)} and {len(rows)}")
     for patch in patches:
         patch.check_model(model)
-    index = torch.zeros(len(rows), dtype=torch.int64, device=model.device)
+    index = torch.zeros(len(rows), dtype=torch.int64, device=input_device(model))
     row_map = RowMap(len(patches), index)
     row_map.set(rows)
     on_device = [patch._on(model) for patch in patches]

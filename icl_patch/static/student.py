@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.models.language_model import layers_of
 from icl_patch.models.positions import switch_lengths
@@ -33,7 +34,7 @@ class Student:
             torch.no_grad(),
             self._overrides({i: self._noting(i) for i in range(len(self.layers))}),
         ):
-            self._call(torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+            self._call(torch.zeros(1, 1, dtype=torch.int64, device=input_device(model)))
 
     def kind(self, length: int) -> int:
         """Equal for lengths of rows that may share a batch: LongRoPE goes by its longest row."""
@@ -62,7 +63,7 @@ class Student:
 
         with self._overrides(forwards | {block: stop}), suppress(_Stopped):
             self._call(ids)
-        return found[0]
+        return found[0].to(ids.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, V) fp32, from hidden states (n, d) of single tokens behind the last block."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from icl_patch.layers.device_hooks import input_device
 from icl_patch.models.language_model import vocabulary
 from icl_patch.models.prompts import Tokens
 from icl_patch.static.examples import Example, batches, pad
@@ -57,7 +58,7 @@ def targets_of_texts(student: Student, texts: Sequence[Sequence[int]]) -> list[T
 
 def _targets(student: Student, rows: Sequence[tuple[Tokens, Tokens, int, Tokens]]) -> list[Target]:
     """Of rows of the two runs' ids, the number of asked tokens at their ends, and labels."""
-    device = student.model.device
+    device = input_device(student.model)
     found: dict[int, Target] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     for batch in batches(order, lambda i: len(rows[i][0]), student.kind):
@@ -103,7 +104,7 @@ def measure(student: Student, targets: Sequence[Target]) -> Quality | None:
         return None
     kl = tvd = whole = right = tokens = 0.0
     for batch in batches(sorted(targets, key=_length), _length, student.kind):
-        hidden = student.final(pad([target.ids for target in batch], student.model.device))
+        hidden = student.final(pad([target.ids for target in batch], input_device(student.model)))
         own = [row[target.asked] for row, target in zip(hidden, batch, strict=True)]
         found = _compared(student, torch.cat([target.hidden for target in batch]), torch.cat(own))
         for target, part in zip(batch, found.split([len(x) for x in own], 1), strict=True):

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from icl_patch.layers.device_hooks import input_device, is_aligned
 from icl_patch.models.forward_override import Forward, Overrides
 from icl_patch.patch.atomic_file import write_atomically
 from icl_patch.patch.serialization import file_parts, read_file
@@ -81,7 +82,8 @@ class Distillation:
 
     def dtype_for(self, model: PreTrainedModel) -> torch.dtype:
         """The dtype of the passes."""
-        if self.dtype is not None or model.dtype != torch.float32:
+        # a model that is spread over devices cannot be copied into another dtype
+        if self.dtype is not None or model.dtype != torch.float32 or is_aligned(model):
             return self.dtype or model.dtype
         fast = model.device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return torch.bfloat16 if fast else model.dtype
@@ -141,7 +143,7 @@ class Training:
     def _computed_once(self) -> dict[Target, Tensor]:
         """The hidden states (T, d) of every row before the first block that is changed."""
         found = {}
-        device = self.student.model.device
+        device = input_device(self.student.model)
         rows = sorted([*self.questions, *self.texts], key=_length)
         for batch in batches(rows, _length, self.student.kind):
             hidden = self.student.below(
@@ -228,7 +230,7 @@ class Training:
 
     def _loss(self, targets: list[Target], tokens: int | None = None) -> Tensor:
         """Mean KL(with context ‖ patched) over the tokens that are asked, or some of each row."""
-        ids = pad([target.ids for target in targets], self.student.model.device)
+        ids = pad([target.ids for target in targets], input_device(self.student.model))
         below = None
         if self.first_block:
             below = pad_sequence([self._below[target] for target in targets], batch_first=True)
@@ -274,7 +276,8 @@ def _with_changes(
 
     def changed(forward: Forward, change: LowRank, z: Tensor) -> Tensor:
         plain: Tensor = forward(z)
-        return plain + F.linear(F.linear(z, change.v.to(z.dtype)), change.u.T.to(z.dtype))
+        z = z.to(plain.device)
+        return plain + F.linear(F.linear(z, change.v.to(z)), change.u.T.to(z))
 
     for path, change in changes.items():
         module = model.get_submodule(path)
@@ -285,7 +288,7 @@ def _attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Attention as products and a softmax on the CPU: the gradient of torch's fused attention takes
     a quarter of a step there, for rows of a few tokens.
     """
-    if model.device.type != "cpu":
+    if input_device(model).type != "cpu":
         return nullcontext()
     kernel: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
     return kernel
@@ -366,7 +369,7 @@ class Checkpoint:
                     f" one with another {name}: take another folder, or remove it"
                 )
         training.step, training.kappa = header["step"], header["kappa"]
-        device = training.student.model.device
+        device = input_device(training.student.model)
         for i, parameter in enumerate(training.parameters):
             parameter.data.copy_(tensors[f"{i}.value"])
             moments = {

@@ -22,10 +22,12 @@ FILES = [
     "bench/test_bench_generation.py",
     "bench/test_bench.py",
     "gpu/test_static_gpu.py",
+    "gpu/test_devices_gpu.py",
 ]
 CHOSEN = (
     "float32 and shared or models_bits or pretend_cuda_checks or bfloat16 and prefix and gemma3"
     " or matches and gemma3 and stable or between or every_way_of or every_way_says and gemma"
+    " or fitted_on_two or two_devices and llama or offloaded and exact and gemma3"
 )
 
 

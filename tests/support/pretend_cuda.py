@@ -1,4 +1,5 @@
-"""A CUDA device that is not there: the CPU computes in its place, and what CUDA refuses is refused.
+"""Two CUDA devices that are not there: the CPU computes in their place, and what CUDA refuses is
+refused.
 
 ``ICL_PATCH_OPS=torch pytest -p pretend_cuda -m gpu`` runs tests of a device on it. A storage says
 which device its tensors claim to be on; one that was made inside an operator says nothing and goes
@@ -62,8 +63,14 @@ def claim(x: Tensor, device: str) -> Tensor:
     return x
 
 
+def name_of(device: Any) -> str:
+    device = torch.device(device)
+    return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
+
+
 def device_of(x: Tensor) -> torch.device:
-    return CUDA if is_real(x) and claim_of(x) == "cuda" else real_device(x)
+    claimed = claim_of(x) if is_real(x) else None
+    return real_device(x) if claimed in (None, "cpu") else torch.device(claimed)
 
 
 class Capture(list[Callable[[], None]]):
@@ -87,13 +94,13 @@ class PretendCuda(TorchDispatchMode):
     ) -> Any:
         kwargs, name = dict(kwargs or {}), func._schema.name.partition("::")[2]
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        asked = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+        asked = None if kwargs.get("device") is None else name_of(kwargs["device"])
         if asked == "meta" or not all(map(is_real, tensors)):
             return func(*args, **kwargs)
         if asked is not None:
             kwargs["device"] = CPU
         claims = [claim_of(x) for x in tensors]
-        on_cuda = "cuda" in claims
+        on_cuda = next((claimed for claimed in claims if claimed not in (None, "cpu")), None)
         self.check(name, tensors, claims)
         capture, self.capture = self.capture, None
         try:
@@ -108,7 +115,7 @@ class PretendCuda(TorchDispatchMode):
             if isinstance(x, Tensor) and not any(x is y for y in tensors)
         ]
         device = self.target or (
-            "cuda" if asked == "cuda" or on_cuda else "cpu" if "cpu" in claims else None
+            asked if asked not in (None, "cpu") else on_cuda or ("cpu" if "cpu" in claims else None)
         )
         for x in made:
             if device is not None and claim_of(x) is None:
@@ -119,8 +126,13 @@ class PretendCuda(TorchDispatchMode):
 
     def check(self, name: str, tensors: list[Tensor], claims: list[str | None]) -> None:
         """Raise what CUDA would."""
-        if "cuda" not in claims:
+        devices = {claimed for claimed in claims if claimed not in (None, "cpu")}
+        if not devices:
             return
+        if len(devices) > 1 and name not in COPIES:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, {name} got {claims}"
+            )
         if self.capture is not None and (
             name in LOOKS or (name in INDEXING and any(x.dtype == torch.bool for x in tensors[1:]))
         ):
@@ -183,6 +195,19 @@ def again(func: Any, args: tuple, kwargs: dict, made: list[Tensor]) -> None:
             x.copy_(y)
 
 
+class Moved(torch.autograd.Function):
+    """A copy between devices, whose gradient goes back to where its input was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+        ctx.was = name_of(device_of(x)), x.dtype
+        return move(x, device, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return move(gradients[0], *ctx.was), None, None
+
+
 def move(
     x: Tensor,
     device: Any = None,
@@ -190,12 +215,14 @@ def move(
     copy: bool = False,
     **layout: Any,
 ) -> Tensor:
-    have = device_of(x).type
-    want = have if device is None else torch.device(device).type
+    have = name_of(device_of(x))
+    want = have if device is None else name_of(device)
     if want == "meta":
         return real_to(x, device)
     if want == have:
         return real_to(x, dtype or x.dtype, copy=copy, **layout)
+    if x.requires_grad and torch.is_grad_enabled():
+        return Moved.apply(x, want, dtype or x.dtype)
     with MODE.copying_to(want):
         return claim(real_to(x, dtype or x.dtype, copy=True, **layout), want)
 
@@ -216,7 +243,7 @@ def to(self: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
 
 
 def numpy(self: Tensor, **kwargs: Any) -> Any:
-    if device_of(self) == CUDA:
+    if device_of(self).type == "cuda":
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
     return real_numpy(self, **kwargs)
 
@@ -241,7 +268,7 @@ def claiming_data(make: Callable[..., Any], empty: Callable[..., Tensor]) -> Cal
             return move(data, device, kwargs.get("dtype"))
         return claim(
             make(data, device=CPU if is_real(wanted) else wanted.device, **kwargs),
-            device_of(wanted).type,
+            name_of(device_of(wanted)),
         )
 
     return made
@@ -346,7 +373,7 @@ def pytest_configure() -> None:
     Tensor.device = property(device_of)
     Tensor.is_cuda = property(lambda x: device_of(x).type == "cuda")
     Tensor.is_cpu = property(lambda x: device_of(x).type == "cpu")
-    Tensor.get_device = lambda x: 0 if device_of(x).type == "cuda" else -1
+    Tensor.get_device = lambda x: -1 if device_of(x).index is None else device_of(x).index
     Tensor.to, Tensor.numpy = to, numpy
     Tensor.cuda, Tensor.cpu = (lambda x, _=None: move(x, CUDA)), (lambda x: move(x, CPU))
 
@@ -360,7 +387,8 @@ def pytest_configure() -> None:
         "_lazy_init": None,
         "is_available": True,
         "is_initialized": True,
-        "device_count": 1,
+        "device_count": 2,
+        "empty_cache": None,
         "current_device": 0,
         "get_device_name": properties.name,
         "get_device_capability": (9, 0),

@@ -1,0 +1,136 @@
+"""transformers' pipelines: the blocks of a model on several ranks, which run one after another."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+
+def stage_of(model: nn.Module) -> Any:
+    """transformers' ``PipelineStage`` of this rank's part of a model; None for a whole model."""
+    return getattr(model, "_pp_stage", None)
+
+
+def is_elsewhere(module: nn.Module) -> bool:
+    """Whether a module of a pipeline is on another rank: here stands one that does nothing."""
+    return type(module).__name__ == "PipelineIdentityLayer"
+
+
+def is_on_another_rank(model: nn.Module, path: str) -> bool:
+    """Whether the module at a path is on another rank of a pipeline."""
+    try:
+        return stage_of(model) is not None and is_elsewhere(model.get_submodule(path))
+    except AttributeError:
+        return False
+
+
+def is_last(model: nn.Module) -> bool:
+    """Whether this rank has the model's last block and its head."""
+    stage = stage_of(model)
+    return stage is None or bool(stage.pp_is_last_stage)
+
+
+def wait_at_most(model: PreTrainedModel, seconds: float) -> Callable[[], None]:
+    """Let the stages of a pipeline wait for each other's hidden states for some seconds; returns a
+    function that undoes it.
+
+    A group's timeout does not reach messages from one rank to another, for which transformers
+    waits without end.
+    """
+    stage, timeout = stage_of(model), timedelta(seconds=seconds)
+    if stage is None:
+        return lambda: None
+
+    def communicate(
+        operation: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        tensor: Tensor | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Tensor | None:
+        """``PipelineStage.communicate`` with a limit."""
+        receives = operation == "recv_forward"
+        other = stage.pp_prev_rank if receives else stage.pp_next_rank
+        if other is None:
+            return None
+        place = torch.device("cpu") if stage.comm_on_cpu else device
+        if receives:
+            assert shape is not None
+            message = torch.empty(shape, dtype=dtype, device=place)
+        else:
+            assert tensor is not None
+            message = tensor.to(place, dtype).contiguous()
+        peer = dist.get_global_rank(stage.pp_group, other)
+        exchange = dist.irecv if receives else dist.isend
+        work = exchange(message, peer, group=stage.pp_group)
+        assert work is not None
+        work.wait(timeout)
+        return message.to(device) if receives else None
+
+    stage.communicate = communicate
+    return lambda: vars(stage).pop("communicate", None)
+
+
+class ElsewhereLayer(CacheLayerMixin):
+    """The place of a block of another rank in a cache: as long as that of a block that is here, and
+    without keys and values.
+
+    transformers sizes the masks of all blocks by the first one of their kind.
+    """
+
+    is_compileable = False
+
+    def __init__(self, cache: Cache, like: int) -> None:
+        super().__init__()
+        self._cache, self._like = cache, like
+        self.is_sliding = getattr(self._here, "is_sliding", False)
+
+    @property
+    def _here(self) -> Any:
+        return self._cache.layers[self._like]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As those of the layer that is here."""
+        sizes: tuple[int, int] = self._here.get_mask_sizes(query_length)
+        return sizes
+
+    def get_seq_length(self) -> int:
+        """As that of the layer that is here."""
+        return int(self._here.get_seq_length())
+
+    def get_max_length(self) -> int:
+        """As that of the layer that is here."""
+        return int(self._here.get_max_length())
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to initialise."""
+
+    def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Nobody calls it: the block is on another rank."""
+        raise AssertionError("a block of another rank")
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """There is nothing to change."""
+
+    offload = prefetch = reset = crop = reorder_cache = _nothing
+    batch_select_indices = batch_repeat_interleave = _nothing
+
+
+def mark_elsewhere(model: PreTrainedModel, cache: Cache) -> None:
+    """Give the blocks of other ranks their places in an empty cache."""
+    stage = stage_of(model)
+    if stage is None:
+        return
+    layers: list[Any] = cache.layers
+    here = range(*stage.layer_range_for_rank(stage.pp_rank, len(layers)))
+    kinds = {getattr(layers[i], "is_sliding", False): i for i in reversed(here)}
+    for i, layer in enumerate(layers):
+        if i not in here:
+            like = kinds.get(getattr(layer, "is_sliding", False), here.start)
+            layers[i] = ElsewhereLayer(cache, like)

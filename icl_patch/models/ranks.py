@@ -1,0 +1,322 @@
+"""The processes that run one model together, and how they go on together or not at all.
+
+transformers' ``DistributedConfig`` splits a model over processes, the ranks of ``torchrun``. Each
+call of the model is a part of each rank's program, so they must make the same calls. What one rank
+alone refuses would leave the others waiting. So the public calls run through :meth:`Ranks.call`: an
+error on one rank is raised on all, a rank that has ended or hangs is an error on the others after a
+timeout, and different arguments are an error before anything runs.
+
+Flags and hashes go through a process group of their own; errors and what the ranks tell each other
+through torch's store, which works when a group is broken.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _set_pg_timeout,
+)
+
+from icl_patch import errors
+from icl_patch._version import __version__
+from icl_patch.errors import RankError
+
+DEFAULT_TIMEOUT = 300.0
+_Result = TypeVar("_Result")
+_known: "weakref.WeakKeyDictionary[nn.Module, Ranks]" = weakref.WeakKeyDictionary()
+_counts: dict[tuple[int, ...], int] = {}  # how often these ranks have found each other
+
+
+def mesh_of(model: nn.Module) -> Any:
+    """transformers' device mesh of a model that is split over processes; None for another."""
+    mesh = getattr(model, "_device_mesh", None)
+    return None if mesh is None or mesh.size() == 1 else mesh
+
+
+def ranks_of(model: nn.Module, timeout: float | None = None) -> "Ranks":
+    """The ranks of a model; one if the model is not split.
+
+    timeout: seconds, from now on.
+    """
+    if (known := _known.get(model)) is None:
+        mesh = mesh_of(model)
+        ranks = (0,) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
+        known = _known[model] = Ranks(ranks, DEFAULT_TIMEOUT if timeout is None else timeout)
+        if mesh is not None:
+            known.groups += [mesh.get_group(name) for name in mesh.mesh_dim_names]
+            known.set_timeout(known.timeout)
+    if timeout is not None:
+        known.set_timeout(timeout)
+    return known
+
+
+class Ranks:
+    """The processes that run one model together.
+
+    Args:
+        ranks: their numbers.
+        timeout: seconds that a rank waits for another.
+
+    Attributes:
+        groups: the process groups in which the model's own calls communicate.
+
+    Raises:
+        RankError: the ranks do not find each other.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], timeout: float) -> None:
+        self.size, self.ranks, self.timeout = len(ranks), ranks, timeout
+        self.groups: list[dist.ProcessGroup] = []
+        self.index, self._count, self._lost = 0, 0, ""
+        if self.size == 1:
+            return
+        self.index = ranks.index(dist.get_rank())
+        count = _counts[ranks] = _counts.get(ranks, 0) + 1
+        self._store = dist.PrefixStore(
+            f"icl_patch/{'-'.join(map(str, ranks))}/{count}", _get_default_store()
+        )
+        self._exchange("attach")  # nobody waits for a group that another does not make
+        self._group = dist.new_group(
+            list(ranks), self._patience, backend="gloo", use_local_synchronization=True
+        )
+
+    @property
+    def _patience(self) -> timedelta:
+        """How long a rank waits for another's word, which may itself have waited in a call."""
+        return timedelta(seconds=2 * self.timeout + 1)
+
+    def set_timeout(self, timeout: float) -> None:
+        """Wait for other ranks this many seconds, in the model's own calls too."""
+        self.timeout = timeout
+        if self.size > 1:
+            for group in self.groups:
+                _set_pg_timeout(timedelta(seconds=timeout), group)
+            _set_pg_timeout(self._patience, self._group)
+
+    # -- together or not at all
+
+    def call(self, name: str, work: Callable[[], _Result]) -> _Result:
+        """``work()`` of a public call ``name``, which all ranks make."""
+        if self.size == 1:
+            return work()
+        self.agree({"the call": name})
+        return self.shared(work)
+
+    def shared(self, work: Callable[[], _Result]) -> _Result:
+        """``work()``; if it fails on some rank, the same error is raised on all.
+
+        Raises:
+            RankError: a rank has ended or does not answer.
+        """
+        if self.size == 1:
+            return work()
+        try:
+            result = work()
+        except BaseException as error:
+            if getattr(error, "on_all_ranks", False):
+                raise
+            self._meet("shared", error=error)
+            raise AssertionError("ranks that went on after an error") from error
+        self._meet("shared")
+        return result
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Check that all ranks have the same facts, by name.
+
+        Raises:
+            RankError: they differ, or a rank does not answer.
+        """
+        if self.size == 1:
+            return
+        texts = {name: str(fact) for name, fact in facts.items()}
+        if self._meet(f"facts {texts}")[1]:
+            return
+        found = self._exchange("facts", texts)
+        first = found[0]
+        for rank, other in zip(self.ranks, found, strict=True):
+            for name in {**first, **other}:
+                if first.get(name) != other.get(name):
+                    got = f"{first.get(name)} on rank {self.ranks[0]}"
+                    raise on_all_ranks(
+                        RankError(
+                            f"expected {name} to be the same on all ranks, got {got} and"
+                            f" {other.get(name)} on rank {rank}"
+                        )
+                    )
+        raise AssertionError("ranks that differ in nothing")
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is True on some rank."""
+        return flag if self.size == 1 else self._same_place("any", flag)
+
+    def _same_place(self, place: str, flag: bool = False) -> bool:
+        found, same = self._meet(place, flag)
+        if not same:
+            self._exchange(place)  # which raises
+        return found
+
+    def _meet(
+        self, place: str, flag: bool = False, error: BaseException | None = None
+    ) -> tuple[bool, bool]:
+        """Whether the flag is True on some rank, and whether all ranks are at one place; raises if
+        one of them has an error, or does not come.
+        """
+        self._check_together()
+        number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
+        found = torch.tensor([int(error is not None), int(flag), number, -number])
+        try:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+        except RuntimeError as lost:
+            self._raise_first(error or lost)
+        if found[0]:
+            self._raise_first(error)
+        return bool(found[1]), int(found[2]) == -int(found[3])
+
+    def _raise_first(self, error: BaseException | None) -> NoReturn:
+        """Raise the error of the first rank that has one of its own, on every rank."""
+        word = None if error is None else [type(error).__name__, str(error), _is_lost(error)]
+        words = self._exchange("error", word)
+        with suppress(RankError):  # the rank with the store does not end before all have read
+            self._exchange("heard")
+        lost = [found for found in words if found and found[2]]
+        own = [(rank, found) for rank, found in enumerate(words) if found and not found[2]]
+        rank, (kind, message, _) = own[0] if own else (words.index(lost[0]), lost[0])
+        message = f"{message} (on rank {self.ranks[rank]})"
+        if lost:  # a message has not come: the groups are not to be used again
+            self._lost = message
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt
+        known: Any = getattr(errors, kind, None) or getattr(sys.modules["builtins"], kind, None)
+        if own and isinstance(known, type) and issubclass(known, Exception):
+            raise on_all_ranks(_made(known, message)) from error
+        raise on_all_ranks(RankError(f"{kind}: {message}")) from error
+
+    # -- words and tensors
+
+    def exchange(self, word: Any) -> list[Any]:
+        """What every rank says, as JSON, in the order of the ranks."""
+        if self.size == 1:
+            return [word]
+        self._same_place("exchange")
+        return self._exchange("exchange", word)
+
+    def _exchange(self, place: str, word: Any = None) -> list[Any]:
+        self._check_together()
+        self._count += 1
+        self._store.set(f"{self._count}/{self.index}", json.dumps([place, word]))
+        found = []
+        for other, rank in enumerate(self.ranks):
+            key = f"{self._count}/{other}"
+            try:
+                self._store.wait([key], self._patience)
+                found.append(json.loads(self._store.get(key)))
+            except RuntimeError as error:  # also of a store whose process has ended
+                self._lost = (
+                    f"rank {rank} does not answer: it has ended, or it did something else for"
+                    f" {self._patience.total_seconds():g} seconds"
+                )
+                raise on_all_ranks(RankError(self._lost)) from error
+        if self._count > 2:  # everyone has read it
+            self._store.delete_key(f"{self._count - 2}/{self.index}")
+        places = [place for place, _ in found]
+        if len({*places}) > 1:
+            self._lost = f"the ranks are at different places: {', '.join(places)}"
+            raise on_all_ranks(RankError(self._lost))
+        return [content for _, content in found]
+
+    def _check_together(self) -> None:
+        if self._lost:
+            raise on_all_ranks(
+                RankError(f"the ranks have lost each other before ({self._lost}): start them again")
+            )
+
+    def joined(
+        self, parts: list[dict[str, Tensor]], device: torch.device
+    ) -> list[dict[str, Tensor]]:
+        """The parts of all ranks, those of the first rank first; those of others on ``device``."""
+        if self.size == 1:
+            return parts
+        own = [
+            {name: [[*x.shape], str(x.dtype).removeprefix("torch.")] for name, x in part.items()}
+            for part in parts
+        ]
+        everything: list[dict[str, Tensor]] = []
+        for index, described in enumerate(self.exchange(own)):
+            for number, tensors in enumerate(described):
+                part: dict[str, Tensor] = {}
+                for name, (shape, dtype) in tensors.items():
+                    if index == self.index:
+                        x = parts[number][name]
+                        sent = x.detach().cpu().contiguous()
+                    else:
+                        sent = torch.empty(shape, dtype=getattr(torch, dtype))
+                    self._broadcast(sent, index)
+                    part[name] = x if index == self.index else sent.to(device)
+                everything.append(part)
+        return everything
+
+    def same(self, x: Tensor) -> Tensor:
+        """The first rank's tensor, of the same shape and dtype on all."""
+        if self.size == 1:
+            return x
+        sent = x.cpu().contiguous()
+        self._broadcast(sent, 0)
+        return sent.to(x.device)
+
+    def _broadcast(self, x: Tensor, index: int) -> None:
+        self._check_together()
+        try:
+            bits = x.view(torch.uint8) if x.dim() else x
+            dist.broadcast(bits, self.ranks[index], self._group)
+        except RuntimeError as error:
+            self._raise_first(error)
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all ranks for the same bits."""
+    return {
+        "the version of icl-patch": __version__,
+        "the version of torch": torch.__version__,
+        "the version of transformers": transformers.__version__,
+        "ICL_PATCH_OPS": os.environ.get("ICL_PATCH_OPS", ""),
+    }
+
+
+def digest(tensors: Iterable[Tensor | None]) -> str:
+    """A hash of small tensors' shapes and contents."""
+    found = hashlib.sha256()
+    for x in tensors:
+        found.update(b"-" if x is None else f"{tuple(x.shape)} {x.tolist()}".encode())
+    return found.hexdigest()[:16]
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an error only says that another rank did not answer."""
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and ("gloo" in str(error) or "NCCL" in str(error))
+    )
+
+
+def _made(kind: type[Exception], message: str) -> Exception:
+    try:
+        return kind(message)
+    except TypeError:  # it wants more
+        return RankError(f"{kind.__name__}: {message}")
+
+
+def on_all_ranks(error: Exception) -> Exception:
+    """Mark an error that every rank raises at the same place."""
+    error.on_all_ranks = True  # type: ignore[attr-defined]
+    return error

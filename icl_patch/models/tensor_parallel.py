@@ -1,0 +1,60 @@
+"""transformers' tensor parallelism: matrices that are shared by several ranks.
+
+A *colwise* matrix gives each rank a part of its outputs; the matrices that read the residual stream
+are. A *rowwise* one takes a part of the inputs on each rank, and the ranks' outputs are summed; the
+matrix that writes to the residual stream is. So a reader's u and the writer's v have a part on each
+rank, and everything else is the same on all.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.models.block_spec import Block
+from icl_patch.models.ranks import mesh_of
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The process group of the ranks that share matrices; None if none are shared."""
+    mesh = mesh_of(model)
+    if mesh is None or mesh["tp"].size() == 1:
+        return None
+    group: dist.ProcessGroup = mesh.get_group("tp")
+    return group
+
+
+def style_of(model: PreTrainedModel, path: str) -> str | None:
+    """How transformers' plan shares the module at a path; None for a module that all ranks have."""
+    plan: dict[str, str] = model.tp_plan or {}
+    return plan.get(replace_layer_number_by_wildcard(path))
+
+
+def check_styles(model: PreTrainedModel, block: Block) -> None:
+    """Raises UnsupportedModelError for a block whose modules are shared in a way that a patch does
+    not know.
+    """
+    spec = block.spec
+    known: dict[str, Any] = dict.fromkeys(spec.readers, "colwise") | {str(spec.down): "rowwise"}
+    if spec.experts is not None:
+        raise UnsupportedModelError(
+            f"expected no experts with tp_size, {block.path} has some: transformers shares each"
+            " expert's matrices among the ranks. Split the model with pp_size"
+        )
+    for name in (*known, *filter(None, (spec.post_norm, spec.inner_norm))):
+        style = style_of(model, block.path_of(name)) if name != "None" else None
+        if style not in (None, known.get(name)):
+            raise UnsupportedModelError(
+                f"expected readers that are shared colwise, a writer that is shared rowwise and"
+                f" norms on all ranks, got {block.path_of(name)} {style}: split the model with"
+                " pp_size"
+            )
+
+
+def part_of(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of a factor (..., n), as matrices are cut: the last parts may be shorter."""
+    width, rank = -(-x.shape[-1] // group.size()), group.rank()
+    return x[..., rank * width : (rank + 1) * width].contiguous()

@@ -1,0 +1,169 @@
+"""Models whose weights accelerate offloads: the bits of the same model in memory."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import build, tokens
+from support.offload import ROOM, WAYS, imported_accelerate, offload, results
+from support.static import random_examples, random_patch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from icl_patch import ContextPatcher, verify
+from icl_patch.errors import UnsupportedModelError
+from icl_patch.evaluation import embedded, tiny_models
+from icl_patch.layers.device_hooks import device_of, hooks_of
+from icl_patch.models.model_checks import check_block_devices
+from icl_patch.patch.fingerprints import weight_fingerprint
+from icl_patch.static import fit
+
+IDS = tokens(1, 2, 9), tokens(2, 2, 3)
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """The model's weights lie where they were, and its modules have the same forwards."""
+
+    def state() -> list[Any]:
+        devices = [(name, x.device) for name, x in model.state_dict().items()]
+        return [*devices, *(vars(module).get("forward") for module in model.modules())]
+
+    before = state()
+    yield
+    assert state() == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("update", ["direct", "stable", "exact"])
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_offloaded_weights_have_the_bits_of_weights_in_memory(
+    family: str, update: str, way: str, tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if family == "gemma3" else torch.float32
+    expected, expected_file = results(build(family, dtype=dtype), update, IDS, tmp_path / "x")
+    model = offload(build(family, dtype=dtype), way, tmp_path)
+    with unchanged(model):
+        got, file = results(model, update, IDS, tmp_path / "y")
+    assert any(x.is_meta for x in model.parameters())
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert file == expected_file
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi", "granite", "qwen2_moe", "gpt_oss", "jamba"])
+def test_every_kind_of_writer_on_disk(family: str, tmp_path: Path) -> None:
+    expected, _ = results(tiny_models.build(family), "exact", IDS, tmp_path / "x")
+    got, _ = results(
+        offload(tiny_models.build(family), "disk", tmp_path), "exact", IDS, tmp_path / "y"
+    )
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_a_model_larger_than_memory(tmp_path: Path) -> None:
+    imported_accelerate()
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    model = LlamaForCausalLM(config)
+    assert sum(x.nbytes for x in model.parameters()) > 2 * ROOM
+    model.save_pretrained(tmp_path, max_shard_size="12MB")
+    expected = []
+    context = IDS[0].new_tensor(range(3, 20))[None]
+    for update in ("stable", "exact"):
+        with ContextPatcher(model.eval(), update) as patcher:
+            patch = patcher.compute(context, context[:, :3])
+            total = patcher.forward(context[:, :3], patch).double().sum().item()
+        expected.append(f"{update} {total}")
+    tests = Path(__file__).parents[1]
+    places = [str(tests), str(tests.parent / "build" / "peft"), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-P", "-m", "support.offload", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [*expected, "out of memory with all weights"], done.stderr
+
+
+def test_an_error_in_a_pass_leaves_the_weights_offloaded(tmp_path: Path) -> None:
+    model = offload(build("llama"), "disk", tmp_path)
+    with unchanged(model), ContextPatcher(model, "stable") as patcher:
+        reader = patcher.attached_model.blocks[1].readers["mlp.up_proj"]
+        before = reader._replay
+
+        def fail(*_: Any) -> Tensor:
+            raise KeyboardInterrupt
+
+        patch = patcher.compute(*IDS)
+        reader._replay = fail
+        with pytest.raises(KeyboardInterrupt):
+            patcher.forward(IDS[1], patch)
+        reader._replay = before
+        assert reader.base_layer.weight.is_meta
+        patcher.forward(IDS[1], patch)
+
+
+def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
+    model = offload(build("llama"), "disk", tmp_path)
+    assert weight_fingerprint(model) == weight_fingerprint(build("llama"))
+    with ContextPatcher(model) as patcher:
+        file = tmp_path / "weights" / "model.layers.0.mlp.up_proj.weight.dat"
+        content = bytearray(file.read_bytes())
+        content[0] ^= 1
+        file.write_bytes(content)
+        assert patcher.check_weights().changed
+
+
+def test_verify_takes_an_offloaded_model(tmp_path: Path) -> None:
+    model, tokenizer = embedded.load()
+    report = verify(offload(model, "cpu", tmp_path), tokenizer=tokenizer, max_new_tokens=3)
+    assert report.token_match == 1 and report.blocks_bit_identical == 1
+
+
+def test_static_patches_are_applied_but_neither_fitted_nor_merged(tmp_path: Path) -> None:
+    model = build("llama")
+    patch = random_patch(model, 0)
+    with patch.applied(model, check_front=False), torch.no_grad():
+        expected = model(IDS[0]).logits
+    offload(model, "disk", tmp_path)
+    with patch.applied(model, check_front=False), torch.no_grad():
+        assert torch.equal(model(IDS[0]).logits, expected)
+    with pytest.raises(TypeError, match="weights in memory to merge into"):
+        patch.merge(model)
+    with pytest.raises(UnsupportedModelError, match="a gradient step keeps all the weights"):
+        fit(model, random_examples(), rank=2, preserve=())
+
+
+def test_what_does_not_work_is_refused(tmp_path: Path) -> None:
+    model = offload(build("llama"), "cpu", tmp_path)
+    with ContextPatcher(model, "stable") as patcher:
+        with pytest.raises(UnsupportedModelError, match=r"compile does not cover .* hooks"):
+            next(patcher.generate(IDS[0], max_new_tokens=2, compile=True))
+        with pytest.warns(UserWarning, match="accelerate's hooks, which move tensors"):
+            next(iter(patcher.generate(IDS[0], max_new_tokens=2)))
+    part = model.model.layers[1].mlp.up_proj
+    hooks_of(part)[0].execution_device = "cuda:1"
+    assert device_of(part) == torch.device("cuda", 1)
+    with pytest.raises(UnsupportedModelError, match=r"on one device, 1 is on cpu, cuda:1: give it"):
+        check_block_devices({str(i): layer for i, layer in enumerate(model.model.layers)})
+
+
+def test_the_page_has_the_measured_memory() -> None:
+    root = Path(__file__).parents[2] / "docs"
+    found = json.loads((root / "data" / "offload-memory.json").read_text())
+    memory, disk = found["memory"], found["disk"]
+    sentence = (
+        f"on {found['model']} in fp32, with {memory['weights']} MiB of weights and"
+        f" {memory['largest_weight']} MiB in the largest, loading it and making a patch took"
+        f" {disk['growth']} MiB from disk, and {memory['growth']} MiB with the weights in memory"
+    )
+    assert sentence in " ".join((root / "scale.md").read_text().split())

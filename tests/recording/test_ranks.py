@@ -1,0 +1,134 @@
+"""Models that are split over processes: every rank has the bits of one process, and what one rank
+refuses, all refuse.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.offload import imported_accelerate
+from support.ranks import CONTEXT, KEPT, PREFIX, TIMEOUT, bits_of, launch
+from transformers import AutoModelForCausalLM
+
+from icl_patch import ContextPatch, ContextPatcher
+from icl_patch.evaluation import tiny_models
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+FAMILIES = ("gemma3", "llama")
+UPDATES = ("direct", "stable", "exact")
+
+
+def folders(path: Path, families: tuple[str, ...], **changes: Any) -> list[str]:
+    imported_accelerate()  # which transformers asks for
+    for family in families:
+        tiny_models.build(family, **changes).save_pretrained(path / family)
+    return [str(path / family) for family in families]
+
+
+def check_bits(said: list[list[Any]], saved: list[str], file: Path) -> None:
+    """Each rank said what one process computes."""
+    for number, folder in enumerate(saved):
+        for place, update in enumerate(UPDATES):
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            expected = bits_of(model, update, file)
+            for rank in said:
+                assert rank[3 * number + place] == expected, (folder, update)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    saved = folders(tmp_path, FAMILIES)
+    said = launch(2, "everything", *saved)
+    check_bits(said, saved, tmp_path / "file")
+    first, second = (rank[6:] for rank in said)
+
+    refusals = [
+        ("RankError", "expected the update to be the same on all ranks, got exact on rank 0 and"),
+        ("ValueError", "expected update direct, stable, exact, got 'other' (on rank 0)"),
+        ("RankError", "expected the same model.embed_tokens.weight on all ranks that have it"),
+        ("RankError", "expected the tokens to be the same on all ranks"),
+        ("ValueError", "expected at least one kept token, got kept_ids (2, 0) (on rank 1)"),
+        ("ValueError", "expected the kept tokens that the patch was computed for"),
+        ("RankError", "expected the call to be the same on all ranks, got forward on rank 0"),
+        ("ControllabilityError", "model.layers.3, row 0, kept token 0: the input h of mlp.down"),
+        ("ControllabilityError", "model.layers.3, row 0, kept token 0: the input h of mlp.down"),
+        ("UnsupportedModelError", "compile does not cover Gemma3ForCausalLM split over processes"),
+        ("ValueError", "expected an attached patcher, this one has been detached (on rank 0)"),
+    ]
+    assert len(second) == len(refusals) + 1 and second[-1] == "ends"
+    for one, other, (kind, text) in zip(first, second, refusals, strict=False):
+        assert one == other and one[0] == kind and one[1].startswith(text), one
+    kind, text, seconds = first[len(refusals)]
+    assert kind == "RankError" and text.startswith("rank 1 does not answer: it has ended, or")
+    assert seconds < 6 * TIMEOUT
+    kind, text = first[len(refusals) + 1]
+    assert kind == "RankError" and "have lost each other before (rank 1 does not answer" in text
+
+
+def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> None:
+    saved = folders(path, families, num_key_value_heads=4)  # a head for each of four ranks
+    of_one: dict[tuple[str, str], Any] = {}
+    for folder in saved:
+        for update in UPDATES:
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            with ContextPatcher(model, update) as patcher:
+                patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
+                patch.save(f"{folder}/{update}.safetensors")
+                steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
+                tokens = [step.token_ids.tolist() for step in steps]
+            of_one[folder, update] = patch, tokens
+    said = launch(count, "tensor_parallel", *saved)
+    for number, (folder, update) in enumerate(of_one):
+        words = [rank[number] for rank in said]
+        if update == "exact":
+            assert all(word == words[0] for word in words)
+            assert words[0][0] == "UnsupportedModelError"
+            assert "the bits of a sum over ranks depend on their number" in words[0][1]
+            continue
+        word, (patch, tokens) = words[0], of_one[folder, update]
+        assert all(other["factors"] == word["factors"] for other in words)
+        assert all(other["tokens"] == tokens for other in words)
+        assert word["replay"] < 1e-5
+        # a replay has one more sum a block than the model, of a number for each row
+        (own, own_bytes), (ours, our_bytes) = word["reduced"]
+        if update == "direct" and not patch.info.divisible:  # a change of the scale alone
+            assert (ours, our_bytes) == (own, own_bytes)
+            assert word["of_one"][1].startswith(f"expected a patch of a model with tp_size={count}")
+        else:
+            assert word["of_one"] < 1e-5
+            assert ours == own + len(patch.blocks)
+            assert our_bytes == own_bytes + len(patch.blocks) * KEPT.numel() * 4
+        written = ContextPatch.load(f"{folder}/{update}-{count}.safetensors", None)
+        assert written.info.tensor_parallel == count
+        for layer, expected in zip(written.layers, patch.layers, strict=True):
+            assert layer.keys() == expected.keys()
+            for name, factor in layer.items():
+                torch.testing.assert_close(factor, expected[name], rtol=2e-3, atol=2e-4)
+
+
+def test_matrices_shared_by_two_ranks(tmp_path: Path) -> None:
+    check_tensor_parallel(2, tmp_path, ("gemma3", "llama"))
+
+
+@pytest.mark.stress
+def test_matrices_shared_by_four_ranks(tmp_path: Path) -> None:
+    check_tensor_parallel(4, tmp_path, ("gemma2", "qwen2"))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("count", [3, 4])
+def test_several_ranks(count: int, tmp_path: Path) -> None:
+    families = (*FAMILIES, "granite", "qwen3_moe", "olmo3")
+    saved = folders(tmp_path, families)
+    check_bits(launch(count, "bits", *saved), saved, tmp_path / "file")
+
+
+@pytest.mark.stress
+def test_a_rank_that_does_not_come_is_an_error_on_the_others(tmp_path: Path) -> None:
+    said = launch(3, "absence", *folders(tmp_path, ("llama",)))
+    assert said[2] == ["waits"]
+    for rank in said[:2]:
+        kind, text, seconds = rank[0]
+        assert kind == "RankError" and "rank 2 does not answer" in text
+        assert seconds < 6 * TIMEOUT

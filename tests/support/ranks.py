@@ -1,0 +1,262 @@
+"""One of the ranks of a model that is split over processes; run as a program by :func:`launch`."""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.models import tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.distributed.pipeline_parallel import PipelineStage
+from transformers.utils import logging
+
+from icl_patch import ContextPatch, ContextPatcher
+
+CONTEXT, KEPT, PREFIX = tokens(1, 2, 9), tokens(2, 2, 3), tokens(3, 2, 2)
+TIMEOUT = 3.0  # seconds that a rank waits for another
+
+
+def launch(count: int, scenario: str, *arguments: str) -> list[list[Any]]:
+    """What each of ``count`` ranks says in a scenario, a list of JSON values each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    tests = Path(__file__).parents[1]
+    places = [str(tests), str(tests.parent / "build" / "peft"), os.environ.get("PYTHONPATH", "")]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(count),
+        "PYTHONPATH": os.pathsep.join(places),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "support.ranks", scenario, *arguments],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    said = [[json.loads(x) for x in out.splitlines() if x[:1] in '["{'] for out, _ in outputs]
+    assert all(said), "\n".join(errors for _, errors in outputs)
+    return said
+
+
+def say(word: Any) -> None:
+    print(json.dumps(word), flush=True)
+
+
+def digest_of(tensors: list[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(f"{tuple(x.shape)} {x.dtype}".encode())
+        digest.update(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def bits_of(model: Any, update: str, file: Path) -> dict[str, str]:
+    """Hashes of all that a patcher computes: equal in every process and without processes."""
+    found = {}
+    with ContextPatcher(model, update, rank_timeout=60) as patcher:
+        patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
+        logits = patcher.forward(KEPT, patch)
+        assert patch.report is not None and patch.logits is not None
+        factors = [layer[name] for layer in patch.layers for name in sorted(layer)]
+        found["factors"] = digest_of(factors)
+        found["report"] = digest_of([patch.report.misses, patch.report.correction])
+        found["replay"] = digest_of([logits, patch.logits])
+        patch.save(file)
+        loaded = patcher.forward(KEPT, ContextPatch.load(file, model))
+        found["file"] = hashlib.sha256(file.read_bytes()).hexdigest() + digest_of([loaded])
+        grown = patcher.dynamics(CONTEXT[:, :4], KEPT).patches[-1]
+        found["dynamics"] = digest_of([*patch.norms().values(), *grown.norms().values()])
+        two = patcher.update == "exact" or patcher.attached_model.steps_take_two_passes
+        modes = ["two_pass" if two else "two_stream"]
+        if update == "exact" or modes == ["two_stream"]:
+            modes.append("shared_cache")
+        for mode in modes:
+            steps = list(patcher.generate(CONTEXT, max_new_tokens=3, mode=mode))
+            made = [x for step in steps for x in step.patch.layers[-1].values()]
+            found[mode] = digest_of([*(x for step in steps for x in (step.logits,)), *made])
+    return found
+
+
+def load(folder: str, **split: int) -> Any:
+    config = DistributedConfig(**split)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    return model.eval()
+
+
+def tensor_parallel(*folders: str) -> None:
+    """Every update of every model in the folders, its matrices shared by the ranks; each folder has
+    a file of one process for each update.
+    """
+    for folder in folders:
+        for update in ("direct", "stable", "exact"):
+            say(shared_matrices(folder, update))
+
+
+def shared_matrices(folder: str, update: str) -> Any:
+    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    model, said = load(folder, tp_size=count), dict[str, Any]()
+    refusal = error_of(lambda: ContextPatcher(model, update, rank_timeout=60).detach())
+    if refusal[0] != "nothing":
+        return refusal
+    with ContextPatcher(model, update, rank_timeout=60) as patcher:
+        patch = patcher.compute(CONTEXT, KEPT, prefix_ids=PREFIX)
+        said["replay"] = largest_difference(patcher.forward(KEPT, patch), patch.logits)
+        of_one = ContextPatch.load(f"{folder}/{update}.safetensors", model)
+        said["of_one"] = error_of(lambda: patcher.forward(KEPT, of_one))
+        if said["of_one"][0] == "nothing":
+            said["of_one"] = largest_difference(patcher.forward(KEPT, of_one), patch.logits)
+        if rank == 0:
+            patch.save(f"{folder}/{update}-{count}.safetensors")
+        steps = list(patcher.generate(CONTEXT, max_new_tokens=3))
+        said["tokens"] = [step.token_ids.tolist() for step in steps]
+        alone = patcher.compute(CONTEXT, KEPT)
+        said["reduced"] = [
+            reductions(lambda: plain(model)),
+            reductions(lambda: patcher.forward(KEPT, alone)),
+        ]
+        said["factors"] = digest_of([x for layer in patch.layers for x in layer.values()])
+    return said
+
+
+def plain(model: Any) -> None:
+    with torch.no_grad():
+        model(KEPT)
+
+
+def reductions(work: Callable[[], Any]) -> list[int]:
+    """How many sums over ranks ``work`` takes in the blocks, and of how many bytes."""
+    original, sizes = dist.all_reduce, list[int]()
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_floating_point():  # the ranks agree in integers
+            sizes.append(x.nbytes)
+        return original(x, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        work()
+    finally:
+        dist.all_reduce = original
+    return [len(sizes), sum(sizes)]
+
+
+def largest_difference(x: Tensor, y: Tensor | None) -> float:
+    assert y is not None
+    return float((x - y).abs().max() / y.abs().max())
+
+
+def error_of(work: Callable[[], Any]) -> list[str]:
+    """The kind of the error and its text."""
+    try:
+        work()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["nothing", ""]
+
+
+def everything(*folders: str) -> None:
+    """:func:`bits`, :func:`refusals` and :func:`death`."""
+    bits(*folders)
+    refusals(folders[0])
+    death(folders[0])
+
+
+def bits(*folders: str) -> None:
+    """Every update of every model in the folders, split by pipeline."""
+    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    for folder in folders:
+        for update in ("direct", "stable", "exact"):
+            model = load(folder, pp_size=count)
+            say(bits_of(model, update, Path(f"{folder}/{rank}.safetensors")))
+
+
+def refusals(folder: str) -> None:
+    """What one rank refuses, all ranks refuse; and they go on afterwards."""
+    rank = int(os.environ["RANK"])
+    say(error_of(lambda: load_and_attach(folder, "stable" if rank else "exact")))
+    say(error_of(lambda: load_and_attach(folder, "stable" if rank else "other")))
+    say(error_of(lambda: load_and_attach(folder, "stable", changed=bool(rank))))
+    model = load(folder, pp_size=int(os.environ["WORLD_SIZE"]))
+    with ContextPatcher(model, "stable", rank_timeout=60) as patcher:
+        patch = patcher.compute(CONTEXT, KEPT)
+        say(error_of(lambda: patcher.compute(CONTEXT + rank, KEPT)))
+        say(error_of(lambda: patcher.compute(CONTEXT, KEPT[:, :0] if rank else KEPT)))
+        other = KEPT if rank else KEPT + 1
+        say(error_of(lambda: patcher.forward(other, patch)))
+        say(
+            error_of(
+                lambda: patcher.compute(CONTEXT, KEPT) if rank else patcher.forward(KEPT, patch)
+            )
+        )
+        if rank:
+            model.model.layers[-1].mlp.up_proj.weight.data.zero_()
+            patcher.check_weights()
+        say(error_of(lambda: patcher.compute(CONTEXT, KEPT)))
+        say(error_of(lambda: list(patcher.generate(CONTEXT, max_new_tokens=2))))
+        say(error_of(lambda: next(patcher.generate(CONTEXT, max_new_tokens=2, compile=True))))
+    say(error_of(lambda: patcher.generate(CONTEXT, max_new_tokens=2)))
+
+
+def load_and_attach(folder: str, update: str, *, changed: bool = False) -> None:
+    model = load(folder, pp_size=int(os.environ["WORLD_SIZE"]))
+    if changed:
+        model.lm_head.weight.data[0] += 1  # which is that of the embeddings, on the first rank
+    ContextPatcher(model, update, rank_timeout=60).detach()
+
+
+def death(folder: str) -> None:
+    """The last rank ends within a pass: the others say so, and how long they took."""
+    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    model = load(folder, pp_size=count)
+    patcher = ContextPatcher(model, "stable", rank_timeout=TIMEOUT)
+    if rank == count - 1:
+        say("ends")
+        PipelineStage.broadcast_from_last = lambda *_, **__: os._exit(1)
+    before = time.monotonic()
+    error = error_of(lambda: patcher.compute(CONTEXT, KEPT))
+    say([*error, time.monotonic() - before])
+    say(error_of(lambda: patcher.compute(CONTEXT, KEPT)))
+
+
+def absence(folder: str) -> None:
+    """The last rank makes another call much later."""
+    count, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    model = load(folder, pp_size=count)
+    patcher = ContextPatcher(model, "stable", rank_timeout=TIMEOUT)
+    if rank == count - 1:
+        say("waits")
+        time.sleep(4 * TIMEOUT)
+        return
+    before = time.monotonic()
+    error = error_of(lambda: patcher.compute(CONTEXT, KEPT))
+    say([*error, time.monotonic() - before])
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](*sys.argv[2:])
+    sys.stdout.flush()
+    os._exit(0)  # the other ranks may have ended before
