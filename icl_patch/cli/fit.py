@@ -54,12 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=r"the token that ends an answer, \n for a line end (default: end of sequence)",
     )
     parser.add_argument(
-        "--self-study",
-        type=common.positive,
-        metavar="N",
-        help="let the model write further questions, N in all; for examples of one context",
-    )
-    parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
@@ -87,9 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", type=Path, metavar="FILE", help="a patch to start from")
     common.add_max_new_tokens(parser, 64, "of an answer")
     parser.add_argument(
-        "--state", type=Path, metavar="DIR", help="continue a stopped fit from its files there"
-    )
-    parser.add_argument(
         "--accept-worse",
         action="store_true",
         help="write the patch even if it is worse than none, or moves preserved texts",
@@ -100,14 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Fit, report and save."""
     common.check_out(options)
-    import sys
-
     from icl_patch import static
 
     model, tokenizer = common.load(options)
     examples = read_examples(options, options.examples, model, tokenizer)
-    if options.self_study is not None:
-        examples = static.self_study(model, examples, options.self_study, seed=options.seed)
     held_out = []
     if options.held_out is not None:
         held_out = read_examples(options, options.held_out, model, tokenizer)
@@ -132,10 +119,8 @@ def run(options: argparse.Namespace) -> int:
             seconds=options.seconds,
             distillation=settings,
             start=start,
-            state=options.state,
             max_new_tokens=options.max_new_tokens,
             accept_worse=options.accept_worse,
-            on_plan=lambda plan: print(plan, file=sys.stderr),
             progress=progress,
         )
     patch.save(options.out)

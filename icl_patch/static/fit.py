@@ -2,27 +2,21 @@
 
 import copy
 import math
-import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from icl_patch.errors import HarmfulPatchError, StaticPatchWarning
-from icl_patch.models.language_model import layers_of, text_config, vocabulary
 from icl_patch.models.prompts import Tokens
 from icl_patch.recording.attached_model import check_training
 from icl_patch.static.examples import (
-    ROW_TOKENS,
     Example,
     answered,
     check_row,
@@ -36,10 +30,9 @@ from icl_patch.static.matrices import Matrix, find_matrices
 from icl_patch.static.report import StaticReport
 from icl_patch.static.static_patch import StaticInfo, StaticPatch
 from icl_patch.static.student import Student
-from icl_patch.static.targets import LOGITS, measure, targets_of, targets_of_texts
+from icl_patch.static.targets import measure, targets_of, targets_of_texts
 from icl_patch.static.training import (
     HARMFUL_KL,
-    Checkpoint,
     Distillation,
     Progress,
     Training,
@@ -60,29 +53,6 @@ def _taking_turns() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The memory and time of a fit, estimated before its first step.
-
-    questions, texts: to train on; tokens: of a step; steps: at most; nbytes: of memory beside the
-    model; seconds: of the steps' matrix products alone, at the speed that one product reaches here.
-    """
-
-    questions: int
-    texts: int
-    tokens: int
-    steps: int
-    nbytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.questions} questions and {self.texts} preserved texts, {self.steps} steps of"
-            f" {self.tokens} tokens: at least {self.seconds:.0f} s, {self.nbytes / 1e6:,.0f} MB"
-            " beside the model"
-        )
-
-
 @_taking_turns()
 @torch.inference_mode(False)
 def fit(
@@ -99,10 +69,8 @@ def fit(
     seconds: float = math.inf,
     distillation: Distillation | None = None,
     start: StaticPatch | None = None,
-    state: str | os.PathLike[str] | None = None,
     max_new_tokens: int = 64,
     accept_worse: bool = False,
-    on_plan: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
 ) -> StaticPatch:
     """One change of weights with which the model, without the context of the examples, answers as
@@ -131,10 +99,8 @@ def fit(
         seconds: a budget of time for the whole fit; it makes as many steps as fit.
         distillation: steps, learning rate and the like.
         start: a patch from which the training starts; its changes are cut to ``rank``.
-        state: a folder; checkpoints are written to it, and a stopped fit continues from them.
         max_new_tokens: of an answer that the model gives.
         accept_worse: return the patch even if it is worse than none, or moves preserved texts.
-        on_plan: called with the :class:`Plan` before the first step.
         progress: called with (done, total) steps.
 
     Returns:
@@ -147,7 +113,7 @@ def fit(
         ValueError: there are no examples, or one of ``held_out`` is among them; an option does not
             fit; the rank is above that of a matrix; two examples want different answers to one
             prompt; activations are NaN; the model is training with dropout; ``start`` changes other
-            matrices; or ``state`` is of another fit.
+            matrices.
         FingerprintMismatch: ``start`` is of another model.
     """
     began = time.perf_counter()
@@ -161,8 +127,6 @@ def fit(
             "expected a tokenizer for the texts to preserve that come with the package: give one,"
             " or texts of your own as preserve=static.documents(...), or preserve=() for none"
         )
-    if state is not None and Path(state).exists() and not Path(state).is_dir():
-        raise ValueError(f"expected state to be a folder, got the file {os.fspath(state)!r}")
     check_training(model, any(module.training for module in model.modules()))
     options = distillation or Distillation()
     matrices = find_matrices(model, parts, first_block)
@@ -175,8 +139,6 @@ def fit(
     for note in notes:
         warnings.warn(note, StaticPatchWarning, stacklevel=4)  # behind two decorators
     dtype = options.dtype_for(model)
-    if on_plan is not None:
-        on_plan(plan(model, matrices, rank, rows, options))
     student = Student(model)
     held, held_texts = (
         targets_of(student, rows.held_out),
@@ -202,11 +164,6 @@ def fit(
         options=options,
     )
     info = StaticInfo.of(model, tokenizer, "distill", rows.front)
-    checkpoint = None
-    if state is not None:
-        data = [rows.fitted, rows.held_out, rows.fitted_texts, rows.held_texts, kappa]
-        checkpoint = Checkpoint(state, training, str(info.fingerprint), repr(data))
-        checkpoint.read(training)
     until = began + seconds - 1.5 * measuring
     if time.perf_counter() >= until:
         gone = time.perf_counter() - began + 1.5 * measuring
@@ -214,7 +171,7 @@ def fit(
             f"expected a budget of more than {gone:.0f} seconds, which pass without a step, got"
             f" {seconds:g}"
         )
-    training.run(until, checkpoint, progress)
+    training.run(until, progress)
 
     patch = StaticPatch(info, training.best[2])
     with patch.applied(model, check_front=False):
@@ -370,65 +327,3 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         for x in model.parameters()
     }
     return copy.deepcopy(model, weights)
-
-
-def plan(
-    model: PreTrainedModel,
-    matrices: Sequence[Matrix],
-    rank: int,
-    rows: _Rows,
-    options: Distillation,
-) -> Plan:
-    """The plan of a fit.
-
-    Memory: the copy of the model, if there is one; factors, gradients, two moments and the best
-    factors; the hidden states of all rows; and the larger of a step and a pass without gradients. A
-    step keeps for the gradient about 8 vectors as wide as the residual stream and 5 as wide as the
-    MLP in each changed block, attention's scores, and logits. Seconds: 2 operations a weight and
-    token forward, as many backward.
-    """
-    dtype, config = options.dtype_for(model), text_config(model)
-    width, heads = (int(getattr(config, x)) for x in ("hidden_size", "num_attention_heads"))
-    layers = layers_of(model)
-    linear = (m for x in layers.values() for m in x.modules() if isinstance(m, nn.Linear | Conv1D))
-    inner = max(max(m.weight.shape) for m in linear)
-    answers = [len((*x.without, *(x.answer or ())[:-1])) for x in rows.fitted]
-    texts = [len(x) for x in rows.fitted_texts]
-    teachers = [len(x.with_context) + len(x.answer or ()) for x in (*rows.fitted, *rows.held_out)]
-
-    def batch(lengths: Sequence[int], size: int) -> int:
-        longest = max(lengths, default=0)
-        return max(longest, min(options.batch_tokens, longest * min(size, len(lengths))))
-
-    asked = batch(answers, options.batch_size), batch(texts, options.preserve_batch_size)
-    step, changed = sum(asked), len(layers) - min(matrix.block for matrix in matrices)
-    scores = heads * max(answers + texts) * max(asked)
-    logits = 5 * 4 * vocabulary(model)
-    kept = dtype.itemsize * changed * (step * (8 * width + 5 * inner) + 3 * scores) + logits * step
-    together = min(ROW_TOKENS, sum(teachers + texts))
-    longest = max(teachers + texts)
-    passing = model.dtype.itemsize * (
-        together * (8 * width + 3 * inner) + heads * together * longest
-    )
-    passing += logits * min(LOGITS // vocabulary(model), together)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    factors = sum(rank * sum(matrix.shape) for matrix in matrices)
-    hidden = 2 * width * dtype.itemsize * sum(answers + texts)
-    nbytes = 5 * 4 * factors + hidden + max(kept, passing)
-    if dtype != model.dtype:
-        nbytes += weights * dtype.itemsize
-    operations = 4.0 * weights * changed / len(layers) * step * options.steps
-    seconds = operations / _speed(model.device, dtype)
-    nbytes = int(nbytes * _ALLOCATOR)
-    return Plan(len(answers), len(texts), step, options.steps, nbytes, seconds)
-
-
-def _speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a matrix product."""
-    x = torch.randn(512, 512, device=device).to(dtype)
-    float((x @ x).sum())  # waits for the device
-    began = time.perf_counter()
-    for _ in range(3):
-        y = x @ x
-    float(y.sum())
-    return 3 * 2 * 512**3 / (time.perf_counter() - began)

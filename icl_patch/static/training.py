@@ -1,16 +1,12 @@
 """Training low-rank changes by gradient descent on a KL divergence."""
 
-import hashlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice, repeat
-from pathlib import Path
-from typing import Any
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from icl_patch.models.forward_override import Forward, Overrides
-from icl_patch.patch.atomic_file import write_atomically
-from icl_patch.patch.serialization import file_parts, read_file
 from icl_patch.static.examples import batches, pad
 from icl_patch.static.low_rank import LowRank
 from icl_patch.static.matrices import Matrix
@@ -30,7 +24,6 @@ from icl_patch.static.targets import Target, measure
 
 Progress = Callable[[int, int], None]
 
-_KIND = "static_distillation"
 _FINAL_RATE = 0.02  # of the learning rate
 _TIMED_STEPS = 3  # before the number of steps that a budget holds is chosen
 HARMFUL_KL = 0.2  # nats a token, by which preserved texts may move
@@ -154,15 +147,13 @@ class Training:
     def run(
         self,
         until: float = math.inf,
-        checkpoint: "Checkpoint | None" = None,
         progress: Progress | None = None,
     ) -> None:
         """All steps; fewer if the held-out loss has not fallen for ``patience`` measurements, or if
         the time ``until``, of ``time.perf_counter``, does not hold them.
         """
-        options, steps, measured = self.options, self.options.steps, self.step
-        first = self.step
-        if not first and any(bool(change.u.any()) for change in self.changes.values()):
+        options, steps, measured = self.options, self.options.steps, 0
+        if any(bool(change.u.any()) for change in self.changes.values()):
             self._keep_best()  # what it starts from may be the best
         began = time.perf_counter()
         for questions, texts in self._draws():
@@ -173,13 +164,11 @@ class Training:
                 break
             self._descend(questions, texts, steps)
             self.step += 1
-            is_timed = math.isfinite(until) and self.step - first == _TIMED_STEPS
+            is_timed = math.isfinite(until) and self.step == _TIMED_STEPS
             if is_timed or self.step % options.check_every == 0 or self.step == steps:
                 before, measured = time.perf_counter(), self.step
                 self._keep_best()
                 after = time.perf_counter()
-                if checkpoint is not None:
-                    checkpoint.write(self)
             if is_timed:
                 of_check, of_step = after - before, (before - began) / _TIMED_STEPS
                 left = (until - after - of_check) / (of_step + of_check / options.check_every)
@@ -190,14 +179,14 @@ class Training:
             self._keep_best()
 
     def _draws(self) -> Iterator[tuple[list[Target], list[Target]]]:
-        """The questions and texts of each step from the current one on."""
+        """The questions and texts of each step."""
         options = self.options
         shuffled = partial(_shuffled, kind=self.student.kind, tokens=options.batch_tokens)
         questions = shuffled(self.questions, options.batch_size, options.seed)
         texts: Iterator[list[Target]] = repeat([])
         if self.texts:
             texts = shuffled(self.texts, options.preserve_batch_size, options.seed + 1)
-        return islice(zip(questions, texts, strict=False), self.step, None)
+        return zip(questions, texts, strict=False)
 
     def _keep_best(self) -> None:
         """Keep the factors if their held-out loss is the smallest so far."""
@@ -310,72 +299,3 @@ def first_factors(
             u[: given.rank], v[: given.rank] = given.u, given.v
         changes[matrix.path] = LowRank(u.to(device), v.to(device))
     return changes
-
-
-class Checkpoint:
-    """The file from which a stopped training continues."""
-
-    def __init__(
-        self, folder: str | os.PathLike[str], training: Training, fingerprint: str, data: str
-    ) -> None:
-        first = hashlib.sha256()  # of the factors from which it starts
-        for parameter in training.parameters:
-            first.update(parameter.detach().cpu().numpy().data)
-        options = asdict(training.options) | {"dtype": str(training.student.model.dtype)}
-        self.file = Path(folder) / "distillation.safetensors"
-        self.header: dict[str, Any] = {
-            "kind": _KIND,
-            "fingerprint": fingerprint,
-            "options": options,
-            "matrices": {path: change.rank for path, change in training.changes.items()},
-            "start": first.hexdigest(),
-            "data": hashlib.sha256(data.encode()).hexdigest(),
-        }
-
-    def write(self, training: Training) -> None:
-        """Write factors, moments of the optimiser and the best factors."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for i, parameter in enumerate(training.parameters):
-            moments = training.optimizer.state[parameter]
-            tensors[f"{i}.value"] = parameter.detach()
-            tensors |= {f"{i}.{name}": moments[name] for name in ("exp_avg", "exp_avg_sq")}
-        for path, change in training.best[2].items():
-            tensors |= {f"best.{path}.u": change.u, f"best.{path}.v": change.v}
-        entries = {
-            "step": training.step,
-            "kappa": training.kappa,
-            "best": list(training.best[:2]),
-        }
-        content = {name: x.contiguous().cpu() for name, x in tensors.items()}
-        write_atomically(self.file, file_parts({**self.header, **entries}, content))
-
-    def read(self, training: Training) -> None:
-        """Continue from the file, if there is one.
-
-        Raises:
-            ValueError: it is of another model or distillation.
-        """
-        if not self.file.exists():
-            return
-        header, tensors = read_file(self.file)
-        for name, value in self.header.items():
-            if header.get(name) != value:
-                raise ValueError(
-                    f"expected a checkpoint of this model and these settings in {self.file}, got"
-                    f" one with another {name}: take another folder, or remove it"
-                )
-        training.step, training.kappa = header["step"], header["kappa"]
-        device = training.student.model.device
-        for i, parameter in enumerate(training.parameters):
-            parameter.data.copy_(tensors[f"{i}.value"])
-            moments = {
-                name: tensors[f"{i}.{name}"].to(device) for name in ("exp_avg", "exp_avg_sq")
-            }
-            step = torch.tensor(float(training.step))
-            training.optimizer.state[parameter] = {"step": step, **moments}
-        best = {
-            path: LowRank(tensors[f"best.{path}.u"], tensors[f"best.{path}.v"]).to(device)
-            for path in training.changes
-        }
-        training.best = (header["best"][0], header["best"][1], best)

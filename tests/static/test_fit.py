@@ -250,16 +250,6 @@ def test_a_budget_holds_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
     assert run.step == 2  # the first that ends behind the budget is the last one
 
 
-def test_the_plan_is_known_before_the_fit() -> None:
-    model, plans = build("llama"), []
-    fit(model, random_examples(), on_plan=plans.append, preserve=tokens(4, 10, 6).tolist())
-    (plan,) = plans
-    assert (plan.questions, plan.texts, plan.steps) == (7, 8, 2)
-    assert plan.tokens == 7 * 7 + 4 * 6  # a front of 1, a question of 4, an answer of 3 less 1
-    assert plan.nbytes > 0 and plan.seconds > 0
-    assert "7 questions and 8 preserved texts, 2 steps of 73 tokens" in str(plan)
-
-
 def test_distillation_stops_early() -> None:
     options = Distillation(steps=40, check_every=1, patience=2, learning_rate=1.0, warmup=1)
     patch = fit(build("llama"), random_examples(), distillation=options)
@@ -346,42 +336,7 @@ def test_few_of_many_questions_are_held_out(count: int, held_out: int) -> None:
     assert len(rows.fitted) == count - held_out
 
 
-# -- going on, and starting from a patch
-
-
-def test_a_stopped_fit_goes_on(tmp_path: Path) -> None:
-    model, examples = build("llama"), random_examples()
-    options = Distillation(steps=6, check_every=2, warmup=2)
-
-    def fitted(**arguments: Any) -> StaticPatch:
-        return fit(model, examples, distillation=options, **arguments)
-
-    def stop(step: int, _total: int) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    whole, steps = fitted(), []
-    with pytest.raises(KeyboardInterrupt):
-        fitted(state=tmp_path, progress=stop)
-    resumed = fitted(state=tmp_path, progress=lambda step, _: steps.append(step))
-    assert steps == [5, 6]
-    for path, change in whole.changes.items():
-        assert torch.equal(change.u, resumed.changes[path].u)
-    with pytest.raises(ValueError, match="with another start"):
-        fitted(state=tmp_path, start=2 * whole)
-    with pytest.raises(ValueError, match="with another data"):
-        fitted(state=tmp_path, held_out=random_examples(3))
-    with pytest.raises(ValueError, match="with another data"):  # answers given, another context
-        others = [replace(x, with_context=(1, 9, *x.with_context[2:])) for x in examples]
-        fit(model, others, distillation=options, state=tmp_path)
-    with pytest.raises(ValueError, match="with another matrices"):
-        fitted(state=tmp_path, rank=3)
-    with pytest.raises(ValueError, match="with another options"):
-        options = replace(options, seed=3)
-        fitted(state=tmp_path)
-    with pytest.raises(ValueError, match="with another fingerprint"):
-        model = build("llama", seed=1)
-        fitted(state=tmp_path)
+# -- starting from a patch
 
 
 def test_a_fit_starts_from_a_patch() -> None:
@@ -503,7 +458,6 @@ def test_forms_that_cannot_hold_a_patch_are_refused(name: str, reason: str) -> N
         ({"parts": ("reader",)}, "expected parts among mlp, attention"),
         ({"parts": ()}, "expected parts among mlp, attention"),
         ({"first_block": 3}, "expected a first block from 0 to 2, got 3"),
-        ({"state": __file__}, "expected state to be a folder, got the file"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> None:
@@ -511,7 +465,7 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
         fit(build("llama"), random_examples(), **options)
 
 
-def test_bad_models_and_examples_are_refused(tmp_path: Path) -> None:
+def test_bad_models_and_examples_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected examples, .* got 0 examples"):
         fit(build("llama"), [])
     with pytest.raises(ValueError, match="expected ids from 0 to 96, got 1 to 200"):
@@ -526,8 +480,7 @@ def test_bad_models_and_examples_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.lm_head.weight[5] = math.nan
     with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity"):
-        fit(model, random_examples(), state=tmp_path)
-    assert not any(tmp_path.iterdir())
+        fit(model, random_examples())
 
 
 def test_factors_are_fp32_under_another_default(tmp_path: Path) -> None:
