@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.algorithm1 import algorithm_1
 from support.models import build, tokens
 from support.numeric import ULP, UNIT, noise_limit, normal, seeded
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from icl_patch import ContextPatcher, metrics
 from icl_patch.analysis.dynamics import Factorisation, LowRank, Trajectory, factorise
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.algorithm1 import algorithm_1
 from icl_patch.models.block_detection import blocks_of
 
 STEPS, N, K, EXPERTS = 5, 7, 3, 6

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import Gemma3TextConfig
 
 from icl_patch import ops
 from icl_patch.bench import BENCHMARKS, harness, plots, profiling, summary, timing
-from icl_patch.bench.cases import linear, throughput
+from icl_patch.bench.cases import linear
 from icl_patch.bench.cases.models import RandomModel
 from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results, load_all, page
@@ -174,7 +174,7 @@ def test_units_are_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             name: dict.fromkeys(("median", "low", "high"), seconds[name]) for name in calls
         },
     )
-    results = Results("throughput", CPU, tmp_path)
+    results = Results("linear", CPU, tmp_path)
     calls = {"ours": done, "other": done}
     one = case("a", calls, units={"ours": 8, "other": 1}, unit="patches")
     list(results.measure([one]))
@@ -332,30 +332,6 @@ def test_the_grids() -> None:
         assert len(names) == len(set(names)) > 0
 
 
-TINY = {
-    "gemma": RandomModel("gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 1024),
-    "llama": RandomModel("llama", LlamaConfig, 48, 72, 2, 4, 2, 12, 1024),
-}
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_throughput(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Built weights and lazy ones both reproduce the context; a patch that is left out does not
-    pass.
-    """
-    monkeypatch.setattr(throughput, "MODELS", TINY)
-    found = throughput.prepared(name, 2, torch.float32, CPU)
-    for work in throughput.WORK:
-        comparison = throughput.comparison(name, 2, work, torch.float32, CPU)
-        assert set(comparison.units.values()) == {8, 16}
-        for call, run in comparison.calls.items():
-            comparison.check(call, run())
-    bare = found.model(input_ids=found.kept).logits
-    with pytest.raises(AssertionError, match="expected the fp64 result"):
-        comparison.check(throughput.BUILT, bare)
-    throughput.prepared.cache_clear()
-
-
 # What is committed
 
 
@@ -447,7 +423,8 @@ def test_pictures_have_the_same_bytes_for_the_same_numbers(tmp_path: Path) -> No
 def test_a_page_has_the_profile_of_the_kernels_and_of_the_decode_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(throughput, "MODELS", {"Gemma-3-1B": TINY["gemma"]})
+    tiny = RandomModel("gemma", Gemma3TextConfig, 48, 72, 2, 4, 2, 12, 1024)
+    monkeypatch.setattr(profiling, "MODEL", tiny)
     monkeypatch.setattr(profiling, "STEPS", 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ncu = tmp_path / "ncu.txt"
