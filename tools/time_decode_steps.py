@@ -1,7 +1,7 @@
 """Time decode steps of the installed package, and print the seconds of a step in each mode as JSON.
 
 ``tools/bench_compare.py`` runs this file with the packages of two commits. It therefore uses public
-names only, and reads from the signature of ``ContextPatcher.generate`` how a mode is called there.
+names only.
 
 - ``plain``: the model's own step. ``replay``: the current token with a given patch, no context.
 - ``two_pass``: the exact update in the model's own arithmetic. ``exact``: in one pass, in the
@@ -10,13 +10,11 @@ names only, and reads from the signature of ``ContextPatcher.generate`` how a mo
 """
 
 import argparse
-import inspect
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -58,23 +56,6 @@ def build_model(size: str) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def mode_arguments(generate: Callable[..., Any], mode: str) -> dict[str, Any]:
-    """The arguments by which this ``generate`` runs a mode.
-
-    Raises:
-        ValueError: it has neither ``mode`` and ``compile`` nor ``fast`` and ``compiled``.
-    """
-    names = inspect.signature(generate).parameters
-    compiled = mode == "compiled"
-    if {"mode", "compile"} <= names.keys():
-        layout = "shared_cache" if mode in ("compiled", "exact") else mode
-        return {"mode": layout, "compile": compiled}
-    if {"fast", "compiled"} <= names.keys():
-        return {"fast": compiled or mode == "shared_cache", "compiled": compiled}
-    expected = "generate(mode=, compile=) or generate(fast=, compiled=)"
-    raise ValueError(f"expected {expected}, got {', '.join(names)}")
-
-
 def plain_steps(model: PreTrainedModel, ids: Tensor) -> Iterator[object]:
     """The model's own greedy decode steps, over its own cache."""
     cache = DynamicCache(config=model.config)
@@ -93,8 +74,9 @@ def attach(model: PreTrainedModel, mode: str) -> ContextPatcher:
 def patched_steps(patcher: ContextPatcher, mode: str, ids: Tensor, count: int) -> Iterator[object]:
     """Decode steps of the package: generated tokens, or one token replayed again and again."""
     if mode != "replay":
-        arguments = mode_arguments(ContextPatcher.generate, mode)
-        return iter(patcher.generate(ids, max_new_tokens=count, **arguments))
+        cache = "shared_cache" if mode in ("compiled", "exact") else mode
+        options = {"mode": cache, "compile": mode == "compiled"}
+        return iter(patcher.generate(ids, max_new_tokens=count, **options))
     kept = ids[:, -1:]
     patch = patcher.compute(ids[:, :-1], kept)
     return (patcher.forward(kept, patch) for _ in range(count))

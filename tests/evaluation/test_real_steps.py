@@ -15,10 +15,18 @@ from icl_patch import ContextPatch, ContextPatcher, embedded, metrics
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-import real_steps_run
-from real_references import COMPUTE, ONE_PASS, TWO_PASSES, WAYS, references
-from real_steps_run import Counts
-from real_texts import CHATS, Case, batch_of
+import real_steps
+from real_steps import (
+    CHATS,
+    COMPUTE,
+    ONE_PASS,
+    TWO_PASSES,
+    WAYS,
+    Case,
+    Counts,
+    batch_of,
+    references,
+)
 
 TOKENIZER = embedded.load()[1]
 RAGGED = Case("pages", 3, 20, True, 6)
@@ -112,7 +120,7 @@ def measured(request: pytest.FixtureRequest) -> Any:
 def counted(measured: Any, way: str, elsewhere: Any = None) -> Counts:
     patcher, batch, runs = measured
     counts = Counts(way, 3)
-    real_steps_run.count(counts, patcher, batch, runs, elsewhere or patched_here(patcher))
+    real_steps.count(counts, patcher, batch, runs, elsewhere or patched_here(patcher))
     return counts
 
 
@@ -128,7 +136,7 @@ def test_all_tokens_of_a_small_model_are_bit_identical(way: str, measured: Any) 
     assert counts.saved == counts.saved_identical == (tokens if way == COMPUTE else 3)
     assert (counts.shortest, counts.longest) == (14, 20)
     assert counts.misses == counts.taken_twice == 0
-    assert counts.reason is None and real_steps_run.refusal(measured[0]) is None
+    assert counts.reason is None and real_steps.refusal(measured[0]) is None
 
 
 def flipped(logits: Tensor) -> Tensor:
@@ -173,14 +181,14 @@ def test_signs_of_zero_are_bits_too() -> None:
     zeros = torch.zeros(1, 2, 3)
     other = zeros.clone()
     other[0, 1, 2] = -0.0
-    assert real_steps_run.same_bits(zeros, other).tolist() == [[True, False]]
+    assert real_steps.same_bits(zeros, other).tolist() == [[True, False]]
 
 
 def test_a_refusal_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(torch.float32)
     with ContextPatcher(model) as patcher:
         model.model.layers[0].register_forward_hook(lambda *_: None)
-        assert "it has forward hooks" in (real_steps_run.refusal(patcher) or "")
+        assert "it has forward hooks" in (real_steps.refusal(patcher) or "")
 
 
 @pytest.mark.stress
@@ -188,7 +196,7 @@ def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
     """With the second process, which replays from files."""
     small_model(torch.float32).save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    found = real_steps_run.measure(tmp_path / "model", torch.bfloat16, [RAGGED])
+    found = real_steps.measure(tmp_path / "model", torch.bfloat16, [RAGGED])
     assert [counts.way for counts in found] == list(WAYS)
     for counts in found:
         assert counts.tokens == counts.identical > 0

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.numeric import seeded
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -135,23 +134,6 @@ def test_both_files_name_the_same_modes() -> None:
     assert tuple(time_decode_steps.SIZES) == bench_compare.SIZES
 
 
-def test_a_mode_is_called_as_the_signature_says() -> None:
-    def today(ids: Tensor, *, fast: bool | None = False, compiled: bool = False) -> None: ...
-
-    def tomorrow(ids: Tensor, *, mode: str, compile: bool) -> None: ...
-
-    def other(ids: Tensor, *, fast: bool) -> None: ...
-
-    arguments = time_decode_steps.mode_arguments
-    assert arguments(today, "two_stream") == {"fast": False, "compiled": False}
-    assert arguments(today, "shared_cache") == {"fast": True, "compiled": False}
-    assert arguments(today, "compiled") == {"fast": True, "compiled": True}
-    assert arguments(tomorrow, "two_pass") == {"mode": "two_pass", "compile": False}
-    assert arguments(tomorrow, "compiled") == {"mode": "shared_cache", "compile": True}
-    with pytest.raises(ValueError, match=r"expected generate\(mode=.*got ids, fast"):
-        arguments(other, "compiled")
-
-
 def test_the_steps_that_are_timed_are_of_their_mode() -> None:
     model, ids = time_decode_steps.build_model("tiny"), torch.arange(3, 11).unsqueeze(0)
     modes = {}
@@ -187,12 +169,3 @@ def test_every_mode_is_timed(
     steps = iter(range(100))
     assert time_decode_steps.step_seconds(steps, 4) == 1.25
     assert next(steps) == 4 + time_decode_steps.WARM_UP > 5
-
-
-def test_help(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as left:
-        bench_compare.main(["--help"])
-    assert left.value.code == 0
-    shown = capsys.readouterr().out
-    options = ("OLD", "NEW", "--pairs", "--modes", "--rows", "--context", "--limit")
-    assert all(option in shown for option in options)
