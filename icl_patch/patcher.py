@@ -120,10 +120,10 @@ class ContextPatcher:
         next hash. From then on older patches are refused, and new ones carry the new fingerprint.
 
         Returns:
-            The fingerprint, whether it has changed, the bytes that were read and the time::
+            The fingerprint, and whether it has changed::
 
                 check = patcher.check_weights()
-                print(check.changed, check.gb_per_second)
+                print(check.changed, check.fingerprint)
         """
         return self.attached_model.check_weights()
 

@@ -1,24 +1,19 @@
 """Writing a file that appears whole or not at all."""
 
 import errno
-import fcntl
-import hashlib
 import os
 import secrets
 import stat
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 
 def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memoryview]) -> None:
     """Write the parts, one after the other, to ``path``: whole or not at all.
 
     They go to a temporary file beside it, which then takes the file's name. Of a symbolic link the
-    file that it points to is replaced. A replaced file keeps its permissions. Temporary files that
-    killed processes left for the same path are removed; those of running processes stay, because a
-    process holds a lock on the one that it writes (where the file system has locks).
+    file that it points to is replaced. A replaced file keeps its permissions. A process that is
+    killed leaves its temporary file, ``.icl-patch-*``.
 
     Raises:
         OSError: the file cannot be written, or the path is neither a regular file nor free.
@@ -31,11 +26,9 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes | memor
 
 def _write(target: Path, parts: Iterable[bytes | memoryview]) -> None:
     permissions = _permissions(target)
-    _remove_leftovers(target)
-    # The owner can write, so that a leftover can be locked and removed.
-    mode = 0o666 if permissions is None else permissions | stat.S_IWUSR
-    temporary, file = _open_temporary(target, mode)
-    with file:
+    temporary = target.with_name(f".icl-patch-{secrets.token_hex(8)}")
+    mode = 0o666 if permissions is None else permissions
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         try:
             for part in parts:
                 file.write(part)
@@ -60,33 +53,3 @@ def _permissions(target: Path) -> int | None:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "expected the name of a regular file, got a device or the like")
     return stat.S_IMODE(mode)
-
-
-def _prefix(target: Path) -> str:
-    """How the names of the target's temporary files begin; short, however long its own name is."""
-    return f".icl-patch-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
-
-
-def _remove_leftovers(target: Path) -> None:
-    for leftover in target.parent.glob(f"{_prefix(target)}*"):
-        with suppress(OSError), leftover.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process writes
-            leftover.unlink()
-
-
-def _open_temporary(target: Path, mode: int) -> tuple[Path, BinaryIO]:
-    """A new file beside the target, locked."""
-    while True:
-        temporary = target.with_name(_prefix(target) + secrets.token_hex(8))
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        file = os.fdopen(descriptor, "wb")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process takes it for a leftover and removes it
-            file.close()
-            continue
-        except OSError:  # the file system has no locks, so nobody removes leftovers
-            pass
-        if os.fstat(file.fileno()).st_nlink:
-            return temporary, file
-        file.close()  # it was removed before it was locked

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,12 +19,7 @@ _CHUNK = 128  # rows, 1 MiB, which a core's cache holds
 
 
 def weight_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the whole content of a model's state dict: see :func:`hash_weights`."""
-    return hash_weights(model)[0]
-
-
-def hash_weights(model: nn.Module) -> tuple[str, int]:
-    """SHA-256 over a model's weights, and how many bytes were read.
+    """SHA-256 over the whole content of a model's state dict.
 
     The weights are the tensors of the state dict: parameters and persistent buffers. Buffers that
     a model computes from its configuration (rotary frequencies) are left out, because they differ
@@ -42,16 +36,14 @@ def hash_weights(model: nn.Module) -> tuple[str, int]:
     other change would go unnoticed with a probability of at most 2⁻³². The device and the memory
     layout make no difference.
     """
-    digest, nbytes, known = hashlib.sha256(), 0, dict[int, bytes]()
+    digest, known = hashlib.sha256(), dict[int, bytes]()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor):  # from a module's get_extra_state
             continue
         if id(tensor) not in known:  # tied weights are read once
-            parts = list(_plain(tensor.detach()))
-            nbytes += sum(part.nbytes for part in parts)
-            known[id(tensor)] = _hash(parts)
+            known[id(tensor)] = _hash(list(_plain(tensor.detach())))
         digest.update(f"{name} ".encode() + known[id(tensor)])
-    return digest.hexdigest(), nbytes
+    return digest.hexdigest()
 
 
 def _hash(parts: list[Tensor]) -> bytes:
@@ -64,7 +56,7 @@ def _hash(parts: list[Tensor]) -> bytes:
 
 
 def _checksums(part: Tensor) -> Tensor:
-    """The checksums of :func:`hash_weights`: int64, two for every row."""
+    """The checksums of :func:`weight_fingerprint`: int64, two for every row."""
     data = part.contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 8:  # words begin at multiples of their size
         data = data.clone()
@@ -144,19 +136,12 @@ def weight_state(model: nn.Module) -> list[tuple[int, int, torch.dtype]]:
 class WeightCheck:
     """A hash of all weights of a model, as :meth:`icl_patch.ContextPatcher.check_weights` takes it.
 
-    fingerprint: SHA-256, see :func:`hash_weights`; changed: whether it differs from the one before;
-    nbytes: bytes that were read; seconds: how long that took.
+    fingerprint: SHA-256, see :func:`weight_fingerprint`; changed: whether it differs from the one
+    before.
     """
 
     fingerprint: str
     changed: bool
-    nbytes: int
-    seconds: float
-
-    @property
-    def gb_per_second(self) -> float:
-        """``nbytes / seconds / 10⁹``."""
-        return self.nbytes / self.seconds / 1e9
 
 
 class WatchedWeights:
@@ -185,11 +170,10 @@ class WatchedWeights:
         return None if model is None else self._check(model)
 
     def _check(self, model: nn.Module) -> WeightCheck:
-        start, before = time.perf_counter(), self._fingerprint
+        before = self._fingerprint
         self._state = weight_state(model)
-        self._fingerprint, nbytes = hash_weights(model)
-        changed = before not in (None, self._fingerprint)
-        return WeightCheck(self._fingerprint, changed, nbytes, time.perf_counter() - start)
+        self._fingerprint = weight_fingerprint(model)
+        return WeightCheck(self._fingerprint, before not in (None, self._fingerprint))
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -68,28 +68,6 @@ def test_every_round_times_every_call_and_a_slow_one_less_often(
     assert found["fast"]["low"] == found["fast"]["high"] == 1
 
 
-def test_a_short_call_is_repeated_until_it_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
-    seen = []
-
-    def call() -> None:
-        seen.append(1)
-        clock[0] += 0.25
-
-    monkeypatch.setattr(timing, "LEAST", 1.0)
-    assert compare({"": call}, CPU, rounds=1)[""]["median"] == 0.25
-    assert len(seen) == 8
-
-
-def test_inputs_are_taken_in_turn() -> None:
-    seen: list[int] = []
-    call = InTurn(seen.append, [1, 2, 3])
-    for _ in range(4):
-        call()
-    assert seen == [1, 2, 3, 1]
-
-
 def test_calls_that_share_a_turn_do_not_take_the_same_input() -> None:
     seen: list[str] = []
     turn = itertools.count()
@@ -157,12 +135,6 @@ def test_a_wrong_call_has_no_time_and_the_run_goes_on(tmp_path: Path) -> None:
         len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines() if line.startswith("|")
     ] == [10] * 8
     assert table.count("- Failed: ") == 5
-
-
-def test_an_error_is_one_line_with_or_without_words() -> None:
-    assert harness.reason(AssertionError("expected 1\ngot 2")) == "expected 1"
-    assert harness.reason(AssertionError()) == "AssertionError: "
-    assert harness.reason(ValueError("\n  no\nyes")) == "ValueError: no"
 
 
 def test_units_are_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,24 +284,6 @@ def test_a_broken_op_fails_and_the_command_says_so(
     for row in load_all(tmp_path, "linear")[0]["rows"]:
         if row["ours"]:
             assert row["failed"].startswith("expected the fp64 result")
-
-
-def test_every_call_reads_another_weight_each_time(small: None) -> None:
-    weights = linear.cold(CPU, (95, 63), torch.float32)
-    assert len({weight.data_ptr() for weight in weights}) == len(weights) >= 2
-    assert sum(weight.nbytes for weight in weights) > 2 * 2**14
-    assert all(torch.equal(weight, weights[0]) for weight in weights)
-
-
-def test_the_grids() -> None:
-    every = linear.settings(CPU, False)
-    assert len(every) == len(set(every)) == 15 * 2 * 3 * 8
-    for device in (CPU, torch.device("meta")):
-        assert set(linear.settings(device, True)) < set(every)
-    for name in BENCHMARKS:
-        module = __import__(f"icl_patch.bench.cases.{name}", fromlist=["cases"])
-        names = [found.name for quick in (False,) for found in module.cases(CPU, quick)]
-        assert len(names) == len(set(names)) > 0
 
 
 # What is committed
