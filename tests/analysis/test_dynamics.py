@@ -97,25 +97,6 @@ def test_trajectory_against_matrices(kind: str) -> None:
         assert close(made.changes.against(steps[0]), (changes * steps[0]).flatten(2).sum(-1))
 
 
-def test_small_steps_keep_their_digits() -> None:
-    """Near convergence ``‖W'‖² - 2 <W', W> + ‖W‖²`` would be noise."""
-    generator = seeded(1)
-    u, v, by, turn = (
-        normal(generator, N),
-        normal(generator, K),
-        1e-11 * normal(generator, N),
-        1e-11 * normal(generator, K),
-    )
-    made = Trajectory.of(torch.stack([u, u + by]), torch.stack([v, v + turn]))
-    expected = torch.outer(by, v) + torch.outer(u, turn)
-    rounded = ULP * float(u.norm() * v.norm())  # of u + by and v + turn
-    assert (
-        abs(float(made.step_norms()[0] - expected.norm()))
-        <= 2 * rounded
-        < 1e-4 * float(expected.norm())
-    )
-
-
 def test_bad_calls() -> None:
     made = trajectory("experts")
     with pytest.raises(ValueError, match="one matrix, got those of several experts"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import build, tokens
-from support.numeric import UNIT, noise_floor, noise_limit
+from support.numeric import UNIT, noise_limit
 from torch import nn
 
 from icl_patch import ContextPatcher, embedded, metrics, verify
@@ -133,29 +133,6 @@ def test_merged_weights_give_the_patched_logits_and_are_put_back(held: tuple) ->
     assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
 
 
-def test_the_ways_of_holding_a_patch_differ_in_what_they_round() -> None:
-    plain = build("gemma3", dtype=torch.bfloat16)
-    with ContextPatcher(copy.deepcopy(plain), "stable") as patcher:
-        patch = patcher.compute(tokens(0, 2, 7), tokens(1, 2, 1))
-        logits = {
-            name: variant(patcher, plain, patch).float() for name, variant in VARIANTS.items()
-        }
-    errors = {
-        name: float(metrics.linf(x, patch.logits[:, -1].float()).max())
-        for name, x in logits.items()
-    }
-    # of bf16: each way rounds once more somewhere
-    assert max(errors.values()) <= 4 * noise_floor(plain)
-    for one in VARIANTS:
-        assert [other for other in VARIANTS if torch.equal(logits[one], logits[other])] == [one]
-    for names in (("new_scale",), (".u", ".v")):
-        changed = experiments.rounded(patch, lambda name, ends=names: name.endswith(ends))
-        for layer, own in zip(patch.layers, changed.layers, strict=True):
-            for name, x in layer.items():
-                wanted = x.bfloat16().to(x.dtype) if name.endswith(names) else x
-                assert torch.equal(own[name], wanted) and own[name].dtype == x.dtype
-
-
 def test_exact_patches_held_as_vectors_are_bit_identical_and_rounding_costs_bits() -> None:
     model = build("gemma3", dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
@@ -190,21 +167,6 @@ def _generated(
         logits.append(out.logits[:, -1])
         chosen = logits[-1].argmax(-1, keepdim=True)
     return torch.stack(logits, 1).argmax(-1), torch.stack(logits, 1)
-
-
-def test_distributions_count_every_value_once() -> None:
-    values = torch.tensor(
-        [0.0, 0.0, 1e-30, 1.1e-7, 1.2e-7, 0.5, 1e9, math.inf, math.nan], dtype=torch.float64
-    )
-    found, edges = experiments.distribution(values), experiments.bin_edges()
-    assert found["zero"] == pytest.approx(2 / 9) and found["not_finite"] == pytest.approx(2 / 9)
-    assert sum(found["histogram"]) == 5 and len(found["histogram"]) == len(edges) - 1
-    [place] = [place for place, count in enumerate(found["histogram"]) if count == 2]
-    assert edges[place] <= math.log10(1.1e-7) and math.log10(1.2e-7) <= edges[place + 1]
-    assert (found["min"], found["median"], found["max"]) == (0, 1.1e-7, 1e9)
-    assert found["upper"] == pytest.approx(
-        float(np.quantile([0, 0, 1e-30, 1.1e-7, 1.2e-7, 0.5, 1e9], 0.75))
-    )
 
 
 # -- the command

@@ -34,24 +34,6 @@ from goldwaser_experiments import LAZY, MERGED  # noqa: E402
 from real_fidelity import KEPT, NOISE, REPLAYS, RUNS  # noqa: E402
 from real_subject import FULL, QUICK, Store  # noqa: E402
 
-# -- texts
-
-
-def test_the_system_message_is_the_context_of_a_chat() -> None:
-    tokenizer = embedded.load()[1]
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    [prompt, *_] = prompts.chats(tokenizer, 1, 1, 5)
-    chat = prompts.read("chats")[0]
-    assert tokenizer.decode(prompt.context) == f"system: {chat['system']}\n"
-    assert tokenizer.decode(prompt.question) == f"user: {chat['users'][0]}\nassistant:"
-    tokenizer.chat_template = "{{ messages | length }}"
-    with pytest.raises(ValueError, match="begins with the system message"):
-        next(prompts.chats(tokenizer, 1, 1, 5))
-
-
 # -- measures
 
 
@@ -140,31 +122,6 @@ def test_a_disturbance_has_its_size_and_leaves_no_trace() -> None:
     assert torch.equal(block(x), x)
 
 
-def test_sensitivity_is_the_difference_of_two_runs() -> None:
-    model, context, kept = build("llama"), tokens(0, 1, 9), tokens(1, 1, 5)
-    with ContextPatcher(model) as patcher:
-        found = changes.sensitivity(patcher.attached_model, context, kept, 0)
-    for values in found.values():
-        assert values.shape == (3, 5) and np.isfinite(values).all()
-        assert values[0] == pytest.approx(1, rel=0.01)  # the disturbed block itself
-    outputs: list[torch.Tensor] = []
-    handles = [
-        layer.register_forward_hook(lambda _module, _args, out: outputs.append(out))
-        for layer in model.model.layers
-    ]
-    whole = torch.cat([context, kept], 1)
-    noise = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        model(whole)
-        with changes.disturbed(model.model.layers[0], noise):
-            model(whole)
-    for handle in handles:
-        handle.remove()
-    last, changed = outputs[2][0, -5:], outputs[5][0, -5:]
-    ratio = (changed - last).norm(dim=-1) / last.norm(dim=-1) / changes.DISTURBANCE
-    assert found["with its context"][2] == pytest.approx(ratio.numpy(), rel=0.05)
-
-
 # -- statistics
 
 
@@ -215,19 +172,6 @@ def test_lost_tokens_are_counted_beside_those_of_the_model() -> None:
     assert statistics.same_updates(results)
     results["code-0-0"]["direct/tvd"] = np.array([0, 0.2, 0.3])
     assert not statistics.same_updates(results)
-
-
-def test_errors_are_sorted_by_place_by_part_and_by_block() -> None:
-    results = _results()
-    places = statistics.by_place(results)
-    assert places["from"] == [0, 1] and places["tokens"] == [2, 4]
-    assert places["stable"][0] == [0, 0] and places["stable"][1] == pytest.approx([0.15, 0.2])
-    parts = statistics.by_part(results, {"few-shot-a-0": 2, "code-0-0": 3})
-    # one token predicts a question's next one, and two in the second prompt
-    assert (parts["question"]["tokens"], parts["answer"]["tokens"]) == (3, 3)
-    assert parts["question"]["stable"]["match"] == pytest.approx(2 / 3)
-    blocks = statistics.by_block(results)
-    assert blocks["stable"][1][0] == pytest.approx(0.001) and blocks["exact"] == [[0, 0]] * 2
 
 
 # -- the command
