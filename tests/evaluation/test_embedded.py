@@ -118,7 +118,8 @@ def test_any_model_answers_with_its_context_without_it_and_patched() -> None:
     assert [row.patched for row in rows] == [row.with_context for row in rows]
     assert [row.prompt for row in rows] == [one.prompt for one in prompts]
     assert any(row.without != row.with_context for row in rows)
-    reports = demo.verify_each(model, tokenizer, prompts[:1], max_new_tokens=1)
+    context = demo.first_of_each_kind(tokenizer, prompts[:1])
+    reports = demo.verify_grid(context, 1, model=model, tokenizer=tokenizer)
     assert [(entry.update, entry.dtype) for entry in reports] == [
         (update, dtype) for dtype in ("float32", "bfloat16") for update in UPDATES
     ]
