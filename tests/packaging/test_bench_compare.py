@@ -14,7 +14,6 @@ from support.numeric import seeded
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench_compare
-import time_decode_steps
 from bench_compare import median_interval
 
 
@@ -102,7 +101,7 @@ def test_two_commits_are_timed_in_turn(repository: Path, capsys: pytest.CaptureF
     runs = [line.split() for line in (repository / "build" / "log").read_text().splitlines()]
     assert [run[0] for run in runs] == ["one", "two", "two", "one", "one", "two"]
     handed = "--modes plain --size small --rows 2 --context 256 --steps 40 --threads 1"
-    assert runs[0][1:] == [str(bench_compare.TIMER), *handed.split()]
+    assert runs[0][1:] == [str(bench_compare.TIMER), "--time", *handed.split()]
     assert bench_compare.main(["one", "two", "--pairs", "1", "--limit", "1.3"]) == 0
     assert bench_compare.main(["two", "two", "--pairs", "1"]) == 0
 
@@ -122,17 +121,17 @@ def test_a_commit_that_cannot_be_timed(
 
 
 def test_the_steps_that_are_timed_are_of_their_mode() -> None:
-    model, ids = time_decode_steps.build_model("tiny"), torch.arange(3, 11).unsqueeze(0)
+    model, ids = bench_compare.build_model("tiny"), torch.arange(3, 11).unsqueeze(0)
     modes = {}
     for mode in ("two_pass", "two_stream", "shared_cache"):
-        with time_decode_steps.attach(model, mode) as patcher:
-            steps = [*time_decode_steps.patched_steps(patcher, mode, ids, 2)]
+        with bench_compare.attach(model, mode) as patcher:
+            steps = [*bench_compare.patched_steps(patcher, mode, ids, 2)]
             assert len(steps) == 2
             modes[mode] = steps[-1].mode
     assert modes == {mode: mode for mode in ("two_pass", "two_stream", "shared_cache")}
-    with time_decode_steps.attach(model, "replay") as patcher:
-        replayed = [*time_decode_steps.patched_steps(patcher, "replay", ids, 2)]
-    plain = itertools.islice(time_decode_steps.plain_steps(model, ids), 2)
+    with bench_compare.attach(model, "replay") as patcher:
+        replayed = [*bench_compare.patched_steps(patcher, "replay", ids, 2)]
+    plain = itertools.islice(bench_compare.plain_steps(model, ids), 2)
     with torch.no_grad():
         logits = model(ids).logits[:, -1]
         assert torch.equal(next(plain), logits.argmax(-1, keepdim=True))
@@ -145,14 +144,14 @@ def test_every_mode_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compiler has tests of its own: here it is left out."""
-    modes = [mode for mode in time_decode_steps.MODES if mode != "compiled"]
+    modes = [mode for mode in bench_compare.MODES if mode != "compiled"]
     numbers = ("--rows", "2", "--context", "8", "--steps", "3", "--threads", "1")
-    assert time_decode_steps.main(["--modes", *modes, "--size", "tiny", *numbers]) == 0
+    assert bench_compare.main(["--time", "--modes", *modes, "--size", "tiny", *numbers]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["seconds"]) == modes
     assert all(0 < seconds < 60 for seconds in found["seconds"].values())
     clock = itertools.accumulate([1, 4, 1, 2, 1, 3, 1, 1])  # steps of 4, 2, 3 and 1 s
-    monkeypatch.setattr(time_decode_steps.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(bench_compare.time, "perf_counter", lambda: next(clock))
     steps = iter(range(100))
-    assert time_decode_steps.step_seconds(steps, 4) == 1.25
-    assert next(steps) == 4 + time_decode_steps.WARM_UP > 5
+    assert bench_compare.step_seconds(steps, 4) == 1.25
+    assert next(steps) == 4 + bench_compare.WARM_UP > 5
