@@ -91,8 +91,8 @@ bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main 
 sweep: $(RUN) ## try every causal model class of transformers, small and random; resumes a stopped run; hours on one core; docs/model_classes.md
 	OMP_NUM_THREADS=1 $(RUN) tools/sweep.py $(TYPES)
 
-figures: $(RUN) ## draw the benchmarks' tables and pictures, and the tables of README and docs, again from their numbers
-	$(RUN) -m icl_patch bench --plots --out bench/results
+figures: $(RUN) ## write the tables of the benchmarks, README and docs again from their numbers
+	$(RUN) -m icl_patch bench --tables --out bench/results
 	$(RUN) tools/readme.py
 
 # Each writes its pictures, its numbers and its page into docs/papers; make -j2 papers takes two cores.

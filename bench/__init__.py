@@ -6,4 +6,4 @@ list of :class:`icl_patch.bench.harness.Case`, the most telling first; its docst
 its table.
 """
 
-BENCHMARKS = ("linear", "throughput", "inversion", "attention", "generation")
+BENCHMARKS = ("linear", "inversion", "attention", "generation")

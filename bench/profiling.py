@@ -6,14 +6,15 @@ python -m icl_patch.bench.profiling page FOLDER TEXT  # this device's page, with
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from icl_patch import ContextPatcher
-from icl_patch.bench.cases import linear, throughput
-from icl_patch.bench.cases.models import twin
+from icl_patch.bench.cases import linear
+from icl_patch.bench.cases.models import GPU_SHAPES, twin
 from icl_patch.bench.costs import profile_of
 from icl_patch.bench.results import environment, file_name
 from icl_patch.patch.atomic_file import write_atomically
@@ -29,7 +30,8 @@ HEADLINE = [
         ("Llama-3-8B up", 32),
     )
 ]
-MODEL, STEPS = "Gemma-3-1B", 8
+MODEL = replace(GPU_SHAPES[1], layers=4, vocabulary=1024)  # Gemma-3-1B
+STEPS = 8
 
 
 def launch_headline(device: torch.device) -> None:
@@ -48,7 +50,7 @@ def decode_profiles(device: torch.device) -> Iterator[str]:
     ones, by their own time.
     """
     cuda = device.type == "cuda"
-    model: Any = throughput.MODELS[MODEL].build(device, torch.bfloat16 if cuda else torch.float32)
+    model: Any = MODEL.build(device, torch.bfloat16 if cuda else torch.float32)
     context = torch.randint(1024, (1, 64), generator=torch.Generator().manual_seed(0)).to(device)
     greedy = {"min_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
     with ContextPatcher(twin(model), "stable") as patcher:
@@ -82,7 +84,7 @@ In this order: {", ".join(setting.name for setting in HEADLINE)}.
 {ncu.strip()}
 ```
 
-## Decoding, {throughput.LAYERS} layers of {MODEL}, a context of 64 tokens (torch.profiler)
+## Decoding, {MODEL.layers} layers of {MODEL.name}, a context of 64 tokens (torch.profiler)
 
 {profiles}"""
 

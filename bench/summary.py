@@ -6,31 +6,25 @@ from typing import Any
 
 from icl_patch.bench.results import load_all, table_by_case
 
-TITLES = {
-    "linear": "Time",
-    "throughput": "Patches computed and applied a second, of one layer and one token each",
-}
 TELLING = {
     "matrix": ("Gemma-3-1B up", "Llama-3-8B up", "Llama-3-8B down"),
     "rows": (1, 2, 16),
     "rank": (1,),
-    "work": ("both",),
 }
 """The parameters of the cases to show."""
 
 
 def summary_markdown(folder: Path) -> str:
-    """The most telling rows of every device that has a results file, with its environment."""
+    """The most telling products of every device that has a results file, with its environment."""
     lines: list[str] = []
-    for benchmark, title in TITLES.items():
-        for data in load_all(folder, benchmark):
-            rows = [row for row in data["rows"] if _telling(row["parameters"])]
-            where = data["environment"]
-            instructions = where["cpu_instructions"] or "no native library"
-            on_cpu = f" ({instructions}), {where['threads']} threads"
-            place = where["device"] + (on_cpu if where["cuda"] is None else "")
-            lines += [f"{title}. {place}, torch {where['torch']}:", ""]
-            lines += [*table_by_case(rows, numbers=("of ceiling",)), ""]
+    for data in load_all(folder, "linear"):
+        rows = [row for row in data["rows"] if _telling(row["parameters"])]
+        where = data["environment"]
+        instructions = where["cpu_instructions"] or "no native library"
+        on_cpu = f" ({instructions}), {where['threads']} threads"
+        place = where["device"] + (on_cpu if where["cuda"] is None else "")
+        lines += [f"Time. {place}, torch {where['torch']}:", ""]
+        lines += [*table_by_case(rows, numbers=("of ceiling",)), ""]
     return "\n".join(lines).strip() or "Nothing is measured yet: `make bench`."
 
 

@@ -4,11 +4,16 @@
     build/python tools/bench_compare.py main HEAD --pairs 15 --modes shared_cache compiled
 
 Each commit is checked out and built once, as a git worktree in ``build/compare``, with the
-interpreter that runs this file. Then this checkout's ``tools/time_decode_steps.py`` runs in turn
-with the package of OLD, NEW, NEW, OLD, OLD, and so on. Two consecutive runs are a pair, so a slow
-drift of the machine affects both. For each mode the table shows the median of the pairs' ratios
-NEW/OLD with its interval. The mode ``plain`` runs no code of the package: its ratio shows the
-noise.
+interpreter that runs this file. Then this file runs in turn, as ``bench_compare.py --time``, with
+the package of OLD, NEW, NEW, OLD, OLD, and so on; what it times uses public names only. Two
+consecutive runs are a pair, so a slow drift of the machine affects both. For each mode the table
+shows the median of the pairs' ratios NEW/OLD with its interval.
+
+- ``plain``: the model's own step, whose ratio shows the noise. ``replay``: the current token with a
+  given patch, no context.
+- ``two_pass``: the exact update in the model's own arithmetic. ``exact``: in one pass, in the
+  batch-invariant one. ``two_stream``, ``shared_cache``: the stable update over one cache
+  for each stream, and over one for both. ``compiled``: the latter with a compiled step.
 
 The interval is that of order statistics. However the ratios are distributed, the number of ``n``
 independent ones below their true median is Binomial(n, 1/2). The k-th smallest and the k-th largest
@@ -28,18 +33,33 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import icl_patch
+from icl_patch import ContextPatcher
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMER = Path(__file__).resolve().with_name("time_decode_steps.py")
+TIMER = Path(__file__).resolve()
 MODES = ("plain", "exact", "two_pass", "two_stream", "shared_cache", "compiled", "replay")
-SIZES = ("tiny", "small", "large")
+# hidden, inner, layers, heads, width of a head, vocabulary. "large" is the model of `icl_patch
+# bench generation` on a CPU, 0.22B. Python code takes a larger share of a step of "small", and most
+# of "tiny".
+SIZES = {
+    "tiny": (32, 48, 2, 2, 16, 97),
+    "small": (512, 1536, 8, 8, 64, 8192),
+    "large": (1024, 3072, 12, 16, 128, 32000),
+}
+WARM_UP = 5  # steps; a compiled step is made at the first two
 LEVEL = 0.95
 Seconds = dict[str, float]  # of a step, by mode
 
@@ -117,7 +137,9 @@ def measure(folder: Path, arguments: list[str]) -> Seconds:
     Raises:
         ValueError: it fails, or it has not run that package.
     """
-    found = json.loads(run([str(folder / "build" / "python"), str(TIMER), *arguments], folder))
+    found = json.loads(
+        run([str(folder / "build" / "python"), str(TIMER), "--time", *arguments], folder)
+    )
     if not Path(found["package"]).is_relative_to(folder):
         raise ValueError(f"expected the package of {folder}, got {found['package']}")
     return found["seconds"]
@@ -152,6 +174,99 @@ def report(found: list[dict[str, Seconds]], limit: float) -> tuple[Table, bool]:
     return table, good
 
 
+def build_model(size: str) -> PreTrainedModel:
+    """A random Qwen3 with matrices of unit gain, so that a context changes the logits."""
+    hidden, inner, layers, heads, width, vocabulary = SIZES[size]
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=width,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and "embed" not in name:
+            nn.init.normal_(parameter, 0, parameter.shape[-1] ** -0.5)
+    return model.eval().requires_grad_(False)
+
+
+def plain_steps(model: PreTrainedModel, ids: Tensor) -> Iterator[object]:
+    """The model's own greedy decode steps, over its own cache."""
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    token = ids[:, -1:]
+    while True:
+        token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        yield token
+
+
+def attach(model: PreTrainedModel, mode: str) -> ContextPatcher:
+    """A patcher with the update of a mode."""
+    return ContextPatcher(model, "exact" if mode in ("exact", "two_pass") else "stable")
+
+
+def patched_steps(patcher: ContextPatcher, mode: str, ids: Tensor, count: int) -> Iterator[object]:
+    """Decode steps of the package: generated tokens, or one token replayed again and again."""
+    if mode != "replay":
+        cache = "shared_cache" if mode in ("compiled", "exact") else mode
+        options = {"mode": cache, "compile": mode == "compiled"}
+        return iter(patcher.generate(ids, max_new_tokens=count, **options))
+    kept = ids[:, -1:]
+    patch = patcher.compute(ids[:, :-1], kept)
+    return (patcher.forward(kept, patch) for _ in range(count))
+
+
+def step_seconds(steps: Iterator[object], count: int) -> float:
+    """The lower quartile of the seconds of ``count`` steps after the first ones, which warm up.
+
+    Interruptions only add to a step's time: the median would move with the machine's load.
+    """
+    for _ in range(WARM_UP):
+        next(steps)
+    samples = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        next(steps)
+        samples.append(time.perf_counter() - begun)
+    return statistics.quantiles(samples, n=4)[0]
+
+
+@torch.no_grad()
+def time_modes(size: str, modes: list[str], shape: tuple[int, int], steps: int) -> dict[str, float]:
+    """The seconds of a step in each mode, after a context of ``shape`` (rows, tokens)."""
+    model = build_model(size)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, SIZES[size][-1], shape, generator=generator)
+    found = {}
+    for mode in modes:
+        if mode == "plain":
+            found[mode] = step_seconds(plain_steps(model, ids), steps)
+            continue
+        with attach(model, mode) as patcher:
+            found[mode] = step_seconds(patched_steps(patcher, mode, ids, WARM_UP + steps), steps)
+    return found
+
+
+def time_steps(arguments: list[str]) -> None:
+    """Print one JSON object: the package that was timed, and the seconds by mode."""
+    made = argparse.ArgumentParser()
+    made.add_argument("--modes", nargs="+")
+    made.add_argument("--size")
+    for name in ("rows", "context", "steps", "threads"):
+        made.add_argument(f"--{name}", type=int)
+    options = made.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    seconds = time_modes(
+        options.size, options.modes, (options.rows, options.context), options.steps
+    )
+    print(json.dumps({"package": icl_patch.__file__, "seconds": seconds}))
+
+
 def positive(text: str) -> int:
     """A number of at least 1."""
     number = int(text)
@@ -183,7 +298,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare two commits; returns the exit status."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["--time"]:
+        time_steps(given[1:])
+        return 0
+    options = parser().parse_args(given)
     timed = ["--modes", *options.modes]
     for name in ("size", "rows", "context", "steps", "threads"):
         timed += [f"--{name}", str(getattr(options, name))]

@@ -1,6 +1,6 @@
 """Measure how much memory the patch of one kept token takes, beside the KV cache of the context.
 
-    build/python tools/patch_memory.py      # writes docs/data/patch-memory.json, in a minute
+    build/python tools/patch_memory.py   # of the models of docs/data/patch-memory.json, again
 
 One block of each model is built with its true widths and random bf16 weights, a patch of one token
 is computed, and its bytes are counted: every block of a model has factors of the same sizes.
@@ -18,62 +18,11 @@ from icl_patch import ContextPatcher
 TARGET = Path(__file__).parents[1] / "docs" / "data" / "patch-memory.json"
 UPDATES = ("stable", "exact")
 _SHARED = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "GPT-2": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12},
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 48,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-    "Qwen3-0.6B": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 28,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "Llama-3.2-1B": {
-        "model_type": "llama",
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
-    "Llama-3.1-8B": {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "Gemma-3-1B": {
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 26,
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-    },
-}
-"""Widths of published models, by the names of their classes' configurations."""
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The bytes of one model's cache for one token, and of one token's patch by update."""
-    config = AutoConfig.for_model(**CONFIGS[name], **_SHARED)
+    config = AutoConfig.for_model(**settings, **_SHARED)
     layers = config.num_hidden_layers
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
@@ -92,9 +41,9 @@ def measure(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    rows = [measure(name) for name in CONFIGS]
-    TARGET.parent.mkdir(exist_ok=True)
-    record = {"dtype": "bfloat16", "torch": torch.__version__, "rows": rows, "configs": CONFIGS}
+    record = json.loads(TARGET.read_text(encoding="utf-8"))
+    rows = [measure(name, settings) for name, settings in record["configs"].items()]
+    record |= {"dtype": "bfloat16", "torch": torch.__version__, "rows": rows}
     TARGET.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         print(row, row["patch_bytes"]["exact"] / row["cache_bytes"])

@@ -1,16 +1,14 @@
-"""Decode steps and replays with every ``W + ΔW`` built: Algorithm 1 of Goldwaser et al. (2025)."""
+"""A decode step with every ``W + ΔW`` built, as in Algorithm 1 of Goldwaser et al. (2025)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from icl_patch.bench.decode_steps import Step
-from icl_patch.evaluation.algorithm1 import recorded, updating
-from icl_patch.models.block_spec import Block
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.patch.parameter_changes import parameter_changes
 
@@ -65,49 +63,3 @@ def naive_step(model: PreTrainedModel, patch: ContextPatch, context_step: Step) 
         return torch.cat(rows)
 
     return Step(step, cache=context_step.cache)
-
-
-@torch.no_grad()
-def algorithm_1_logits(
-    model: PreTrainedModel, blocks: Sequence[Block], context_ids: Tensor, kept_ids: Tensor
-) -> Tensor:
-    """The logits (1, T, V) of kept_ids (1, T) without context_ids (1, C): every weight is changed
-    for every token.
-    """
-    run: Any = model
-    cache = DynamicCache(config=model.config)
-    run(input_ids=context_ids, past_key_values=cache, logits_to_keep=1)
-    with recorded(model, blocks) as targets:
-        run(input_ids=kept_ids, past_key_values=cache, logits_to_keep=1)
-    positions = torch.arange(kept_ids.shape[1], device=kept_ids.device) + context_ids.shape[1]
-    return _by_token(
-        model, kept_ids, positions, lambda token: updating(model, blocks, targets, token)
-    )
-
-
-@torch.no_grad()
-def applied_logits(model: PreTrainedModel, patch: ContextPatch) -> Tensor:
-    """The logits (1, T, V) of a patch's first row, its changed weights built."""
-    return _by_token(
-        model,
-        patch.kept_ids[:1],
-        patch.position_ids[0],
-        lambda token: materialised(model, patch, 0, token),
-    )
-
-
-def _by_token(
-    model: PreTrainedModel,
-    ids: Tensor,
-    positions: Tensor,
-    changed: Callable[[int], AbstractContextManager[None]],
-) -> Tensor:
-    """Token by token over a cache of their own, each in its context of changed weights."""
-    run: Any = model
-    cache, logits = DynamicCache(config=model.config), []
-    for token in range(ids.shape[1]):
-        place = slice(token, token + 1)
-        with restored(model), changed(token):
-            output = run(ids[:, place], position_ids=positions[None, place], past_key_values=cache)
-            logits.append(output.logits)
-    return torch.cat(logits, 1)

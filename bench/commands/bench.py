@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of generation: a folder or hub id, in place of random models",
     )
     parser.add_argument(
-        "--plots",
+        "--tables",
         action="store_true",
-        help="measure nothing: draw the pictures and tables of the results again",
+        help="measure nothing: write the tables of the results again",
     )
     parser.add_argument(
         "--out",
@@ -55,10 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, or draw; 1 if a call failed."""
+    """Measure, or write the tables again; 1 if a call failed."""
     import torch
 
-    from icl_patch.bench.plots import draw
     from icl_patch.bench.results import Results, default_folder, load_all, page, tables
     from icl_patch.patch.atomic_file import write_atomically
 
@@ -69,12 +68,11 @@ def run(options: argparse.Namespace) -> int:
     if options.model is not None and options.name != ["generation"]:
         raise ValueError("expected --model with the benchmark generation alone")
     folder, names = options.out or default_folder(), options.name or BENCHMARKS
-    if options.plots:
-        written: list[Path] = []
+    if options.tables:
+        files = []
         for data in (data for name in names for data in load_all(folder, name)):
-            written += [folder / f"{data['file']}.md", *draw(data, folder)]
-            write_atomically(folder / f"{data['file']}.md", [page(data).encode()])
-        files = [str(path) for path in written]
+            files.append(str(folder / f"{data['file']}.md"))
+            write_atomically(files[-1], [page(data).encode()])
         common.print_result(options, {"files": files}, *files)
         return 0
     if options.threads is not None:

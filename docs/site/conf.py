@@ -33,7 +33,15 @@ NAVIGATION = {
         "Table 1 <docs/papers/table-1>",
         "Static patches, measured <docs/static-results>",
     ],
-    "Reference": ["docs/site/api", "docs/design", "Model classes <docs/model_classes>"],
+    "Reference": [
+        "docs/site/api",
+        "docs/design",
+        "docs/blocks",
+        "docs/errors",
+        "docs/patch-file",
+        "docs/inside-the-kernels",
+        "Model classes <docs/model_classes>",
+    ],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
 """Captions and pages; a pattern may match none."""

@@ -4,9 +4,9 @@ made of it.
     python examples/papers/table_1.py              # all families, as in docs/papers
     python examples/papers/table_1.py --quick      # one family a row, seconds
 
-Small random models in fp32 and bf16, contexts of two absorbed spans, a prefix, ragged rows: see
-:mod:`icl_patch.evaluation.architecture_suite`. For every model ``icl_patch.controllability`` says
-how many (block, token) pairs are input- and output-controllable. One thread, fixed seeds.
+Small random models in fp32 and bf16, contexts of two absorbed spans, a prefix, ragged rows. For
+every model ``icl_patch.controllability`` says how many (block, token) pairs are input- and
+output-controllable. One thread, fixed seeds.
 """
 
 import argparse
@@ -18,11 +18,18 @@ from typing import Any
 
 import torch
 
-from icl_patch import ContextPatcher, controllability
+from icl_patch import ContextPatcher, controllability, metrics
 from icl_patch.bench.results import environment
 from icl_patch.evaluation import tiny_models
-from icl_patch.evaluation.architecture_suite import run_suite
 from icl_patch.evaluation.report import format_floor, write_json
+from icl_patch.models import kv_cache
+from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.recording import forward_passes
+from icl_patch.recording.sequences import assemble
+from icl_patch.tolerances import noise_limit
+
+# Limit of the reader error and the correction, in units of the dtype's epsilon.
+ROUNDINGS = 16
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,80 @@ def controllable(name: str, seed: int) -> dict[str, float]:
     return found
 
 
+def sequences_of(seed: int, ragged: bool, copies: int = 1) -> dict[str, Any]:
+    """Three rows, each ``copies`` times: a prefix, ragged for models that take padding, a context
+    with two absorbed spans, up to seven kept tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prefix, context, kept = (
+        torch.randint(1, tiny_models.IMAGE_TOKEN - 2, (3, width), generator=generator)
+        for width in (5, 11, 7)
+    )
+    lengths = torch.tensor([[5, 7], [3, 5], [1, 3]] if ragged else [[5, 7], [5, 5], [5, 3]])
+    rows = {
+        "context_ids": context,
+        "kept_ids": kept,
+        "prefix_ids": prefix,
+        "prefix_mask": torch.arange(5).flip(0) < lengths[:, :1],
+        "kept_mask": torch.arange(7) < lengths[:, 1:],
+    }
+    repeated = {name: x.repeat(copies, 1) for name, x in rows.items()}
+    return {**repeated, "absorbed": [(0, 5), (8, 10)]}
+
+
+@torch.no_grad()
+def baseline(model: Any, seed: int, ragged: bool, copies: int) -> torch.Tensor:
+    """The unmodified model's logits of the kept tokens; token by token if it is recurrent."""
+    sequences = assemble(**sequences_of(seed, ragged, copies))
+    cache, width = kv_cache.new_cache(model), sequences.tail_ids.shape[1]
+    forward_passes.run_head(model, sequences, cache)
+    step = 1 if is_recurrent(model) else width
+    parts = [slice(start, start + step) for start in range(0, width, step)]
+    logits = [forward_passes.run_tail(model, sequences, cache, part) for part in parts]
+    return torch.cat(logits, 1)[:3, sequences.kept_columns]
+
+
+def replay(name: str, update: str, dtype: torch.dtype, seed: int) -> dict[str, float]:
+    """A replay beside the unmodified model: errors relative to the largest logit, the share of
+    bit-identical tokens, and whether readers' errors and corrections are a few roundings.
+    """
+    with ContextPatcher(tiny_models.build(name, seed, dtype), update) as patcher:
+        ragged = patcher.attached_model.takes_padding
+        patch = patcher.compute(**sequences_of(seed, ragged))
+        logits, mask, report = patcher.forward(patch.kept_ids, patch), patch.kept_mask, patch.report
+    model = tiny_models.build(name, seed, dtype)
+    reference, doubled = (baseline(model, seed, ragged, copies) for copies in (1, 2))
+    assert report is not None
+    largest = max(float(report.reader_error.max()), float(report.correction.max()))
+    return {
+        "noise_floor": float(metrics.linf(doubled, reference)[mask].max()),
+        "linf": float(metrics.linf(logits, reference)[mask].max()),
+        "identical": float(metrics.bit_identical(logits, reference)[mask].double().mean()),
+        "rounding": largest <= ROUNDINGS * torch.finfo(dtype).eps,
+    }
+
+
 def measure(families: Sequence[str], seed: int) -> dict[str, dict[str, Any]]:
-    """Per family the architecture suite's measurements, and controllability."""
-    reports = {report.name: report.to_dict() for report in run_suite(families, seed=seed)}
-    return {name: reports[name] | {"controllable": controllable(name, seed)} for name in families}
+    """Per family the replays of all updates, and controllability."""
+    found = {}
+    for name in families:
+        direct, stable, fp32 = (
+            replay(name, update, torch.float32, seed) for update in ("direct", "stable", "exact")
+        )
+        bf16 = replay(name, "exact", torch.bfloat16, seed)
+        limit = noise_limit(direct["noise_floor"])
+        found[name] = {
+            "noise_floor": direct["noise_floor"],
+            "direct": direct["linf"],
+            "stable": stable["linf"],
+            "exact_fp32": fp32["identical"],
+            "exact_bf16": bf16["identical"],
+            "controllable": controllable(name, seed),
+            "passed": max(direct["linf"], stable["linf"]) <= limit
+            and fp32["identical"] == bf16["identical"] == 1.0
+            and all(run["rounding"] for run in (fp32, bf16)),
+        }
+    return found
 
 
 def summary(

@@ -73,9 +73,10 @@ def run(options: argparse.Namespace) -> int:
     with common.progress_bar("verifying each update and dtype") as progress:
         new = options.max_new_tokens
         if name:
-            verified = demo.verify_each(model, tokenizer, prompts, new, progress)
+            context = demo.first_of_each_kind(tokenizer, prompts)
+            verified = demo.verify_grid(context, new, progress, model, tokenizer)
         else:
-            verified = demo.verify_grid(options.prompts, new, progress)
+            verified = demo.verify_grid(demo.held_out_texts(options.prompts), new, progress)
     tables = [_examples(answers), *([] if name else [_accuracy(answers)])]
     details = report.verify_tables(verified)
     page, data, figure = (

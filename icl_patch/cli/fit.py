@@ -54,12 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=r"the token that ends an answer, \n for a line end (default: end of sequence)",
     )
     parser.add_argument(
-        "--self-study",
-        type=common.positive,
-        metavar="N",
-        help="let the model write further questions, N in all; for examples of one context",
-    )
-    parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
@@ -106,8 +100,6 @@ def run(options: argparse.Namespace) -> int:
 
     model, tokenizer = common.load(options)
     examples = read_examples(options, options.examples, model, tokenizer)
-    if options.self_study is not None:
-        examples = static.self_study(model, examples, options.self_study, seed=options.seed)
     held_out = []
     if options.held_out is not None:
         held_out = read_examples(options, options.held_out, model, tokenizer)

@@ -175,46 +175,41 @@ def up_to_the_end(
     return generated
 
 
-def verify_each(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Encoded],
+def verify_grid(
+    context: list[str] | dict[str, Tensor],
     max_new_tokens: int,
     progress: Callable[[int, int], None] | None = None,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[VerifyReport]:
-    """Verify any model for every update and dtype, on a batch of the first prompt of each kind."""
-    first = {one.prompt.kind: one for one in reversed(prompts)}
-    rows = [one.ids[0] for one in first.values()]
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    inputs = {
-        "input_ids": pad(rows, padding_value=tokenizer.pad_token_id or 0),
-        "attention_mask": pad([torch.ones_like(row) for row in rows]),
-    }
+    """Verify a model, by default the embedded one, for every update and dtype."""
     grid = [(dtype, update) for dtype in DTYPES for update in UPDATES]
     reports = []
     for done, (dtype, update) in enumerate(grid, 1):
         options: Any = {"max_new_tokens": max_new_tokens, "update": update, "dtype": dtype}
-        reports.append(verify(model, tokenizer, context=inputs, **options))
+        reports.append(verify(model, tokenizer, context=context, **options))
         if progress is not None:
             progress(done, len(grid))
     return reports
 
 
-def verify_grid(
-    prompts: int, max_new_tokens: int, progress: Callable[[int, int], None] | None = None
-) -> list[VerifyReport]:
-    """Verify the embedded model for every update and dtype, on held-out prompts of all kinds."""
-    per_kind = -(-prompts // len(embedded.KINDS))
+def first_of_each_kind(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[Encoded]
+) -> dict[str, Tensor]:
+    """A batch of the first prompt of each kind, with its mask."""
+    first = {one.prompt.kind: one for one in reversed(prompts)}
+    rows = [one.ids[0] for one in first.values()]
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    return {
+        "input_ids": pad(rows, padding_value=tokenizer.pad_token_id or 0),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
+    }
+
+
+def held_out_texts(count: int) -> list[str]:
+    """Held-out prompts of the embedded model, as many of each kind."""
+    per_kind = -(-count // len(embedded.KINDS))
     chosen = [
         prompt for kind in embedded.KINDS for prompt in embedded.held_out_prompts(kind, per_kind)
-    ][:prompts]
-    contexts = [prompt.context + prompt.question for prompt in chosen]
-    grid = [(dtype, update) for dtype in DTYPES for update in UPDATES]
-    reports = []
-    for done, (dtype, update) in enumerate(grid, 1):
-        reports.append(
-            verify(context=contexts, max_new_tokens=max_new_tokens, update=update, dtype=dtype)
-        )
-        if progress is not None:
-            progress(done, len(grid))
-    return reports
+    ]
+    return [prompt.context + prompt.question for prompt in chosen[:count]]

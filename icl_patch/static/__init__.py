@@ -17,7 +17,6 @@ from icl_patch.static.low_rank import LowRank
 from icl_patch.static.matrices import PARTS
 from icl_patch.static.peft_import import from_peft
 from icl_patch.static.report import StaticReport
-from icl_patch.static.self_study import self_study
 from icl_patch.static.static_patch import RowMap, StaticInfo, StaticPatch, applied, mean
 from icl_patch.static.targets import Quality
 from icl_patch.static.training import Distillation
@@ -41,5 +40,4 @@ __all__ = [
     "front",
     "mean",
     "preserved_texts",
-    "self_study",
 ]

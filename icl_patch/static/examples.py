@@ -257,27 +257,21 @@ def greedy(
     check_length(model, width, max_new_tokens)
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    generated = plain_generate(
-        model,
-        ids.to(input_device(model)),
-        mask.to(input_device(model)),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-    )
-    return [_up_to_end(row, ends) for row in generated[:, width:].tolist()]
-
-
-def plain_generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """``model.generate`` with these options alone, and none of the generation configuration."""
+    device = input_device(model)
     generate: Any = model.generate
     configured, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        found: Tensor = generate(ids, attention_mask=mask, **options)
+        generated: Tensor = generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+        )
     finally:
         model.generation_config = configured
-    return found
+    return [_up_to_end(row, ends) for row in generated[:, width:].tolist()]
 
 
 def _up_to_end(ids: list[int], ends: list[int]) -> Tokens:

@@ -140,13 +140,6 @@ def test_the_fastest_that_is_right_and_does_not_spill_is_chosen(quick: bool, h10
     assert fake.compiled[0] == (len(tried[GEMV]), (1 * 2 if quick else 2 * 5))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_candidates(path: str) -> None:
-    for dtype in DTYPES:
-        found = tuning.candidates(dtype, path)
-        assert len(found) == len(set(found)) > 4
-
-
 def test_splits_are_tried_for_few_outputs_and_early_launches_where_there_are_any() -> None:
     config = Config(True, 16, 16, 64, 4, 2)
     for upper, capability, splits, pdl in (
@@ -196,22 +189,6 @@ def test_tune_takes_the_best_of_each_class() -> None:
     assert [upper for upper, _ in tuning.classes(shapes[4:])] == [None]
     with pytest.raises(ValueError, match="expected a candidate that runs at a shape, found none"):
         [best(upper, mine) for upper, mine in tuning.classes(shapes[:1])]
-
-
-def test_nothing_that_can_be_kept_is_an_error(h100: None) -> None:
-    everything = tuning.candidates(BF16, GEMV)
-    with pytest.raises(ValueError, match="found none"):
-        list(tuning.choose(plan(), Fake([], wrong=everything)))
-    with pytest.raises(ValueError, match="found none"):
-        list(tuning.choose(plan(), Fake([], spilling=everything)))
-
-
-def test_quick_shapes_have_one_in_each_class() -> None:
-    """No small shape sets the configuration of large ones: those of an 8B model have theirs."""
-    quick = list(tuning.classes(plan(True).shapes))
-    assert [len(mine) for _, mine in quick] == [1, 1, 1, 1]
-    assert (4096, [(4096, 14336)]) in quick
-    assert all(mine for _, mine in tuning.classes(plan().shapes))
 
 
 def test_a_stopped_run_leaves_a_whole_file(

@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -26,7 +25,6 @@ from icl_patch.bench.results import code_fingerprint
 from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import figures, report
-from icl_patch.evaluation.loading import load_model
 from icl_patch.evaluation.verify import verify
 from icl_patch.generation.loop import LOGITS, MODES
 from icl_patch.generation.replay_checks import ReplayChecks
@@ -62,21 +60,6 @@ def test_verify_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture, tmp_
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_verify_prints_a_table(capsys: pytest.CaptureFixture) -> None:
-    status, out, _ = run(
-        capsys, "verify", "--max-new-tokens", "2", "--update", "stable", "--dtype", "bfloat16"
-    )
-    assert status == 0
-    assert "same token: yes, 2 of 2 tokens; error " in out
-    assert "promise kept: there is none for this dtype" in out
-    assert "details: --verbose" in out
-    command = ("verify", "--max-new-tokens", "2", "--update", "stable", "--verbose")
-    status, out, _ = run(capsys, *command, "--dtype", "bfloat16")
-    assert "token match" in out and "no promise" in out
-    words = ("reader error", "correction", "promise kept")
-    assert all(f"- {word}: {report.LEGEND[word][:40]}" in out for word in words)
-
-
 def test_a_terminal_of_80_columns_breaks_no_word(capsys: pytest.CaptureFixture) -> None:
     """The short verdict, and the tables, whose rows become columns there."""
     verified = verify(max_new_tokens=3)
@@ -99,20 +82,6 @@ def test_a_terminal_of_80_columns_breaks_no_word(capsys: pytest.CaptureFixture) 
     assert len(report.legend(tables).splitlines()) > 5
 
 
-def test_verify_shows_both_arithmetics_of_exact_steps(capsys: pytest.CaptureFixture) -> None:
-    status, out, _ = run(capsys, "verify", "--max-new-tokens", "2")
-    assert status == 0
-    assert "the unmodified model" in out
-    assert "in one pass, to the model on batch-invariant" in out and "not measured" not in out
-    command = ["verify", "--max-new-tokens", "2", "--keep-last", "1", "--verbose"]
-    _, out, _ = run(capsys, *command)
-    assert "not measured" in out
-    numbers = json.loads(run(capsys, *command, "--json")[1])
-    kinds = [(steps["arithmetic"], steps["bit_identical"]) for steps in numbers["arithmetics"]]
-    assert kinds == [("model", 1.0), ("batch_invariant", None)]
-    assert numbers["arithmetics"][1]["reason"] == "several kept tokens take two passes"
-
-
 def test_verify_says_when_the_check_failed(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,43 +92,6 @@ def test_verify_says_when_the_check_failed(
     status, out, _ = run(capsys, "verify", "--max-new-tokens", "3", "--update", "direct", "--json")
     assert status == 1
     assert json.loads(out)["passed"] is False
-
-
-def test_a_local_folder_and_a_context_file(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    file = tmp_path / "context.txt"
-    file.write_text(prompt_text(), encoding="utf-8")
-    command = [
-        "verify",
-        str(embedded.MODEL_DIR),
-        "--context-file",
-        str(file),
-        "--max-new-tokens",
-        "3",
-        "--keep-last",
-        "2",
-        "--json",
-    ]
-    status, out, _ = run(capsys, *command)
-    numbers = json.loads(out)
-    assert status == 0
-    assert numbers["model"] == str(embedded.MODEL_DIR)
-    assert numbers["dtype"] == "bfloat16"  # as saved
-    assert numbers["keep_last"] == 2
-
-
-def test_generate_says_what_plain_generation_says(capsys: pytest.CaptureFixture) -> None:
-    status, out, _ = run(
-        capsys, "generate", "--context", prompt_text(), "--max-new-tokens", "6", "--json"
-    )
-    model, tokenizer = embedded.load()
-    ids = tokenizer(prompt_text(), return_tensors="pt").input_ids
-    plain = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
-    )[0, ids.shape[1] :]
-    assert status == 0
-    assert json.loads(out)["token_ids"] == plain.tolist()
-    status, out, _ = run(capsys, "generate", "--context", prompt_text(), "--max-new-tokens", "6")
-    assert tokenizer.decode(plain, skip_special_tokens=True).strip() in out
 
 
 def test_generate_replays_every_nth_token(
@@ -220,17 +152,6 @@ def test_weights_that_are_cut_off(capsys: pytest.CaptureFixture, tmp_path: Path)
     assert f"expected whole weights in {folder}" in err
 
 
-def test_json_has_no_word_for_what_is_not_finite(tmp_path: Path) -> None:
-    value = {
-        "a": [1.5, math.nan, (math.inf,)],
-        "b": {"c": -math.inf, "d": "NaN", "e": None, "f": True},
-    }
-    expected = {"a": [1.5, None, [None]], "b": {"c": None, "d": "NaN", "e": None, "f": True}}
-    report.write_json(tmp_path / "x.json", value)
-    for text in (report.to_json(value), (tmp_path / "x.json").read_text()):
-        assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == expected
-
-
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])
 def test_extract_then_inspect_and_replay(
     capsys: pytest.CaptureFixture, tmp_path: Path, update: str
@@ -266,73 +187,6 @@ def test_extract_then_inspect_and_replay(
     status, out, _ = run(capsys, "inspect", "--patch", str(file))
     assert status == 0
     assert "mlp.up_proj" in out
-
-
-def test_replay_says_what_the_model_says_with_the_context(
-    capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
-    """Rows of different lengths behind a prefix, in the dtype of the file."""
-    file = tmp_path / "rows.safetensors"
-    model, tokenizer = embedded.load()
-    model.bfloat16()
-    rows = [("mode ", "upper\n", "fmrp>FMR"), ("mode ", "flip\n", "bcdf>")]
-    prefix, context, kept = (
-        tokenizer(
-            list(texts),
-            padding=True,
-            padding_side=side,
-            add_special_tokens=False,
-            return_tensors="pt",
-        )
-        for texts, side in zip(zip(*rows, strict=True), ("left", "left", "right"), strict=True)
-    )
-
-    def following(text: str, kept: str) -> list[str]:
-        ids = tokenizer(text + kept, add_special_tokens=False, return_tensors="pt").input_ids
-        with torch.no_grad():
-            found = model(ids).logits[0, -len(kept) :].argmax(-1).tolist()
-        return [tokenizer.decode([token]) for token in found]
-
-    with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
-        patch = patcher.compute(
-            context.input_ids,
-            kept.input_ids,
-            prefix_ids=prefix.input_ids,
-            context_mask=context.attention_mask.bool(),
-            kept_mask=kept.attention_mask.bool(),
-        )
-    patch.save(file)
-    status, out, _ = run(capsys, "replay", "--patch", str(file), "--json")
-    assert status == 0
-    shown = json.loads(out)["rows"]
-    assert [row["kept"] for row in shown] == [list(question) for *_, question in rows]
-    for row, (before, between, question) in zip(shown, rows, strict=True):
-        assert row["replayed"] == following(before + between, question)
-        assert row["without"] == following(before, question)
-        assert row["replayed"] != row["without"]
-    assert shown[0]["replayed"][-4:] == list("FMRP")
-    _, out, _ = run(capsys, "replay", "--patch", str(file))
-    assert "next without the context" in out and "'P'" in out
-
-
-def test_extract_with_a_prefix(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    file = tmp_path / "p.safetensors"
-    status, _, _ = run(
-        capsys,
-        "extract",
-        "--prefix",
-        "mode ",
-        "--context",
-        "flip\n",
-        "--question",
-        "bcdf>",
-        "--out",
-        str(file),
-    )
-    patch = ContextPatch.load(file)
-    assert status == 0
-    assert patch.prefix_ids.shape == (1, 6)  # <bos> and five bytes
-    assert patch.position_ids[0].tolist() == list(range(11, 16))
 
 
 @pytest.mark.parametrize(
@@ -453,20 +307,6 @@ def test_a_revision_of_the_embedded_model(capsys: pytest.CaptureFixture) -> None
     assert "expected no --revision of the embedded model" in err
 
 
-def test_demo_needs_its_folder_first(
-    capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr(
-        "icl_patch.evaluation.demo.three_answers",
-        lambda *_: pytest.fail("computed before the folder was there"),
-    )
-    status, _, err = run(capsys, "demo", "--report", str(tmp_path / "file"))
-    assert status == 2
-    assert "file" in err
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["--version"], ["--help"], ["verify", "--help"], ["bench", "--help"], ["dance"]],
@@ -483,15 +323,6 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     )
     assert done.stdout.splitlines()[-1] == f"{2 if arguments == ['dance'] else 0} set()"
     assert "usage: icl-patch" in done.stdout + done.stderr or arguments == ["--version"]
-
-
-def test_every_command_is_listed(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    shown = capsys.readouterr().out
-    names = ("demo", "verify", "generate", "extract", "inspect", "replay")
-    names += ("fit", "apply", "export", "bench", "tune")
-    assert tuple(re.findall(r"^    (\w+)", shown, re.M)) == names
 
 
 def test_options_offer_what_the_package_takes() -> None:
@@ -560,12 +391,6 @@ def test_models_that_are_no_causal_language_models(
     assert (status, out) == (2, "")
     assert message in err and "choose another model" in err and str(tmp_path) in err
     assert len(err) < 500
-
-
-def test_bert_as_a_decoder_is_no_encoder(tmp_path: Path) -> None:
-    BertConfig(vocab_size=9, is_decoder=True).save_pretrained(tmp_path)
-    with pytest.raises(OSError, match=r"no file named|safetensors"):  # it goes on to the weights
-        load_model(tmp_path)
 
 
 def test_a_context_that_is_not_utf8(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -698,18 +523,3 @@ def test_the_version_names_the_native_library() -> None:
     command = [sys.executable, "-P", "-m", "icl_patch", "--version"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"native library: {'yes' if native.is_loaded else 'no'}" in shown
-
-
-def test_tokens_in_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture) -> None:
-    shown = report.table("a[/b].safetensors", ["kept", "next"], [["'[/INST]'", "'[red]'"]])
-    common.print_result(argparse.Namespace(json=False), {}, shown)
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in ("a[/b].safetensors", "'[/INST]'", "'[red]'"))
-
-
-def test_a_noise_floor_of_zero_is_no_promise() -> None:
-    rows = report.table("t", ["floor"], [[report.format_floor(0.0)]])
-    shown = report.to_markdown([rows])
-    assert "0 here" in shown and "batching happened to round alike" in shown
-    assert report.format_floor(1e-7) == "1.0e-07"
-    assert rows.caption and "alike" not in report.to_markdown([report.table("t", ["f"], [[1.0]])])

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import re
-import runpy
 import subprocess
 import sys
 from itertools import pairwise
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.numeric import ULP, UNIT, noise_limit, seeded, within_roundings
+from support.numeric import ULP, UNIT, noise_limit, seeded
 from torch import Tensor, nn
 
 from icl_patch.evaluation import tiny_models
@@ -23,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
 sys.path.insert(0, str(SCRIPTS))
 
-import linear_regression  # noqa: E402
 import regression_experiments as experiments  # noqa: E402
 import table_1  # noqa: E402
 from regression_models import (  # noqa: E402
@@ -57,41 +55,6 @@ def same(got: Tensor, expected: Tensor) -> bool:
     return bool((got - expected).abs().max() <= 8 * 128 * ULP * expected.abs().max())
 
 
-def test_tasks_are_linear_functions_and_the_query_has_no_answer() -> None:
-    tasks = sample(5, 7, seeded(0))
-    for y, x in (
-        (tasks.context[..., 2], tasks.context[..., :2]),
-        (tasks.target[:, None], tasks.query[:, None, :2]),
-    ):
-        products = x.double() * tasks.omega[:, None].double()
-        assert within_roundings(y, products.sum(-1), 2, products.abs().sum(-1))
-    assert (tasks.query[:, 2] == 0).all()
-    assert tasks.context.shape == (5, 7, 3)
-
-
-def test_sizes_are_the_papers() -> None:
-    shapes = {name: tuple(parameter.shape) for name, parameter in block().named_parameters()}
-    assert shapes == {
-        **{f"layer.{name}.weight": (32, 3) for name in ("queries", "keys", "values")},
-        "layer.output.weight": (3, 32),
-        "first.weight": (128, 3),
-        "first.bias": (128,),
-        "second.weight": (3, 128),
-        "second.bias": (3,),
-    }
-    assert block().layer.heads == 8
-    assert block(Recurrence).layer.recurrent.weight.shape == (64, 64)
-    assert len(Stack().blocks) == 10
-    full = experiments.FULL
-    assert (full.attention.length, full.recurrence.length, full.recurrence.batch, full.trials) == (
-        100,
-        200,
-        32,
-        100,
-    )
-    assert full.recurrence.steps == 10_000 and full.recurrence.every == 100
-
-
 @torch.no_grad()
 def test_attention_is_the_formula_at_the_last_token() -> None:
     """``H_i = W_V X softmax((W_K X)ᵀ W_Q X / √d_k)`` head by head, columns as tokens, as the paper
@@ -120,23 +83,6 @@ def test_recurrence_is_an_rnn() -> None:
     rnn.bias_hh_l0.zero_()
     want = layer.output(rnn(torch.cat([tasks.context, tasks.query[:, None]], 1))[1][0])
     assert same(layer(tasks.context, tasks.query[:, None])[:, 0], want)
-
-
-@torch.no_grad()
-@layers
-def test_prefixes_are_contexts_cut_short(layer: type) -> None:
-    made, tasks = block(layer).layer.double(), in_fp64(sample(4, 9, seeded(1)))
-    prefixes = made.prefixes(tasks.context, tasks.query)
-    for i in range(10):
-        assert same(prefixes[:, i], made(tasks.context[:, :i], tasks.query[:, None])[:, 0])
-
-
-@torch.no_grad()
-def test_suffixes_are_contexts_without_their_first_tokens() -> None:
-    made, tasks = block().layer.double(), in_fp64(sample(4, 9, seeded(1)))
-    suffixes = made.suffixes(tasks.context, tasks.query)
-    for i in range(10):
-        assert same(suffixes[:, i], made(tasks.context[:, i:], tasks.query[:, None])[:, 0])
 
 
 @torch.no_grad()
@@ -314,20 +260,6 @@ def interpreter() -> list[str]:
     return [str(made) if made.exists() else sys.executable]
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "linear_regression"])
-def test_make_papers_starts_every_script(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """:func:`quick` runs the one that is left out here, in a process of its own, where its folder
-    must be on the path for its neighbours.
-    """
-    monkeypatch.setattr(sys, "argv", [f"examples/papers/{name}.py", "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
-    assert stopped.value.code == 0
-    assert "--quick" in capsys.readouterr().out
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("papers")
@@ -388,18 +320,6 @@ def test_quick_form_writes_picture_numbers_and_comparison(quick: Path, figure: i
     assert (quick / f"{stem(figure)}.png").read_bytes().startswith(b"\x89PNG")
     page = (quick / "linear-regression.md").read_text()
     assert found["measured"] in page and found["command"] in page and found["claim"] in page
-
-
-def test_same_seed_same_numbers(quick: Path, tmp_path: Path) -> None:
-    for seed in ("0", "1"):
-        assert (
-            linear_regression.main(
-                ["--quick", "--figure", "3", "--seed", seed, "--out", str(tmp_path)]
-            )
-            == 0
-        )
-        again, first = (folder / "dherin-figure-3.json" for folder in (tmp_path, quick))
-        assert (again.read_bytes() == first.read_bytes()) == (seed == "0")
 
 
 @pytest.mark.parametrize("figure", FIGURES)

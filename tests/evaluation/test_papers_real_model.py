@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "papers"
 sys.path.insert(0, str(SCRIPTS))
 
-import real_change_statistics as of_changes  # noqa: E402
 import real_changes as changes  # noqa: E402
 import real_experiments  # noqa: E402
 import real_fidelity as fidelity  # noqa: E402
@@ -34,53 +33,6 @@ import real_statistics as statistics  # noqa: E402
 from goldwaser_experiments import LAZY, MERGED  # noqa: E402
 from real_fidelity import KEPT, NOISE, REPLAYS, RUNS  # noqa: E402
 from real_subject import FULL, QUICK, Store  # noqa: E402
-
-# -- texts
-
-
-def test_texts_are_of_many_kinds_and_no_prompt_stands_in_its_context() -> None:
-    tasks = prompts.read("few_shot")
-    assert len(tasks) >= 8
-    for task in tasks:
-        inputs = [given for given, _ in task["pairs"]]
-        assert len(inputs) >= max(16 + 4, 8 + 4) and len(set(inputs)) == len(inputs), task["name"]
-        assert all(answer and answer == answer.strip() for _, answer in task["pairs"])
-    tokenizer = embedded.load()[1]
-    every = prompts.prompts(tokenizer, FULL.prompts)
-    assert len({prompt.name for prompt in every}) == len(every) > 90
-    for prompt in every:
-        assert prompt.context and prompt.question
-        whole = tokenizer.decode([*prompt.context, *prompt.question])
-        assert whole.endswith(tokenizer.decode(prompt.question))
-
-
-def test_the_system_message_is_the_context_of_a_chat() -> None:
-    tokenizer = embedded.load()[1]
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    [prompt, *_] = prompts.chats(tokenizer, 1, 1, 5)
-    chat = prompts.read("chats")[0]
-    assert tokenizer.decode(prompt.context) == f"system: {chat['system']}\n"
-    assert tokenizer.decode(prompt.question) == f"user: {chat['users'][0]}\nassistant:"
-    tokenizer.chat_template = "{{ messages | length }}"
-    with pytest.raises(ValueError, match="begins with the system message"):
-        next(prompts.chats(tokenizer, 1, 1, 5))
-
-
-def test_excerpts_are_spread_over_the_text() -> None:
-    tokenizer = embedded.load()[1]
-    ids = prompts.ids_of(tokenizer, prompts.LONG_TEXT.read_text("utf-8"), first=False)
-    found = prompts.excerpts(tokenizer, 50, (4, 2), 3)
-    assert [len(prompt.question) for prompt in found] == [4, 6, 8]
-    assert found[0].context == ids[:50] and found[2].question == ids[-8:]
-    assert found[1].context + found[1].question in [
-        ids[start : start + 56] for start in range(len(ids) // 2 - 60, len(ids) // 2 + 60)
-    ]
-    with pytest.raises(ValueError, match="expected a text of"):
-        prompts.excerpts(tokenizer, len(ids), (4, 2), 1)
-
 
 # -- measures
 
@@ -116,18 +68,6 @@ def test_every_run_is_compared_with_the_model_and_its_context(name: str) -> None
     assert found["channels"].sum(1) == pytest.approx(
         np.square(found["stable/blocks"]).mean(1), rel=1e-4
     )
-
-
-def test_the_first_token_that_is_kept_is_the_prefix() -> None:
-    model, context, kept = build("llama"), tokens(0, 1, 9), tokens(1, 1, 5)
-    with fidelity.attached(model) as models:
-        found = fidelity.measure(models, context, kept, ())
-    with ContextPatcher(build("llama"), "stable") as patcher:
-        patch = patcher.compute(context[:, 1:], kept, prefix_ids=context[:, :1])
-    assert found[f"{KEPT}/norm/mlp.down_proj"] == pytest.approx(
-        patch.norms()["mlp.down_proj"][:, 0].float().numpy()
-    )
-    assert not np.allclose(found["stable/norm/mlp.down_proj"], found[f"{KEPT}/norm/mlp.down_proj"])
 
 
 def test_a_spectrum_is_that_of_the_changes_as_long_vectors() -> None:
@@ -170,26 +110,6 @@ def test_a_growing_context_takes_the_steps_from_line_to_line() -> None:
         assert found["total"][place, 0] == pytest.approx(float(trajectory[-1].norm()), rel=1e-3)
 
 
-def test_shuffled_answers_are_the_same_lines_with_other_answers() -> None:
-    seen: list[list[int]] = []
-
-    class Recorder:
-        def dynamics(self, context: torch.Tensor, *_: Any, **__: Any) -> None:
-            seen.append(context[0].tolist())
-            raise InterruptedError
-
-    tokenizer, task = embedded.load()[1], prompts.read("few_shot")[0]
-    for shuffled in (False, True):
-        with pytest.raises(InterruptedError):
-            changes.growth(Recorder(), tokenizer, task, shuffled, (16, 2))  # type: ignore[arg-type]
-    lines = [tokenizer.decode(ids).splitlines() for ids in seen]
-    given, answers = zip(
-        *(zip(*(x.split(" -> ") for x in some), strict=True) for some in lines), strict=True
-    )
-    assert given[0] == given[1] and sorted(answers[0]) == sorted(answers[1])
-    assert sum(a == b for a, b in zip(*answers, strict=True)) < 5
-
-
 def test_a_disturbance_has_its_size_and_leaves_no_trace() -> None:
     block, noise = nn.Identity(), normal(seeded(0), 3, 8, dtype=torch.float32)
     x = normal(seeded(1), 1, 5, 8, dtype=torch.float32)
@@ -200,41 +120,6 @@ def test_a_disturbance_has_its_size_and_leaves_no_trace() -> None:
     # the sum is rounded to 24 bits of the value, 1e-4 of it to 11 bits
     assert size.numpy() == pytest.approx(changes.DISTURBANCE, rel=8 * UNIT[torch.float32] / 1e-4)
     assert torch.equal(block(x), x)
-
-
-def test_sensitivity_is_the_difference_of_two_runs() -> None:
-    model, context, kept = build("llama"), tokens(0, 1, 9), tokens(1, 1, 5)
-    with ContextPatcher(model) as patcher:
-        found = changes.sensitivity(patcher.attached_model, context, kept, 0)
-    for values in found.values():
-        assert values.shape == (3, 5) and np.isfinite(values).all()
-        assert values[0] == pytest.approx(1, rel=0.01)  # the disturbed block itself
-    outputs: list[torch.Tensor] = []
-    handles = [
-        layer.register_forward_hook(lambda _module, _args, out: outputs.append(out))
-        for layer in model.model.layers
-    ]
-    whole = torch.cat([context, kept], 1)
-    noise = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        model(whole)
-        with changes.disturbed(model.model.layers[0], noise):
-            model(whole)
-    for handle in handles:
-        handle.remove()
-    last, changed = outputs[2][0, -5:], outputs[5][0, -5:]
-    ratio = (changed - last).norm(dim=-1) / last.norm(dim=-1) / changes.DISTURBANCE
-    assert found["with its context"][2] == pytest.approx(ratio.numpy(), rel=0.05)
-
-
-def test_attention_on_the_first_token() -> None:
-    model = build("llama")
-    model.set_attn_implementation("eager")
-    share = changes.attention_on_first(model, tokens(0, 1, 1), tokens(1, 1, 1))["share"]
-    assert share.shape == (3, 1) and ((share > 0) & (share < 1)).all()
-    whole = model(torch.cat([tokens(0, 1, 1), tokens(1, 1, 1)], 1), output_attentions=True)
-    expected = [1 - x[0, :, 1, 1].mean().item() for x in whole.attentions]  # two tokens in all
-    assert share[:, 0] == pytest.approx(expected, abs=1e-5)
 
 
 # -- statistics
@@ -289,27 +174,6 @@ def test_lost_tokens_are_counted_beside_those_of_the_model() -> None:
     assert not statistics.same_updates(results)
 
 
-def test_errors_are_sorted_by_place_by_part_and_by_block() -> None:
-    results = _results()
-    places = statistics.by_place(results)
-    assert places["from"] == [0, 1] and places["tokens"] == [2, 4]
-    assert places["stable"][0] == [0, 0] and places["stable"][1] == pytest.approx([0.15, 0.2])
-    parts = statistics.by_part(results, {"few-shot-a-0": 2, "code-0-0": 3})
-    # one token predicts a question's next one, and two in the second prompt
-    assert (parts["question"]["tokens"], parts["answer"]["tokens"]) == (3, 3)
-    assert parts["question"]["stable"]["match"] == pytest.approx(2 / 3)
-    blocks = statistics.by_block(results)
-    assert blocks["stable"][1][0] == pytest.approx(0.001) and blocks["exact"] == [[0, 0]] * 2
-
-
-def test_steps_are_relative_to_the_whole_change() -> None:
-    steps = np.array([8.0, 4.0, 2.0, 3.0]).reshape(4, 1, 1)
-    results = {"task": {"steps": steps, "total": np.array([[4.0]]), "right": np.eye(5)[:, :1]}}
-    found = of_changes.grown(results)
-    assert [row[1] for row in found["steps"]] == [2, 1, 0.5, 0.75]
-    assert found["smaller"] == 0.5 and found["last_to_second"] == 0.75
-
-
 # -- the command
 
 
@@ -356,15 +220,6 @@ def test_a_stopped_run_goes_on(quick: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folders = (quick / "out", quick / "build" / "papers" / "small")
     one, other = (folder / real_experiments.NUMBERS for folder in folders)
     assert one.read_text("utf-8") == other.read_text("utf-8")
-
-
-@pytest.mark.parametrize("arguments", [[], ["folder", "--redraw"], ["--redraw"]])
-def test_a_folder_or_numbers_to_redraw(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        real_experiments.main(arguments)
-    assert "expected" in capsys.readouterr().err
 
 
 # -- the committed page

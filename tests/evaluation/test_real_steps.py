@@ -1,7 +1,6 @@
 """The check of a real model, tried on a small one: texts, references, and what it notices."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,21 @@ from support.models import build
 from support.numeric import bits, noise_limit
 from torch import Tensor
 
-from icl_patch import ContextPatch, ContextPatcher, embedded, metrics
+from icl_patch import ContextPatcher, embedded, metrics
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-import real_steps_run
-from real_references import COMPUTE, ONE_PASS, TWO_PASSES, WAYS, references
-from real_steps_run import Counts
-from real_texts import CHATS, Case, batch_of
+import real_steps
+from real_steps import (
+    COMPUTE,
+    ONE_PASS,
+    TWO_PASSES,
+    WAYS,
+    Case,
+    Counts,
+    batch_of,
+    references,
+)
 
 TOKENIZER = embedded.load()[1]
 RAGGED = Case("pages", 3, 20, True, 6)
@@ -28,43 +34,6 @@ def small_model(dtype: torch.dtype) -> Any:
     model = build("llama", 0, dtype, vocab_size=len(TOKENIZER))
     model.generation_config.eos_token_id = None
     return model
-
-
-# -- texts
-
-
-def test_a_batch_of_text_is_cut_from_the_files() -> None:
-    root = Path(__file__).parents[2]
-    pages = sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    batch = batch_of(Case("pages", 3, 200, True, 8), 5, TOKENIZER)
-    assert batch.tokens is not None
-    assert batch.tokens.shape == (3, 8)
-    assert batch.mask.sum(1).tolist() == [200, 200 - 33, 200 - 66]
-    for ids, mask, tokens in zip(batch.ids, batch.mask, batch.tokens, strict=True):
-        assert mask[-100:].all()
-        # a row may begin or end within a character of several bytes
-        assert TOKENIZER.decode(torch.cat([ids[mask], tokens])).strip("�") in text
-
-
-def test_rows_and_cases_have_texts_of_their_own() -> None:
-    case = Case("pages", 8, 30, False, 4)
-    rows = torch.cat([batch_of(case, number, TOKENIZER).ids for number in range(4)])
-    assert len({tuple(row.tolist()) for row in rows}) == len(rows)
-
-
-def test_chats_are_padded_on_the_left_and_choose_their_answers() -> None:
-    batch = batch_of(Case("chats", 3, 0, True, 4), 2, TOKENIZER)
-    assert batch.tokens is None
-    for row, (ids, mask) in enumerate(zip(batch.ids, batch.mask, strict=True)):
-        assert TOKENIZER.decode(ids[mask]) == CHATS[2 + row]
-        assert mask.tolist() == sorted(mask.tolist())
-    assert not batch.mask.all()
-
-
-def test_a_text_that_is_too_short() -> None:
-    with pytest.raises(ValueError, match="expected more than 100000004 tokens, got "):
-        batch_of(Case("pages", 1, 10**8, False, 4), 0, TOKENIZER)
 
 
 # -- references
@@ -90,13 +59,6 @@ def test_the_references_are_the_model_on_each_row_alone() -> None:
     assert not torch.equal(runs.logits[ONE_PASS], runs.logits[TWO_PASSES])
 
 
-def test_a_chat_is_followed_by_the_choices_of_the_model() -> None:
-    model = small_model(torch.bfloat16)
-    batch = batch_of(Case("chats", 3, 0, True, 5), 0, TOKENIZER)
-    runs = references(model, batch)
-    assert torch.equal(runs.tokens, runs.logits[TWO_PASSES].argmax(-1))
-
-
 # -- what it notices
 
 
@@ -112,7 +74,7 @@ def measured(request: pytest.FixtureRequest) -> Any:
 def counted(measured: Any, way: str, elsewhere: Any = None) -> Counts:
     patcher, batch, runs = measured
     counts = Counts(way, 3)
-    real_steps_run.count(counts, patcher, batch, runs, elsewhere or patched_here(patcher))
+    real_steps.count(counts, patcher, batch, runs, elsewhere or patched_here(patcher))
     return counts
 
 
@@ -128,7 +90,7 @@ def test_all_tokens_of_a_small_model_are_bit_identical(way: str, measured: Any) 
     assert counts.saved == counts.saved_identical == (tokens if way == COMPUTE else 3)
     assert (counts.shortest, counts.longest) == (14, 20)
     assert counts.misses == counts.taken_twice == 0
-    assert counts.reason is None and real_steps_run.refusal(measured[0]) is None
+    assert counts.reason is None and real_steps.refusal(measured[0]) is None
 
 
 def flipped(logits: Tensor) -> Tensor:
@@ -153,34 +115,18 @@ def test_one_flipped_bit_is_counted(
     assert counts.saved_identical == counts.saved
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_patch_with_a_wrong_factor_is_counted(
-    way: str, measured: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    patcher = measured[0]
-    forward = patcher.forward
-
-    def wrong(patch: ContextPatch) -> ContextPatch:
-        name = "mlp.down_proj.u"
-        last = patch.layers[-1] | {name: patch.layers[-1][name] * 1.01}
-        return replace(patch, layers=(*patch.layers[:-1], last))
-
-    monkeypatch.setattr(patcher, "forward", lambda ids, patch: forward(ids, wrong(patch)))
-    assert counted(measured, way).identical == 0
-
-
 def test_signs_of_zero_are_bits_too() -> None:
     zeros = torch.zeros(1, 2, 3)
     other = zeros.clone()
     other[0, 1, 2] = -0.0
-    assert real_steps_run.same_bits(zeros, other).tolist() == [[True, False]]
+    assert real_steps.same_bits(zeros, other).tolist() == [[True, False]]
 
 
 def test_a_refusal_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(torch.float32)
     with ContextPatcher(model) as patcher:
         model.model.layers[0].register_forward_hook(lambda *_: None)
-        assert "it has forward hooks" in (real_steps_run.refusal(patcher) or "")
+        assert "it has forward hooks" in (real_steps.refusal(patcher) or "")
 
 
 @pytest.mark.stress
@@ -188,7 +134,7 @@ def test_a_folder_from_end_to_end(tmp_path: Path) -> None:
     """With the second process, which replays from files."""
     small_model(torch.float32).save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    found = real_steps_run.measure(tmp_path / "model", torch.bfloat16, [RAGGED])
+    found = real_steps.measure(tmp_path / "model", torch.bfloat16, [RAGGED])
     assert [counts.way for counts in found] == list(WAYS)
     for counts in found:
         assert counts.tokens == counts.identical > 0

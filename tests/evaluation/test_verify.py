@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.growing_context import GrowingContext
 from support.models import build
 from support.numeric import noise_limit
 from support.patchers import checkpointing
@@ -22,14 +21,12 @@ from transformers import DynamicCache
 from icl_patch import batch_invariant, embedded, metrics, ops, verify
 from icl_patch.evaluation import exact_steps, tiny_models
 from icl_patch.evaluation.embedded.train import build_tokenizer
-from icl_patch.evaluation.loading import MARS_PROMPT, encode_contexts
+from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.generation.decode_state import DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token
-from icl_patch.patcher import ContextPatcher
 from icl_patch.recording import exact_decode_recorder
 from icl_patch.tolerances import noise_limit as noise_limit_of
-from icl_patch.tolerances import rounding_limit
 
 PROMPTS, NEW_TOKENS = 20, 25
 RANDOM_VOCABULARY = 259  # the byte tokenizer's
@@ -163,15 +160,6 @@ def test_where_one_pass_is_not_possible_the_reason_stands(
     assert reason in in_one.reason and in_one.bit_identical is None
 
 
-@pytest.mark.parametrize("update", ["direct", "stable"])
-def test_fp32_on_the_embedded_model(update: str) -> None:
-    report = proof(update, torch.float32)
-    numbers = report.to_dict()
-    assert report.token_match == 1.0
-    assert numbers["linf_max"] <= noise_limit(embedded.load()[0])
-    assert report.passed
-
-
 @pytest.mark.parametrize("family", ["gemma3", "llama"])
 @pytest.mark.parametrize("keep_last", [0, 3])
 @pytest.mark.parametrize("update", ["direct", "stable", "exact"])
@@ -223,18 +211,6 @@ def test_an_error_far_above_the_noise_does_not_pass() -> None:
         changed = dataclasses.replace(report, steps=[step], noise_floor=noise)
         assert changed.passed is passes
     assert noise_limit_of(2e-5) == 2e-4
-
-
-def test_the_default_is_the_first_held_out_prompt() -> None:
-    report = verify(max_new_tokens=3)
-    prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
-    model, tokenizer = embedded.load()
-    ids, _ = encode_contexts(tokenizer, [prompt.context + prompt.question])
-    with torch.no_grad():
-        first = int(model(ids).logits[0, -1].argmax())
-    assert report.model == "embedded"
-    assert report.steps[0].token_id == first
-    assert MARS_PROMPT.startswith("Write a single-sentence weather forecast for Mars")
 
 
 def test_report_is_plain_json_with_the_documented_fields() -> None:
@@ -368,45 +344,3 @@ def test_nothing_is_proven_of_a_model_that_contradicts_itself(
     checkpointing(model)
     with pytest.raises(ValueError, match="gradient checkpointing"):
         verify(model.train(), build_tokenizer(), context="abc", max_new_tokens=2, update=update)
-
-
-def test_a_model_object_needs_its_tokenizer() -> None:
-    with pytest.raises(ValueError, match="tokenizer"):
-        verify(build("llama"))
-
-
-def test_history_steps_along_forced_tokens() -> None:
-    """The patch of every step is what a fresh computation from the whole history gives."""
-    model = build("gemma3", 2)
-    ids = torch.tensor([[5, 6, 7, 8], [0, 9, 10, 11]])
-    mask = torch.tensor([[True] * 4, [False, True, True, True]])
-    with ContextPatcher(model, "stable") as patcher:
-        history = GrowingContext(patcher, ids, mask)
-        history.step()
-        history.append(torch.tensor([12, 13]))
-        stepped = history.step().patch
-        fresh = patcher.compute(ids, torch.tensor([[12], [13]]), context_mask=mask)
-    assert torch.equal(stepped.position_ids, fresh.position_ids)
-    assert metrics.linf(stepped.logits, fresh.logits).max() <= noise_limit(model)
-
-
-def test_metrics_on_known_numbers() -> None:
-    reference = torch.tensor([[0.0, 0.0, 4.0]])
-    assert metrics.linf(torch.tensor([[0.0, 1.0, 4.0]]), reference).item() == 0.25
-    assert metrics.linf(torch.tensor([[0.0, math.nan, 4.0]]), reference).item() == math.inf
-    assert metrics.linf(torch.zeros(1, 3), torch.zeros(1, 3)).item() == 0
-    infinite = torch.tensor([[1.0, 2.0, math.inf]])
-    assert (
-        metrics.linf(reference, infinite).item()
-        == metrics.linf(infinite, reference).item()
-        == math.inf
-    )
-    assert metrics.linf(infinite, infinite).item() == 0
-    # of the largest that is finite
-    assert metrics.linf(torch.tensor([[1.0, 5.0, math.inf]]), infinite).item() == 1.5
-    two = torch.tensor([[math.log(3.0), 0.0]])
-    assert metrics.total_variation(two, torch.zeros(1, 2)).item() == pytest.approx(0.25)
-    assert metrics.same_argmax(two, reference[:, :2] + torch.tensor([[1.0, 0.0]])).all()
-    assert not metrics.bit_identical(two, torch.zeros(1, 2)).any()
-    assert rounding_limit(torch.bfloat16) == 2.0**-3.5  # √2⁻⁷
-    assert rounding_limit(torch.float64) == rounding_limit(torch.float32) == 2.0**-11.5

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import realistic_weights
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel
 
 from icl_patch import ContextPatcher, UnsupportedModelError, batch_invariant
 from icl_patch.evaluation.tiny_models import build
@@ -61,25 +61,6 @@ def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(family: str, dtype: tor
             order = [row for row in range(32) if row != 1]
             order.insert(place, 1)
             assert torch.equal(log_probabilities(model, ids[order], mask[order])[place], alone[1])
-
-
-def test_without_it_the_bits_depend_on_the_batch() -> None:
-    """The test above would notice."""
-    model = build("llama")
-    ids, mask = prompts(model)
-    assert not torch.equal(
-        log_probabilities(model, ids, mask)[:5], rows_alone(model, ids, range(5))
-    )
-
-
-def test_the_room_of_a_static_cache_does_not_matter() -> None:
-    model = build("llama")
-    ids, mask = prompts(model)
-    with batch_invariant(model):
-        dynamic = log_probabilities(model, ids[:3], mask[:3])
-        for capacity in (48, 61):
-            cache = StaticCache(config=model.config, max_cache_len=capacity)
-            assert torch.equal(log_probabilities(model, ids[:3], mask[:3], cache), dynamic)
 
 
 def test_it_is_as_near_to_fp64_as_the_model_is() -> None:

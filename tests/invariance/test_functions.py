@@ -77,14 +77,6 @@ def test_an_activation_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     assert ((out.double() - expected).abs() <= size + half).all()
 
 
-def test_glu_and_inplace() -> None:
-    x = rows_of(34, torch.float32)
-    torch.testing.assert_close(ROW_FUNCTIONS[F.glu](x), F.glu(x))
-    y = x.clone()
-    assert ROW_FUNCTIONS[F.silu](y, inplace=True) is y
-    torch.testing.assert_close(y, F.silu(x))
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_give_a_row_the_same_bits_everywhere(dtype: torch.dtype) -> None:
@@ -114,11 +106,6 @@ def test_the_product_of_torch_does_not() -> None:
         pytest.skip("needs MKL, which chooses a product's kernel by the number of rows")
     weight = torch.randn(96, 255, generator=torch.Generator().manual_seed(1))
     assert differing(lambda part: F.linear(part, weight), rows_of(255, torch.float32)) > 0
-
-
-def test_a_product_without_a_shared_matrix_is_torchs() -> None:
-    x, other = torch.randn(3, 4, 5), torch.randn(3, 5, 2)
-    assert torch.equal(ROW_FUNCTIONS[torch.matmul](x, other), x @ other)
 
 
 def test_grouped_products_are_those_of_each_expert() -> None:
@@ -152,23 +139,6 @@ def test_neither_padding_nor_room_changes_the_attention_of_a_row() -> None:
     for row, span in enumerate(spans):
         alone = attended(None, slice(row, row + 1), slice(*span))
         assert torch.equal(together[row : row + 1], alone)
-
-
-def test_attention_of_several_tokens_equals_sdpa() -> None:
-    mask = torch.ones(37, 37, dtype=torch.bool).tril().repeat(5, 1, 1, 1)
-    mask[1, ..., :4] = False
-    mask[2] &= ~torch.ones(37, 37, dtype=torch.bool).tril(-9)  # a window
-    together = attended(mask, slice(0, 5), slice(0, 37), tokens=37)
-    alone = attended(None, slice(0, 1), slice(0, 37), tokens=37)
-    assert torch.equal(together[:1], alone)
-    assert not together[1, :, :4].any()  # queries that see nothing
-    generator = torch.Generator().manual_seed(2)
-    query, key, value = (
-        torch.randn(5, heads, 37, 24, generator=generator).double() for heads in (6, 2, 2)
-    )
-    expected = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True).nan_to_num()
-    expected[1, :, :4] = 0
-    torch.testing.assert_close(together.double(), expected, atol=2e-6, rtol=2e-6)
 
 
 def test_attention_of_several_tokens_over_a_cache_equals_sdpa() -> None:

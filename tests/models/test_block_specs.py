@@ -14,14 +14,12 @@ import torch.nn.functional as F
 import transformers
 from support import image_models
 from support.generation import prefilled
-from support.growing_context import GrowingContext
 from support.models import EXPERTS, Stock, build, case, ragged, shallow, tokens
 from support.numeric import noise_limit, replay_limit, within_roundings
 from support.patchers import works
 from support.quantised import Int8Linear
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from icl_patch import ContextPatch, ContextPatcher, UnsupportedModelError, metrics
 from icl_patch.evaluation import tiny_models
@@ -67,28 +65,6 @@ def test_one_walk_reads_the_known_forms() -> None:
     assert form_of("mamba").mixer
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_norms_are_read_bit_for_bit(dtype: str) -> None:
-    """Where each class rounds shows in bf16; whether its scale is w or 1 + w shows always."""
-    read = {
-        name: form_of(name, dtype=getattr(torch, dtype))
-        for name in ("gemma2", "glm4", "olmo2", "gemma4")
-    }
-    assert {name: spec.scale_offset for name, spec in read.items()} == {
-        "gemma2": 1.0,
-        "glm4": 0.0,
-        "olmo2": 0.0,
-        "gemma4": 0.0,
-    }
-    if dtype == "bfloat16":
-        assert {name: spec.cast_first for name, spec in read.items()} == {
-            "gemma2": False,
-            "glm4": True,
-            "olmo2": False,
-            "gemma4": False,
-        }
-
-
 def test_a_factor_that_the_mlp_applies_itself() -> None:
     spec = form_of("falcon_h1", mlp_multipliers=[1.5, 0.7])
     assert spec.residual_multiplier == 0.7
@@ -112,20 +88,6 @@ def test_tracing_leaves_nothing() -> None:
     assert states == [vars(module).get("recurrent_states") for module in model.modules()]
 
 
-@pytest.mark.parametrize("scalar", [1.015625, 0.99609375])
-def test_a_factor_near_one_is_no_rounding(scalar: float) -> None:
-    """In bf16 it moves the block's output by less than the roundings of a sum."""
-    model = tiny_models.build(
-        "gemma4", dtype=torch.bfloat16, hidden_size_per_layer_input=0, num_kv_shared_layers=0
-    )
-    for name, buffer in model.named_buffers():
-        if "layer_scalar" in name:
-            buffer.fill_(scalar)
-    with ContextPatcher(model) as patcher:
-        assert all(block.spec.continues_after_sum for block in patcher.attached_model.block_specs)
-        works(patcher)
-
-
 # -- what is refused
 
 REASONS = {
@@ -143,37 +105,6 @@ def test_refused_by_name_and_reason(family: str) -> None:
         ContextPatcher(model)
     assert dict(model.named_modules()) == modules
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-@torch.no_grad()
-def test_no_writer_can_absorb_what_hyper_connections_carry() -> None:
-    """With every reader right, the streams still differ by ``(combᵀ p) ⊗ Δa``, and the MLP can only
-    add ``q ⊗ w``.
-
-    p and q are the proportions in which attention and MLP are written into the streams. p depends
-    on the block's input alone, and q and comb are given their values with the context. What is left
-    over for the best w is measured here.
-    """
-    model = tiny_models.build("deepseek_v4")
-    layer, seen = model.model.layers[0], {}
-    layer.attn_hc.register_forward_hook(
-        lambda _module, args, out: seen.update(streams=args[0], p=out[0], mix=out[1])
-    )
-    layer.self_attn.register_forward_hook(lambda _module, _args, out: seen.update(attended=out[0]))
-    context, kept = tokens(0, 1, 9), tokens(1, 1, 1)
-    model(torch.cat([context, kept], 1))
-    x, p, mix, with_context = (seen[name][:, -1:] for name in ("streams", "p", "mix", "attended"))
-    model(kept)
-    # the first block's input: the same with the context and without
-    torch.testing.assert_close(seen["streams"], x)
-    delta = with_context - seen["attended"]
-    inside = p.unsqueeze(-1) * with_context.unsqueeze(-2) + mix.transpose(-1, -2) @ x
-    q, comb, _ = layer.ffn_hc(inside)
-    carried = comb.transpose(-1, -2) @ p.unsqueeze(-1)
-    q = q.unsqueeze(-1)
-    left = carried - q * (q * carried).sum() / (q * q).sum()  # for the best w, a multiple of delta
-    assert delta.norm() > 0.1
-    assert left.norm() / carried.norm() > 0.01
 
 
 class Broken(LlamaForCausalLM):
@@ -464,42 +395,6 @@ def test_quantised_readers_and_writers(kind: str, family: str, dtype: str, tmp_p
             assert error <= limit
 
 
-# -- adapters
-
-
-class Adapter(nn.Module):
-    """A matrix of low rank beside a matrix, as one module with the weight of the base."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.reads, self.writes = (
-            nn.Linear(base.in_features, rank, bias=False),
-            nn.Linear(rank, base.out_features, bias=False),
-        )
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.writes(self.reads(x))
-
-
-@pytest.mark.parametrize("update", ["direct", "exact"])
-def test_an_adapter_is_one_linear_map_with_its_base(update: str) -> None:
-    model = build("llama", 0, num_hidden_layers=3)
-    for layer in model.model.layers:
-        layer.mlp.gate_proj, layer.mlp.down_proj = (
-            Adapter(layer.mlp.gate_proj),
-            Adapter(layer.mlp.down_proj),
-        )
-    with ContextPatcher(model, update) as patcher:
-        assert patcher.attached_model.blocks[0].spec.readers == ("mlp.gate_proj", "mlp.up_proj")
-        assert patcher.attached_model.blocks[0].spec.down == "mlp.down_proj"
-        works(patcher)
-
-
 # -- generation
 
 
@@ -607,24 +502,6 @@ def test_fixed_caches_of_layers_that_share_keys_and_of_alibi(family: str) -> Non
                 token_ids = step.logits.argmax(-1)
 
 
-@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "qwen3_next"])
-def test_two_generations_on_a_recurrent_model_do_not_mix(family: str) -> None:
-    """Their states belong to their caches, also where a class keeps its state in its modules."""
-    with ContextPatcher(shallow(family, 2)) as patcher:
-        alone = [GrowingContext(patcher, tokens(seed, 2, 6)) for seed in (0, 1)]
-        expected = [[step_of(history) for _ in range(3)] for history in alone]
-        mixed = [GrowingContext(patcher, tokens(seed, 2, 6)) for seed in (0, 1)]
-        got = [[step_of(history) for history in mixed] for _ in range(3)]
-    for which in (0, 1):
-        assert all(torch.equal(expected[which][step], got[step][which]) for step in range(3))
-
-
-def step_of(history: GrowingContext) -> Tensor:
-    computation = history.step()
-    history.append(computation.reduced_logits[:, -1].argmax(-1))
-    return computation.reduced_logits
-
-
 # -- factors
 
 
@@ -679,11 +556,6 @@ def test_experts_hold_factors_of_the_active_ones_only(family: str) -> None:
         for name in ("num_experts_per_tok", "top_k_experts")
     ]
     assert sizes <= {k for k in top if k}
-
-
-def test_conv1d_is_transposed() -> None:
-    model = shallow("gpt2")
-    assert isinstance(model.transformer.h[0].mlp.c_fc, Conv1D)
 
 
 # -- positions

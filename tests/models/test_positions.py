@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support.growing_context import GrowingContext
-from support.models import VOCABULARY, case, longrope, ragged, randomised, tokens
+from support.models import VOCABULARY, longrope, ragged, randomised, tokens
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
@@ -226,26 +226,11 @@ ROBERTA: dict[str, Any] = {
     "pad_token_id": PADDING,
     "is_decoder": True,
 }
-KINDS = (
-    "Roberta",
-    "RobertaPreLayerNorm",
-    "XLMRoberta",
-    "XLMRobertaXL",
-    "Camembert",
-    "Data2VecText",
-)
-roberta_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def roberta(kind: str) -> PreTrainedModel:
     config = getattr(transformers, f"{kind}Config")(**ROBERTA)
     return randomised(getattr(transformers, f"{kind}ForCausalLM"), config)
-
-
-def without_padding_id(inputs: dict) -> dict:
-    return {
-        name: x.where(x != PADDING, 2) if name.endswith("ids") else x for name, x in inputs.items()
-    }
 
 
 @torch.no_grad()
@@ -255,21 +240,6 @@ def left_alone(model: nn.Module, sequences: Sequences) -> Tensor:
     """
     ids = sequences.ids.masked_fill(~sequences.mask, PADDING)
     return model(ids, attention_mask=sequences.mask.long()).logits[:, sequences.head_ids.shape[1] :]
-
-
-@roberta_kinds
-def test_positions_from_the_padding_id_on(kind: str) -> None:
-    model = roberta(kind)
-    for update in UPDATES:
-        with ContextPatcher(model, update) as patcher:
-            for name in ("single", "prefix", "spans"):
-                inputs = without_padding_id(case(name))
-                sequences = assemble(**inputs)
-                patch = patcher.compute(**inputs)
-                expected = left_alone(model, sequences)[:, sequences.kept_columns]
-                assert (
-                    off(patcher.forward(patch.kept_ids, patch), expected, patch.kept_mask) <= 1e-5
-                )
 
 
 @pytest.mark.parametrize("mode", ["two_stream", "shared_cache"])

@@ -1,7 +1,5 @@
 """Prompts from texts and chats, with templates of well-known models, against what they write."""
 
-import re
-
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -139,16 +137,6 @@ def test_a_system_message_is_the_context(case: tuple[str, str, str, str]) -> Non
     assert tokenizer.decode(kept_ids[0]) == kept
 
 
-@pytest.mark.parametrize("text", ["user", "s", "im_start", "Who are you?", " Be brief.\n"])
-@pytest.mark.parametrize("name", SYSTEM_CASES)
-def test_words_of_the_template_or_the_question_do_not_move_the_cut(name: str, text: str) -> None:
-    template, before, kept, _ = SYSTEM_CASES[name]
-    prompt = make_prompt(tokenizer_with(template), QUESTION, system=text)
-    written = text.strip() if name in ("llama 3", "stripping") else text
-    whole = before.replace(SYSTEM, written)
-    assert (prompt.with_context, prompt.kept) == (whole + kept, len(whole))
-
-
 def test_the_templates_own_system_message_can_be_the_context() -> None:
     prompt = make_prompt(tokenizer_with(SMOLLM2), QUESTION, system="You are SmolLM.")
     assert prompt.with_context == prompt.without
@@ -265,10 +253,3 @@ REFUSED = {
 def test_what_is_refused(template: str | None, arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_prompt(tokenizer_with(template), **arguments)
-
-
-def test_texts_of_other_types_are_refused() -> None:
-    tokenizer = tokenizer_with(QWEN)
-    for question, context in (("q", 3), (3, "c")):
-        with pytest.raises(TypeError, match=re.escape("a context and a question as text, got")):
-            make_prompt(tokenizer, question, context=context)

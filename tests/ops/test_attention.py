@@ -8,12 +8,9 @@ from support.numeric import (
     FLOATING,
     FLOATS,
     UNIT,
-    by_columns,
     check_refused,
     every_dtype,
-    in_gaps,
     normal,
-    poisoned,
     poisoned_memory,
     same_bits,
     seeded,
@@ -81,18 +78,6 @@ def test_decode_attention(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert y.shape == expected.shape and y.dtype == dtype
         limit = (wide + UNIT[dtype]) * size + UNIT[dtype] * expected.abs() + 1e-12
         assert ((y.double() - expected).abs() <= limit).all()
-
-
-@every_narrow
-def test_layouts_of_a_cache(dtype: torch.dtype) -> None:
-    query, key, value, mask = problem((2, 6, 3, 301, 40, 48), dtype)
-    y = ops.decode_attention(query, key, value, mask, scale=0.3)
-    for other in (poisoned, by_columns, in_gaps):
-        layout = [other(x) for x in (query, key, value)]
-        found = ops.decode_attention(*layout, mask.T.contiguous().T, scale=0.3)
-        assert same_bits(found, y)
-    repeated = [x.repeat_interleave(2, 1) for x in (key, value)]
-    assert same_bits(ops.decode_attention(query, *repeated, mask, scale=0.3), y)
 
 
 @needs_native

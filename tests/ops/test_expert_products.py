@@ -8,14 +8,12 @@ from support import expert_products
 from support.inversion import needs_native
 from support.numeric import (
     FLOATING,
-    FLOATS,
     check_refused,
     every_dtype,
     poisoned_memory,
     same_bits,
     within_roundings,
 )
-from torch import Tensor
 
 from icl_patch import ops
 from icl_patch.ops import reference
@@ -35,21 +33,6 @@ def test_products(dtype: torch.dtype, grad: bool) -> None:
     """With gradients on, the arguments are checked first; without, they are tried."""
     with torch.set_grad_enabled(grad):
         expert_products.check_products(ops.expert_linear, dtype, bits=dtype != torch.float64)
-
-
-@pytest.mark.parametrize("gather", [False, True])
-@every_dtype
-def test_the_reference(dtype: torch.dtype, gather: bool) -> None:
-    def run(
-        x: Tensor,
-        weight: Tensor,
-        expert: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return reference.expert_linear(x, weight, expert, bias, out_dtype or dtype, gather)
-
-    expert_products.check_products(run, dtype, bits=False)
 
 
 @pytest.mark.parametrize("mistake", ["expert", "bias", "slot", "rounding"])
@@ -110,20 +93,6 @@ def test_gradients() -> None:
         assert within_roundings(own.grad, exact.grad, 256, exact.grad.abs().max())
 
 
-def test_mapped_over_what_is_chosen() -> None:
-    of = expert_products.case((3, 2, 4, 5, 7), torch.float32, False, True)
-    stack = torch.stack([of.expert, of.expert.flip(0)])
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            found = torch.func.vmap(
-                lambda expert: ops.expert_linear(of.x, of.weight, expert, of.bias)
-            )(stack)
-            expected = torch.stack(
-                [ops.expert_linear(of.x, of.weight, expert, of.bias) for expert in stack]
-            )
-        torch.testing.assert_close(found, expected)
-
-
 def test_what_nobody_can_look_at_is_not_another_experts() -> None:
     """Where the experts are traced, one that there is not gives 0 or an error."""
     of = expert_products.case((3, 2, 4, 5, 7), torch.float32, False, True)
@@ -132,18 +101,6 @@ def test_what_nobody_can_look_at_is_not_another_experts() -> None:
             of.x, of.weight, of.expert.clone().fill_(wrong), of.bias, torch.float32, gather=True
         )
         assert not out.any()
-
-
-@needs_native
-@pytest.mark.parametrize("name", [name for name in FLOATS if name != "fp64"])
-def test_registration(name: str) -> None:
-    of = expert_products.case((3, 2, 4, 5, 7), FLOATS[name], True, True)
-    torch.library.opcheck(
-        torch.ops.icl_patch.expert_linear, (of.x, of.weight, of.expert, of.bias, torch.float32)
-    )
-    torch.library.opcheck(
-        torch.ops.icl_patch.expert_linear, (of.x[:, 0], of.weight.mT.contiguous().mT, of.expert)
-    )
 
 
 def test_compiled_without_a_graph_break() -> None:

@@ -13,31 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.inversion import mixed_rows, needs_native, same_rows
-from support.numeric import same_bits
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from icl_patch import ops
 from icl_patch.ops import native, reference
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def test_the_library_is_built_where_it_can_be() -> None:
-    """Everything below skips without it, so something has to fail."""
-    setup = REPOSITORY / "setup.py"
-    if not setup.exists() or sys.platform != "linux" or os.environ.get("ICL_PATCH_NATIVE") == "off":
-        pytest.skip("not where the library is built, or ICL_PATCH_NATIVE=off")
-    script = "import setup, sys; sys.exit(0 if setup.find_compiler() else 3)"
-    found = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    if found.returncode == 3:
-        pytest.skip("no C++ compiler")
-    assert found.returncode == 0, found.stderr
-    assert native.serves("cpu"), native.describe()
-
 
 # Instruction sets
 
@@ -166,38 +146,6 @@ def test_opcheck(index: int) -> None:
     torch.library.opcheck(op, arguments)
 
 
-@needs_native
-def test_fakes_are_like_the_real_ones() -> None:
-    for op, arguments in calls():
-        real = op(*arguments)
-        on_meta = op(*(x.to("meta") if isinstance(x, Tensor) else x for x in arguments))
-        with FakeTensorMode() as mode:
-            fake = op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments))
-        for result in (on_meta, fake):
-            described = [(x.shape, x.dtype, x.stride()) for x in result]
-            assert described == [(x.shape, x.dtype, x.stride()) for x in real]
-
-
-def test_the_face_on_meta_tensors() -> None:
-    """Shapes and dtypes without numbers."""
-    m, g = mixed_rows(5, 1)
-    rms = torch.ones(len(m))
-    for real, call in (
-        (
-            ops.invert_rmsnorm(g, m, rms),
-            lambda: ops.invert_rmsnorm(g.to("meta"), m.to("meta"), rms.to("meta")),
-        ),
-        (
-            ops.stable_scale(g, m, g),
-            lambda: ops.stable_scale(g.to("meta"), m.to("meta"), g.to("meta")),
-        ),
-    ):
-        result = call()
-        for field in fields(real):
-            a, b = getattr(real, field.name), getattr(result, field.name)
-            assert b.is_meta and (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
 def inverted(g: Tensor, m: Tensor, rms: Tensor) -> ops.RMSNormInverse:
     return ops.invert_rmsnorm(2 * g, m, rms, 1e-6, g)
 
@@ -243,24 +191,6 @@ def test_a_new_batch_size_does_not_recompile(function: Callable, per_row: bool) 
     assert counter.frame_count == 1
 
 
-@needs_native
-def test_exported() -> None:
-    class Inverse(torch.nn.Module):
-        def forward(self, g: Tensor, m: Tensor, rms: Tensor) -> tuple[Tensor, ...]:
-            return tuple(vars(inverted(g, m, rms)).values())
-
-    m, g = mixed_rows(24, 2)
-    arguments = (g, m[0], torch.ones(len(g)))
-    rows = torch.export.Dim("rows")
-    program = torch.export.export(Inverse(), arguments, dynamic_shapes=({0: rows}, None, {0: rows}))
-    for count in (5, 20):
-        some = (g[:count], m[0], torch.ones(count))
-        assert all(
-            same_bits(x, y)
-            for x, y in zip(program.module()(*some), vars(inverted(*some)).values(), strict=True)
-        )
-
-
 # Where there is no library
 
 
@@ -290,18 +220,6 @@ def test_without_the_library_plain_torch_runs_and_says_so_once() -> None:
     assert Path(caught[0].filename) == Path(__file__)
     assert same_rows(inverse, reference.invert_rmsnorm(g, m, rms, 0.5, g, "bisection"))
     assert same_rows(stable, reference.stable_scale(g, m, g, 0.5, "bisection"))
-
-
-@pytest.mark.usefixtures("no_library")
-def test_without_the_library_the_description_says_why() -> None:
-    assert native.describe() == "no native library: it was hidden"
-
-
-def test_other_devices_do_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        native.serves("mps")
-        native.serves("meta")
 
 
 @needs_native

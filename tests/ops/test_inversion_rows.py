@@ -2,7 +2,6 @@
 and every size is computed whole.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -148,16 +147,6 @@ def test_a_row_does_not_see_the_threads(
         assert same_rows(stable, results[0][1])
 
 
-@needs_native
-def test_a_thousand_repeats_are_equal() -> None:
-    m, g = mixed_rows(21, 1)
-    rms = torch.ones(len(m))
-    first = ops.invert_rmsnorm(g, m, rms, 1e-6), ops.stable_scale(g, m, m)
-    for _ in range(1000):
-        assert same_rows(ops.invert_rmsnorm(g, m, rms, 1e-6), first[0])
-        assert same_rows(ops.stable_scale(g, m, m), first[1])
-
-
 def in_columns(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT if x.dim() == 2 else x
 
@@ -203,26 +192,6 @@ def test_strides_do_not_show(layout: str, dtype: torch.dtype) -> None:
             a, b, c, d = (lay(x) if i in changed else x for i, x in enumerate(plain))
             assert same_rows(ops.invert_rmsnorm(a, b, c, 1e-3, d), inverse)
             assert same_rows(ops.stable_scale(a, b, d, 1e-3), stable)
-
-
-@needs_native
-def test_expanded_arguments() -> None:
-    """Stride 0 in either direction."""
-    m, g = rows_of("sparse", 3, 19)
-    for lay in (lambda x: x[1].expand(5, 19), lambda x: x[:, :1].expand(3, 19)):
-        target, scale, rms = lay(g), lay(m), torch.tensor(0.7)
-        batch = len(target)
-        for fallback in (None, lay(m)):
-            whole = fallback if fallback is None else fallback.contiguous()
-            expanded = ops.invert_rmsnorm(target, scale, rms.expand(batch), 0.1, fallback)
-            plain = ops.invert_rmsnorm(
-                target.contiguous(), scale.contiguous(), torch.full((batch,), 0.7), 0.1, whole
-            )
-            assert same_rows(expanded, plain)
-        assert same_rows(
-            ops.stable_scale(target, scale, scale),
-            ops.stable_scale(*(x.contiguous() for x in (target, scale, scale))),
-        )
 
 
 SIZES = [
@@ -275,48 +244,3 @@ def test_every_size_is_computed_whole(double: bool) -> None:
         expected = reference.invert_rmsnorm(g, m, rms, 1e-6)
         assert torch.equal(result.status, expected.status)
         torch.testing.assert_close(result.hidden, expected.hidden, rtol=few, atol=few)
-
-
-@pytest.mark.usefixtures("poisoned")
-@needs_native
-@pytest.mark.parametrize("n", [1, 3, 8, 12, 521])
-def test_rows_that_are_not_inverted_are_written_too(n: int) -> None:
-    m, g = torch.ones(4, n), torch.ones(4, n)
-    g[1, -1] = torch.nan
-    rms = torch.tensor([1.0, 1.0, 0.0, torch.nan])
-    result = ops.invert_rmsnorm(g, m, rms)
-    assert result.status.tolist() == [
-        Status.EASY,
-        Status.NONFINITE,
-        Status.BAD_RADIUS,
-        Status.BAD_RADIUS,
-    ]
-    assert result.evaluations[1:].tolist() == [0, 0, 0] and result.evaluations[0] <= 32
-    assert (
-        result.hidden[[0, 2, 3]].isfinite().all() and result.new_scale[[0, 2, 3]].isfinite().all()
-    )
-    for delta in (torch.zeros(4, n), torch.ones(4, n)):
-        stable = ops.stable_scale(delta, m, torch.ones(4, n))
-        assert all(x.isfinite().all() for x in (stable.u, stable.shift, stable.new_scale))
-        assert (stable.status == Status.EASY).all() and (stable.evaluations <= 32).all()
-
-
-@needs_native
-def test_the_tail_of_a_row_counts() -> None:
-    """What pads a row to whole vectors may not be taken for a coordinate, nor the last coordinate
-    for padding.
-    """
-    for n, sign in itertools.product((1, 2, 7, 8, 9, 15, 513, 519), (1, -1)):
-        m, g = torch.full((3, n), 2.0), torch.ones(3, n)
-        m[0, -1], m[1, 0] = 0.5 * sign, 0.5 * sign  # the pole: last, first, everywhere
-        g[2, -1] = 100
-        result = ops.invert_rmsnorm(g, m, torch.ones(3))
-        check_rows(m, g, torch.ones(3), 0.0, result)
-        if n > 1:
-            torch.testing.assert_close(
-                result.hidden[0].flip(0), result.hidden[1], rtol=4 * UNIT[torch.float32], atol=0
-            )
-        hard = ops.invert_rmsnorm(torch.zeros(3, n), m, torch.ones(3))
-        check_rows(m, torch.zeros(3, n), torch.ones(3), 0.0, hard)
-        assert (hard.status == Status.HARD).all()
-        assert hard.hidden.nonzero().tolist() == [[0, n - 1], [1, 0], [2, 0]]

@@ -265,24 +265,6 @@ def test_what_does_not_fit_is_refused(changes: dict, message: str) -> None:
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["none", "row", "ranks", "shared", "pool"])
-def test_registration(kind: str) -> None:
-    z, weight, bias = inputs(3, 7, 9, torch.float32, False)
-    torch.library.opcheck(
-        torch.ops.icl_patch.patched_linear,
-        (z, weight, *factors(kind, 3, 7, 9)[:2], bias, factors(kind, 3, 7, 9)[2]),
-    )
-    if kind != "none":
-        u, v, index = factors(kind, 3, 7, 9)
-        torch.library.opcheck(torch.ops.icl_patch.add_low_rank, (torch.ones(3, 7), z, u, v, index))
-    if kind == "row":
-        torch.library.opcheck(torch.ops.icl_patch.read_direction, (z,))
-        torch.library.opcheck(
-            torch.ops.icl_patch.record_linear,
-            (torch.cat([z, z]), weight, factors(kind, 3, 7, 9)[1], bias),
-        )
-
-
 def test_a_compiled_graph_takes_the_path_of_the_rows_it_has() -> None:
     """And not of those that it was traced with. 1 row has a graph of its own, and all other numbers
     share one in each path.

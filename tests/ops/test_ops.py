@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from support.derivatives import FUNCTIONS, check_derivatives, check_mapped
+from support.derivatives import FUNCTIONS, check_derivatives
 from support.numeric import (
     FLOATING,
     FLOATS,
@@ -269,71 +269,12 @@ def test_index_of_any_integer_dtype(integer: torch.dtype) -> None:
     assert same_bits(out, ops.patched_linear(**case.arguments))
 
 
-def test_an_unsigned_index_is_no_mask() -> None:
-    case = linear_case("pool", (POOL, 7, 9))
-    index = torch.tensor([1, 4, 1, 2, 3])
-    out = ops.patched_linear(**case.arguments | {"index": index.to(torch.uint8)})
-    assert same_bits(out, ops.patched_linear(**case.arguments | {"index": index}))
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize(("u_rank", "v_rank"), [(0, 3), (3, 0), (2, 3)])
-def test_ranks_that_differ(u_rank: int, v_rank: int, grad: bool) -> None:
-    z, weight, y = torch.ones(4, 8), torch.ones(6, 8), torch.ones(4, 6)
-    u, v = torch.ones(4, u_rank, 6), torch.ones(4, v_rank, 8)
-    with torch.set_grad_enabled(grad):
-        for call in (
-            lambda: ops.patched_linear(z, weight, u, v),
-            lambda: ops.add_low_rank(y, z, u, v),
-        ):
-            with pytest.raises(ValueError, match="expected u and v with the same rows and rank"):
-                call()
-        none = ops.patched_linear(z, weight, u[:, :0], v[:, :0])
-        assert torch.equal(none, ops.patched_linear(z, weight))
-
-
-def test_an_output_of_integers_is_refused() -> None:
-    z, weight, u, v = torch.ones(4, 8), torch.ones(6, 8), torch.ones(4, 6), torch.ones(4, 8)
-    with torch.no_grad():
-        for factors in ((u, v), (None, None)):
-            with pytest.raises(TypeError, match=r"expected a floating out_dtype, got torch\.int32"):
-                ops.patched_linear(z, weight, *factors, out_dtype=torch.int32)
-        with pytest.raises(TypeError, match="expected a floating out_dtype"):
-            ops.add_low_rank(u, z, u, v, out_dtype=torch.int32)
-
-
-def test_an_index_without_numbers() -> None:
-    z, weight, u, v = (
-        torch.empty(shape, device="meta") for shape in ((4, 8), (6, 8), (2, 1, 6), (2, 1, 8))
-    )
-    assert ops.patched_linear(
-        z, weight, u, v, index=torch.empty(4, dtype=torch.int64, device="meta")
-    ).shape == (4, 6)
-
-
 def test_an_empty_pool_patches_no_row() -> None:
     case = linear_case("pool", (3, 7, 9))
     out = ops.patched_linear(
         **case.arguments | {"u": case.u[:0], "v": case.v[:0], "index": torch.full((3,), -1)}
     )
     assert same_bits(out, plain_map(case))
-
-
-@pytest.mark.parametrize("layout", ["row", "row-rank", "pool"])
-@every_dtype
-def test_a_row_does_not_see_the_factors_of_others(dtype: torch.dtype, layout: str) -> None:
-    case = linear_case(layout, (17, 63, 100), 3, dtype)
-    out = ops.patched_linear(**case.arguments)
-    keep = 6 if case.index is None else int(case.index.max())
-    chosen = torch.arange(17) == 6 if case.index is None else case.index == keep
-    assert 0 < chosen.sum() < 17
-    for value in (0.0, 1e30, torch.nan):
-        u, v = torch.full_like(case.u, value), torch.full_like(case.v, value)
-        u[keep], v[keep] = case.u[keep], case.v[keep]
-        other = ops.patched_linear(**case.arguments | {"u": u, "v": v})
-        assert same_bits(other[chosen], out[chosen])
-        patched = ~chosen if case.index is None else ~chosen & (case.index >= 0)
-        assert (other[patched] != out[patched]).any(1).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -362,21 +303,6 @@ def test_autocast_rounds_nothing_even_where_gradients_are_wanted(layout: str) ->
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives(name: str) -> None:
     check_derivatives(name)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_mapped(name: str) -> None:
-    check_mapped(name)
-
-
-def test_gradients_of_the_pool_go_to_the_rows_used() -> None:
-    case = linear_case("pool", (4, 3, 5), 2, torch.float64, torch.float64)
-    case.u.requires_grad_()
-    ops.patched_linear(
-        case.z, case.weight, case.u, case.v, index=torch.tensor([2, -1, 2, 4])
-    ).sum().backward()
-    assert (case.u.grad != 0).any((1, 2)).tolist() == [False, False, True, False, True]
 
 
 LINEAR_ERRORS: dict[str, tuple[dict, type, str]] = {
@@ -624,17 +550,6 @@ def test_read_direction_refuses() -> None:
     )
     v, inverse, _ = ops.read_direction(torch.ones(2, 0, 0))
     assert (v.shape, inverse.shape) == ((2, 0, 0), (2, 0))
-
-
-def test_rms_normalize_refuses() -> None:
-    check_refused(
-        ValueError,
-        "expected a finite eps ≥ 0, got -5",
-        lambda: ops.rms_normalize(torch.ones(2, 3), -5),
-    )
-    check_refused(
-        TypeError, "expected x in fp64", lambda: ops.rms_normalize(torch.ones(2, 3).long(), 1e-6)
-    )
 
 
 @every_dtype

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from icl_patch import ops
-from icl_patch.ops import native, reference
 
 NARROW = {name: dtype for name, dtype in FLOATS.items() if name != "fp64"}
 every_narrow = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
@@ -128,15 +127,6 @@ def test_threads_do_not_change_a_bit() -> None:
         )
 
 
-@needs_native
-@every_narrow
-def test_registration(dtype: torch.dtype) -> None:
-    x, up = (normal(seeded(s), 4, 9, dtype=dtype) for s in range(2))
-    torch.library.opcheck(torch.ops.icl_patch.rms_norm, (x, up, 1e-5, 1.0, False))
-    torch.library.opcheck(torch.ops.icl_patch.norm_pair, (x.T.contiguous().T, up[0], 1e-5))
-    torch.library.opcheck(torch.ops.icl_patch.gated_product, (x, up, "silu"))
-
-
 def test_compiled_without_a_graph_break() -> None:
     def step(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         pair = ops.norm_pair(x, scale[0], 1e-5)
@@ -153,17 +143,6 @@ def test_compiled_without_a_graph_break() -> None:
         for found, eager in zip(compiled(x, scale), step(x, scale), strict=True)
     )
     assert counter.frame_count == 1
-
-
-def test_shapes_without_data() -> None:
-    x = torch.empty(4, 9, dtype=torch.bfloat16, device="meta")
-    pair = ops.norm_pair(x, x[0], 1e-5)
-    assert (pair.z_pair.shape, pair.delta.dtype, pair.direction.v.shape) == (
-        (4, 9),
-        torch.float32,
-        (2, 9),
-    )
-    assert ops.rms_norm(x, x[0], 1e-5).shape == ops.gated_product(x, x, "silu").shape == (4, 9)
 
 
 X = torch.ones(3, 5)
@@ -232,16 +211,3 @@ ERRORS = {
 def test_what_does_not_fit_is_refused(mistake: str) -> None:
     call, error, message = ERRORS[mistake]
     check_refused(error, message, call)
-
-
-def test_no_implementation_takes_an_unknown_activation_for_another() -> None:
-    plan_gated = pytest.importorskip("icl_patch.kernels.ops.gated_product").plan_gated
-    for implementation in (reference.gated_product, plan_gated):
-        check_refused(
-            ValueError,
-            "expected activation 'gelu_tanh' or 'silu', got 'relu'",
-            lambda implementation=implementation: implementation(X, X, "relu"),
-        )
-    if native.is_loaded:
-        with pytest.raises(RuntimeError, match="expected activation gelu_tanh or silu, got relu"):
-            torch.ops.icl_patch.gated_product(X, X, "relu")

@@ -15,16 +15,13 @@ from support.inversion import (
     mp,
     mpf,
     needs_native,
-    same_rows,
     solve,
 )
 from support.numeric import (
     FLOATING,
-    FLOATS,
     ULP,
     UNIT,
     check_refused,
-    every_dtype,
     normal,
     same_bits,
     seeded,
@@ -111,35 +108,6 @@ def test_native_is_like_plain_torch(n: int, eps: float, method: str) -> None:
         check_update(delta, m, h, eps, result)
 
 
-@pytest.mark.parametrize("kinds", list(itertools.product(FLOATS, repeat=3))[::3], ids="-".join)
-@needs_native
-def test_dtypes_are_taken_at_their_value(kinds: tuple[str, str, str]) -> None:
-    """Any mixture of them; all arithmetic is fp64, and u is rounded once."""
-    delta, scale, h = (x.to(FLOATS[kind]) for x, kind in zip(rows(14, 48), kinds, strict=True))
-    result, wide = (
-        ops.stable_scale(delta, scale, h, 1e-6),
-        ops.stable_scale(delta.double(), scale.double(), h.double(), 1e-6),
-    )
-    dtype = torch.float64 if "fp64" in kinds else torch.float32
-    assert (result.u.dtype, result.shift.dtype, result.new_scale.dtype) == (
-        dtype,
-        torch.float64,
-        torch.float64,
-    )
-    assert (result.status.dtype, result.evaluations.dtype) == (torch.int8, torch.int32)
-    # in single precision the op does not rescale for the last ulps of fp64
-    hidden = (wide.u.abs() + 2 * h.double().abs()).amax(1, keepdim=True)
-    assert (
-        (result.u.double() - wide.u).abs() <= UNIT[dtype] * wide.u.abs() + 16 * ULP * hidden
-    ).all()
-    assert same_bits(result.shift, wide.shift)
-    torch.testing.assert_close(result.new_scale, wide.new_scale, rtol=16 * ULP, atol=0)
-    expected = reference.stable_scale(delta, scale, h, 1e-6)
-    assert torch.equal(result.status, expected.status)
-    size = (expected.u.double().abs() + h.double().abs()).amax(1, keepdim=True)
-    assert ((result.u - expected.u).abs() <= 2 * UNIT[dtype] * size + OTHER_SUMS * size).all()
-
-
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.5])
 @every_update
 def test_against_exact_arithmetic(update: Update, eps: float) -> None:
@@ -185,25 +153,6 @@ def test_on_adversarial_rows(update: Update, family: str) -> None:
         check_update(g, m, h, eps, result)
 
 
-@every_dtype
-@every_update
-def test_no_change_is_no_change(update: Update, dtype: torch.dtype) -> None:
-    """A row whose delta is 0 keeps its bits, whatever else is in it; its neighbours are updated."""
-    delta, scale, h = rows(12, 21, dtype)
-    delta[::2] = torch.tensor([0.0, -0.0, 0.0]).repeat(7).to(dtype)
-    scale[0], h[2], scale[4, 3] = 0, 0, torch.finfo(dtype).max
-    result = update(delta, scale, h, 1e-6)
-    plain = update(delta[1::2], scale[1::2], h[1::2], 1e-6)
-    assert same_rows(plain, result, torch.arange(1, 12, 2))
-    assert (
-        not result.u[::2].any()
-        and not result.shift[::2].any()
-        and not result.evaluations[::2].any()
-    )
-    assert same_bits(result.new_scale[::2], scale[::2].double())
-    assert (result.status[::2] == Status.EASY).all()
-
-
 @every_method
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @every_update
@@ -235,33 +184,6 @@ def test_bad_rows_have_their_status_and_leave_the_others_alone(update: Update) -
         assert same_bits(getattr(result, name)[good], getattr(plain, name)[good])
 
 
-@needs_native
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("delta", torch.nan),
-        ("delta", torch.inf),
-        ("scale", torch.nan),
-        ("scale", torch.inf),
-        ("h", torch.nan),
-        ("h", torch.inf),
-    ],
-)
-def test_bad_rows_have_the_status_of_plain_torch(name: str, value: float) -> None:
-    """With delta = 0 in the row and without."""
-    delta, scale, h = rows(14, 21, torch.float32)
-    delta[7:] = 0
-    {"delta": delta, "scale": scale, "h": h}[name][:, 11] = value
-    result, expected = (
-        ops.stable_scale(delta, scale, h, 1e-6),
-        reference.stable_scale(delta, scale, h, 1e-6),
-    )
-    assert torch.equal(result.status, expected.status)
-    assert torch.equal(result.u.isfinite(), expected.u.isfinite())
-    assert torch.equal(result.new_scale.isnan(), expected.new_scale.isnan())
-    assert torch.equal(result.evaluations == 0, expected.evaluations == 0)
-
-
 @every_method
 @needs_native
 def test_is_the_inversion_with_the_target_formed_on_the_way(method: str) -> None:
@@ -280,16 +202,6 @@ def test_is_the_inversion_with_the_target_formed_on_the_way(method: str) -> None
     assert torch.equal(fused.status[changed], inverse.status[changed])
     size = inverse.hidden.abs().amax(1, keepdim=True)
     assert ((fused.u + h - inverse.hidden).abs() <= ROOT_ULP * size)[changed].all()
-
-
-@every_method
-@every_update
-def test_of_nothing(update: Update, method: str) -> None:
-    for dtype, scale in itertools.product(FLOATS.values(), (torch.ones(7), torch.ones(0, 7))):
-        result = update(torch.ones(0, 7, dtype=dtype), scale, torch.ones(0, 7), 1e-6, method)
-        assert result.u.shape == result.new_scale.shape == (0, 7)
-        assert result.shift.shape == result.status.shape == result.evaluations.shape == (0,)
-        assert result.u.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.parametrize(

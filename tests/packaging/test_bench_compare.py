@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.numeric import seeded
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench_compare
-import time_decode_steps
 from bench_compare import median_interval
 
 
@@ -35,14 +33,6 @@ def test_the_interval_of_a_median(count: int, rank: int) -> None:
     assert found.level == pytest.approx(level(rank))
     assert (found.level >= 0.95) == (count > 5)
     assert level(rank + 1) < 0.95  # no narrower one would do
-
-
-def test_the_interval_encloses_the_true_median_as_often_as_it_says() -> None:
-    samples = torch.randn(4000, 7, generator=seeded(0)).exp()  # lopsided, with the median 1
-    found = [median_interval(row) for row in samples.tolist()]
-    share = sum(interval.low <= 1 <= interval.high for interval in found) / len(found)
-    level = found[0].level
-    assert abs(share - level) < 5 * (level * (1 - level) / len(found)) ** 0.5
 
 
 def test_a_median_of_nothing() -> None:
@@ -111,7 +101,7 @@ def test_two_commits_are_timed_in_turn(repository: Path, capsys: pytest.CaptureF
     runs = [line.split() for line in (repository / "build" / "log").read_text().splitlines()]
     assert [run[0] for run in runs] == ["one", "two", "two", "one", "one", "two"]
     handed = "--modes plain --size small --rows 2 --context 256 --steps 40 --threads 1"
-    assert runs[0][1:] == [str(bench_compare.TIMER), *handed.split()]
+    assert runs[0][1:] == [str(bench_compare.TIMER), "--time", *handed.split()]
     assert bench_compare.main(["one", "two", "--pairs", "1", "--limit", "1.3"]) == 0
     assert bench_compare.main(["two", "two", "--pairs", "1"]) == 0
 
@@ -130,40 +120,18 @@ def test_a_commit_that_cannot_be_timed(
     assert message in capsys.readouterr().err
 
 
-def test_both_files_name_the_same_modes() -> None:
-    assert bench_compare.MODES == time_decode_steps.MODES
-    assert tuple(time_decode_steps.SIZES) == bench_compare.SIZES
-
-
-def test_a_mode_is_called_as_the_signature_says() -> None:
-    def today(ids: Tensor, *, fast: bool | None = False, compiled: bool = False) -> None: ...
-
-    def tomorrow(ids: Tensor, *, mode: str, compile: bool) -> None: ...
-
-    def other(ids: Tensor, *, fast: bool) -> None: ...
-
-    arguments = time_decode_steps.mode_arguments
-    assert arguments(today, "two_stream") == {"fast": False, "compiled": False}
-    assert arguments(today, "shared_cache") == {"fast": True, "compiled": False}
-    assert arguments(today, "compiled") == {"fast": True, "compiled": True}
-    assert arguments(tomorrow, "two_pass") == {"mode": "two_pass", "compile": False}
-    assert arguments(tomorrow, "compiled") == {"mode": "shared_cache", "compile": True}
-    with pytest.raises(ValueError, match=r"expected generate\(mode=.*got ids, fast"):
-        arguments(other, "compiled")
-
-
 def test_the_steps_that_are_timed_are_of_their_mode() -> None:
-    model, ids = time_decode_steps.build_model("tiny"), torch.arange(3, 11).unsqueeze(0)
+    model, ids = bench_compare.build_model("tiny"), torch.arange(3, 11).unsqueeze(0)
     modes = {}
     for mode in ("two_pass", "two_stream", "shared_cache"):
-        with time_decode_steps.attach(model, mode) as patcher:
-            steps = [*time_decode_steps.patched_steps(patcher, mode, ids, 2)]
+        with bench_compare.attach(model, mode) as patcher:
+            steps = [*bench_compare.patched_steps(patcher, mode, ids, 2)]
             assert len(steps) == 2
             modes[mode] = steps[-1].mode
     assert modes == {mode: mode for mode in ("two_pass", "two_stream", "shared_cache")}
-    with time_decode_steps.attach(model, "replay") as patcher:
-        replayed = [*time_decode_steps.patched_steps(patcher, "replay", ids, 2)]
-    plain = itertools.islice(time_decode_steps.plain_steps(model, ids), 2)
+    with bench_compare.attach(model, "replay") as patcher:
+        replayed = [*bench_compare.patched_steps(patcher, "replay", ids, 2)]
+    plain = itertools.islice(bench_compare.plain_steps(model, ids), 2)
     with torch.no_grad():
         logits = model(ids).logits[:, -1]
         assert torch.equal(next(plain), logits.argmax(-1, keepdim=True))
@@ -176,23 +144,14 @@ def test_every_mode_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compiler has tests of its own: here it is left out."""
-    modes = [mode for mode in time_decode_steps.MODES if mode != "compiled"]
+    modes = [mode for mode in bench_compare.MODES if mode != "compiled"]
     numbers = ("--rows", "2", "--context", "8", "--steps", "3", "--threads", "1")
-    assert time_decode_steps.main(["--modes", *modes, "--size", "tiny", *numbers]) == 0
+    assert bench_compare.main(["--time", "--modes", *modes, "--size", "tiny", *numbers]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["seconds"]) == modes
     assert all(0 < seconds < 60 for seconds in found["seconds"].values())
     clock = itertools.accumulate([1, 4, 1, 2, 1, 3, 1, 1])  # steps of 4, 2, 3 and 1 s
-    monkeypatch.setattr(time_decode_steps.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(bench_compare.time, "perf_counter", lambda: next(clock))
     steps = iter(range(100))
-    assert time_decode_steps.step_seconds(steps, 4) == 1.25
-    assert next(steps) == 4 + time_decode_steps.WARM_UP > 5
-
-
-def test_help(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as left:
-        bench_compare.main(["--help"])
-    assert left.value.code == 0
-    shown = capsys.readouterr().out
-    options = ("OLD", "NEW", "--pairs", "--modes", "--rows", "--context", "--limit")
-    assert all(option in shown for option in options)
+    assert bench_compare.step_seconds(steps, 4) == 1.25
+    assert next(steps) == 4 + bench_compare.WARM_UP > 5

@@ -95,6 +95,7 @@ def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
         "icl_patch/models/block_detection.py",
         "icl_patch/kernels/__init__.py",
         "icl_patch/static/preserved_texts.txt",
+        "icl_patch/evaluation/tiny_models.json",
     }
     needed |= {
         "icl_patch/bench/cases/inversion.py",
@@ -143,7 +144,7 @@ def test_the_installed_package_runs_elsewhere(wheel: Path, tmp_path: Path) -> No
         "import icl_patch, icl_patch.kernels, runpy, sys; from icl_patch import embedded;"
         " from icl_patch.ops import native; print(icl_patch.__file__); embedded.load();"
         " print(native.describe());"
-        f" sys.argv[1:] = ['bench', '--plots', '--out', {str(tmp_path)!r}];"
+        f" sys.argv[1:] = ['bench', '--tables', '--out', {str(tmp_path)!r}];"
         " runpy.run_module('icl_patch', run_name='__main__')"
     )
     done = subprocess.run(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from support.numeric import bits
 from torch import Tensor
 
-from icl_patch import ContextPatch, ContextPatcher, embedded
+from icl_patch import ContextPatch, ContextPatcher
 from icl_patch.evaluation import tiny_models
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -94,28 +94,6 @@ def test_a_flipped_bit_of_a_weight_is_found_behind_it(monkeypatch: pytest.Monkey
     assert not [name for name in differing if "layers.0" in name]
 
 
-def test_refusals_are_results() -> None:
-    record = Record()
-    record_bits.record_small_model(record, "openai-gpt")
-    assert record.entries == {
-        f"openai-gpt/{dtype}/{update}/refused": "UnsupportedModelError"
-        for dtype in ("float32", "bfloat16")
-        for update in ("direct", "stable", "exact")
-    }
-    with pytest.raises(RuntimeError, match="a fault"), record.refusals("x"):
-        raise RuntimeError("a fault")  # is none
-
-
-def test_an_image_is_recorded_where_the_model_takes_one() -> None:
-    inputs = {name: set(record_bits.cases_of(name, torch.float32)) for name in ("llava", "llama")}
-    assert inputs == {"llava": {"context", "prefix", "image"}, "llama": {"context", "prefix"}}
-    record = Record()
-    cases = {"image": record_bits.cases_of("gemma3-vision", torch.float32)["image"]}
-    with ContextPatcher(tiny_models.build("gemma3-vision"), "stable") as patcher:
-        record_bits.record_patches(record, "x", patcher, cases)
-    assert "x/image/replay" in record.entries
-
-
 def test_a_changed_tensor_and_a_changed_field_of_a_file_are_told_apart(tmp_path: Path) -> None:
     path, record, changed = tmp_path / "patch.safetensors", Record(), Record()
     patch_of(tiny_models.build("llama")).save(path)
@@ -133,35 +111,6 @@ def test_a_changed_tensor_and_a_changed_field_of_a_file_are_told_apart(tmp_path:
         "differs: file/header/icl_patch/passes",
         "differs: file/header/icl_patch/blocks/3/path",
     ]
-
-
-def test_commands_are_recorded_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = record_bits.command_lines()
-    chosen = {name: commands[name] for name in ("extract prefix", "inspect prefix")}
-    chosen["no file"] = ["inspect", "--patch", "nothing.safetensors"]
-
-    def recorded() -> dict[str, str]:
-        record = Record()
-        record_bits.record_command_line(record)
-        return record.entries
-
-    monkeypatch.setattr(record_bits, "command_lines", lambda: chosen)
-    before = recorded()
-    assert before == recorded()  # in another folder
-    expected, prefix = Record(), embedded.load()[1]("mode ").input_ids
-    expected.json("command/no file/exit status", 2)
-    expected.json("command/inspect prefix", {"exit status": 0, "prefix_ids": [prefix]})
-    expected.json("command/extract prefix", {"exit status": 0, "kept_tokens": 5})
-    assert expected.entries.items() <= before.items()
-    assert [name for name in before if "no file" in name] == [
-        "command/no file/exit status",
-        "command/no file/error/type",
-        "command/no file/error/message",
-        "command/no file/status",
-    ]
-    chosen["extract prefix"][-1] += " "
-    changed = {line.rpartition("/")[2] for line in differences(before, recorded())}
-    assert "prefix_ids" in changed and "model" not in changed
 
 
 @pytest.fixture
@@ -216,23 +165,3 @@ def test_what_cannot_be_compared(
         compare_bits.main([str(other), str(records["old"]), "--rename", "b=c"])
     assert left.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_another_environment_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    paths = []
-    for version in ("2.12", "2.13"):
-        paths.append(str(tmp_path / version))
-        content = {"quick": False, "environment": {"torch": version}, "entries": {}}
-        Path(paths[-1]).write_text(json.dumps(content), encoding="utf-8")
-    assert compare_bits.main(paths) == 0
-    assert capsys.readouterr().err == "note: torch was '2.12' and is '2.13'\n"
-
-
-@pytest.mark.parametrize("tool", [record_bits, compare_bits], ids=lambda tool: tool.__name__)
-def test_help(tool: Any, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as left:
-        tool.main(["--help"])
-    assert left.value.code == 0
-    shown = capsys.readouterr().out
-    options = {record_bits: ("OUT.json", "--quick"), compare_bits: ("OLD.json", "--rename")}
-    assert all(option in shown for option in options[tool])

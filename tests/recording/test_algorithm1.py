@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+from support.algorithm1 import algorithm_1
 from support.models import build, shallow, tokens
 from support.numeric import noise_limit
 from torch import Tensor, nn
 
 from icl_patch import ContextPatcher, metrics
-from icl_patch.evaluation.algorithm1 import algorithm_1
 from icl_patch.models.block_detection import blocks_of
 
 FORMS = [

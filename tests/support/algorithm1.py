@@ -1,7 +1,7 @@
 """Algorithm 1 of Goldwaser et al. (2025) as written: build every changed weight, block by block.
 
-It specifies :meth:`icl_patch.ContextPatcher.compute`, and the benchmarks compare with it. It is not
-a practical way to compute patches: every change is a matrix, and serves a single token.
+It specifies :meth:`icl_patch.ContextPatcher.compute`. It is not a practical way to compute patches:
+every change is a matrix, and serves a single token.
 """
 
 import copy
