@@ -554,16 +554,24 @@ def lines(results: list[Record]) -> Iterator[str]:
         )
 
 
+def weights_hash(model: Path) -> str:
+    """SHA-256 of a model's files."""
+    content = hashlib.sha256()
+    for path in sorted(path for path in model.iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            content.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return content.hexdigest()
+
+
 def machine() -> dict[str, Any]:
     """The machine and the versions that the counts come from."""
     return environment(torch.device("cpu")) | {"transformers": version("transformers")}
 
 
 def parts_folder(model: Path) -> Path:
-    """Where the parts are kept: of these files, this code and this machine."""
-    files = [(path.name, path.stat().st_mtime_ns) for path in sorted(model.iterdir())]
+    """Where the parts are kept: of these weights, this code and this machine."""
     own = Path(__file__).read_text(encoding="utf-8")
-    key = [repr(files), code_fingerprint(), json.dumps(machine()), own]
+    key = [weights_hash(model), code_fingerprint(), json.dumps(machine()), own]
     folder = PARTS / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -142,6 +142,7 @@ class StepPlans:
                 f"mode={mode.value!r} does not cover forward hooks, which would get the rows of"
                 f" both streams: there are some on {paths_of(hooked)}"
             )
+        attached.ranks.shared(lambda: _check_batch_invariance(attached, mode))
         plan = self._made.get(mode)
         if attached.ranks.any(plan is None or not plan.fresh):
             self._made.pop(mode, None)
@@ -153,16 +154,11 @@ class StepPlans:
         attached, exact = self.attached, self.attached.update == "exact"
         model, uncovered = attached.model, f"mode={mode.value!r} does not cover "
         uncovered += type(model).__name__
-
-        def made() -> OnePass:
-            if exact and (reason := _reason_against_batch_invariance(attached)):
-                raise UnsupportedModelError(f"{uncovered}: {reason}; mode='two_pass' does")
-            return OnePass(attached, shared=mode is DecodeMode.SHARED_CACHE)
-
+        shared = mode is DecodeMode.SHARED_CACHE
         device = input_device(model).type
         # autocast's rounding would hide the errors that this check looks for
         with attached.attachment.one_pass(), torch.autocast(device, enabled=False):
-            plan = attached.ranks.shared(made)
+            plan = attached.ranks.shared(lambda: OnePass(attached, shared=shared))
             try:
                 error = _replay_error(plan)
             except ControllabilityError:
@@ -181,6 +177,16 @@ class StepPlans:
         if not error <= (0 if exact else rounding_limit(model.dtype)):
             raise UnsupportedModelError(f"{uncovered}: replays of its steps are off by {error:.1g}")
         return plan
+
+
+def _check_batch_invariance(attached: AttachedModel, mode: DecodeMode) -> None:
+    """Raises UnsupportedModelError if an exact update has no batch-invariant steps."""
+    reason = _reason_against_batch_invariance(attached) if attached.update == "exact" else None
+    if reason:
+        raise UnsupportedModelError(
+            f"mode={mode.value!r} does not cover {type(attached.model).__name__}: {reason};"
+            " mode='two_pass' does"
+        )
 
 
 def _reason_against_batch_invariance(attached: AttachedModel) -> str | None:

@@ -126,7 +126,7 @@ def test_a_refusal_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(torch.float32)
     with ContextPatcher(model) as patcher:
         model.model.layers[0].register_forward_hook(lambda *_: None)
-        assert "it has forward hooks" in (real_steps.refusal(patcher) or "")
+        assert "does not cover forward hooks" in (real_steps.refusal(patcher) or "")
 
 
 @pytest.mark.stress

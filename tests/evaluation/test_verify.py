@@ -18,15 +18,16 @@ from support.patchers import checkpointing
 from torch import Tensor
 from transformers import DynamicCache
 
-from icl_patch import batch_invariant, embedded, metrics, ops, verify
+from icl_patch import batch_invariant, embedded, metrics, verify
 from icl_patch.evaluation import exact_steps, tiny_models
 from icl_patch.evaluation.embedded.train import build_tokenizer
 from icl_patch.evaluation.loading import encode_contexts
 from icl_patch.evaluation.verify import VerifyReport
 from icl_patch.generation.decode_state import DecodeState
 from icl_patch.generation.decode_step import DecodeResult, decode_one_token
-from icl_patch.recording import exact_decode_recorder
+from icl_patch.recording import exact_decode_recorder, updates
 from icl_patch.tolerances import noise_limit as noise_limit_of
+from icl_patch.tolerances import rounding_limit
 
 PROMPTS, NEW_TOKENS = 20, 25
 RANDOM_VOCABULARY = 259  # the byte tokenizer's
@@ -181,13 +182,7 @@ def test_partial_contexts(update: str, keep_last: int, family: str) -> None:
 def test_the_report_would_show_a_wrong_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the readers' part of the patch the check must fail, and by far."""
 
-    def unpatched(
-        z_pair: Tensor, weight: Tensor, bias: Tensor | None, *, direction: ops.Direction
-    ) -> tuple[Tensor, Tensor, ops.Direction]:
-        y_pair = torch.nn.functional.linear(z_pair, weight, bias)
-        return y_pair, torch.zeros(len(y_pair) // 2, y_pair.shape[1]), direction
-
-    monkeypatch.setattr(ops, "record_linear", unpatched)
+    monkeypatch.setattr(updates, "reader_update", lambda y_ctx, y: torch.zeros_like(y))
     # attaching would notice
     monkeypatch.setattr("icl_patch.recording.self_check.SelfCheck.run", lambda *_: None)
     model = build("gemma3", 0, vocab_size=RANDOM_VOCABULARY)
@@ -344,3 +339,25 @@ def test_nothing_is_proven_of_a_model_that_contradicts_itself(
     checkpointing(model)
     with pytest.raises(ValueError, match="gradient checkpointing"):
         verify(model.train(), build_tokenizer(), context="abc", max_new_tokens=2, update=update)
+
+
+def test_metrics_on_known_numbers() -> None:
+    reference = torch.tensor([[0.0, 0.0, 4.0]])
+    assert metrics.linf(torch.tensor([[0.0, 1.0, 4.0]]), reference).item() == 0.25
+    assert metrics.linf(torch.tensor([[0.0, math.nan, 4.0]]), reference).item() == math.inf
+    assert metrics.linf(torch.zeros(1, 3), torch.zeros(1, 3)).item() == 0
+    infinite = torch.tensor([[1.0, 2.0, math.inf]])
+    assert (
+        metrics.linf(reference, infinite).item()
+        == metrics.linf(infinite, reference).item()
+        == math.inf
+    )
+    assert metrics.linf(infinite, infinite).item() == 0
+    # of the largest that is finite
+    assert metrics.linf(torch.tensor([[1.0, 5.0, math.inf]]), infinite).item() == 1.5
+    two = torch.tensor([[math.log(3.0), 0.0]])
+    assert metrics.total_variation(two, torch.zeros(1, 2)).item() == pytest.approx(0.25)
+    assert metrics.same_argmax(two, reference[:, :2] + torch.tensor([[1.0, 0.0]])).all()
+    assert not metrics.bit_identical(two, torch.zeros(1, 2)).any()
+    assert rounding_limit(torch.bfloat16) == 2.0**-3.5  # √2⁻⁷
+    assert rounding_limit(torch.float64) == rounding_limit(torch.float32) == 2.0**-11.5

@@ -18,7 +18,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch
 from icl_patch.patch import fingerprints
-from icl_patch.patch.fingerprints import hash_weights, weight_fingerprint, weight_state
+from icl_patch.patch.fingerprints import (
+    hash_weights,
+    tensor_hashes,
+    weight_fingerprint,
+    weight_state,
+)
 
 DTYPES = (
     torch.float64,
@@ -335,11 +340,11 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were hashed, in order."""
     models: list[nn.Module] = []
 
-    def counted(model: nn.Module) -> tuple[str, int]:
+    def counted(model: nn.Module, *, whole: bool = False) -> tuple[dict[str, str], int]:
         models.append(model)
-        return hash_weights(model)
+        return tensor_hashes(model, whole=whole)
 
-    monkeypatch.setattr(fingerprints, "hash_weights", counted)
+    monkeypatch.setattr(fingerprints, "tensor_hashes", counted)
     return models
 
 

@@ -87,10 +87,13 @@ def check_readers_share_a_launch() -> None:
     torch.manual_seed(1)
     model, ids = MODELS["llama"](), torch.randint(1, 97, (1, 4))
     with ContextPatcher(model, "stable") as patcher:
+        patcher.plans.choose("two_stream")  # which is tried now
         with patch.object(kernels, "record_linears", wraps=kernels.record_linears) as grouped:
-            together = patcher.compute(ids[:, :3], ids[:, 3:])
+            (step,) = patcher.generate(ids, max_new_tokens=1, mode="two_stream")
+            together = step.patch
         with patch.object(ops, "has_triton", lambda _: False):
-            apart = patcher.compute(ids[:, :3], ids[:, 3:])
+            (step,) = patcher.generate(ids, max_new_tokens=1, mode="two_stream")
+            apart = step.patch
     assert [len(call.args[1]) for call in grouped.call_args_list] == [2]
     assert together.layers[0].keys() == apart.layers[0].keys()
     for name, factor in together.layers[0].items():

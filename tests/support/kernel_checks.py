@@ -30,6 +30,7 @@ from icl_patch.kernels.ops.linear import launch_linear
 from icl_patch.kernels.ops.recording import launch_record
 from icl_patch.kernels.runtime import launching
 from icl_patch.kernels.runtime.config import gpu_name
+from icl_patch.ops import reference
 
 # bf16 stands for both narrow ones in the interpreter, which is slow; fp16 there:
 # test_both_kernels_serve_every_dtype, test_one_rounding
@@ -248,6 +249,25 @@ def test_a_path_serves_any_number_of_rows(dtype: torch.dtype, path: str) -> None
     case = linear_case("row", (40, 9, 100), 1, dtype)
     assert rows_keep_their_bits(case, path, [1, 17])
     check_linear(case, kernels.patched_linear(**case.arguments, path=path), dtype)
+
+
+@every_float
+def test_the_batch_shows_where_the_order_follows_it(dtype: torch.dtype) -> None:
+    """The two tests above can fail: here the blocks of K depend on the number of rows."""
+
+    def careless(z: Tensor, *args: object, **options: object) -> Tensor:
+        config = config_for("", dtype, 24, "gemv")
+        return launch_linear(
+            z,
+            *args,
+            **options,
+            config=replace(
+                config, dot=False, sums=1, block_n=16, block_k=64 if len(z) > 2 else 128
+            ),
+        )
+
+    case = linear_case("row", (4, 24, 1000), 1, dtype)
+    assert not rows_keep_their_bits(case, None, [1], careless)
 
 
 @every_float
@@ -496,6 +516,21 @@ def test_read_direction(dtype: torch.dtype) -> None:
         assert ((inverse * norm2.squeeze(-1) - 1)[:2].abs() <= 2 * UNIT[torch.float32]).all()
         assert ((coeff - 1)[:2].abs() <= 8 * UNIT[torch.float32]).all()
         assert same_bits(coeff[:3], kernels.coefficients(z, v.unsqueeze(1))[:3])
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-20, 1e-18, 1e17, 1e20, 1e38])
+def test_read_direction_is_right_or_says_so(size: float) -> None:
+    z = (normal(seeded(1), 4, 63, dtype=torch.float32).clamp(-3, 3) * size).to(DEVICE)
+    v, inverse, coeff = kernels.read_direction(z)
+    refused = (inverse == 0) & ~v.any(-1) & (coeff == 0).squeeze(-1)
+    product = (v.double() * z.double()).sum(-1)
+    assert (refused | ((product - 1).abs() <= 64 * UNIT[torch.float32])).all()
+    assert refused.all() if size in (1e-44, 1e38) else not refused.any()
+    expected = reference.read_direction(z, torch.float32)
+    assert all(
+        ((x - y).abs() <= 2 * UNIT[torch.float32] * y.abs()).all() or same_bits(x, y)
+        for x, y in zip((v, inverse), expected, strict=True)
+    )
 
 
 # Norms and the gated product
