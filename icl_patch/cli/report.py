@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from icl_patch.cli import common
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
             update=options.update,
             max_new_tokens=options.max_new_tokens,
             groups=options.groups,
-            name=options.model,
+            name=_name(options.model),
             on_plan=lambda cost: print(cost, file=sys.stderr),
             progress=lambda _, done, total: bar(done, total),
         )
@@ -60,3 +61,8 @@ def run(options: argparse.Namespace) -> int:
         f"{options.out}: {len(page)} bytes",
     )
     return 0 if result.passed else 1
+
+
+def _name(model: str | None) -> str | None:
+    """A model's name for a page that is passed on: of a folder its last part, else the id."""
+    return Path(model).resolve().name if model is not None and Path(model).exists() else model

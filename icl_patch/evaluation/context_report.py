@@ -275,8 +275,8 @@ def to_html(result: ContextReport) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "number": report.format_value,
-        "visible": lambda text, most=12: _shortened(report.visible_text(text), most),
+        "number": _number,
+        "label": _label,
         "shortened": _shortened,
         "sha256": _sha256,
     }
@@ -285,11 +285,12 @@ def to_html(result: ContextReport) -> str:
         report=result,
         verified=result.verified,
         version=__version__,
-        lines=report.verdict_lines(result.verified).splitlines(),
+        lines=report.verdict_lines(result.verified).replace("\n  ", " ").splitlines(),
         levels=LEVELS,
         heat=_heat(result.sizes),
         chart=_chart(result.verified),
         groups=_shades(result.groups),
+        label_height=lambda texts: 8 + 6 * max(len(_label(text)) for text in texts),
         steps=list(zip(result.tokens, result.verified.steps, strict=True))[:_MOST_STEPS],
         most=_MOST_CHARACTERS // 8,
         most_of_group=_MOST_CHARACTERS // max(1, len(result.groups)),
@@ -299,6 +300,16 @@ def to_html(result: ContextReport) -> str:
 def _sha256(text: str) -> str:
     """The hash of a script, as a content security policy takes it."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _number(value: Any) -> str:
+    """As :func:`icl_patch.evaluation.report.format_value`, a float as 0.14 or 1.4e-05."""
+    return f"{value:.2g}" if isinstance(value, float) else report.format_value(value)
+
+
+def _label(text: str, most: int = 12) -> str:
+    """A token in a table or a picture."""
+    return _shortened(report.visible_text(text), most)
 
 
 def _shortened(text: str, most: int) -> str:
