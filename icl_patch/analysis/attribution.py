@@ -1,6 +1,7 @@
 """Which tokens of a context a patch comes from: how much it changes when they are left out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ def attribution(
     as when the whole context is left out. The later tokens move up: they take the positions that
     they have in the shorter text. The sum over tokens is not the effect of leaving all of them out.
 
-    The cost: a patch for each span and one more, ``batch_size`` at a time. A batch holds its
-    factors in memory, ``batch_size`` times as many as one patch.
+    The cost: a patch for each span and one more; spans of one length go together, ``batch_size`` at
+    a time. A batch holds its factors in memory, ``batch_size`` times as many as one patch.
 
     Args:
         patcher: attached to the model; its update computes the patches.
@@ -66,14 +67,14 @@ def attribution(
     columns = context_ids.shape[1]
     # without a context there is no change: 1, as it stands
     places = [place for place, span in enumerate(spans) if span != (0, columns)]
-    for first in range(0, len(places), batch_size):
-        batch = places[first : first + batch_size]
-        ids, mask = _without(context_ids, [spans[place] for place in batch])
-        kept = kept_ids.expand(len(batch), -1)
-        part = attached.compute(assemble(ids, kept, context_mask=mask)).patch
+    done = 0
+    for batch in _batches(spans, places, batch_size):
+        ids = torch.cat([_without(context_ids, spans[place]) for place in batch])
+        part = attached.compute(assemble(ids, kept_ids.expand(len(batch), -1))).patch
         found[batch] = _relative_changes(whole, part)
+        done += len(batch)
         if progress is not None:
-            progress(first + len(batch), len(places))
+            progress(done, len(places))
     return found
 
 
@@ -96,17 +97,22 @@ def _check(
         raise ValueError(f"expected batch_size ≥ 1, got {batch_size}")
 
 
-def _without(context_ids: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """The context without each span, left-padded, and its mask: (spans, C')."""
-    rows = [torch.cat([context_ids[0, :start], context_ids[0, stop:]]) for start, stop in spans]
-    longest = max(map(len, rows))
-    # padding is masked: any id of the vocabulary will do
-    ids = context_ids[:, :1].repeat(len(rows), longest)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for place, row in enumerate(rows):
-        ids[place, longest - len(row) :] = row
-        mask[place, longest - len(row) :] = True
-    return ids, mask
+def _batches(
+    spans: Sequence[tuple[int, int]], places: list[int], batch_size: int
+) -> Iterator[list[int]]:
+    """The places of spans of one length: not every model takes padding."""
+
+    def length(place: int) -> int:
+        return spans[place][1] - spans[place][0]
+
+    for _, same in groupby(sorted(places, key=length), length):
+        rest = list(same)
+        for first in range(0, len(rest), batch_size):
+            yield rest[first : first + batch_size]
+
+
+def _without(context_ids: Tensor, span: tuple[int, int]) -> Tensor:
+    return torch.cat([context_ids[:, : span[0]], context_ids[:, span[1] :]], 1)
 
 
 def _relative_changes(whole: ContextPatch, part: ContextPatch) -> Tensor:

@@ -31,10 +31,10 @@ LEVELS = 10
 """The shades of a colour, beside none."""
 _TEMPLATE = Path(__file__).with_name("context_report.html.jinja")
 # These bound the file's size, whatever the prompt.
-_MOST_CELLS = 1600
+_HEAT_MAP_BYTES = 400_000
 _MOST_COLUMNS = 96
 _MOST_STEPS = 200
-_MOST_CHARACTERS = 60_000  # of the context; another text has an eighth
+_MOST_CHARACTERS = 40_000  # of the context; another text has an eighth
 _MOST_GROUPS = 256
 _BATCH = 8
 
@@ -248,7 +248,8 @@ def _sizes(patch: ContextPatch, tokens: list[str]) -> Sizes:
     """The norms of a patch of one row, in columns of so many tokens that the file stays small."""
     norms = {name: size[:, 0].double().cpu() for name, size in patch.norms().items()}
     blocks, count = len(patch.layers), len(tokens)
-    columns = min(_MOST_COLUMNS, max(1, _MOST_CELLS // blocks))
+    cell = 200 + sum(12 + len(name) for name in norms)  # bytes, with its tooltip
+    columns = min(_MOST_COLUMNS, max(1, _HEAT_MAP_BYTES // (cell * blocks)))
     width = math.ceil(count / columns)
 
     def in_columns(size: Tensor) -> list[list[float]]:

@@ -23,7 +23,7 @@ def dense(patch: ContextPatch, token: int) -> dict[str, Tensor]:
 
 
 def by_hand(patcher: ContextPatcher, start: int, stop: int) -> list[float]:
-    """a_l(i, j), a context at a time, without padding."""
+    """a_l(i, j), a context at a time."""
     whole = patcher.compute(CONTEXT, KEPT)
     rest = torch.cat([CONTEXT[:, :start], CONTEXT[:, stop:]], 1)
     part = patcher.compute(rest, KEPT)
@@ -61,14 +61,17 @@ def by_hand(patcher: ContextPatcher, start: int, stop: int) -> list[float]:
     ],
 )
 def test_each_span_against_its_formula(family: str, update: str) -> None:
-    model = tiny_models.build(family, 0).double()
+    model = tiny_models.build(family, 0)
+    if family != "mixtral":  # transformers' product of experts has no fp64
+        model = model.double()
     with ContextPatcher(model, update) as patcher:
         found = attribution(patcher, CONTEXT, KEPT, SPANS, batch_size=2)
         expected = torch.tensor([by_hand(patcher, *span) for span in SPANS], dtype=torch.float64)
     assert found.shape == (len(SPANS), 4) and found.dtype == torch.float64
-    # rounding in fp64, of batches and padding, through four blocks
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
-    assert (found > 1e-3).all()
+    # half of the digits: a batch rounds otherwise, and four blocks pass it on
+    digits = torch.finfo(model.dtype).eps ** 0.5
+    torch.testing.assert_close(found, expected, rtol=digits, atol=digits)
+    assert (found.amax(1) > 0.05).all()  # a block with a window may not see a token at all
 
 
 def test_leaving_out_the_whole_context_takes_the_whole_change_away() -> None:
