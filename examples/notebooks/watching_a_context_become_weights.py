@@ -51,7 +51,9 @@ def show(figure, name):
 
 def heat_map(axes, values, tokens, label, **options):
     """Blocks from top to bottom, tokens from left to right."""
-    image = axes.imshow(values, aspect="auto", cmap="magma_r", interpolation="none", **options)
+    image = axes.imshow(
+        values.numpy(), aspect="auto", cmap="magma_r", interpolation="none", **options
+    )
     axes.set_ylabel("block")
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xticks(range(len(tokens)), [visible(token) for token in tokens], rotation=90)
@@ -151,7 +153,7 @@ sources = attribution(
 figure, (bars, axes) = plt.subplots(
     2, figsize=(9, 6), layout="constrained", height_ratios=(1, 3), sharex=True
 )
-bars.bar(range(len(ordinary)), sources.mean(1), color="tab:orange")
+bars.bar(range(len(ordinary)), sources.mean(1).tolist(), color="tab:orange")
 bars.set_ylabel("mean")
 bars.set_title("What leaving out one context token changes in the patch of the question")
 heat_map(axes, sources.T, [context[place] for place in ordinary], "relative change", vmin=0)
@@ -167,8 +169,8 @@ assert (everything == 1).all()  # without any context there is no change
 ## 3. How do they grow with the context?
 
 Read the context token by token. After i tokens the weights are `W_i`, and `W_{i+1} - W_i` is a step
-of gradient descent. Here are the steps at one token: the one before the word of the answer whose
-chance the context raises most. The line shows this chance.
+of gradient descent. Here are the steps at one token: the one before the first word of the answer
+that owes its chance to the context. The line shows this chance.
 """
 
 # %%
@@ -177,7 +179,8 @@ start = question_ids.shape[1] - 1  # where the answer's first word is predicted
 words = torch.cat([patch.kept_ids[0, start + 1 :], expected[0, -1:]])
 logits = torch.stack([part.logits[0, start:] for part in growth.patches])
 chances = logits.softmax(-1)[:, range(len(words)), words]  # (n + 1, words)
-chosen = int((chances[-1] - chances[0]).argmax())
+gain = chances[-1] - chances[0]
+chosen = int((gain > gain.max() / 2).int().argmax())  # the first
 chance, word = chances[:, chosen], tokenizer.decode(words[chosen])
 
 squares = sum(
@@ -194,8 +197,8 @@ steps = 100 * (squares / own.unsqueeze(1)).sqrt()
 figure, (line, axes) = plt.subplots(
     2, figsize=(9, 6), layout="constrained", height_ratios=(1, 3), sharex=True
 )
-line.plot(range(len(growth)), chance[1:], marker="o", color="tab:blue")
-line.axhline(chance[0], color="tab:gray", linestyle="--")
+line.plot(range(len(growth)), chance[1:].tolist(), marker="o", color="tab:blue")
+line.axhline(float(chance[0]), color="tab:gray", linestyle="--")
 line.set_ylim(-0.05, 1.05)
 line.set_ylabel(f"chance of\n“{visible(word)}”")
 line.set_title("What each further token of the context adds\n(dashed: without any context)")
@@ -248,7 +251,7 @@ for axes, subject, title in zip(columns, (model, broken), ("as trained", "broken
     holds = torch.tensor(
         [[bool(b.input_controllable.all()), bool(b.output_controllable.all())] for b in judged]
     )
-    axes.imshow(holds, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1, alpha=0.7)
+    axes.imshow(holds.numpy(), aspect="auto", cmap="RdYlGn", vmin=0, vmax=1, alpha=0.7)
     for row, column in (~holds).nonzero().tolist():
         axes.text(column, row, "no", ha="center", va="center", weight="bold")
     axes.set_xticks((0, 1), ("takes any input", "gives any output"))
