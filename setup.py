@@ -256,7 +256,7 @@ if __name__ == "__main__":
         package_dir={"icl_patch.kernels": "triton_kernels", "icl_patch.bench": "bench"},
         package_data={
             "icl_patch": ["py.typed"],
-            "icl_patch.evaluation": ["*.json"],
+            "icl_patch.evaluation": ["*.html.jinja", "*.json"],
             "icl_patch.evaluation.embedded": ["model/*"],
             "icl_patch.kernels": ["configs/*.json"],
             "icl_patch.static": ["preserved_texts.txt"],

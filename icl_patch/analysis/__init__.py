@@ -1,3 +1,3 @@
-"""Analyses with patches: implicit dynamics, controllability, folded norms, OV
-matrices.
+"""Analyses with patches: implicit dynamics, controllability, attribution to
+context tokens, folded norms, OV matrices.
 """

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from icl_patch.models.prompts import Prompt
     from icl_patch.patcher import ContextPatcher
     from icl_patch.scale import Columns
     from icl_patch.static import StaticPatch
@@ -56,14 +57,14 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
-    """Add --out, the patch file that the command writes, for :func:`check_out`."""
+def add_out(parser: argparse.ArgumentParser, suffix: str = ".safetensors") -> None:
+    """Add --out, the file that the command writes, for :func:`check_out`."""
     parser.add_argument(
         "--out",
-        type=writable(".safetensors"),
+        type=writable(suffix),
         required=True,
         metavar="FILE",
-        help="file to write (.safetensors)",
+        help=f"file to write ({suffix})",
     )
     add_force(parser)
 
@@ -180,6 +181,35 @@ def add_prompt(parser: argparse.ArgumentParser, default: str | None = None) -> N
         "--chat",
         action="store_true",
         help="a chat by the tokenizer's template: the context begins the user's message",
+    )
+
+
+def check_prompt(options: argparse.Namespace, *others: str) -> None:
+    """Raises ValueError unless the options give a context and its question.
+
+    others: options that the command takes in place of a context.
+    """
+    if options.context is options.context_file is options.system is None:
+        *names, last = ("--context", "--context-file", "--system", *others)
+        raise ValueError(f"expected one of {', '.join(names)} and {last}")
+    if options.question is None:
+        raise ValueError("expected --question, the text after the context")
+
+
+def read_prompt(options: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> "Prompt":
+    """The prompt that the options give, with its context and without it.
+
+    Raises:
+        ValueError: as :func:`icl_patch.models.prompts.make_prompt`.
+    """
+    from icl_patch.models.prompts import make_prompt
+
+    return make_prompt(
+        tokenizer,
+        options.question,
+        context=context_text(options),
+        system=options.system,
+        chat=options.chat,
     )
 
 

@@ -74,10 +74,7 @@ def run(options: argparse.Namespace) -> int:
         common.refuse(options, _OF_ONE, "with --dataset")
         return _extract_many(options)
     common.refuse(options, _OF_MANY, "without --dataset")
-    if options.context is options.context_file is options.system is None:
-        raise ValueError("expected one of --context, --context-file, --system and --dataset")
-    if options.question is None:
-        raise ValueError("expected --question, the text after the context")
+    common.check_prompt(options, "--dataset")
     if options.out.suffix != ".safetensors":
         raise ValueError(f"expected a file name ending in .safetensors, got '{options.out}'")
     return _extract_one(options)
@@ -87,15 +84,9 @@ def _extract_one(options: argparse.Namespace) -> int:
     common.check_out(options)
     model, tokenizer = common.load(options)
     from icl_patch.evaluation.loading import encode_contexts
-    from icl_patch.models.prompts import make_prompt, own_front, split_ids
+    from icl_patch.models.prompts import own_front, split_ids
 
-    prompt = make_prompt(
-        tokenizer,
-        options.question,
-        context=common.context_text(options),
-        system=options.system,
-        chat=options.chat,
-    )
+    prompt = common.read_prompt(options, tokenizer)
     ids, kept = (x.to(model.device) for x in split_ids(tokenizer, prompt))
     prefix: dict[str, Any] = {}
     if options.prefix is not None:

@@ -31,6 +31,7 @@ from icl_patch.cli import (
     generate,
     inspect,
     replay,
+    report,
     verify,
 )
 from icl_patch.errors import ControllabilityError, FingerprintMismatch, PatchFormatError
@@ -137,6 +138,7 @@ def _commands() -> dict[str, Command]:
         "extract": extract,
         "inspect": inspect,
         "replay": replay,
+        "report": report,
         "fit": fit,
         "apply": apply,
         "export": export,

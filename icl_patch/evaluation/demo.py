@@ -67,15 +67,37 @@ def patched_answers(
 
 
 def _patched_ids(patcher: ContextPatcher, ids: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
-    """Greedy tokens (B, N), each of which the replay of its patch has confirmed."""
-    generated: list[Tensor] = []
+    """Greedy tokens (B, N), each of them chosen by the replay of its patch, which took two passes
+    and has the unmodified model's logits if it is exact.
+    """
     greedy: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    for step in patcher.generate(ids, context_mask=mask, **greedy):
-        replayed = patcher.forward(step.patch.kept_ids, step.patch)[:, -1]
-        if not torch.equal(replayed.argmax(-1)[step.live], step.token_ids[step.live]):
-            raise RuntimeError("the replay chose another token than the stream it was recorded in")
-        generated.append(step.token_ids)
-    return torch.stack(generated, 1)
+    options: Any = {"logits": "replay", "mode": "two_pass", "patches": False}
+    steps = patcher.generate(ids, context_mask=mask, **greedy, **options)
+    return torch.stack([step.token_ids for step in steps], 1)
+
+
+@torch.no_grad()
+def three_continuations(
+    patcher: ContextPatcher, ids: Tensor, without_ids: Tensor, max_new_tokens: int
+) -> dict[str, Tensor]:
+    """Greedy tokens (1, N) after a prompt with its context, after one without it, and of the
+    patched model: the fields of :class:`Answers` by name.
+
+    ids: (1, C + T) int64. without_ids: (1, T').
+    """
+
+    def generated(prompt: Tensor) -> Tensor:
+        generate: Any = patcher.model.generate
+        options: Any = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        mask = torch.ones_like(prompt)
+        return generate(prompt, attention_mask=mask, **options)[:, prompt.shape[1] :]
+
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return {
+        "with_context": generated(ids),
+        "without": generated(without_ids),
+        "patched": _patched_ids(patcher, ids, mask, max_new_tokens),
+    }
 
 
 def three_answers(
@@ -138,23 +160,12 @@ def answer_each(
         return text if prompt.kind == "few-shot" else str(tokenizer.decode(ids[0], **_PLAIN))
 
     rows = []
-    generate: Any = model.generate
     with ContextPatcher(model, "exact", tokenizer=tokenizer) as patcher:
         for one in prompts:
             ids, question_ids = (x.to(input_device(model)) for x in (one.ids, one.question_ids))
-            mask = torch.ones_like(ids, dtype=torch.bool)
-            patched = _patched_ids(patcher, ids, mask, _CHAT_TOKENS)
-            with_context, without = (
-                generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=_CHAT_TOKENS,
-                    do_sample=False,
-                )[:, prompt.shape[1] :]
-                for prompt in (ids, question_ids)
-            )
-            texts = [decoded(one.prompt, answer) for answer in (with_context, without, patched)]
-            rows.append(Answers(one.prompt, *texts))
+            found = three_continuations(patcher, ids, question_ids, _CHAT_TOKENS)
+            texts = {name: decoded(one.prompt, answer) for name, answer in found.items()}
+            rows.append(Answers(one.prompt, **texts))
     return rows
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from icl_patch.evaluation.report import visible_text
 from icl_patch.evaluation.verify import VerifyReport
 
 
@@ -66,8 +67,5 @@ def plot(report: VerifyReport, tokens: Sequence[str], path: Path) -> None:
 
 
 def visible(token: str) -> str:
-    """A token's text with its white space visible, and no character that would be read as
-    markup.
-    """
-    shown = token.replace("\n", "↵").replace(" ", "␣").replace("\t", "→").replace("$", r"\$")
-    return shown if shown.isprintable() and shown else repr(token)[1:-1].replace("$", r"\$") or "∅"
+    """:func:`icl_patch.evaluation.report.visible_text` without what matplotlib reads as markup."""
+    return visible_text(token).replace("$", r"\$")

@@ -111,6 +111,12 @@ def format_floor(value: float | None) -> str:
     return "0 here" if value == 0 else format_value(value)
 
 
+def visible_text(token: str) -> str:
+    """A token's text with its white space visible."""
+    shown = token.replace("\n", "↵").replace(" ", "␣").replace("\t", "→")
+    return shown if shown.isprintable() and shown else repr(token)[1:-1] or "∅"
+
+
 def percent(share: float | None) -> str:
     """``97.5 %``; ``100 %`` only for exactly 1; ``-`` for None."""
     if share is None:

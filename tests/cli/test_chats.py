@@ -75,6 +75,11 @@ def test_every_command_and_ask_have_one_prompt(
     assert tokenizer.decode(patch.kept_ids[0]) == kept
     with torch.no_grad():
         expected = model(ids).logits[0, -patch.kept_ids.shape[1] :].argmax(-1)
+    page = tmp_path / "report.html"
+    status, out, _ = run(capsys, "report", *options, "--max-new-tokens", 3, "--out", page)
+    reported = json.loads(out)
+    assert (status, reported["context"], reported["question"]) == (0, before, kept)
+    assert reported["answers"]["with_context"] == tokenizer.decode(new, skip_special_tokens=True)
     out = run(capsys, "replay", "--patch", file, folder, "--json")[1]
     replayed = json.loads(out)["rows"][0]["replayed"]
     assert replayed == [tokenizer.decode([token]) for token in expected.tolist()]

@@ -95,6 +95,7 @@ def test_the_wheel_holds_what_is_needed_at_run_time(wheel: Path) -> None:
         "icl_patch/models/block_detection.py",
         "icl_patch/kernels/__init__.py",
         "icl_patch/static/preserved_texts.txt",
+        "icl_patch/evaluation/context_report.html.jinja",
         "icl_patch/evaluation/tiny_models.json",
     }
     needed |= {

@@ -139,7 +139,7 @@ def test_the_commands_of_all_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         ran.append(arguments[0])
     readme = ["verify", "extract", "replay", "fit", "generate", "export"]
     static = ["fit", "generate", "apply", "export"]
-    usage = ["verify", "verify", "verify", "generate", "extract", "inspect", "replay"]
+    usage = ["verify", "verify", "verify", "generate", "extract", "inspect", "replay", "report"]
     chats = ["extract", "replay"]
     assert ran == [*readme, *many, *static, *usage, "fit", "generate", "export", *chats]
     assert (tmp_path / "figure.png").exists()

@@ -1,0 +1,373 @@
+"""A report on one context as an HTML file that needs nothing else: the answers with it, without it
+and patched, the size of the changes, the error beside the noise, and the tokens that they come
+from.
+"""
+
+import base64
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Environment, StrictUndefined
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from icl_patch._version import __version__
+from icl_patch.analysis.attribution import attribution
+from icl_patch.evaluation import report
+from icl_patch.evaluation.demo import three_continuations
+from icl_patch.evaluation.verify import VerifyReport, verify
+from icl_patch.layers.device_hooks import input_device
+from icl_patch.models.prompts import Prompt, split_ids
+from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patcher import ContextPatcher
+
+LEVELS = 10
+"""The shades of a colour, beside none."""
+_TEMPLATE = Path(__file__).with_name("context_report.html.jinja")
+# These bound the file's size, whatever the prompt.
+_HEAT_MAP_BYTES = 400_000
+_MOST_COLUMNS = 96
+_MOST_STEPS = 200
+_MOST_CHARACTERS = 40_000  # of the context; another text has an eighth
+_MOST_GROUPS = 256
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring tokens of the context that are left out together.
+
+    Attributes:
+        text: what they are. start, stop: their columns in the context.
+        change: how much the patch changes without them, relative to its size: the mean of
+            :func:`icl_patch.analysis.attribution.attribution` over the blocks; None for special
+            tokens, which always stay.
+        block, largest: the block that changes most, and its change.
+    """
+
+    text: str
+    start: int
+    stop: int
+    change: float | None = None
+    block: int | None = None
+    largest: float | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of the change by block and column; a column is a kept token or several neighbours.
+
+    Attributes:
+        columns: the columns' texts. tokens: how many kept tokens a column has at most.
+        of_block: (blocks, columns), the norm of all changes of a block together, its root mean
+            square over the column's tokens.
+        of_parameter: the same for each changed parameter, by its module's name.
+    """
+
+    columns: list[str]
+    tokens: int
+    of_block: list[list[float]]
+    of_parameter: dict[str, list[list[float]]]
+
+
+@dataclass(frozen=True)
+class ContextReport:
+    """The measurements of :func:`context_report`, plain types but ``verified``.
+
+    Attributes:
+        context, question: the two parts of the prompt, with what a chat template writes.
+        answers: ``with_context``, ``without``, ``patched``. verified: the papers' protocol along
+            the answer, see :func:`icl_patch.verify`.
+        tokens: the texts of its tokens. sizes: of the patch of the question and the answer.
+        groups: the context, in order.
+    """
+
+    context: str
+    question: str
+    answers: dict[str, str]
+    verified: VerifyReport
+    tokens: list[str]
+    sizes: Sizes
+    groups: list[Group]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the update keeps its promise, and an exact patch gives the context's answer."""
+        same = self.answers["patched"] == self.answers["with_context"]
+        return self.verified.passed and (same or self.verified.update != "exact")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON types."""
+        return {
+            **vars(self),
+            "verified": self.verified.to_dict(),
+            "sizes": vars(self.sizes),
+            "groups": [vars(group) for group in self.groups],
+            "passed": self.passed,
+        }
+
+
+def context_report(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    *,
+    update: str = "exact",
+    max_new_tokens: int = 24,
+    groups: int = 64,
+    name: str | None = None,
+    on_plan: Callable[[str], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> ContextReport:
+    """Measure what a context does to a model's weights.
+
+    Args:
+        prompt: with its context and without it, see :func:`icl_patch.models.prompts.make_prompt`.
+        update: ``"direct"``, ``"stable"`` or ``"exact"``.
+        max_new_tokens: the longest answer; greedy.
+        groups: into about how many groups of neighbouring tokens the context is cut, at most 256;
+            each is left out in turn. A short context has a group for each token.
+        name: of the model; by default the path or id it was loaded from.
+        on_plan: called with what the groups will cost, before they are left out.
+        progress: called with (stage, done, total).
+
+    Raises:
+        UnsupportedModelError, ControllabilityError: as :class:`icl_patch.ContextPatcher`.
+        ValueError: ``groups`` is out of range; or as :func:`icl_patch.verify` and
+            :func:`icl_patch.models.prompts.split_ids`.
+    """
+    if not 1 <= groups <= _MOST_GROUPS:
+        raise ValueError(f"expected groups from 1 to {_MOST_GROUPS}, got {groups}")
+    device = input_device(model)
+    context_ids, question_ids = (ids.to(device) for ids in split_ids(tokenizer, prompt))
+    ids = torch.cat([context_ids, question_ids], 1)
+    special = not prompt.chat  # a template writes them itself
+    without_ids = tokenizer(prompt.without, add_special_tokens=special, return_tensors="pt")
+    with ContextPatcher(model, update, tokenizer=tokenizer) as patcher:
+        found = three_continuations(patcher, ids, without_ids.input_ids.to(device), max_new_tokens)
+        answer = found["with_context"]
+        started = time.perf_counter()
+        patch = patcher.compute(context_ids, torch.cat([question_ids, answer[:, :-1]], 1))
+        seconds = time.perf_counter() - started
+        cut = _cut(tokenizer, context_ids[0].tolist(), groups)
+        if on_plan is not None:
+            on_plan(_cost(cut, context_ids.shape[1] + question_ids.shape[1], seconds))
+        changed = _changes(patcher, context_ids, question_ids, cut, progress)
+    verified = verify(
+        model,
+        tokenizer,
+        context={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        max_new_tokens=answer.shape[1],
+        update=update,
+        progress=None if progress is None else lambda *done: progress("verifying", *done),
+        name=name,
+    )
+    decode: Any = tokenizer.decode
+    return ContextReport(
+        context=decode(context_ids[0]),
+        question=decode(question_ids[0]),
+        answers={key: decode(x[0], skip_special_tokens=True) for key, x in found.items()},
+        verified=verified,
+        tokens=[decode([step.token_id]) for step in verified.steps],
+        sizes=_sizes(patch, [decode([token]) for token in patch.kept_ids[0].tolist()]),
+        groups=changed,
+    )
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, ids: list[int], most: int) -> list[Group]:
+    """The context in about ``most`` groups; special tokens are groups of their own."""
+    special = set(tokenizer.all_special_ids)
+    size = max(1, math.ceil(sum(token not in special for token in ids) / most))
+    cuts = [0]
+    for place in range(1, len(ids)):
+        edge = (ids[place] in special) != (ids[place - 1] in special)
+        # a group that is cut off by a special token is full
+        if edge or (ids[place] not in special and place - cuts[-1] == size):
+            cuts.append(place)
+    stops = [*cuts[1:], len(ids)]
+    return [
+        Group(
+            str(tokenizer.decode(ids[start:stop])),
+            start,
+            stop,
+            change=None if ids[start] in special else math.nan,
+        )
+        for start, stop in zip(cuts, stops, strict=True)
+    ]
+
+
+def _cost(groups: list[Group], tokens: int, seconds: float) -> str:
+    """What leaving the groups out costs, in words."""
+    left_out = [group for group in groups if group.change is not None]
+    longest = max((group.stop - group.start for group in left_out), default=0)
+    return (
+        f"leaving out the context's tokens in turn, up to {longest} at a time: {len(left_out)}"
+        f" patches of up to {tokens} tokens, {_BATCH} at once; about"
+        f" {max(1, round(seconds * len(left_out)))} s at most, as one took {seconds:.2g} s"
+    )
+
+
+def _changes(
+    patcher: ContextPatcher,
+    context_ids: Tensor,
+    kept_ids: Tensor,
+    groups: list[Group],
+    progress: Callable[[str, int, int], None] | None,
+) -> list[Group]:
+    """The groups with how much the patch of the question changes without each."""
+    left_out = [group for group in groups if group.change is not None]
+    changes = attribution(
+        patcher,
+        context_ids,
+        kept_ids,
+        [(group.start, group.stop) for group in left_out],
+        batch_size=_BATCH,
+        progress=None if progress is None else lambda *done: progress("leaving out", *done),
+    )
+    rows = iter(changes)
+    measured = []
+    for group in groups:
+        if group.change is None:
+            measured.append(group)
+            continue
+        row = next(rows)
+        block = int(row.argmax())
+        measured.append(
+            Group(group.text, group.start, group.stop, float(row.mean()), block, float(row[block]))
+        )
+    return measured
+
+
+def _sizes(patch: ContextPatch, tokens: list[str]) -> Sizes:
+    """The norms of a patch of one row, in columns of so many tokens that the file stays small."""
+    norms = {name: size[:, 0].double().cpu() for name, size in patch.norms().items()}
+    blocks, count = len(patch.layers), len(tokens)
+    cell = 200 + sum(12 + len(name) for name in norms)  # bytes, with its tooltip
+    columns = min(_MOST_COLUMNS, max(1, _HEAT_MAP_BYTES // (cell * blocks)))
+    width = math.ceil(count / columns)
+
+    def in_columns(size: Tensor) -> list[list[float]]:
+        parts = size.split(width, dim=1)
+        return torch.stack([part.square().mean(1).sqrt() for part in parts], 1).tolist()
+
+    whole = torch.stack(list(norms.values())).norm(dim=0)
+    return Sizes(
+        ["".join(tokens[start : start + width]) for start in range(0, count, width)],
+        width,
+        in_columns(whole),
+        {name: in_columns(size) for name, size in norms.items()},
+    )
+
+
+# the page
+
+
+def to_html(result: ContextReport) -> str:
+    """The report as one HTML file without scripts or styles from elsewhere. All text is escaped,
+    and a content security policy runs no script but the one that sorts tables.
+    """
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "number": _number,
+        "label": _label,
+        "shortened": _shortened,
+        "sha256": _sha256,
+    }
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        report=result,
+        verified=result.verified,
+        version=__version__,
+        lines=report.verdict_lines(result.verified).replace("\n  ", " ").splitlines(),
+        levels=LEVELS,
+        heat=_heat(result.sizes),
+        chart=_chart(result.verified),
+        groups=_shades(result.groups),
+        label_height=lambda texts: 8 + 6 * max(len(_label(text)) for text in texts),
+        steps=list(zip(result.tokens, result.verified.steps, strict=True))[:_MOST_STEPS],
+        most=_MOST_CHARACTERS // 8,
+        most_of_group=_MOST_CHARACTERS // max(1, len(result.groups)),
+    )
+
+
+def _sha256(text: str) -> str:
+    """The hash of a script, as a content security policy takes it."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _number(value: Any) -> str:
+    """As :func:`icl_patch.evaluation.report.format_value`, a float as 0.14 or 1.4e-05."""
+    return f"{value:.2g}" if isinstance(value, float) else report.format_value(value)
+
+
+def _label(text: str, most: int = 12) -> str:
+    """A token in a table or a picture."""
+    return _shortened(report.visible_text(text), most)
+
+
+def _shortened(text: str, most: int) -> str:
+    """A text of at most ``most`` characters, its middle left out."""
+    if len(text) <= most:
+        return text
+    half = (most - 1) // 2
+    return f"{text[: most - 1 - half]}…{text[len(text) - half :]}"
+
+
+def _shades(groups: list[Group]) -> dict[str, Any]:
+    """The groups with a level of colour each, in proportion to their change."""
+    largest = max((group.change for group in groups if group.change is not None), default=0.0)
+    levels = [
+        round(LEVELS * (group.change or 0.0) / largest) if largest > 0 else 0 for group in groups
+    ]
+    together = any(group.stop - group.start > 1 for group in groups if group.change is not None)
+    rows = list(zip(groups, levels, strict=True))
+    return {"rows": rows, "largest": largest, "together": together}
+
+
+def _heat(sizes: Sizes) -> dict[str, Any]:
+    """The cells' levels of colour, on a logarithmic scale, and the scale's ends."""
+    positive = [size for row in sizes.of_block for size in row if 0 < size < math.inf]
+    low, high = (min(positive), max(positive)) if positive else (1.0, 1.0)
+    spread = math.log(high / low) or 1.0
+
+    def level(size: float) -> int:
+        if not 0 < size < math.inf:
+            return 0
+        return 1 + round((LEVELS - 1) * math.log(size / low) / spread)
+
+    return {
+        "rows": [[level(size) for size in row] for row in sizes.of_block],
+        "low": low,
+        "high": high,
+    }
+
+
+def _chart(verified: VerifyReport) -> dict[str, Any]:
+    """The steps' errors as heights from 0 to 1 on a logarithmic scale, exact zeros at 0, with the
+    noise and the decades.
+    """
+    noise = verified.noise_floor["linf_max"]
+    positive = [x for x in (*(step.linf for step in verified.steps), noise) if 0 < x < math.inf]
+    bottom = math.floor(math.log10(min(positive))) if positive else -7
+    top = max(bottom + 1, math.ceil(math.log10(max(positive)))) if positive else -6
+
+    def height(error: float) -> float:
+        if not error > 0:
+            return 0.0
+        if error == math.inf:
+            return 1.0
+        return 0.12 + 0.88 * (math.log10(error) - bottom) / (top - bottom)
+
+    return {
+        "steps": [height(step.linf) for step in verified.steps[:_MOST_STEPS]],
+        "noise": height(noise),
+        "ticks": [(0.0, "0")] + [(height(10.0**n), f"1e{n}") for n in range(bottom, top + 1)],
+    }
