@@ -180,7 +180,7 @@ class Dynamics:
     @property
     def parameters(self) -> tuple[str, ...]:
         """The changed parameters, by their names in the model's state dict."""
-        return tuple(name for name, _ in _named(self.patches[-1]))
+        return tuple(name for name, _ in named_changes(self.patches[-1]))
 
     def trajectory(self, parameter: str) -> Trajectory:
         """``W_0, …, W_n`` of one parameter for every row and kept token: leading dimensions (n + 1,
@@ -193,7 +193,10 @@ class Dynamics:
             ValueError: the patches change no such parameter.
         """
         changes = [
-            change for patch in self.patches for name, change in _named(patch) if name == parameter
+            change
+            for patch in self.patches
+            for name, change in named_changes(patch)
+            if name == parameter
         ]
         if not changes:
             raise ValueError(
@@ -215,7 +218,8 @@ class Dynamics:
         return {name: self.trajectory(name).step_norms() for name in self.parameters}
 
 
-def _named(patch: ContextPatch) -> Iterator[tuple[str, ParameterChange]]:
+def named_changes(patch: ContextPatch) -> Iterator[tuple[str, ParameterChange]]:
+    """The changes of a patch, each with its parameter's name in the model's state dict."""
     for index, layer in zip(patch.layer_indices, patch.layers, strict=True):
         block = patch.blocks[index]
         for change in parameter_changes(block.spec, layer):

@@ -1,0 +1,339 @@
+"""What the papers' discussions leave open, on a pretrained model: a page with its numbers.
+
+    python examples/papers/discussion.py FOLDER --out docs/papers    # this repository's page
+    python examples/papers/discussion.py --redraw --out docs/papers  # from its numbers
+    python examples/papers/discussion.py FOLDER --quick              # few prompts
+
+The folder holds a causal language model whose blocks end in a matrix, and its tokenizer. fp32 on
+the CPU; minutes.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from linear_regression import rounded
+from real_page import table, wrapped
+from real_prompts import Prompt, ids_of, prompts, read
+from torch import Tensor
+
+from icl_patch import ContextPatcher, metrics
+from icl_patch.analysis.attribution import attribution
+from icl_patch.analysis.composition import additivity
+from icl_patch.analysis.steering import (
+    in_rome_form,
+    input_covariances,
+    steered,
+    steering_vectors,
+)
+from icl_patch.analysis.transfer import on_other_weights
+from icl_patch.bench.results import environment
+from icl_patch.evaluation.loading import load_model
+
+NOTES = Path(__file__).with_name("discussion_notes.md")
+PAGE, NUMBERS = "discussion.md", "discussion.json"
+STEPS = (0, 1, 4, 16, 64)
+"""Steps of fine-tuning after which the patches are tried."""
+RATE, CHUNK, SPAN = 1e-5, 256, 4
+COVARIANCE_TOKENS = 4096
+
+
+def _ids(ids: Sequence[int]) -> Tensor:
+    return torch.tensor([list(ids)])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+class Discussion:
+    """The four measurements on one model.
+
+    chosen: the prompts, one a context. steps: of fine-tuning.
+    """
+
+    def __init__(self, folder: Path, quick: bool) -> None:
+        self.model, self.tokenizer = load_model(folder, None, torch.float32)
+        groups = 1 if quick else 6
+        every = prompts(self.tokenizer, {"passage": (groups, 1, 0), "few-shot": (groups, 1, 0)})
+        self.chosen = every
+        self.steps = STEPS[:2] if quick else STEPS
+        self.text_tokens = COVARIANCE_TOKENS // 16 if quick else COVARIANCE_TOKENS
+
+    def text(self) -> Tensor:
+        """Text beside all prompts: chats and programs, (1, T)."""
+        parts = [entry["context"] + entry["prompt"] for entry in read("code")]
+        parts += ["\n".join([chat["system"], *chat["users"]]) for chat in read("chats")]
+        return _ids(ids_of(self.tokenizer, "\n\n".join(parts), first=True)[: self.text_tokens])
+
+    @torch.no_grad()
+    def logits(
+        self, model: Any, prompt: Prompt, *contexts: Sequence[int], start: int = 0
+    ) -> Tensor:
+        """Of the question, (T, V), behind the contexts. start: its position without them."""
+        ids = _ids([token for part in (*contexts, prompt.question) for token in part])
+        positions = torch.arange(start, start + ids.shape[1]).unsqueeze(0)
+        return model(ids, position_ids=positions, use_cache=False).logits[
+            0, -len(prompt.question) :
+        ]
+
+    # steering vectors and rank-1 edits
+
+    def steering(self) -> dict[str, Any]:
+        """A patch, its steering vectors and its form as ROME's edit: their effect on the token that
+        they are for, and on other text.
+        """
+        text = self.text()
+        half = text.shape[1] // 2
+        seen, unseen = text[:, :half], text[:, half : half + CHUNK]
+        with torch.no_grad():
+            plain = self.model(unseen, use_cache=False).logits[0]
+        errors: dict[str, list[float]] = {"patch": [], "steering": [], "rome": []}
+        side: dict[str, list[float]] = {"patch": [], "rome": []}
+        covariances = None
+        for prompt in self.chosen:
+            context, kept = _ids(prompt.context), _ids(prompt.question)
+            expected = self.logits(self.model, prompt, prompt.context)
+            with ContextPatcher(self.model, "direct") as patcher:
+                patch = patcher.compute(context, kept)
+            if covariances is None:
+                covariances = input_covariances(self.model, patch.blocks, seen)
+            start = len(prompt.context)
+            with steered(self.model, patch.blocks, steering_vectors(patch)):
+                got = {"steering": self.logits(self.model, prompt, start=start)}
+            with ContextPatcher(self.model, "direct") as patcher:
+                for name, form in (("patch", patch), ("rome", in_rome_form(patch, covariances))):
+                    got[name] = patcher.forward(kept, form)[0]
+                    with patcher.applied(form) as changed, torch.no_grad():
+                        edited = changed(unseen, use_cache=False).logits[0]
+                    side[name].append(float(metrics.total_variation(edited, plain).mean()))
+            for name, found in got.items():
+                errors[name].append(float(metrics.linf(found, expected).max()))
+        return {
+            "covariance_tokens": half,
+            "other_tokens": unseen.shape[1],
+            "error": {name: max(x) for name, x in errors.items()},
+            "side_effect": {name: _mean(x) for name, x in side.items()},
+            "less_in": sum(b < a for a, b in zip(side["patch"], side["rome"], strict=True)),
+        }
+
+    # fine-tuning
+
+    def _tuned(self) -> Iterator[tuple[int, Any]]:
+        """The model after each number of steps of AdamW on the text, a chunk a step."""
+        model, chunks = copy.deepcopy(self.model), self.text().split(CHUNK, dim=1)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+        for step in range(self.steps[-1] + 1):
+            if step in self.steps:
+                yield step, model
+            chunk = chunks[step % len(chunks)]
+            model(chunk, labels=chunk).loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+
+    def transfer(self) -> list[dict[str, Any]]:
+        """Patches and steering vectors of the model on the fine-tuned ones."""
+        with ContextPatcher(self.model, "direct") as patcher:
+            patches = [patcher.compute(_ids(x.context), _ids(x.question)) for x in self.chosen]
+        rows = []
+        before = [x.detach().clone() for x in self.model.parameters()]
+        for step, model in self._tuned():
+            distance: dict[str, list[float]] = {"none": [], "patch": [], "steering": []}
+            changed = [x.detach() - y for x, y in zip(model.parameters(), before, strict=True)]
+            size = torch.stack([x.norm() for x in changed]).norm()
+            whole = torch.stack([x.norm() for x in before]).norm()
+            with ContextPatcher(model, "direct") as patcher:
+                replays = [
+                    patcher.forward(patch.kept_ids, on_other_weights(patch, patcher))[0]
+                    for patch in patches
+                ]
+            for prompt, patch, replayed in zip(self.chosen, patches, replays, strict=True):
+                start, got = len(prompt.context), {"patch": replayed}
+                got["none"] = self.logits(model, prompt, start=start)
+                with steered(model, patch.blocks, steering_vectors(patch)):
+                    got["steering"] = self.logits(model, prompt, start=start)
+                expected = self.logits(model, prompt, prompt.context)
+                for name, found in got.items():
+                    distance[name].append(float(metrics.total_variation(found, expected).mean()))
+            means = {name: _mean(x) for name, x in distance.items()}
+            rows.append({"steps": step, "weights": float(size / whole), **means})
+        return rows
+
+    # attribution
+
+    def attribution(self) -> dict[str, Any]:
+        """Whether the tokens without which the patch changes are those that the answer needs: rank
+        correlations over the spans of a context.
+        """
+        found, spans_in_all = [], 0
+        for prompt in self.chosen:
+            columns = len(prompt.context)
+            spans = [(at, min(at + SPAN, columns)) for at in range(0, columns, SPAN)]
+            with ContextPatcher(self.model, "direct") as patcher:
+                changes = attribution(
+                    patcher, _ids(prompt.context), _ids(prompt.question), spans
+                ).mean(1)
+            expected = self.logits(self.model, prompt, prompt.context)
+            effects = []
+            for first, stop in spans:
+                rest = [*prompt.context[:first], *prompt.context[stop:]]
+                got = self.logits(self.model, prompt, rest)
+                effects.append(float(metrics.total_variation(got, expected).mean()))
+            ranks = torch.stack([changes, torch.tensor(effects)]).argsort(1).argsort(1).double()
+            found.append(float(torch.corrcoef(ranks)[0, 1]))
+            spans_in_all += len(spans)
+        return {
+            "spans": spans_in_all,
+            "span": SPAN,
+            "correlation": {"least": min(found), "mean": _mean(found), "most": max(found)},
+        }
+
+    # two contexts
+
+    def composition(self) -> dict[str, Any]:
+        """Two contexts one after the other, beside the sum of what each does alone."""
+        rest: dict[str, list[float]] = {}
+        distance: dict[str, list[float]] = {}
+        others = [*self.chosen[1:], self.chosen[0]]
+        for prompt, other in zip(self.chosen, others, strict=True):
+            first, second = list(other.context), list(prompt.context)
+            both, kept = first + second, _ids(prompt.question)
+            with ContextPatcher(self.model, "direct") as patcher:
+                whole, *parts = (
+                    patcher.compute(_ids(context), kept) for context in (both, first, second)
+                )
+            for name, value in additivity(whole, parts).items():
+                rest.setdefault(name.rpartition(".mlp.")[2], []).append(float(value.mean()))
+            start = len(both)
+            expected = self.logits(self.model, prompt, both)
+            vectors = sum(steering_vectors(part) for part in parts)
+            assert isinstance(vectors, Tensor)
+            with steered(self.model, whole.blocks, vectors):
+                summed = self.logits(self.model, prompt, start=start)
+            for name, got in (
+                ("none", self.logits(self.model, prompt, start=start)),
+                ("its own", self.logits(self.model, prompt, second)),
+                ("the other", self.logits(self.model, prompt, first)),
+                ("swapped", self.logits(self.model, prompt, second, first)),
+                ("sum", summed),
+            ):
+                value = float(metrics.total_variation(got, expected).mean())
+                distance.setdefault(name, []).append(value)
+        return {
+            "pairs": len(self.chosen),
+            "rest": {name: _mean(values) for name, values in rest.items()},
+            "distance": {name: _mean(values) for name, values in distance.items()},
+        }
+
+
+def measure(folder: Path, quick: bool) -> dict[str, Any]:
+    """All numbers of the page."""
+    found = Discussion(folder, quick)
+    numbers: dict[str, Any] = {
+        "model": folder.name,
+        "environment": environment(torch.device("cpu")),
+        "prompts": len(found.chosen),
+        "kept_tokens": sum(len(prompt.question) for prompt in found.chosen),
+        "rate": RATE,
+        "chunk": CHUNK,
+    }
+    for name in ("steering", "transfer", "attribution", "composition"):
+        print(name, file=sys.stderr)
+        numbers[name] = getattr(found, name)()
+    return dict(rounded(numbers))
+
+
+def page(numbers: dict[str, Any]) -> str:
+    """The page: the notes with every number from the data."""
+    steering, spans, both = (numbers[x] for x in ("steering", "attribution", "composition"))
+    correlation = spans["correlation"]
+    values = {
+        "model": numbers["model"],
+        "prompts": numbers["prompts"],
+        "kept_tokens": numbers["kept_tokens"],
+        "device": numbers["environment"]["device"],
+        "torch": numbers["environment"]["torch"],
+        "rate": f"{numbers['rate']:.0e}",
+        "chunk": numbers["chunk"],
+        "covariance_tokens": steering["covariance_tokens"],
+        "other_tokens": steering["other_tokens"],
+        "less_in": steering["less_in"],
+        "steering": table(
+            ["", "largest error of logits", "TVD on other text"],
+            [
+                [
+                    title,
+                    f"{steering['error'][name]:.1e}",
+                    _or_none(steering["side_effect"].get(name)),
+                ]
+                for name, title in (
+                    ("patch", "patch, `z / ‖z‖²`"),
+                    ("rome", "patch in ROME's form"),
+                    ("steering", "steering vectors"),
+                )
+            ],
+        ),
+        "transfer": table(
+            ["steps", "change of the weights", "no context", "old patch", "old steering vectors"],
+            [
+                [str(row["steps"]), f"{row['weights']:.1e}"]
+                + [f"{row[name]:.2g}" for name in ("none", "patch", "steering")]
+                for row in numbers["transfer"]
+            ],
+        ),
+        "spans": spans["spans"],
+        "span": spans["span"],
+        **{name: f"{correlation[name]:.2f}" for name in ("least", "mean", "most")},
+        "rest": table(
+            ["matrix", "part that the sum misses"],
+            [[f"`{name}`", f"{value:.2f}"] for name, value in both["rest"].items()],
+        ),
+        "distance": table(
+            ["the question with", "TVD from both contexts"],
+            [
+                [title, f"{both['distance'][name]:.2f}"]
+                for name, title in (
+                    ("none", "no context"),
+                    ("the other", "the first context alone"),
+                    ("its own", "the second context alone, which it asks about"),
+                    ("swapped", "both, in the other order"),
+                    ("sum", "the sum of both contexts' steering vectors"),
+                )
+            ],
+        ),
+    }
+    return wrapped(NOTES.read_text(encoding="utf-8").format(**values))
+
+
+def _or_none(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, unless asked to redraw, and write numbers and page."""
+    parser = argparse.ArgumentParser(description="The papers' discussion items on a model.")
+    parser.add_argument("folder", type=Path, nargs="?", help="a model and its tokenizer")
+    parser.add_argument("--out", type=Path, default=Path("build/papers/discussion"))
+    parser.add_argument("--quick", action="store_true", help="few prompts")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing: write the page")
+    options = parser.parse_args(arguments)
+    if options.redraw == (options.folder is not None):
+        parser.error("expected a folder, or --redraw with --out")
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / NUMBERS
+    if not options.redraw:
+        torch.set_num_threads(1)
+        numbers = measure(options.folder, options.quick)
+        file.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    numbers = json.loads(file.read_text(encoding="utf-8"))
+    (options.out / PAGE).write_text(page(numbers), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Whether the patches of two contexts add up to the patch of both."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from icl_patch.analysis.dynamics import LowRank, Trajectory, named_changes
+from icl_patch.patch.context_patch import ContextPatch
+from icl_patch.patch.parameter_changes import ParameterChange
+
+
+def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, Tensor]:
+    """How far the changes of ``parts`` are from adding up to those of ``whole``, by parameter::
+
+        ‖ΔW - Σ_i ΔW_i‖_F / ‖ΔW‖_F       (B, T) fp64; NaN where ΔW = 0
+
+    0: they add up. Of the patches of two contexts and the patch of both it is the part of the
+    latter that the sum of the two misses. Computed from the vectors alone.
+
+    Raises:
+        ValueError: the patches are of other kept tokens, blocks or updates, or there are no parts.
+    """
+    if not parts:
+        raise ValueError("expected at least one part, got none")
+    for part in parts:
+        same = whole.layer_indices == part.layer_indices and whole.info.update == part.info.update
+        if not same or not torch.equal(whole.kept_ids, part.kept_ids):
+            raise ValueError(
+                "expected patches of the same kept tokens, blocks and update, got"
+                f" {whole!r} and {part!r}"
+            )
+    found = {}
+    for named in zip(*map(named_changes, (whole, *parts)), strict=True):
+        first, *others = (_low_rank(change) for _, change in named)
+        slots = [first, *(LowRank(-other.u, other.v, other.index) for other in others)]
+        indices = [low.index for low in slots if low.index is not None]
+        rest = LowRank(
+            torch.cat([low.u for low in slots], -2),
+            torch.cat([low.v for low in slots], -2),
+            torch.cat(indices, -1) if indices else None,
+        )
+        found[named[0][0]] = rest.norm() / first.norm()
+    return found
+
+
+def _low_rank(change: ParameterChange) -> LowRank:
+    """With its slots: u (B, T, R, N)."""
+    if change.index is None:
+        return Trajectory.of(change.u, change.v).changes
+    u, v = change.in_slots()
+    return Trajectory.of(u, v, change.index).changes

@@ -1,0 +1,169 @@
+"""Steering vectors, ROME's form of a patch, patches on other weights and sums of patches, against
+their formulas on matrices.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import build, tokens
+from support.numeric import noise_limit, normal, seeded
+from torch import Tensor
+
+from icl_patch import (
+    ContextPatch,
+    ContextPatcher,
+    FingerprintMismatch,
+    PatchFormatError,
+    UnsupportedModelError,
+    metrics,
+)
+from icl_patch.analysis.composition import additivity
+from icl_patch.analysis.steering import (
+    in_rome_form,
+    input_covariances,
+    steered,
+    steering_vectors,
+)
+from icl_patch.analysis.transfer import on_other_weights
+from icl_patch.evaluation import tiny_models
+
+CONTEXT, KEPT = tokens(0, 2, 7), tokens(1, 2, 3)
+
+
+@torch.no_grad()
+def with_context(model: torch.nn.Module, *contexts: Tensor) -> Tensor:
+    return model(torch.cat([*contexts, KEPT], 1)).logits[:, -KEPT.shape[1] :]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gpt2",  # a bias
+        "cohere",  # the attention beside the MLP
+        "granite",  # multiplies its MLP's output
+    ],
+)
+@torch.no_grad()
+def test_steering_has_the_effect_of_the_context(family: str) -> None:
+    model = tiny_models.build(family, 0)
+    expected = with_context(model, CONTEXT)
+    with ContextPatcher(model, "direct") as patcher:
+        patch = patcher.compute(CONTEXT, KEPT)
+    before = model(KEPT, position_ids=patch.position_ids).logits
+    with steered(model, patch.blocks, steering_vectors(patch)):
+        got = model(KEPT, position_ids=patch.position_ids).logits
+        with pytest.raises(ValueError, match=r"expected \(2, 3\) rows and tokens"):
+            model(KEPT[:, :2])
+    limit = noise_limit(model, torch.cat([CONTEXT, KEPT], 1))
+    assert metrics.linf(got, expected).max() <= limit < metrics.linf(before, expected).min()
+    assert torch.equal(model(KEPT, position_ids=patch.position_ids).logits, before)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mixtral", "mamba"])
+def test_blocks_without_the_vector_are_refused(family: str) -> None:
+    model = tiny_models.build(family, 0)
+    with ContextPatcher(model, "direct") as patcher:
+        patch = patcher.compute(CONTEXT, KEPT)
+    with pytest.raises(UnsupportedModelError, match=r"expected blocks with an MLP that ends in"):
+        steering_vectors(patch)
+
+
+@torch.no_grad()
+def test_rome_form_is_the_least_edit_of_other_inputs() -> None:
+    model, text = build("llama"), tokens(3, 1, 400)
+    with ContextPatcher(model, "direct") as patcher:
+        patch = patcher.compute(CONTEXT, KEPT)
+    covariances = input_covariances(model, patch.blocks, text)
+    inputs: dict[str, Tensor] = {}
+    layer = model.get_submodule(patch.blocks[1].path)
+    for name, module in (
+        ("readers.v", layer.mlp.gate_proj),
+        ("mlp.down_proj.v", layer.mlp.down_proj),
+    ):
+        module.register_forward_pre_hook(
+            lambda _module, args, name=name: inputs.__setitem__(name, args[0][0].double())
+        )
+    model(text)
+    edited = in_rome_form(patch, covariances)
+    for name, z in inputs.items():
+        c = z.T @ z / len(z)
+        assert torch.allclose(
+            covariances[1][name], c + 1e-4 * c.diagonal().mean() * torch.eye(len(c))
+        )
+        old, new = (p.layers[1][name][0, 0].double() for p in (patch, edited))
+        key = old / old.square().sum()
+        solved = torch.linalg.inv(covariances[1][name]) @ key
+        assert torch.allclose(new, solved / (key @ solved), rtol=1e-4, atol=1e-6)
+        # of all k with k·z = 1, this one is read least in the text
+        others = [
+            old,
+            *(new + 0.01 * x - 0.01 * (x @ key) * old for x in normal(seeded(0), 9, len(c))),
+        ]
+        assert all((z @ new).square().mean() < (z @ other).square().mean() for other in others)
+    with ContextPatcher(model, "direct") as patcher:
+        replayed = patcher.forward(KEPT, edited)
+    limit = noise_limit(model, torch.cat([CONTEXT, KEPT], 1))
+    assert metrics.linf(replayed, with_context(model, CONTEXT)).max() <= 4 * limit
+
+
+@torch.no_grad()
+def test_a_patch_on_other_weights_is_asked_for() -> None:
+    base, tuned = build("llama", 0), build("llama", 0)
+    parameter = tuned.get_submodule("model.layers.1.mlp.down_proj").weight
+    parameter += 1e-3 * normal(seeded(1), *parameter.shape).to(parameter)
+    with ContextPatcher(base, "direct") as patcher:
+        patch = patcher.compute(CONTEXT, KEPT)
+    with ContextPatcher(tuned, "direct") as patcher:
+        with pytest.raises(FingerprintMismatch):
+            patcher.forward(KEPT, patch)
+        moved = on_other_weights(patch, patcher)
+        got = patcher.forward(KEPT, moved)
+        with pytest.raises(PatchFormatError, match="expected a patch of blocks"):
+            on_other_weights(_with_other_blocks(patch), patcher)
+    assert patch.info.fingerprint[:12] in moved.info.model
+    for name, change in patch.weight_changes(0, 0):
+        assert any(n == name and torch.equal(x, change) for n, x in moved.weight_changes(0, 0))
+    # nearly the effect of the context, and not that of a patch of these weights
+    error = metrics.linf(got, with_context(tuned, CONTEXT)).max()
+    assert noise_limit(tuned, torch.cat([CONTEXT, KEPT], 1)) < error < 0.1
+    with (
+        ContextPatcher(build("llama", 0, torch.bfloat16), "direct") as patcher,
+        pytest.raises(FingerprintMismatch, match=r"expected a patch of a model in torch\.bfloat16"),
+    ):
+        on_other_weights(patch, patcher)
+
+
+def _with_other_blocks(patch: ContextPatch) -> ContextPatch:
+    block = patch.blocks[0]
+    other = replace(block, spec=replace(block.spec, residual_multiplier=2.0))
+    return replace(patch, blocks=(other, *patch.blocks[1:]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mixtral"])
+@torch.no_grad()
+def test_additivity_is_that_of_matrices(family: str) -> None:
+    model, other = tiny_models.build(family, 0), tokens(5, 2, 4)
+    with ContextPatcher(model, "stable" if family == "gemma3" else "direct") as patcher:
+        contexts = (torch.cat([CONTEXT, other], 1), CONTEXT, other)
+        patches = [patcher.compute(context, KEPT) for context in contexts]
+    found = additivity(patches[0], patches[1:])
+    whole, *parts = (
+        {name: x.double() for name, x in patch.weight_changes(1, 2)} for patch in patches
+    )
+    squares: dict[str, list[float]] = {}
+    for name in {*whole, *parts[0], *parts[1]}:
+        changes = [p.get(name) for p in (whole, *parts)]
+        zero = torch.zeros_like(next(x for x in changes if x is not None))
+        a, b, c = (zero if x is None else x for x in changes)
+        sums = squares.setdefault(name.partition("[")[0], [0.0, 0.0])
+        sums[0] += float((a - b - c).square().sum())
+        sums[1] += float(a.square().sum())
+    assert found.keys() == squares.keys()
+    for name, (rest, size) in squares.items():
+        assert float(found[name][1, 2]) == pytest.approx((rest / size) ** 0.5, rel=1e-5)
+    with pytest.raises(ValueError, match="at least one part"):
+        additivity(patches[0], [])
+    with pytest.raises(ValueError, match="expected patches of the same kept tokens"):
+        additivity(patches[0], [patches[1].select(layers=slice(1))])
