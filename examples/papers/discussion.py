@@ -13,6 +13,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from linear_regression import rounded
 from real_page import table, wrapped
 from real_prompts import Prompt, ids_of, prompts, read
 from torch import Tensor
+from transformers import DynamicCache
 
-from icl_patch import ContextPatcher, metrics
+from icl_patch import ContextPatch, ContextPatcher, metrics
 from icl_patch.analysis.attribution import attribution
 from icl_patch.analysis.composition import additivity
 from icl_patch.analysis.steering import (
@@ -60,8 +62,11 @@ class Discussion:
     def __init__(self, folder: Path, quick: bool) -> None:
         self.model, self.tokenizer = load_model(folder, None, torch.float32)
         groups = 1 if quick else 6
-        every = prompts(self.tokenizer, {"passage": (groups, 1, 0), "few-shot": (groups, 1, 0)})
-        self.chosen = every
+        sizes = {"passage": (groups, 1, 0), "few-shot": (groups, 1, 0)}
+        self.chosen = prompts(self.tokenizer, sizes)
+        # attention rests on the first token: without it all sums would be of that effect alone
+        bos = self.tokenizer.bos_token_id
+        self.first = [self.chosen[0].context[0] if bos is None else bos]
         self.steps = STEPS[:2] if quick else STEPS
         self.text_tokens = COVARIANCE_TOKENS // 16 if quick else COVARIANCE_TOKENS
 
@@ -72,15 +77,27 @@ class Discussion:
         return _ids(ids_of(self.tokenizer, "\n\n".join(parts), first=True)[: self.text_tokens])
 
     @torch.no_grad()
-    def logits(
-        self, model: Any, prompt: Prompt, *contexts: Sequence[int], start: int = 0
-    ) -> Tensor:
-        """Of the question, (T, V), behind the contexts. start: its position without them."""
-        ids = _ids([token for part in (*contexts, prompt.question) for token in part])
-        positions = torch.arange(start, start + ids.shape[1]).unsqueeze(0)
-        return model(ids, position_ids=positions, use_cache=False).logits[
-            0, -len(prompt.question) :
-        ]
+    def logits(self, model: Any, prompt: Prompt, *contexts: Sequence[int]) -> Tensor:
+        """Of the question behind the first token and the contexts: (T, V)."""
+        ids = _ids([token for part in (self.first, *contexts, prompt.question) for token in part])
+        return model(ids, use_cache=False).logits[0, -len(prompt.question) :]
+
+    @torch.no_grad()
+    def alone(self, model: Any, patch: ContextPatch, vectors: Tensor | None = None) -> Tensor:
+        """Of a patch's question at its positions behind the first token alone, steered or not:
+        (T, V).
+        """
+        cache = DynamicCache(config=model.config)
+        model(patch.prefix_ids, past_key_values=cache)
+        with steered(model, patch.blocks, vectors) if vectors is not None else nullcontext():
+            out = model(patch.kept_ids, past_key_values=cache, position_ids=patch.position_ids)
+        return out.logits[0]
+
+    def patch(self, prompt: Prompt, *contexts: Sequence[int]) -> ContextPatch:
+        """The patch of a question for the contexts in front of it; the first token stays."""
+        context = _ids([token for part in contexts for token in part])
+        with ContextPatcher(self.model, "direct") as patcher:
+            return patcher.compute(context, _ids(prompt.question), prefix_ids=_ids(self.first))
 
     # steering vectors and rank-1 edits
 
@@ -97,18 +114,14 @@ class Discussion:
         side: dict[str, list[float]] = {"patch": [], "rome": []}
         covariances = None
         for prompt in self.chosen:
-            context, kept = _ids(prompt.context), _ids(prompt.question)
             expected = self.logits(self.model, prompt, prompt.context)
-            with ContextPatcher(self.model, "direct") as patcher:
-                patch = patcher.compute(context, kept)
+            patch = self.patch(prompt, prompt.context)
             if covariances is None:
                 covariances = input_covariances(self.model, patch.blocks, seen)
-            start = len(prompt.context)
-            with steered(self.model, patch.blocks, steering_vectors(patch)):
-                got = {"steering": self.logits(self.model, prompt, start=start)}
+            got = {"steering": self.alone(self.model, patch, steering_vectors(patch))}
             with ContextPatcher(self.model, "direct") as patcher:
                 for name, form in (("patch", patch), ("rome", in_rome_form(patch, covariances))):
-                    got[name] = patcher.forward(kept, form)[0]
+                    got[name] = patcher.forward(form.kept_ids, form)[0]
                     with patcher.applied(form) as changed, torch.no_grad():
                         edited = changed(unseen, use_cache=False).logits[0]
                     side[name].append(float(metrics.total_variation(edited, plain).mean()))
@@ -138,8 +151,7 @@ class Discussion:
 
     def transfer(self) -> list[dict[str, Any]]:
         """Patches and steering vectors of the model on the fine-tuned ones."""
-        with ContextPatcher(self.model, "direct") as patcher:
-            patches = [patcher.compute(_ids(x.context), _ids(x.question)) for x in self.chosen]
+        patches = [self.patch(prompt, prompt.context) for prompt in self.chosen]
         rows = []
         before = [x.detach().clone() for x in self.model.parameters()]
         for step, model in self._tuned():
@@ -153,10 +165,8 @@ class Discussion:
                     for patch in patches
                 ]
             for prompt, patch, replayed in zip(self.chosen, patches, replays, strict=True):
-                start, got = len(prompt.context), {"patch": replayed}
-                got["none"] = self.logits(model, prompt, start=start)
-                with steered(model, patch.blocks, steering_vectors(patch)):
-                    got["steering"] = self.logits(model, prompt, start=start)
+                got = {"patch": replayed, "none": self.alone(model, patch)}
+                got["steering"] = self.alone(model, patch, steering_vectors(patch))
                 expected = self.logits(model, prompt, prompt.context)
                 for name, found in got.items():
                     distance[name].append(float(metrics.total_variation(found, expected).mean()))
@@ -172,16 +182,15 @@ class Discussion:
         """
         found, spans_in_all = [], 0
         for prompt in self.chosen:
-            columns = len(prompt.context)
-            spans = [(at, min(at + SPAN, columns)) for at in range(0, columns, SPAN)]
+            context = [*self.first, *prompt.context]
+            ends = range(1, len(context), SPAN)  # the first token stays
+            spans = [(at, min(at + SPAN, len(context))) for at in ends]
             with ContextPatcher(self.model, "direct") as patcher:
-                changes = attribution(
-                    patcher, _ids(prompt.context), _ids(prompt.question), spans
-                ).mean(1)
+                changes = attribution(patcher, _ids(context), _ids(prompt.question), spans).mean(1)
             expected = self.logits(self.model, prompt, prompt.context)
             effects = []
             for first, stop in spans:
-                rest = [*prompt.context[:first], *prompt.context[stop:]]
+                rest = [*context[1:first], *context[stop:]]
                 got = self.logits(self.model, prompt, rest)
                 effects.append(float(metrics.total_variation(got, expected).mean()))
             ranks = torch.stack([changes, torch.tensor(effects)]).argsort(1).argsort(1).double()
@@ -201,26 +210,19 @@ class Discussion:
         distance: dict[str, list[float]] = {}
         others = [*self.chosen[1:], self.chosen[0]]
         for prompt, other in zip(self.chosen, others, strict=True):
-            first, second = list(other.context), list(prompt.context)
-            both, kept = first + second, _ids(prompt.question)
-            with ContextPatcher(self.model, "direct") as patcher:
-                whole, *parts = (
-                    patcher.compute(_ids(context), kept) for context in (both, first, second)
-                )
+            first, second = other.context, prompt.context
+            whole = self.patch(prompt, first, second)
+            parts = [self.patch(prompt, first), self.patch(prompt, second)]
             for name, value in additivity(whole, parts).items():
                 rest.setdefault(name.rpartition(".mlp.")[2], []).append(float(value.mean()))
-            start = len(both)
-            expected = self.logits(self.model, prompt, both)
-            vectors = sum(steering_vectors(part) for part in parts)
-            assert isinstance(vectors, Tensor)
-            with steered(self.model, whole.blocks, vectors):
-                summed = self.logits(self.model, prompt, start=start)
+            expected = self.logits(self.model, prompt, first, second)
+            vectors = steering_vectors(parts[0]) + steering_vectors(parts[1])
             for name, got in (
-                ("none", self.logits(self.model, prompt, start=start)),
+                ("none", self.alone(self.model, whole)),
                 ("its own", self.logits(self.model, prompt, second)),
                 ("the other", self.logits(self.model, prompt, first)),
                 ("swapped", self.logits(self.model, prompt, second, first)),
-                ("sum", summed),
+                ("sum", self.alone(self.model, whole, vectors)),
             ):
                 value = float(metrics.total_variation(got, expected).mean())
                 distance.setdefault(name, []).append(value)
