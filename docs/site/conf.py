@@ -31,6 +31,7 @@ NAVIGATION = {
         "Goldwaser et al.: images, bf16 <docs/papers/context-parameter-equivalence>",
         "Dherin et al.: linear regression <docs/papers/linear-regression>",
         "Table 1 <docs/papers/table-1>",
+        "What the discussions leave open <docs/papers/discussion>",
         "Static patches, measured <docs/static-results>",
     ],
     "Reference": [

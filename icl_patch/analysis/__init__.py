@@ -1,3 +1,3 @@
 """Analyses with patches: implicit dynamics, controllability, attribution to
-context tokens, folded norms, OV matrices.
+context tokens, steering vectors, other weights, sums, folded norms, OV matrices.
 """

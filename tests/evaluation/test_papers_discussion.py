@@ -1,0 +1,86 @@
+"""The page on what the papers' discussions leave open: its numbers, and its script on a small
+random model.
+"""
+
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from icl_patch import embedded
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "papers"))
+
+import discussion  # noqa: E402
+
+RESULTS = ROOT / "docs" / "papers"
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[str, Any]:
+    return json.loads((RESULTS / discussion.NUMBERS).read_text("utf-8"))
+
+
+def test_the_committed_page_is_that_of_the_numbers(committed: dict[str, Any]) -> None:
+    assert discussion.page(committed) == (RESULTS / discussion.PAGE).read_text("utf-8")
+    assert [row["steps"] for row in committed["transfer"]] == list(discussion.STEPS)
+
+
+def test_no_number_of_the_notes_is_written_by_hand() -> None:
+    """But for those of formulas, settings and references."""
+    text = re.sub(r"\{\w+\}|^    .*|`[^`]*`", "", discussion.NOTES.read_text("utf-8"), flags=re.M)
+    assert not re.findall(
+        r".*\d.*", re.sub(r"Section 5|2022, Equation 2|fp32|C = 1|0 to 1", "", text)
+    )
+
+
+def test_the_conclusions_hold(committed: dict[str, Any]) -> None:
+    """What the page says in words."""
+    steering, transfer = committed["steering"], committed["transfer"]
+    assert max(steering["error"].values()) < 1e-4
+    assert steering["side_effect"]["rome"] < steering["side_effect"]["patch"]
+    for old, new in pairwise(transfer):
+        assert old["weights"] < new["weights"]
+        assert old["patch"] < new["patch"] and old["steering"] < new["steering"]
+    assert all(row["patch"] < row["none"] for row in transfer)
+    assert committed["attribution"]["correlation"]["least"] > 0
+    both = committed["composition"]
+    assert min(both["rest"].values()) > 0.5
+    assert both["distance"]["its own"] < both["distance"]["sum"]
+
+
+def test_the_script_runs_on_a_small_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = embedded.load()[1]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+    )
+    folder = tmp_path / "small"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert discussion.main([str(folder), "--quick", "--out", str(tmp_path)]) == 0
+    numbers = json.loads((tmp_path / discussion.NUMBERS).read_text("utf-8"))
+    assert max(numbers["steering"]["error"].values()) < 1e-4
+    first, second = numbers["transfer"]
+    assert first["weights"] == 0 < second["weights"]
+    assert max(first["patch"], first["steering"]) < 1e-4 < first["none"]
+    assert (tmp_path / discussion.PAGE).read_text("utf-8").startswith("# What the papers'")
+    with pytest.raises(SystemExit):
+        discussion.main(["--quick", "--redraw", str(folder)])
+    assert "expected a folder, or --redraw" in capsys.readouterr().err
