@@ -7,7 +7,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress ranks splits real-model real mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
+.PHONY: FORCE help demo test oldest stress ranks splits real-model real discussion mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -67,6 +67,10 @@ real: $(RUN) $(if $(MODEL),,build/gguf) ## exact patches on a real model, 5,000 
 	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
 	OMP_NUM_THREADS=1 $(RUN) tools/real_steps.py "$$model" --out $(if $(MODEL)$(REAL),build/real/exact.json,docs/data/real-exact.json) $(REAL) && \
 	$(RUN) examples/papers/real_experiments.py "$$model" $(if $(MODEL)$(REAL),$(if $(REAL),--quick),--out docs/papers)
+
+discussion: $(RUN) $(if $(MODEL),,build/gguf) ## what the papers' discussions leave open, on a real model, in half an hour; MODEL=FOLDER: another model, whose blocks end in a matrix
+	model="$(or $(MODEL),$$(PYTHONPATH=build/gguf $(RUN) tools/real_model.py))" && \
+	OMP_NUM_THREADS=1 $(RUN) examples/papers/discussion.py "$$model" $(if $(MODEL),,--out docs/papers)
 
 kernels: $(RUN) ## registers and spills of every CUDA and Triton kernel, compiled ahead of time; fails if one spills
 	$(RUN) tools/kernel_resources.py

@@ -180,7 +180,8 @@ class Discussion:
         """Whether the tokens without which the patch changes are those that the answer needs: rank
         correlations over the spans of a context.
         """
-        found, spans_in_all = [], 0
+        found: dict[str, list[float]] = {}
+        spans_in_all = 0
         for prompt in self.chosen:
             context = [*self.first, *prompt.context]
             ends = range(1, len(context), SPAN)  # the first token stays
@@ -194,27 +195,32 @@ class Discussion:
                 got = self.logits(self.model, prompt, rest)
                 effects.append(float(metrics.total_variation(got, expected).mean()))
             ranks = torch.stack([changes, torch.tensor(effects)]).argsort(1).argsort(1).double()
-            found.append(float(torch.corrcoef(ranks)[0, 1]))
+            found.setdefault(prompt.kind, []).append(float(torch.corrcoef(ranks)[0, 1]))
             spans_in_all += len(spans)
         return {
             "spans": spans_in_all,
             "span": SPAN,
-            "correlation": {"least": min(found), "mean": _mean(found), "most": max(found)},
+            "correlation": {
+                kind: {"least": min(x), "mean": _mean(x), "most": max(x)}
+                for kind, x in found.items()
+            },
         }
 
     # two contexts
 
     def composition(self) -> dict[str, Any]:
         """Two contexts one after the other, beside the sum of what each does alone."""
-        rest: dict[str, list[float]] = {}
+        rest: dict[str, dict[str, list[float]]] = {"sum": {}, "its own": {}}
         distance: dict[str, list[float]] = {}
         others = [*self.chosen[1:], self.chosen[0]]
         for prompt, other in zip(self.chosen, others, strict=True):
             first, second = other.context, prompt.context
             whole = self.patch(prompt, first, second)
             parts = [self.patch(prompt, first), self.patch(prompt, second)]
-            for name, value in additivity(whole, parts).items():
-                rest.setdefault(name.rpartition(".mlp.")[2], []).append(float(value.mean()))
+            for key, chosen in (("sum", parts), ("its own", parts[1:])):
+                for name, value in additivity(whole, chosen).items():
+                    kind = name.rpartition(".mlp.")[2]
+                    rest[key].setdefault(kind, []).append(float(value.mean()))
             expected = self.logits(self.model, prompt, first, second)
             vectors = steering_vectors(parts[0]) + steering_vectors(parts[1])
             for name, got in (
@@ -228,7 +234,10 @@ class Discussion:
                 distance.setdefault(name, []).append(value)
         return {
             "pairs": len(self.chosen),
-            "rest": {name: _mean(values) for name, values in rest.items()},
+            "rest": {
+                key: {name: _mean(values) for name, values in found.items()}
+                for key, found in rest.items()
+            },
             "distance": {name: _mean(values) for name, values in distance.items()},
         }
 
@@ -253,7 +262,6 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
 def page(numbers: dict[str, Any]) -> str:
     """The page: the notes with every number from the data."""
     steering, spans, both = (numbers[x] for x in ("steering", "attribution", "composition"))
-    correlation = spans["correlation"]
     values = {
         "model": numbers["model"],
         "prompts": numbers["prompts"],
@@ -290,10 +298,19 @@ def page(numbers: dict[str, Any]) -> str:
         ),
         "spans": spans["spans"],
         "span": spans["span"],
-        **{name: f"{correlation[name]:.2f}" for name in ("least", "mean", "most")},
+        "correlation": table(
+            ["contexts", "mean", "least", "most"],
+            [
+                [kind, *(f"{found[name]:.2f}" for name in ("mean", "least", "most"))]
+                for kind, found in spans["correlation"].items()
+            ],
+        ),
         "rest": table(
-            ["matrix", "part that the sum misses"],
-            [[f"`{name}`", f"{value:.2f}"] for name, value in both["rest"].items()],
+            ["matrix", "the sum misses", "the second context's patch alone misses"],
+            [
+                [f"`{name}`", f"{value:.2f}", f"{both['rest']['its own'][name]:.2f}"]
+                for name, value in both["rest"]["sum"].items()
+            ],
         ),
         "distance": table(
             ["the question with", "TVD from both contexts"],

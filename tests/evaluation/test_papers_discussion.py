@@ -35,10 +35,9 @@ def test_the_committed_page_is_that_of_the_numbers(committed: dict[str, Any]) ->
 
 def test_no_number_of_the_notes_is_written_by_hand() -> None:
     """But for those of formulas, settings and references."""
-    text = re.sub(r"\{\w+\}|^    .*|`[^`]*`", "", discussion.NOTES.read_text("utf-8"), flags=re.M)
-    assert not re.findall(
-        r".*\d.*", re.sub(r"Section 5|2022, Equation 2|fp32|C = 1|0 to 1", "", text)
-    )
+    text = discussion.NOTES.read_text("utf-8")
+    allowed = r"\{\w+\}|^    .*|`[^`]*`|Section 5|rank-1|2022, Equation 2|fp32|C = 1|0 to 1"
+    assert not re.findall(r".*\d.*", re.sub(allowed, "", text, flags=re.M))
 
 
 def test_the_conclusions_hold(committed: dict[str, Any]) -> None:
@@ -50,9 +49,12 @@ def test_the_conclusions_hold(committed: dict[str, Any]) -> None:
         assert old["weights"] < new["weights"]
         assert old["patch"] < new["patch"] and old["steering"] < new["steering"]
     assert all(row["patch"] < row["none"] for row in transfer)
-    assert committed["attribution"]["correlation"]["least"] > 0
+    correlations = committed["attribution"]["correlation"].values()
+    assert all(found["mean"] > 0.5 for found in correlations)
+    assert min(found["least"] for found in correlations) < 0.5
     both = committed["composition"]
-    assert min(both["rest"].values()) > 0.5
+    for name, missed in both["rest"]["sum"].items():
+        assert 0.5 < missed and both["rest"]["its own"][name] < missed
     assert both["distance"]["its own"] < both["distance"]["sum"]
 
 
