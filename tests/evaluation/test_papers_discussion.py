@@ -54,7 +54,7 @@ def test_the_conclusions_hold(committed: dict[str, Any]) -> None:
     assert min(found["least"] for found in correlations) < 0.5
     both = committed["composition"]
     for name, missed in both["rest"]["sum"].items():
-        assert 0.5 < missed and both["rest"]["its own"][name] < missed
+        assert missed > 0.5 and both["rest"]["its own"][name] < missed
     assert both["distance"]["its own"] < both["distance"]["sum"]
 
 
