@@ -229,7 +229,8 @@ class Ranks:
                 )
                 raise on_all_ranks(RankError(self._lost)) from error
         if self._count > 2:  # everyone has read it
-            self._store.delete_key(f"{self._count - 2}/{self.index}")
+            with suppress(RuntimeError):  # the rank with the store may have ended meanwhile
+                self._store.delete_key(f"{self._count - 2}/{self.index}")
         places = [place for place, _ in found]
         if len({*places}) > 1:
             self._lost = f"the ranks are at different places: {', '.join(places)}"

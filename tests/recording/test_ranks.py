@@ -82,7 +82,7 @@ def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> 
     for number, (folder, update) in enumerate(of_one):
         words = [rank[number] for rank in said]
         if update == "exact":
-            assert all(word == words[0] for word in words)
+            assert all(word == words[0] for word in words), words
             assert words[0][0] == "UnsupportedModelError"
             assert "the bits of a sum over ranks depend on their number" in words[0][1]
             continue
