@@ -247,8 +247,8 @@ def references(model: PreTrainedModel, batch: Batch) -> References:
     with batch_invariant(model, attention=False):
         one_pass, _ = step_by_step(tokens)
     kept = torch.cat([batch.mask[:, :-1], batch.kept_mask], 1)
-    at_once = call(model, current, kept, copy.deepcopy(cache))
-    logits = dict(zip(WAYS, (one_pass, two_passes, at_once), strict=True))
+    together = call(model, current, kept, copy.deepcopy(cache))
+    logits = dict(zip(WAYS, (one_pass, two_passes, together), strict=True))
     return References(tokens, current, logits)
 
 

@@ -21,7 +21,6 @@ NAVIGATION = {
         "docs/models",
         "Many prompts <docs/scale>",
         "docs/batch_invariance",
-        "docs/notebooks/*",
     ],
     "How it works": ["docs/how_it_works", "docs/glossary"],
     "Kernels": ["docs/kernels", "docs/performance"],

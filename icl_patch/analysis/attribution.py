@@ -134,10 +134,7 @@ def _relative_changes(whole: ContextPatch, part: ContextPatch) -> Tensor:
 
 def _size_and_difference(old: ParameterChange, new: ParameterChange) -> tuple[Tensor, Tensor]:
     """``sqrt(Σ_t ‖ΔW_t‖²)`` and the same of the differences: (rows,) each."""
-    factors = (
-        ((change.u, change.v) if change.index is None else change.in_slots())
-        for change in (old, new)
-    )
+    factors = (change.in_slots() for change in (old, new))
     u, v = (
         None if whole is None or part is None else torch.stack([whole.expand_as(part), part])
         for whole, part in zip(*factors, strict=True)

@@ -46,7 +46,4 @@ def additivity(whole: ContextPatch, parts: Sequence[ContextPatch]) -> dict[str, 
 
 def _low_rank(change: ParameterChange) -> LowRank:
     """With its slots: u (B, T, R, N)."""
-    if change.index is None:
-        return Trajectory.of(change.u, change.v).changes
-    u, v = change.in_slots()
-    return Trajectory.of(u, v, change.index).changes
+    return Trajectory.of(*change.in_slots(), change.index).changes

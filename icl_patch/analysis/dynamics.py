@@ -203,10 +203,7 @@ class Dynamics:
                 f"expected one of the changed parameters {', '.join(self.parameters)}, got"
                 f" {parameter!r}"
             )
-        pairs: list[Any] = [
-            (change.u, change.v) if change.index is None else change.in_slots()
-            for change in changes
-        ]
+        pairs: list[Any] = [change.in_slots() for change in changes]
         u, v = (None if xs[0] is None else torch.stack(xs) for xs in zip(*pairs, strict=True))
         assert u is not None
         u[0] = 0

@@ -23,6 +23,7 @@ from icl_patch.generation.decode_state import (
 )
 from icl_patch.generation.one_pass import OnePass
 from icl_patch.invariance.arithmetic import BATCH_INVARIANT, MODEL
+from icl_patch.layers.attachment import one_pass
 from icl_patch.models import kv_cache
 from icl_patch.models.forward import MediaPositions, names_of, over_columns
 from icl_patch.models.language_model import check_vocabulary
@@ -53,6 +54,7 @@ class DecodeResult:
     mode: DecodeMode
 
 
+@one_pass
 @torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
@@ -103,26 +105,25 @@ def prefill(
             kv_cache.reserve(cache, capacity)
         return cache
 
-    with attached.attachment.one_pass():
-        cache = fill(sequences)
-        streams = 2 if mode is DecodeMode.TWO_STREAM else 1
-        past, first = (x.repeat(streams, 1) for x in (context_mask, sequences.positions[:, -1:]))
-        inputs = new_step_inputs(cache, past[:, :-1], first, capacity)
-        ids = context_ids.new_zeros(batch, capacity)
-        ids[:, : width - 1] = context_ids[:, :-1]
-        return DecodeState(
-            attached=attached,
-            mode=mode,
-            inputs=inputs,
-            run=None if plan is None else plan.step(inputs, batch),
-            ids=ids,
-            context_mask=context_mask,
-            live=torch.ones_like(context_mask[:, :1]),
-            fingerprint=attached.fingerprint,
-            fill=fill,
-            switches_factors=bool(switch_lengths(attached.model)),
-            media=sequences.media,
-        )
+    cache = fill(sequences)
+    streams = 2 if mode is DecodeMode.TWO_STREAM else 1
+    past, first = (x.repeat(streams, 1) for x in (context_mask, sequences.positions[:, -1:]))
+    inputs = new_step_inputs(cache, past[:, :-1], first, capacity)
+    ids = context_ids.new_zeros(batch, capacity)
+    ids[:, : width - 1] = context_ids[:, :-1]
+    return DecodeState(
+        attached=attached,
+        mode=mode,
+        inputs=inputs,
+        run=None if plan is None else plan.step(inputs, batch),
+        ids=ids,
+        context_mask=context_mask,
+        live=torch.ones_like(context_mask[:, :1]),
+        fingerprint=attached.fingerprint,
+        fill=fill,
+        switches_factors=bool(switch_lengths(attached.model)),
+        media=sequences.media,
+    )
 
 
 @torch.inference_mode(False)  # the cache is written in place, inside inference mode and outside
@@ -153,30 +154,29 @@ def decode_one_token(
 
 def _decode(state: DecodeState, token_ids: Tensor, return_context_logits: bool) -> DecodeResult:
     attached = state.attached
-    with attached.attachment.one_pass():
-        attached.require_attached()
-        hooked = () if state.run is None else attached.hooks.current()
-        if hooked and not state.takes_hooks:
-            raise UnsupportedModelError(
-                "expected the model without forward hooks, as at the first step, it has got some"
-                f" on {paths_of(hooked)}: generate again, with mode='two_pass'"
-            )
-        state.advance(token_ids)
-        if state.switches_factors and state.steps > 1:
-            _refill(state)
-        if state.run is None or hooked:
-            return _two_passes(state)
-        output = state.run(return_context_logits)
-        # the step's only synchronisation with the device
-        if attached.ranks.any(bool(output.maybe_infeasible)):
-            attached.ranks.shared(lambda: _check_feasible(state, output))
-            missed = output.misses is not None and bool((output.misses * state.live.T).any())
-            if attached.ranks.any(missed):
-                return _closed_again(state, output)
-        batch = len(state.ids)
-        exact = output.misses is not None  # both streams have the same logits
-        context_logits = output.logits[:batch] if exact or len(output.logits) > batch else None
-        make_patch = _DeferredPatch(state, output, context_logits)
+    attached.require_attached()
+    hooked = () if state.run is None else attached.hooks.current()
+    if hooked and not state.takes_hooks:
+        raise UnsupportedModelError(
+            "expected the model without forward hooks, as at the first step, it has got some"
+            f" on {paths_of(hooked)}: generate again, with mode='two_pass'"
+        )
+    state.advance(token_ids)
+    if state.switches_factors and state.steps > 1:
+        _refill(state)
+    if state.run is None or hooked:
+        return _two_passes(state)
+    output = state.run(return_context_logits)
+    # the step's only synchronisation with the device
+    if attached.ranks.any(bool(output.maybe_infeasible)):
+        attached.ranks.shared(lambda: _check_feasible(state, output))
+        missed = output.misses is not None and bool((output.misses * state.live.T).any())
+        if attached.ranks.any(missed):
+            return _closed_again(state, output)
+    batch = len(state.ids)
+    exact = output.misses is not None  # both streams have the same logits
+    context_logits = output.logits[:batch] if exact or len(output.logits) > batch else None
+    make_patch = _DeferredPatch(state, output, context_logits)
     return DecodeResult(output.logits[-batch:], context_logits, make_patch, state.mode)
 
 

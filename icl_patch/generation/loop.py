@@ -39,7 +39,6 @@ from icl_patch.models.forward import (
     needs_media_positions,
 )
 from icl_patch.models.language_model import check_length, position_limit
-from icl_patch.models.ranks import digest
 from icl_patch.patch.context_patch import ContextPatch
 from icl_patch.recording.sequences import check_context
 
@@ -444,7 +443,7 @@ def _loop(
     release = None
     try:
         with plans.attached.attachment.one_pass(), checks.timed():
-            plans.attached.agree(the_prompt=digest([prepared.ids, prepared.mask]), options=options)
+            plans.attached.agree("the prompt", (prepared.ids, prepared.mask), options=options)
             state = start(plans, prepared, options)
             if options.compilers:
                 context = options.logits == "context"

@@ -53,7 +53,7 @@ class StepPlans:
     attached: AttachedModel
     compiled: dict[Any, Any] = field(default_factory=dict)
     _made: dict[DecodeMode, OnePass] = field(default_factory=dict)
-    _warned: bool = False
+    _warned: set[str] = field(default_factory=set)  # reasons for slower steps
 
     def clear(self) -> None:
         """Forget everything about the model."""
@@ -62,7 +62,7 @@ class StepPlans:
 
     def choose(self, mode: str = AUTO, *, compile: bool | str = False) -> OnePass | None:
         """The plan of the requested mode, or of the fastest that the model allows; None for two
-        passes. A slower one than the update has on other models warns, once.
+        passes. A slower one than the update has on other models warns, once for each reason.
 
         Args:
             mode: one of ``MODES``. compile: the option of the same name, which needs one pass.
@@ -92,22 +92,21 @@ class StepPlans:
             )
         if mode == TWO_PASS or (attached.steps_take_two_passes and not exact):
             return None
-        modes = [DecodeMode(mode)] if mode != AUTO else self._fastest_first()
-        reasons: list[UnsupportedModelError] = []
-        for tried in modes:
+        reason: UnsupportedModelError | None = None
+        for tried in self._fastest_first() if mode == AUTO else [DecodeMode(mode)]:
             try:
                 plan = self.of(tried)
             except UnsupportedModelError as error:
-                reasons.append(error)
-            else:
-                break
-        else:
-            plan = None
-        if plan is None and wants_one:
-            raise reasons[0]
-        if reasons:
-            self._warn_slower(DecodeMode.TWO_PASS if plan is None else plan.mode, reasons[0])
-        return plan
+                reason = reason or error
+                continue
+            if reason is not None:
+                self._warn_slower(tried, reason)
+            return plan
+        assert reason is not None
+        if wants_one:
+            raise reason
+        self._warn_slower(DecodeMode.TWO_PASS, reason)
+        return None
 
     def _fastest_first(self) -> list[DecodeMode]:
         if self.attached.update == "exact":
@@ -117,9 +116,9 @@ class StepPlans:
         return [*([] if ties else [DecodeMode.SHARED_CACHE]), DecodeMode.TWO_STREAM]
 
     def _warn_slower(self, mode: DecodeMode, reason: UnsupportedModelError) -> None:
-        if self._warned:
+        if str(reason) in self._warned:
             return
-        self._warned = True
+        self._warned.add(str(reason))
         warnings.warn(
             f"{self.attached.update} steps run {_SLOWER[mode]}: {reason}. Ask for a mode (mode=...)"
             " to have it without this warning, or take another update",

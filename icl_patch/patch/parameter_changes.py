@@ -44,19 +44,16 @@ class ParameterChange:
         return size if self.v is None else size * self.v.norm(dim=-1)
 
     def in_slots(self) -> tuple[Tensor, Tensor | None]:
-        """Experts' ``u`` and ``v`` with a slot for each: (B, T, k, ·)."""
+        """``u`` and ``v``; those of experts with a slot for each: (B, T, k, ·)."""
         u = self._slots(self.u)
         assert u is not None
         return u, self._slots(self.v)
 
     def _slots(self, x: Tensor | None) -> Tensor | None:
         """A factor that all slots share, once a slot."""
-        assert self.index is not None
-        return (
-            x
-            if x is None or x.dim() == 4
-            else x.unsqueeze(2).expand(-1, -1, self.index.shape[2], -1)
-        )
+        if x is None or self.index is None or x.dim() == 4:
+            return x
+        return x.unsqueeze(2).expand(-1, -1, self.index.shape[2], -1)
 
     def materialised(self, row: int, token: int) -> Iterator[tuple[str, Tensor]]:
         """The changed parameters of one token by name, and their changes; ``name[e]`` is the e-th

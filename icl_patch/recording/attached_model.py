@@ -6,7 +6,7 @@ A call comes down from :class:`icl_patch.ContextPatcher`; the passes themselves 
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -206,7 +206,8 @@ class AttachedModel:
             known = None
         if self.ranks.any(known is None):  # all ranks try the model, or none
             known = None
-        self.ranks.agree(versions() | self._facts())
+        if self.ranks.size > 1:
+            self.ranks.agree(versions() | self._facts())
         own = self.ranks.shared(lambda: blocks_of(self.model)) if known is None else ()
         self._set_specs(own if known is None else known.block_specs, known is None)
         self.family, self.recurrent = family_of(self.model), is_recurrent(self.model)
@@ -248,8 +249,9 @@ class AttachedModel:
             "the tokenizer": self.tokenizer_fingerprint,
         }
 
-    def agree(self, **facts: object) -> None:
-        """Check, at the entrance of a call, that all ranks have the same facts, hooks and weights.
+    def agree(self, name: str, tokens: Iterable[Tensor | None], **options: object) -> None:
+        """Check, at the entrance of a call, that all ranks have the same tokens, called ``name``,
+        options, hooks and weights.
 
         Raises:
             RankError: they differ, or a rank does not answer.
@@ -257,8 +259,9 @@ class AttachedModel:
         if self.ranks.size == 1:
             return
         hooked = bool(self.hooks.current())
-        named = {name.replace("_", " "): fact for name, fact in facts.items()}
-        self.ranks.agree(named | {"whether there are forward hooks": hooked})
+        self.ranks.agree(
+            {name: digest(tokens), "whether there are forward hooks": hooked, **options}
+        )
         self.weights.refresh()
 
     def _swap_blocks(self) -> None:
@@ -372,7 +375,7 @@ class AttachedModel:
                 :meth:`icl_patch.ContextPatcher.compute`.
         """
         self.require_attached()
-        self.agree(the_tokens=digest((sequences.ids, sequences.mask, sequences.absorbed)))
+        self.agree("the tokens", (sequences.ids, sequences.mask, sequences.absorbed))
         check_vocabulary(self.model, sequences.ids, sequences.mask)
         check_length(self.model, int(sequences.mask.sum(1).max()))
         check_inputs(self.model, model_inputs)
@@ -449,7 +452,7 @@ class AttachedModel:
             UnsupportedModelError: they differ.
         """
         self.watch_hooks()
-        self.agree(the_patch=digest((patch.kept_ids, patch.kept_mask, patch.prefix_ids)))
+        self.agree("the patch", (patch.kept_ids, patch.kept_mask, patch.prefix_ids))
         logits, hooked, expected = self.replay_logits(patch), self.hooks.current(), patch.logits
         if not hooked and (not patch.hooked or expected is None):
             return logits

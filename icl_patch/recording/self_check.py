@@ -170,10 +170,10 @@ class SelfCheck:
 
     def _check_alone(self) -> None:
         everything = torch.ones_like(self._sequences.absorbed)
-        masked, limit = self._at_once(~self._sequences.absorbed), 1.0
+        masked, limit = self._in_one_call(~self._sequences.absorbed), 1.0
         if not takes_positions(self._model):
             # it may count its cache instead; the error can be as small as that of bf16
-            noise = self._error(self._at_once(everything), self._expected)
+            noise = self._error(self._in_one_call(everything), self._expected)
             limit = max(4 * noise, 8 * self._epsilon)
         if not self._near(self._alone(), masked, limit):
             raise UnsupportedModelError(
@@ -182,7 +182,7 @@ class SelfCheck:
                 " that the tokens alone cannot be given"
             )
 
-    def _at_once(self, visible: Tensor) -> Tensor:
+    def _in_one_call(self, visible: Tensor) -> Tensor:
         """The logits of the kept tokens in one call over all tokens, (B, T, V); ``visible`` (B, S)
         bool.
         """
