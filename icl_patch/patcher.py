@@ -84,7 +84,7 @@ class ContextPatcher:
 
     def __repr__(self) -> str:
         attached = self.attached_model
-        name = self.model.config._name_or_path or type(self.model).__name__
+        name = self.model.config.name_or_path or type(self.model).__name__
         state = f"{len(attached.blocks)} blocks patched" if self.attached else "detached"
         return f"ContextPatcher({name}, {self.update}, {str(self.model.dtype)[6:]}, {state})"
 
@@ -137,10 +137,7 @@ class ContextPatcher:
         next hash. From then on older patches are refused, and new ones carry the new fingerprint.
 
         Returns:
-            The fingerprint, whether it has changed, the bytes that were read and the time::
-
-                check = patcher.check_weights()
-                print(check.changed, check.gb_per_second)
+            The fingerprint, and whether it has changed.
         """
         return self.attached_model.check_weights()
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,23 +22,7 @@ _CHUNK = 128  # rows, 1 MiB, which a core's cache holds
 
 
 def weight_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the whole content of a model's state dict: see :func:`hash_weights`.
-
-    Raises:
-        UnsupportedModelError: the model is split over processes, and nothing is attached to it.
-    """
-    if ranks_of(model).size == 1:
-        return hash_weights(model)[0]
-    if (watched := _watched.get(model)) is None or (check := watched.check()) is None:
-        raise UnsupportedModelError(
-            f"expected a patcher attached to {type(model).__name__}, which is split over processes:"
-            " attaching makes one fingerprint of all parts. Load or compare patches afterwards"
-        )
-    return check.fingerprint
-
-
-def hash_weights(model: nn.Module) -> tuple[str, int]:
-    """SHA-256 over a model's weights, and how many bytes were read.
+    """SHA-256 over the weights of a model.
 
     The weights are the tensors of the state dict: parameters and persistent buffers. Buffers that
     a model computes from its configuration (rotary frequencies) are left out, because they differ
@@ -55,9 +38,18 @@ def hash_weights(model: nn.Module) -> tuple[str, int]:
     an exchange of two elements (of up to 8 bytes) always change a checksum. For random factors any
     other change would go unnoticed with a probability of at most 2⁻³². The device and the memory
     layout make no difference.
+
+    Raises:
+        UnsupportedModelError: the model is split over processes, and nothing is attached to it.
     """
-    hashes, nbytes = tensor_hashes(model)
-    return _together(hashes), nbytes
+    if ranks_of(model).size == 1:
+        return _together(tensor_hashes(model))
+    if (watched := _watched.get(model)) is None or (check := watched.check()) is None:
+        raise UnsupportedModelError(
+            f"expected a patcher attached to {type(model).__name__}, which is split over processes:"
+            " attaching makes one fingerprint of all parts. Load or compare patches afterwards"
+        )
+    return check.fingerprint
 
 
 def _together(hashes: Mapping[str, str]) -> str:
@@ -68,12 +60,12 @@ def _together(hashes: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def tensor_hashes(model: nn.Module, *, whole: bool = False) -> tuple[dict[str, str], int]:
-    """The hash of each tensor of :func:`hash_weights` by name, and how many bytes were read.
+def tensor_hashes(model: nn.Module, *, whole: bool = False) -> dict[str, str]:
+    """The hash of each tensor of :func:`weight_fingerprint`, by name.
 
     whole: put a tensor together that several ranks share; all of them call this then.
     """
-    hashes, nbytes, known = dict[str, str](), 0, dict[int, str]()
+    hashes, known = dict[str, str](), dict[int, str]()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor):  # from a module's get_extra_state
             continue
@@ -82,24 +74,17 @@ def tensor_hashes(model: nn.Module, *, whole: bool = False) -> tuple[dict[str, s
             held = tensor if read is None else read().to(tensor.dtype)
             if whole and isinstance(held, DTensor):
                 held = held.full_tensor()
-            parts = list(_plain(held.detach()))
-            nbytes += sum(part.nbytes for part in parts)
-            known[id(tensor)] = _hash(parts).hex()
+            digest = hashlib.sha256()
+            for part in _plain(held.detach()):
+                digest.update(f"{tuple(part.shape)} {part.dtype} ".encode())
+                digest.update(_checksums(part).cpu().numpy().data)
+            known[id(tensor)] = digest.hexdigest()
         hashes[name] = known[id(tensor)]
-    return hashes, nbytes
-
-
-def _hash(parts: list[Tensor]) -> bytes:
-    """SHA-256 over the shapes, dtypes and checksums of plain tensors."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(f"{tuple(part.shape)} {part.dtype} ".encode())
-        digest.update(_checksums(part).cpu().numpy().data)
-    return digest.digest()
+    return hashes
 
 
 def _checksums(part: Tensor) -> Tensor:
-    """The checksums of :func:`hash_weights`: int64, two for every row."""
+    """The checksums of :func:`weight_fingerprint`: int64, two for every row."""
     data = part.contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 8:  # words begin at multiples of their size
         data = data.clone()
@@ -149,7 +134,7 @@ def check_same_model(
     Raises:
         FingerprintMismatch: it has others.
     """
-    own = model.config._name_or_path or type(model).__name__
+    own = model.config.name_or_path or type(model).__name__
     if dtype not in (None, str(model.dtype)):
         raise FingerprintMismatch(
             f"expected a patch of {own} in {model.dtype}, got one of {name} in {dtype}: load the"
@@ -182,19 +167,12 @@ def weight_state(model: nn.Module) -> list[tuple[int, int, torch.dtype]]:
 class WeightCheck:
     """A hash of all weights of a model, as :meth:`icl_patch.ContextPatcher.check_weights` takes it.
 
-    fingerprint: SHA-256, see :func:`hash_weights`; changed: whether it differs from the one before;
-    nbytes: bytes that were read; seconds: how long that took.
+    fingerprint: SHA-256, see :func:`weight_fingerprint`; changed: whether it differs from the one
+    before.
     """
 
     fingerprint: str
     changed: bool
-    nbytes: int
-    seconds: float
-
-    @property
-    def gb_per_second(self) -> float:
-        """``nbytes / seconds / 10⁹``."""
-        return self.nbytes / self.seconds / 1e9
 
 
 class WatchedWeights:
@@ -228,8 +206,8 @@ class WatchedWeights:
             return
         _watched[model] = self
         self._others = {}
-        self._own = tensor_hashes(model)[0]
-        for rank, hashes in enumerate(ranks.exchange(tensor_hashes(model, whole=True)[0])):
+        self._own = tensor_hashes(model)
+        for rank, hashes in enumerate(ranks.exchange(tensor_hashes(model, whole=True))):
             for name, content in hashes.items():
                 if self._others.setdefault(name, content) != content:
                     raise on_all_ranks(
@@ -255,13 +233,11 @@ class WatchedWeights:
         return None if model is None else self._check(model)
 
     def _check(self, model: nn.Module) -> WeightCheck:
-        start, before = time.perf_counter(), self._fingerprint
-        self._state = weight_state(model)
-        hashes, nbytes = tensor_hashes(model)
+        before, self._state = self._fingerprint, weight_state(model)
+        hashes = tensor_hashes(model)
         others = {name: x for name, x in hashes.items() if x != self._own.get(name)}
         self._fingerprint = _together(self._others | others)
-        changed = before not in (None, self._fingerprint)
-        return WeightCheck(self._fingerprint, changed, nbytes, time.perf_counter() - start)
+        return WeightCheck(self._fingerprint, before not in (None, self._fingerprint))
 
 
 _watched: "weakref.WeakKeyDictionary[nn.Module, WatchedWeights]" = weakref.WeakKeyDictionary()

@@ -18,12 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from icl_patch import ContextPatch, ContextPatcher, FingerprintMismatch
 from icl_patch.patch import fingerprints
-from icl_patch.patch.fingerprints import (
-    hash_weights,
-    tensor_hashes,
-    weight_fingerprint,
-    weight_state,
-)
+from icl_patch.patch.fingerprints import tensor_hashes, weight_fingerprint, weight_state
 
 DTYPES = (
     torch.float64,
@@ -112,14 +107,6 @@ def test_swapped_rows_columns_and_elements(dtype: torch.dtype, kind: str) -> Non
         assert (hash_of(changed) == before) == same
 
 
-def test_rows_of_high_bits_only() -> None:
-    """Swapped rows of doubles that differ in signs: every row of the hash is one of them."""
-    x = hadamard(1024).double()
-    before = hash_of(x)
-    for row in range(1, 1024, 13):
-        assert hash_of(swapped(x, 0, row)) != before, row
-
-
 def test_shape_dtype_and_name_count() -> None:
     x = torch.zeros(6, dtype=torch.int32)
     others = [x, x.view(2, 3), x.view(3, 2), x[:5], torch.tensor(0)]
@@ -198,31 +185,17 @@ def test_every_weight_of_a_model_counts(family: str) -> None:
             assert weight_fingerprint(model) == before
 
 
-def test_attaching_changes_no_hash() -> None:
-    for family in ("gemma2", "mixtral", "gpt2"):
-        model = shallow(family)
-        before = weight_fingerprint(model)
-        with ContextPatcher(model, "stable") as patcher:
-            assert patcher.fingerprint == patcher.check_weights().fingerprint == before
-
-
-def test_tied_weights_are_read_once() -> None:
-    model = build("llama", tie_word_embeddings=True)
-    assert hash_weights(model)[1] == sum(parameter.nbytes for parameter in model.parameters())
-
-
 def test_the_parts_of_a_quantised_weight_count() -> None:
     model = nn.Linear(4, 3, bias=False)
     model.weight = nn.Parameter(TwoTensor(torch.ones(3, 4), torch.ones(3, 4)), requires_grad=False)
-    before, state = hash_weights(model), weight_state(model)
-    assert before[1] == 2 * 3 * 4 * 4
+    before, state = weight_fingerprint(model), weight_state(model)
     for part in ("a", "b"):
         inner = getattr(model.weight.data, part)
         inner[2, 3] += 1
-        assert hash_weights(model) != before
+        assert weight_fingerprint(model) != before
         assert weight_state(model) != state
         inner[2, 3] -= 1
-        assert hash_weights(model) == before
+        assert weight_fingerprint(model) == before
 
 
 class Packed(nn.Module):
@@ -327,20 +300,12 @@ def test_check_weights_finds_them_too(part: str) -> None:
         assert patcher.compute(IDS, KEPT).info.fingerprint == second.fingerprint
 
 
-def test_check_weights_reports_bytes_and_speed() -> None:
-    model = shallow("gpt2")
-    check = ContextPatcher(model).check_weights()
-    assert not check.changed
-    assert check.nbytes == sum(parameter.nbytes for parameter in model.parameters())
-    assert check.gb_per_second == check.nbytes / check.seconds / 1e9
-
-
 @pytest.fixture
 def hashes(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were hashed, in order."""
     models: list[nn.Module] = []
 
-    def counted(model: nn.Module, *, whole: bool = False) -> tuple[dict[str, str], int]:
+    def counted(model: nn.Module, *, whole: bool = False) -> dict[str, str]:
         models.append(model)
         return tensor_hashes(model, whole=whole)
 
