@@ -25,7 +25,7 @@ ids, masks, positions and slots as lists.
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,12 +45,12 @@ from icl_patch.patch.serialization import (
     PatchInfo,
     check_finite,
     check_fit,
-    check_header,
     file_parts,
     read_blocks,
     read_file,
+    read_info,
     read_layers,
-    token_tensors,
+    read_tokens,
 )
 
 
@@ -369,21 +369,17 @@ class ContextPatch:
 
         Raises:
             PatchFormatError: the file is no patch file; or it has another SHA-256 than it names; or
-                tensors are missing, extra, of the wrong shape or not finite; or it names tokens,
-                positions or experts that the model does not have.
+                tensors are missing, extra, of the wrong shape or not finite; or it names experts
+                that the model does not have.
             FingerprintMismatch: the patch was computed with other weights, another dtype or another
                 tokenizer than the given ones.
             OSError: the file cannot be read.
         """
         header, tensors = read_file(path)
-        check_header(header)
-        info = PatchInfo(**{entry.name: header[entry.name] for entry in fields(PatchInfo)})
-        ids: dict[str, Any] = token_tensors(header)
-        blocks = read_blocks(header)
-        layers = read_layers(tensors, info, blocks, header["layers"], ids["kept_ids"].shape)
-        patch = cls(
-            info=info, layers=layers, layer_indices=tuple(header["layers"]), blocks=blocks, **ids
-        )
+        info, blocks = read_info(header), read_blocks(header)
+        tokens: dict[str, Any] = read_tokens(header)
+        layers = read_layers(header, tensors, info, blocks, tokens["kept_ids"].shape)
+        patch = cls(info, tuple(layers.values()), tuple(layers), blocks, **tokens)
         return patch.fitted_to(model, tokenizer)
 
     def fitted_to(

@@ -1,5 +1,6 @@
-"""Patch files that were damaged, made up, or are no files: each is refused as such."""
+"""Patch files: what they hold, and which are refused: damaged, made-up, and other ones."""
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -8,17 +9,38 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build, tokens
+from safetensors.torch import save_file
+from support.models import build, case
 from support.patch_files import read, refuses, write
-from torch import Tensor
+from torch import Tensor, nn
 
 from icl_patch import ContextPatch, ContextPatcher, PatchFormatError
+from icl_patch.evaluation import tiny_models
+from icl_patch.patch.serialization import TOKEN_TENSORS
+
+HIDDEN, INNER = 48, 72
+WIDTHS = {
+    "mlp.gate_proj.u": INNER,
+    "mlp.up_proj.u": INNER,
+    "readers.v": HIDDEN,
+    "mlp.down_proj.u": HIDDEN,
+    "mlp.down_proj.v": INNER,
+    "post_feedforward_layernorm.new_scale": HIDDEN,
+    "post_feedforward_layernorm.scale": HIDDEN,
+}
+NEW_SCALE = "layers.0.post_feedforward_layernorm.new_scale"
+
+
+def model() -> nn.Module:
+    types = ["sliding_attention", "full_attention"]
+    return build("gemma3", 0, num_hidden_layers=2, layer_types=types)
 
 
 @pytest.fixture(scope="module")
 def patch() -> ContextPatch:
-    with ContextPatcher(build("llama", 0, num_hidden_layers=2), "stable") as patcher:
-        return patcher.compute(tokens(0, 1, 5), tokens(1, 1, 2))
+    """Three rows of seven kept tokens, behind a prefix of five."""
+    with ContextPatcher(model(), "stable") as patcher:
+        return patcher.compute(**case("prefix"))
 
 
 @pytest.fixture
@@ -26,6 +48,29 @@ def saved(patch: ContextPatch, tmp_path: Path) -> Path:
     path = tmp_path / "p.safetensors"
     patch.save(path)
     return path
+
+
+def test_the_file_is_as_documented(saved: Path, patch: ContextPatch) -> None:
+    header, tensors = read(saved)
+    shapes = {
+        name: (width,) if name.endswith(".scale") else (*patch.kept_ids.shape, width)
+        for name, width in WIDTHS.items()
+    }
+    assert {name: tuple(x.shape) for name, x in tensors.items()} == {
+        f"layers.{i}.{k}": v for i in range(2) for k, v in shapes.items()
+    }
+    assert header["format"] == 2
+    assert (header["kind"], header["arithmetic"]) == ("per_token", "model")
+    assert header["tensor_parallel"] == 1
+    written = saved.read_bytes()
+    write(saved, header, tensors)
+    assert saved.read_bytes() == written
+    assert header["layers"] == [0, 1]
+    assert header["kept_mask"] == patch.kept_mask.tolist()
+    assert header["position_ids"] == patch.position_ids.tolist()
+
+
+# -- damage
 
 
 def flips(content: bytes, count: int) -> Iterator[bytes]:
@@ -39,7 +84,8 @@ def flips(content: bytes, count: int) -> Iterator[bytes]:
 
 def truncations(content: bytes, count: int) -> Iterator[bytes]:
     generator = random.Random(1)
-    return (content[: generator.randrange(len(content))] for _ in range(count))
+    yield from (content[:length] for length in (0, 7, 8, len(content) - 1))
+    yield from (content[: generator.randrange(len(content))] for _ in range(count))
 
 
 def accepted(path: Path, contents: Iterator[bytes]) -> int:
@@ -62,47 +108,39 @@ def test_damaged_files_are_refused(saved: Path, changed: int, cut: int) -> None:
     assert accepted(saved, iter([content + b"\0", content + content, b""])) == 0
 
 
-def reversed_layers(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    header["layers"] = header["layers"][::-1]
+def test_a_loaded_patch_does_not_change_with_its_file(saved: Path, patch: ContextPatch) -> None:
+    loaded = ContextPatch.load(saved)
+    with saved.open("r+b") as file:
+        file.seek(-4000, os.SEEK_END)
+        file.write(b"\0" * 4000)
+    for mine, theirs in zip(loaded.layers, patch.layers, strict=True):
+        assert all(torch.equal(factor, theirs[name]) for name, factor in mine.items())
 
 
-def infinite(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tensors["layers.0.mlp.down_proj.u"][0, 0, 3] = torch.inf
+# -- other files
 
 
-def other_modules(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    for block in header["blocks"]:
-        block["path"] = block["path"].replace("layers", "blocks")
+def test_a_pickle_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (tmp_path / "sprung",)
+
+    for zipped in (True, False):
+        torch.save({"layers": Trap()}, tmp_path / "p.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(PatchFormatError, match="pickle"):
+            ContextPatch.load(tmp_path / "p.pt")
+    assert not (tmp_path / "sprung").exists()
 
 
-def entry(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
-    return lambda header, tensors: header.update({name: value})
-
-
-MADE_UP = {
-    "layers in another order": (reversed_layers, r"layers as increasing numbers ≥ 0, got \[1, 0\]"),
-    "infinity": (infinite, r"finite factors.*layers\.0\.mlp\.down_proj\.u at row, token \[0, 0\]"),
-    "no such modules": (other_modules, r"modules that the model has, got model\.blocks\.0"),
-    "format 1": (entry("format", 1), "expected patch format 2, got 1: compute the patch again"),
-    "format 2.0": (entry("format", 2.0), "'format'"),
-    "a static patch": (entry("kind", "static"), "expected kind one of per_token, got 'static'"),
-    "other arithmetic": (
-        entry("arithmetic", "decimal"),
-        "arithmetic one of model, batch_invariant",
-    ),
-    "no device": (entry("tensor_parallel", 0), "expected tensor_parallel ≥ 1, got 0"),
-    "another update": (entry("update", "best"), "expected update one of direct, stable, exact"),
-}
-
-
-@pytest.mark.parametrize("fault", MADE_UP)
-def test_files_that_are_made_up_with_the_right_digest(fault: str, saved: Path) -> None:
-    header, tensors = read(saved)
-    change, message = MADE_UP[fault]
-    change(header, tensors)
-    write(saved, header, tensors)
-    with pytest.raises(PatchFormatError, match=message):
-        ContextPatch.load(saved, build("llama", 0, num_hidden_layers=2))
+def test_other_safetensors_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    with pytest.raises(PatchFormatError, match="icl_patch"):
+        ContextPatch.load(path)
+    for text in ("", "{", "null", "[1]", "3", "[" * 100_000, '{"format": 2}'):
+        write(path, text, {"a": torch.zeros(2)})
+        with pytest.raises(PatchFormatError, match="JSON object under 'icl_patch'"):
+            ContextPatch.load(path)
 
 
 def test_folders_and_devices_are_no_patch_files(tmp_path: Path) -> None:
@@ -116,10 +154,146 @@ def test_folders_and_devices_are_no_patch_files(tmp_path: Path) -> None:
         ContextPatch.load(tmp_path / "none")
 
 
-def test_a_loaded_patch_does_not_change_with_its_file(saved: Path, patch: ContextPatch) -> None:
+# -- files that were made up, with the right digest
+
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+def entry(name: str, value: Any) -> Change:
+    return lambda header, tensors: header.update({name: value})
+
+
+def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Change:
+    return lambda header, tensors: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+def more(name: str) -> Change:
+    return lambda header, tensors: tensors.update({name: torch.zeros(1)})
+
+
+def other_modules(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    for block in header["blocks"]:
+        block["path"] = block["path"].replace("layers", "blocks")
+
+
+def other_form(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    header["blocks"][1]["form"]["writer"] = "pen"
+
+
+def narrow(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """The residual stream's width cut everywhere: nothing in the file contradicts itself."""
+    for name, x in tensors.items():
+        tensors[name] = x[..., :40].contiguous() if x.shape[-1] == HIDDEN else x
+
+
+def one_layer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    header["layers"] = [0]
+    for name in [name for name in tensors if name.startswith("layers.1")]:
+        del tensors[name]
+
+
+MADE_UP: dict[str, tuple[Change, str]] = {
+    "layers in another order": (entry("layers", [1, 0]), r"layers as increasing .* got \[1, 0\]"),
+    "no such layer": (entry("layers", [0, 2]), r"numbers ≥ 0 below 2, got \[0, 2\]"),
+    "no such modules": (other_modules, r"modules that the model has, got model\.blocks\.0"),
+    "another form": (other_form, "expected blocks with a path and a form: .*'pen'"),
+    "format 1": (entry("format", 1), "expected patch format 2, got 1: compute the patch again"),
+    "a static patch": (entry("kind", "static"), "expected kind one of per_token, got 'static'"),
+    "other arithmetic": (entry("arithmetic", "decimal"), "arithmetic one of model, batch_invar"),
+    "no device": (entry("tensor_parallel", 0), "expected tensor_parallel of .* ≥ 1, got 0"),
+    "another update": (entry("update", "best"), "expected update one of direct, stable, exact"),
+    "missing": (lambda _, x: x.pop("layers.1.readers.v"), r"missing: \['layers\.1\.readers\.v'\]"),
+    "extra": (more("extra"), r"extra: \['extra'\]"),
+    "a layer too many": (more("layers.2.readers.v"), r"extra: \['layers\.2"),
+    "fewer tokens": (tensor("layers.0.mlp.up_proj.u", lambda u: u[:, 1:]), r"up_proj\.u \(3, 7, "),
+    "fewer rows": (tensor("layers.1.mlp.down_proj.v", lambda v: v[:2]), r"down_proj\.v \(3, 7, "),
+    "two dimensions": (tensor("layers.0.readers.v", lambda v: v[0]), r"layers\.0\.readers\.v"),
+    "no dimensions": (tensor("layers.0.readers.v", Tensor.sum), r"layers\.0\.readers\.v"),
+    "another width": (tensor(NEW_SCALE, lambda m: m[..., :-1]), r"\(3, 7, 48\), got \(3, 7, 47\)"),
+    "a long scale": (
+        tensor("layers.0.post_feedforward_layernorm.scale", lambda m: m.repeat(2)),
+        r"scale \(48,\), got \(96,\)",
+    ),
+    "NaN": (
+        tensor("layers.1.mlp.gate_proj.u", lambda u: u.where(u != u[2, 1, 3], torch.nan)),
+        r"finite factors, got NaN or infinity in layers\.1\.mlp\.gate_proj\.u at row, token \[2, 1",
+    ),
+    "infinity": (
+        tensor("layers.0.post_feedforward_layernorm.scale", lambda m: m / 0),
+        r"infinity in layers\.0",
+    ),
+    "fp16": (tensor("layers.0.mlp.up_proj.u", Tensor.half), "64 or bf16, got torch.float16"),
+    "int64": (tensor("layers.0.mlp.up_proj.u", Tensor.long), "64 or bf16, got torch.int64"),
+    "a narrow stream": (narrow, r"u and v of widths 72 and 48 for .*, got \(72, 40\)"),
+    "one layer": (one_layer, "expected the factors of 2 layers, got 1"),
+}
+
+
+@pytest.mark.parametrize("fault", MADE_UP)
+def test_files_that_are_made_up_with_the_right_digest(fault: str, saved: Path) -> None:
+    header, tensors = read(saved)
+    change, message = MADE_UP[fault]
+    change(header, tensors)
+    write(saved, header, tensors)
+    with pytest.raises(PatchFormatError, match=message):
+        ContextPatch.load(saved, model())
+
+
+STRINGS = ("model", "fingerprint", "family", "update", "dtype", "kind", "arithmetic")
+NUMBERS = ("format", "passes", "longest", "tensor_parallel")
+HEADER = (*STRINGS, *NUMBERS, "divisible", "replayable", "layers", "blocks", *TOKEN_TENSORS)
+# Nothing that any of these entries may be: there are 7 kept tokens and 5 of the prefix.
+NEVER_RIGHT = "[null, -1, 0.5, {}, [], [[]], [1], [[1, 2, 3]], [[null]], [[1], [2, 3]], [[[1]]]]"
+ELEMENTS = (0.5, -1, "1", None)
+
+
+@pytest.mark.parametrize("name", HEADER)
+def test_header_entries_that_are_missing_or_of_another_kind(name: str, saved: Path) -> None:
+    header, tensors = read(saved)
+    right = header.pop(name)
+    wrong: list[Any] = [*json.loads(NEVER_RIGHT), [["a"]]]
+    if name in TOKEN_TENSORS:
+        for element in (*ELEMENTS, 1 if name.endswith("mask") else True):
+            wrong.append([[element] * len(right[0])] * 3)
+        wrong += [right[:2], [row[1:] for row in right], "?"]
+    elif name not in ("model", "fingerprint", "family"):
+        wrong += ["?"]
+    for value in wrong:
+        write(saved, header | {name: value}, tensors)
+        assert refuses(saved), value
+    write(saved, header, tensors)
+    with pytest.raises(PatchFormatError, match=name):
+        ContextPatch.load(saved)
+    write(saved, header | {name: right}, tensors)
+    assert not refuses(saved)
+
+
+def test_factors_rounded_to_bf16_are_read_as_fp32(saved: Path) -> None:
+    header, tensors = read(saved)
+    rounded = {name: x.bfloat16() for name, x in tensors.items()}
+    write(saved, header, rounded)
     loaded = ContextPatch.load(saved)
-    with saved.open("r+b") as file:
-        file.seek(-4000, os.SEEK_END)
-        file.write(b"\0" * 4000)
-    for mine, theirs in zip(loaded.layers, patch.layers, strict=True):
-        assert all(torch.equal(factor, theirs[name]) for name, factor in mine.items())
+    for layer, factors in zip(loaded.layer_indices, loaded.layers, strict=True):
+        for name, x in factors.items():
+            assert x.dtype == torch.float32
+            assert torch.equal(x, rounded[f"layers.{layer}.{name}"].float())
+
+
+def test_experts_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Read without a model, a file is checked when it meets one."""
+    path, mixtral = tmp_path / "p.safetensors", tiny_models.build("mixtral", num_hidden_layers=2)
+    with ContextPatcher(mixtral, "stable") as patcher:
+        patcher.compute(**case("prefix")).save(path)
+        header, tensors = read(path)
+        for chosen in ([0, 7], [3, 8], [-1, 2]):
+            tensors["layers.1.mlp.experts.index"][2, 1] = torch.tensor(chosen)
+            write(path, header, tensors)
+            if chosen == [0, 7]:
+                ContextPatch.load(path, mixtral)
+                continue
+            loaded = ContextPatch.load(path)
+            message = r"index of model\.layers\.1\.mlp\.experts\.gate_up_proj from 0 to 7, got "
+            with pytest.raises(PatchFormatError, match=message):
+                ContextPatch.load(path, mixtral)
+            with pytest.raises(PatchFormatError, match=message):
+                patcher.forward(loaded.kept_ids, loaded, kept_mask=loaded.kept_mask)
