@@ -41,7 +41,6 @@ class Attachment:
         self._model: nn.Module | None = None
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._waiting: list[WaitingForward] = []
-        self.on_undo: Callable[[], object] | None = None  # undoes what is done for split models
 
     def __getstate__(self) -> dict[str, Any]:
         # a copied model runs passes of its own
@@ -137,9 +136,6 @@ class Attachment:
             self.blocks.pop().detach()
         while self._waiting:
             self._waiting.pop().remove()
-        if self.on_undo is not None:
-            self.on_undo()
-            self.on_undo = None
 
 
 class WaitingForward:

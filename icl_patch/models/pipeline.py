@@ -1,11 +1,7 @@
 """transformers' pipelines: the blocks of a model on several ranks, which run one after another."""
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
@@ -33,48 +29,6 @@ def is_last(model: nn.Module) -> bool:
     """Whether this rank has the model's last block and its head."""
     stage = stage_of(model)
     return stage is None or bool(stage.pp_is_last_stage)
-
-
-def wait_at_most(model: PreTrainedModel, seconds: float) -> Callable[[], None]:
-    """Let the stages of a pipeline wait for each other's hidden states for some seconds; returns a
-    function that undoes it.
-
-    A group's timeout does not reach messages from one rank to another, for which transformers
-    waits without end.
-    """
-    stage, timeout = stage_of(model), timedelta(seconds=seconds)
-    if stage is None:
-        return lambda: None
-
-    def communicate(
-        operation: str,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        tensor: Tensor | None = None,
-        shape: tuple[int, ...] | None = None,
-    ) -> Tensor | None:
-        """``PipelineStage.communicate`` with a limit."""
-        receives = operation == "recv_forward"
-        other = stage.pp_prev_rank if receives else stage.pp_next_rank
-        if other is None:
-            return None
-        place = torch.device("cpu") if stage.comm_on_cpu else device
-        if receives:
-            assert shape is not None
-            message = torch.empty(shape, dtype=dtype, device=place)
-        else:
-            assert tensor is not None
-            message = tensor.to(place, dtype).contiguous()
-        peer = dist.get_global_rank(stage.pp_group, other)
-        exchange = dist.irecv if receives else dist.isend
-        work = exchange(message, peer, group=stage.pp_group)
-        assert work is not None
-        work.wait(timeout)
-        return message.to(device) if receives else None
-
-    stage.communicate = communicate
-    return lambda: vars(stage).pop("communicate", None)
 
 
 class ElsewhereLayer(CacheLayerMixin):

@@ -6,17 +6,15 @@ alone refuses would leave the others waiting. So the public calls run through :m
 error on one rank is raised on all, a rank that has ended or hangs is an error on the others after a
 timeout, and different arguments are an error before anything runs.
 
-Flags and hashes go through a process group of their own; errors and what the ranks tell each other
-through torch's store, which works when a group is broken.
+What the ranks tell each other goes through a process group of their own. It waits longer than the
+model's own groups, whose errors it carries.
 """
 
 import hashlib
-import json
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -24,10 +22,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import (
-    _get_default_store,
-    _set_pg_timeout,
-)
 
 from icl_patch import errors
 from icl_patch._version import __version__
@@ -36,7 +30,6 @@ from icl_patch.errors import RankError
 DEFAULT_TIMEOUT = 300.0
 _Result = TypeVar("_Result")
 _known: "weakref.WeakKeyDictionary[nn.Module, Ranks]" = weakref.WeakKeyDictionary()
-_counts: dict[tuple[int, ...], int] = {}  # how often these ranks have found each other
 
 
 def mesh_of(model: nn.Module) -> Any:
@@ -79,17 +72,14 @@ class Ranks:
     def __init__(self, ranks: tuple[int, ...], timeout: float) -> None:
         self.size, self.ranks, self.timeout = len(ranks), ranks, timeout
         self.groups: list[dist.ProcessGroup] = []
-        self.index, self._count, self._lost = 0, 0, ""
+        self.index, self._lost = 0, ""
         if self.size == 1:
             return
         self.index = ranks.index(dist.get_rank())
-        count = _counts[ranks] = _counts.get(ranks, 0) + 1
-        self._store = dist.PrefixStore(
-            f"icl_patch/{'-'.join(map(str, ranks))}/{count}", _get_default_store()
-        )
-        self._exchange("attach")  # nobody waits for a group that another does not make
-        self._group = dist.new_group(
-            list(ranks), self._patience, backend="gloo", use_local_synchronization=True
+        self._group: dist.ProcessGroup = self._answered(
+            lambda: dist.new_group(
+                list(ranks), self._patience, backend="gloo", use_local_synchronization=True
+            )
         )
 
     @property
@@ -102,8 +92,8 @@ class Ranks:
         self.timeout = timeout
         if self.size > 1:
             for group in self.groups:
-                _set_pg_timeout(timedelta(seconds=timeout), group)
-            _set_pg_timeout(self._patience, self._group)
+                group.set_timeout(timedelta(seconds=timeout))
+            self._group.set_timeout(self._patience)
 
     # -- together or not at all
 
@@ -129,7 +119,7 @@ class Ranks:
                 raise
             self._meet("shared", error=error)
             raise AssertionError("ranks that went on after an error") from error
-        self._meet("shared")
+        self._same_place("shared")
         return result
 
     def agree(self, facts: Mapping[str, object]) -> None:
@@ -143,7 +133,7 @@ class Ranks:
         texts = {name: str(fact) for name, fact in facts.items()}
         if self._meet(f"facts {texts}")[1]:
             return
-        found = self._exchange("facts", texts)
+        found = self._gather("facts", texts)
         first = found[0]
         for rank, other in zip(self.ranks, found, strict=True):
             for name in {**first, **other}:
@@ -164,7 +154,7 @@ class Ranks:
     def _same_place(self, place: str, flag: bool = False) -> bool:
         found, same = self._meet(place, flag)
         if not same:
-            self._exchange(place)  # which raises
+            self._gather(place, None)  # which raises
         return found
 
     def _meet(
@@ -173,13 +163,9 @@ class Ranks:
         """Whether the flag is True on some rank, and whether all ranks are at one place; raises if
         one of them has an error, or does not come.
         """
-        self._check_together()
         number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
         found = torch.tensor([int(error is not None), int(flag), number, -number])
-        try:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
-        except RuntimeError as lost:
-            self._raise_first(error or lost)
+        self._answered(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
         if found[0]:
             self._raise_first(error)
         return bool(found[1]), int(found[2]) == -int(found[3])
@@ -187,9 +173,7 @@ class Ranks:
     def _raise_first(self, error: BaseException | None) -> NoReturn:
         """Raise the error of the first rank that has one of its own, on every rank."""
         word = None if error is None else [type(error).__name__, str(error), _is_lost(error)]
-        words = self._exchange("error", word)
-        with suppress(RankError):  # the rank with the store does not end before all have read
-            self._exchange("heard")
+        words = self._gather("error", word)
         lost = [found for found in words if found and found[2]]
         own = [(rank, found) for rank, found in enumerate(words) if found and not found[2]]
         rank, (kind, message, _) = own[0] if own else (words.index(lost[0]), lost[0])
@@ -206,42 +190,35 @@ class Ranks:
     # -- words and tensors
 
     def exchange(self, word: Any) -> list[Any]:
-        """What every rank says, as JSON, in the order of the ranks."""
+        """What every rank says, an object that can be pickled, in the order of the ranks."""
         if self.size == 1:
             return [word]
         self._same_place("exchange")
-        return self._exchange("exchange", word)
+        return self._gather("exchange", word)
 
-    def _exchange(self, place: str, word: Any = None) -> list[Any]:
-        self._check_together()
-        self._count += 1
-        self._store.set(f"{self._count}/{self.index}", json.dumps([place, word]))
-        found = []
-        for other, rank in enumerate(self.ranks):
-            key = f"{self._count}/{other}"
-            try:
-                self._store.wait([key], self._patience)
-                found.append(json.loads(self._store.get(key)))
-            except RuntimeError as error:  # also of a store whose process has ended
-                self._lost = (
-                    f"rank {rank} does not answer: it has ended, or it did something else for"
-                    f" {self._patience.total_seconds():g} seconds"
-                )
-                raise on_all_ranks(RankError(self._lost)) from error
-        if self._count > 2:  # everyone has read it
-            with suppress(RuntimeError):  # the rank with the store may have ended meanwhile
-                self._store.delete_key(f"{self._count - 2}/{self.index}")
+    def _gather(self, place: str, word: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        self._answered(lambda: dist.all_gather_object(found, (place, word), self._group))
         places = [place for place, _ in found]
         if len({*places}) > 1:
             self._lost = f"the ranks are at different places: {', '.join(places)}"
             raise on_all_ranks(RankError(self._lost))
         return [content for _, content in found]
 
-    def _check_together(self) -> None:
+    def _answered(self, communicate: Callable[[], _Result]) -> _Result:
+        """``communicate()``; raises RankError if a rank is lost, now or before."""
         if self._lost:
             raise on_all_ranks(
                 RankError(f"the ranks have lost each other before ({self._lost}): start them again")
             )
+        try:
+            return communicate()
+        except RuntimeError as error:
+            self._lost = (
+                "a rank does not answer: it has ended, or it did something else for"
+                f" {self._patience.total_seconds():g} seconds"
+            )
+            raise on_all_ranks(RankError(self._lost)) from error
 
     def joined(
         self, parts: list[dict[str, Tensor]], device: torch.device
@@ -249,40 +226,16 @@ class Ranks:
         """The parts of all ranks, those of the first rank first; those of others on ``device``."""
         if self.size == 1:
             return parts
-        own = [
-            {name: [[*x.shape], str(x.dtype).removeprefix("torch.")] for name, x in part.items()}
-            for part in parts
-        ]
+        own = [{name: x.detach().cpu() for name, x in part.items()} for part in parts]
         everything: list[dict[str, Tensor]] = []
-        for index, described in enumerate(self.exchange(own)):
-            for number, tensors in enumerate(described):
-                part: dict[str, Tensor] = {}
-                for name, (shape, dtype) in tensors.items():
-                    if index == self.index:
-                        x = parts[number][name]
-                        sent = x.detach().cpu().contiguous()
-                    else:
-                        sent = torch.empty(shape, dtype=getattr(torch, dtype))
-                    self._broadcast(sent, index)
-                    part[name] = x if index == self.index else sent.to(device)
-                everything.append(part)
+        for index, sent in enumerate(self.exchange(own)):
+            others = [{name: x.to(device) for name, x in part.items()} for part in sent]
+            everything += parts if index == self.index else others
         return everything
 
     def same(self, x: Tensor) -> Tensor:
-        """The first rank's tensor, of the same shape and dtype on all."""
-        if self.size == 1:
-            return x
-        sent = x.cpu().contiguous()
-        self._broadcast(sent, 0)
-        return sent.to(x.device)
-
-    def _broadcast(self, x: Tensor, index: int) -> None:
-        self._check_together()
-        try:
-            bits = x.view(torch.uint8) if x.dim() else x
-            dist.broadcast(bits, self.ranks[index], self._group)
-        except RuntimeError as error:
-            self._raise_first(error)
+        """The first rank's tensor."""
+        return x if self.size == 1 else self.exchange(x.cpu())[0].to(x.device)
 
 
 def versions() -> dict[str, str]:
