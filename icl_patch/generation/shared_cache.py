@@ -72,7 +72,7 @@ def _interposed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _table = ALL_ATTENTION_FUNCTIONS
-_override = Override(_table._local_mapping, _IMPLEMENTATION, _table[_IMPLEMENTATION], _interposed)
+_override = Override(_table, _IMPLEMENTATION, _interposed)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ their positions in the same way.
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -81,15 +81,15 @@ class Override:
     another.
 
     Args:
-        names: the dictionary that holds the function. name: its key there. function: the original.
-            wrap: makes the replacement from it.
+        names: the mapping that holds the function. name: its key there. wrap: makes the replacement
+            from it.
     """
 
     def __init__(
-        self, names: dict[str, Any], name: str, function: Any, wrap: Callable[[Any], Any]
+        self, names: MutableMapping[str, Any], name: str, wrap: Callable[[Any], Any]
     ) -> None:
-        self._names, self._name, self._made = names, name, wrap(function)
-        self._before: dict[str, Any] = {}
+        self._names, self._name, self._made = names, name, wrap(names[name])
+        self._before: Any = None
         self._users, self._lock = 0, threading.Lock()
 
     @contextmanager
@@ -97,9 +97,7 @@ class Override:
         """Within this context the replacement is in force."""
         with self._lock:
             if not self._users:
-                self._before = (
-                    {self._name: self._names[self._name]} if self._name in self._names else {}
-                )
+                self._before = self._names[self._name]
                 self._names[self._name] = self._made
             self._users += 1
         try:
@@ -108,8 +106,9 @@ class Override:
             with self._lock:
                 self._users -= 1
                 if not self._users:
-                    del self._names[self._name]
-                    self._names.update(self._before)
+                    del self._names[self._name]  # transformers' table may have it below
+                    if self._names.get(self._name) is not self._before:
+                        self._names[self._name] = self._before
 
 
 def _restricting(mask_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,15 +157,10 @@ def _repositioning(build_alibi: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _table = ALL_MASK_ATTENTION_FUNCTIONS
-_masks = [
-    Override(_table._local_mapping, name, _table[name], _restricting) for name in _IMPLEMENTATIONS
-]
+_masks = [Override(_table, name, _restricting) for name in _IMPLEMENTATIONS]
 _PAD = "maybe_pad_block_sequence_ids"
-_masks += [
-    Override(vars(masking_utils), name, function, _padding)
-    for name, function in vars(masking_utils).items()
-    if name == _PAD
-]
+if hasattr(masking_utils, _PAD):
+    _masks.append(Override(vars(masking_utils), _PAD, _padding))
 _alibis: dict[str, Override] = {}
 _adding = threading.Lock()
 
@@ -177,7 +171,7 @@ def _alibi_override(model: PreTrainedModel) -> list[Override]:
     name = "build_alibi_tensor"
     with _adding:
         if name in home and home["__name__"] not in _alibis:
-            _alibis[home["__name__"]] = Override(home, name, home[name], _repositioning)
+            _alibis[home["__name__"]] = Override(home, name, _repositioning)
     return [_alibis[home["__name__"]]] if name in home else []
 
 
