@@ -1,15 +1,19 @@
-"""Whether a model is one that can be attached to at all; the refusals name what to do instead."""
+"""Whether a model is one that can be attached to at all, and why not; the refusals name what to do
+instead.
+"""
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 
 from icl_patch.errors import UnsupportedModelError
 from icl_patch.layers.device_hooks import device_of, hooks_of, offloaded
 from icl_patch.models.forward import drafts_for_another, takes_cache
-from icl_patch.models.language_model import text_config, vocabulary
+from icl_patch.models.kv_cache import new_cache
+from icl_patch.models.language_model import random_tokens, vocabulary
 from icl_patch.models.pipeline import is_elsewhere, is_last
 from icl_patch.models.recurrent_state import is_recurrent
+from icl_patch.tolerances import rounding_limit
 
 
 def check_language_model(model: object) -> None:
@@ -36,11 +40,6 @@ def check_language_model(model: object) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} drafts tokens for another model, from whose hidden states and"
             " cache it starts: it takes no token ids. Attach to the model that it drafts for"
-        )
-    if "minimax_m3_sparse" in (getattr(text_config(model), "layer_types", None) or ()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} finds blocks of its cache by positions, which a shorter cache"
-            " does not have"
         )
     devices = sorted({str(weight.device) for weight in model.parameters()})
     if len(devices) > 1 and not hooks_of(model):
@@ -173,3 +172,62 @@ def check_not_shared(layers: dict[str, nn.Module]) -> None:
                 raise UnsupportedModelError(
                     f"{place} is the same module as {other}: a patch of one would change the other"
                 )
+
+
+def above_range(path: str, output: Tensor, dtype: torch.dtype) -> str | None:
+    """The refusal of a module that computes infinities or NaNs; None if all outputs are finite."""
+    if output.isfinite().all():
+        return None
+    return _refusal(path, dtype, f"above its largest number {torch.finfo(dtype).max:.1e}")
+
+
+def below_range(path: str, output: Tensor, dtype: torch.dtype) -> str | None:
+    """The refusal of a module whose output (..., d) is too small for some token; None else."""
+    size = float(output.double().square().mean(-1).sqrt().min())
+    limit = torch.finfo(dtype).smallest_normal
+    if size >= limit:
+        return None
+    return _refusal(path, dtype, f"{size:.1e}, below its smallest normal number {limit:.1e}")
+
+
+def _refusal(path: str, dtype: torch.dtype, found: str) -> str:
+    cure = "Load the model in a dtype of a wider range, torch.bfloat16 or torch.float32"
+    if dtype != torch.float16:
+        cure = "Check that its weights were loaded whole: none may be infinite or NaN"
+    return f"{path} has outputs that {torch.finfo(dtype).dtype} cannot hold: {found}. {cure}"
+
+
+@torch.no_grad()
+def explain_failure(model: PreTrainedModel, error: Exception) -> str:
+    """Why attaching failed with ``error``, for a user: a property of the model's class that rules
+    it out, the refusal as it was, or the model's own words.
+
+    Runs the model on a few random tokens. Only a failure calls for this.
+    """
+    name = type(model).__name__
+    refusal = str(error) if isinstance(error, UnsupportedModelError) else None
+    raw = (
+        f"{name} fails on the tokens that attaching tries, two rows in several calls over a"
+        f" {type(new_cache(model)).__name__}: {' '.join(str(error).split())}"
+    )
+    ids = random_tokens(model, 6, seed=2)
+    try:
+        output = model(ids, use_cache=True)
+        other = model(torch.cat([ids[:, :-1], ids[:, :1]], 1)).logits  # another last token
+    except Exception:  # what it said first says more
+        return refusal or f"{raw} (it fails on token ids alone: choose a model that needs no more)"
+    logits, cache = output.logits, output.get("past_key_values", output.get("cache_params"))
+    changed = (other - logits)[:, :-1].abs().max()
+    if changed > rounding_limit(logits.dtype) * logits.abs().max():
+        return (
+            f"expected a causal language model, but in {name} a token's logits depend on the tokens"
+            " after it: it reads in both directions. Choose another model; one that was trained as"
+            " a decoder needs is_decoder=True in its configuration (BERT and its relatives)"
+        )
+    if refusal is None and cache is not None and not isinstance(cache, Cache):
+        return (
+            f"expected a model with a cache of transformers, but {name} keeps its state in a class"
+            f" of its own, {type(cache).__name__}, which cannot be masked or joined with another:"
+            " choose a model of another class"
+        )
+    return refusal or raw

@@ -24,7 +24,6 @@ from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import check_attention
 from icl_patch.models.block_detection import blocks_of
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
-from icl_patch.models.diagnosis import explain_failure
 from icl_patch.models.forward import check_inputs, counts_slots, names_of
 from icl_patch.models.forward_override import what_runs
 from icl_patch.models.language_model import (
@@ -34,8 +33,8 @@ from icl_patch.models.language_model import (
     family_of,
     layers_of,
 )
-from icl_patch.models.model_checks import check_language_model, check_split
-from icl_patch.models.pipeline import stage_of, wait_at_most
+from icl_patch.models.model_checks import check_language_model, check_split, explain_failure
+from icl_patch.models.pipeline import stage_of
 from icl_patch.models.ranks import Ranks, digest, on_all_ranks, ranks_of, versions
 from icl_patch.models.recurrent_state import is_recurrent
 from icl_patch.models.tensor_parallel import group_of
@@ -155,7 +154,6 @@ class AttachedModel:
         self.blocks: list[AttachedBlock] = self.attachment.blocks
         self.hooks = Hooks(model, self.attachment.forwards)
         # When this object is collected, no pass is running.
-        self.attachment.on_undo = wait_at_most(model, self.ranks.timeout)
         weakref.finalize(self, self.attachment.undo).atexit = False
         self._dtype = model.dtype
         try:
@@ -540,7 +538,7 @@ class AttachedModel:
     def _info(self, passes: int, longest: int, arithmetic: str) -> PatchInfo:
         config = self.model.config
         return PatchInfo(
-            model=getattr(config, "_name_or_path", "") or type(self.model).__name__,
+            model=config.name_or_path or type(self.model).__name__,
             revision=getattr(config, "_commit_hash", None),
             fingerprint=self.fingerprint,
             tokenizer=self.tokenizer_fingerprint,

@@ -16,7 +16,7 @@ from icl_patch.models import kv_cache
 from icl_patch.models.attention_mask import Visibility
 from icl_patch.models.forward import call, counts_slots, takes_positions
 from icl_patch.models.language_model import random_tokens, text_config
-from icl_patch.models.number_range import above_range, below_range
+from icl_patch.models.model_checks import above_range, below_range
 from icl_patch.models.pipeline import stage_of
 from icl_patch.models.positions import first_position
 from icl_patch.models.ranks import ranks_of

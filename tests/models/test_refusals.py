@@ -281,23 +281,12 @@ def disguised(kind: type[nn.Module]) -> nn.Module:
     return model
 
 
-@updates
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Bent,
-        HalfParallel,
-        SelfMade,
-        OwnProduct,
-        OwnReader,
-        ThirdReader,
-    ],
-)
-def test_a_block_that_does_something_else_is_refused(kind: type[nn.Module], update: str) -> None:
+@pytest.mark.parametrize("kind", [Bent, HalfParallel, SelfMade, OwnProduct, OwnReader, ThirdReader])
+def test_a_block_that_does_something_else_is_refused(kind: type[nn.Module]) -> None:
     model = disguised(kind)
     before = Snapshot(model)
     with pytest.raises(UnsupportedModelError):
-        ContextPatcher(model, update)
+        ContextPatcher(model)
     before.check(model)
 
 
@@ -352,15 +341,6 @@ def test_padding_that_a_recurrent_state_sees(dtype: torch.dtype) -> None:
     with ContextPatcher(shallow("mamba", 0, dtype)) as patcher:
         alone = patcher.compute(IDS[:, 1:], KEPT).logits
         assert torch.equal(patcher.compute(IDS, KEPT, context_mask=padded).logits, alone)
-
-
-def test_blocks_of_a_cache_that_are_found_by_positions() -> None:
-    model = build("llama")
-    model.config.layer_types = ["minimax_m3_sparse"] * 2
-    with pytest.raises(
-        UnsupportedModelError, match="LlamaForCausalLM finds blocks of its cache by positions"
-    ):
-        ContextPatcher(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -486,17 +466,8 @@ def test_bad_arguments_of_forward(llama_patcher: ContextPatcher) -> None:
 
 def test_patches_that_do_not_belong(llama_patcher: ContextPatcher) -> None:
     patch = llama_patcher.compute(IDS, KEPT)
-    for model in (build("llama", 7), build("llama", 0, torch.bfloat16), build("gemma3")):
-        with (
-            ContextPatcher(model) as other,
-            pytest.raises(FingerprintMismatch, match="got one of LlamaForCausalLM"),
-        ):
-            other.forward(KEPT, patch)
     with pytest.raises(ValueError, match="a part of one"):
         llama_patcher.forward(KEPT, dataclasses.replace(patch, layers=patch.layers[:2]))
-    part = patch.select(tokens=slice(1, 3))
-    with pytest.raises(ValueError, match="a part of one"):
-        llama_patcher.forward(part.kept_ids, part)
     # computed on these weights, by another update: it is a change of weights like any other
     with ContextPatcher(build("llama"), "direct") as direct:
         assert metrics.linf(direct.forward(KEPT, patch), patch.logits).max() <= noise_limit(
