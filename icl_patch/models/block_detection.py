@@ -18,12 +18,12 @@ from icl_patch.models import residual_sums as sums
 from icl_patch.models.block_spec import Block, BlockSpec, Writer
 from icl_patch.models.language_model import layers_of, random_tokens
 from icl_patch.models.model_checks import (
+    above_range,
     check_block_devices,
     check_language_model,
     check_not_shared,
 )
-from icl_patch.models.number_range import above_range
-from icl_patch.models.trace import BlockTrace, Call, Value, inside, trace
+from icl_patch.models.trace import BlockTrace, Call, Value, inside, outermost, trace
 
 # The names of the MLP in known blocks. In a block without such a child, everything but the context
 # layers counts as its MLP.
@@ -141,14 +141,7 @@ class _Reading:
                 if not PatchedParallelExperts.fits(experts.module)  # whose router is inside
             )
         ]
-        # only the outermost: an adapter and the matrix in it are one linear map
-        matrices = [
-            call
-            for call in matrices
-            if not any(
-                inside(call.path, other.path) for other in matrices if other.path != call.path
-            )
-        ]
+        matrices = outermost(matrices)  # an adapter and the matrix in it are one linear map
         self.matrices = [call for call in matrices if call.path.split(".")[0] in _MLPS] or matrices
         self.trace = trace
 
@@ -430,10 +423,12 @@ class _Reading:
                 continue
             for x in later:
                 yield found | {"continues_after_sum": True}, x, [*stream, added], 1.0
-            for scale in self._scalars():
-                yield found | {"continues_after_sum": True}, output, [*stream, added], scale
-            for name, weight in self._weights(hidden[0]) if len(hidden) == 1 else ():
-                yield found | {"residual_weight": name}, output, [weight * hidden[0], added], 1.0
+            for name, weight in self._own_weights():
+                if weight.numel() == 1:
+                    yield found | {"continues_after_sum": True}, output, [*stream, added], weight
+                elif len(hidden) == 1 and weight.shape == hidden[0].shape[-1:]:
+                    terms = [weight * hidden[0], added]
+                    yield found | {"residual_weight": name}, output, terms, 1.0
 
     def _beside(self, mlp: Call, holders: list[Call]) -> Iterator[Tensor]:
         """Outputs that other modules of the MLP may add, beside the one that holds the writer."""
@@ -448,33 +443,20 @@ class _Reading:
         """The factors by least squares, for factors without a name, and the share of the elements
         that they give to the last bit.
         """
-        hidden, added = self._hidden(residual), mlp.made.now
-        found = sums.fitted(made.now, hidden, added)
+        hidden = torch.stack([self._tap(name).double() for name in residual]).sum(0)
+        found = sums.fitted(made.now, hidden, mlp.made.now)
         if found is None:
             return 0.0, {}
         names = ("residual_factor", "residual_multiplier")
         return found[0], {"residual": residual, **dict(zip(names, found[1:], strict=True))}
 
-    def _hidden(self, residual: tuple[str, ...]) -> Tensor:
-        hidden = sum(self._tap(name).double() for name in residual)
-        assert isinstance(hidden, Tensor)
-        return hidden
-
-    def _weights(self, hidden: Tensor) -> list[tuple[str, Tensor]]:
-        """The candidates for a factor of the residual stream: the block's own parameters of its
-        width.
-        """
-        own = self.module.named_parameters(recurse=False)
-        wide = [name for name, x in own if x.shape == hidden.shape[-1:]]
-        return [(name, weight_of(self.module, name)) for name in wide]
-
-    def _scalars(self) -> list[Tensor]:
-        """The candidates for a factor of the sum: the block's own parameters and buffers of one
-        element.
+    def _own_weights(self) -> list[tuple[str, Tensor]]:
+        """The block's own parameters and buffers: candidates for a factor of the residual stream if
+        they are as wide, for one of the sum if they have one element.
         """
         own: list[tuple[str, Tensor]] = [*self.module.named_parameters(recurse=False)]
         own += self.module.named_buffers(recurse=False)
-        return [weight_of(self.module, name) for name, x in own if x.numel() == 1]
+        return [(name, weight_of(self.module, name)) for name, _ in own]
 
     def _tap(self, name: str) -> Tensor:
         side, _, path = name.partition(" of ")

@@ -2,7 +2,7 @@
 read from them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,21 +94,25 @@ class BlockTrace:
     @property
     def mixers(self) -> list[Call]:
         """The outermost modules within the block that see the context."""
-        seen = [
+        return outermost(
             call
             for call in self.calls[:-1]
             if call.sees_context and (call.module._modules or call.module._parameters)
-        ]
-        return [
-            call
-            for call in seen
-            if not any(inside(call.path, other.path) for other in seen if other is not call)
-        ]
+        )
 
 
 def inside(path: str, outer: str) -> bool:
     """Whether ``path`` is ``outer`` or a module below it."""
     return path == outer or path.startswith(f"{outer}.")
+
+
+def outermost(calls: Iterable[Call]) -> list[Call]:
+    """The calls of modules that are inside no other one's."""
+    calls = list(calls)
+    paths = {call.path for call in calls}
+    return [
+        call for call in calls if not any(inside(call.path, path) for path in paths - {call.path})
+    ]
 
 
 @contextmanager
