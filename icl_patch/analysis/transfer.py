@@ -28,7 +28,7 @@ def on_other_weights(patch: ContextPatch, patcher: HasAttachedModel) -> ContextP
         )
     patch.check_blocks(attached.block_specs)
     check_fit(patch, model)
-    own = model.config._name_or_path or type(model).__name__
+    own = model.config.name_or_path or type(model).__name__
     info = replace(
         patch.info,
         model=f"{own} (from {patch.info.model}, {patch.info.fingerprint[:12]})",

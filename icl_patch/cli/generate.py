@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         steps = _generate(options, patcher, tokenizer)
     token_ids = [int(step.token_ids[0]) for step in steps]
     result: dict[str, Any] = {
-        "model": str(model.config._name_or_path),
+        "model": str(model.config.name_or_path),
         "update": options.update,
         "mode": steps[0].mode,
         "token_ids": token_ids,

@@ -143,7 +143,7 @@ def encode_contexts(
 
 def default_context(model: PreTrainedModel) -> str:
     """The paper's Mars prompt; for the embedded model, its first held-out prompt."""
-    if getattr(model.config, "_name_or_path", "") != "embedded":
+    if model.config.name_or_path != "embedded":
         return MARS_PROMPT
     prompt = embedded.held_out_prompts(embedded.KINDS[0], 1)[0]
     return prompt.context + prompt.question

@@ -258,7 +258,7 @@ def verify(
             progress(count, count)
     experts = totals["same_experts"]
     return VerifyReport(
-        model=name or getattr(loaded.config, "_name_or_path", "") or type(loaded).__name__,
+        model=name or loaded.config.name_or_path or type(loaded).__name__,
         family=attached.family,
         update=update,
         dtype=str(loaded.dtype).removeprefix("torch."),

@@ -69,7 +69,7 @@ class StaticInfo:
     ) -> "StaticInfo":
         """The info of a model as it is now."""
         return cls(
-            model=getattr(model.config, "_name_or_path", "") or type(model).__name__,
+            model=model.config.name_or_path or type(model).__name__,
             fingerprint=weight_fingerprint(model),
             tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             family=family_of(model),

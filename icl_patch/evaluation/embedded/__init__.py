@@ -26,5 +26,5 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The embedded model, in eval mode, and its tokenizer (one token a byte)."""
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype)
-    model.config._name_or_path = "embedded"  # instead of the installed path
+    model.config.name_or_path = "embedded"  # instead of the installed path
     return model.to(device).eval(), AutoTokenizer.from_pretrained(MODEL_DIR)
