@@ -39,6 +39,7 @@ NAVIGATION = {
         "docs/blocks",
         "docs/errors",
         "docs/patch-file",
+        "docs/private-interfaces",
         "docs/inside-the-kernels",
         "Model classes <docs/model_classes>",
     ],
