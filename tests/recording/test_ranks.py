@@ -60,10 +60,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     for one, other, (kind, text) in zip(first, second, refusals, strict=False):
         assert one == other and one[0] == kind and one[1].startswith(text), one
     kind, text, seconds = first[len(refusals)]
-    assert kind == "RankError" and text.startswith("rank 1 does not answer: it has ended, or")
+    assert kind == "RankError" and text.startswith("a rank does not answer: it has ended, or")
     assert seconds < 6 * TIMEOUT
     kind, text = first[len(refusals) + 1]
-    assert kind == "RankError" and "have lost each other before (rank 1 does not answer" in text
+    assert kind == "RankError" and "have lost each other before (a rank does not answer" in text
 
 
 def check_tensor_parallel(count: int, path: Path, families: tuple[str, ...]) -> None:
@@ -130,5 +130,5 @@ def test_a_rank_that_does_not_come_is_an_error_on_the_others(tmp_path: Path) -> 
     assert said[2] == ["waits"]
     for rank in said[:2]:
         kind, text, seconds = rank[0]
-        assert kind == "RankError" and "rank 2 does not answer" in text
+        assert kind == "RankError" and "a rank does not answer" in text
         assert seconds < 6 * TIMEOUT
