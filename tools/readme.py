@@ -24,7 +24,6 @@ RESULTS = ROOT / "bench" / "results"
 UPDATES = {
     "exact": "`exact`",
     "stable": "`stable`, `direct`",
-    "stable, first token kept": "`stable`, the first token kept",
 }
 """Rows of the table of fidelity; the closed forms are one where blocks end in a matrix."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
@@ -56,11 +55,11 @@ def memory() -> str:
         ratios = [f"{size / row['cache_bytes']:.0f}" for size in (exact, stable)]
         rows.append([row["model"], *cells, *ratios])
     columns = [
-        "bf16 model",
+        "model in bf16",
         "cache of one context token",
         "weight change of one token (`exact`)",
         "as much as the cache of … tokens (`exact`)",
-        "(`stable`)",
+        "as much as the cache of … tokens (`stable`)",
     ]
     return _table(columns, rows)
 
@@ -93,7 +92,7 @@ def chat() -> str:
         for answer in _demo()["answers"]
         if answer["kind"] == "chat"
     ]
-    columns = ["system message", "question", "with it", "without", "without it, but patched"]
+    columns = ["system message", "question", "with it", "without it", "patched, without it"]
     return _table(columns, rows)
 
 
@@ -161,13 +160,13 @@ def hundred() -> str:
             sizes, patches = run["records"][0]["bytes"], run["records"][0]["patches"]
             rate = 100 * patches / seconds("all")
             of_row = {name: size / patches for name, size in sizes.items()}
-            cells = [f"`{run['update']}`", f"{rate:.0f} rows"]
+            cells = [f"`{run['update']}`", f"{rate:.0f}"]
             cells += [f"{of_row['shards'] / 1e6:.1f} MB", f"{rate * of_row['shards'] / 1e6:.0f} MB"]
             cells += [f"{rate * of_row['index'] / 1e6:.2f} MB"]
             cells += [f"{100 * rate * of_row['rows'] / 1e6:.1f} MB", "0"]
             rows.append([*cells, f"{100 * record['weights_bytes'] / 1e9:.0f} GB"])
-    columns = ["update", "in a second", "factors of a row", "factors written", "index written"]
-    columns += ["data set read", "between processes", "weights read at the start"]
+    columns = ["update", "rows/s", "factors of a row", "factors written/s", "index written/s"]
+    columns += ["data set read/s", "between processes/s", "weights read at the start"]
     return _table(columns, rows)
 
 

@@ -1,7 +1,7 @@
 """A decode step that recomputes and applies every layer's patch, beside the model's own step and
 other ways to do the same.
 
-The models have random weights and the named shapes. One step gives every row one token after a
+The models are saved ones, or have random weights and the named shapes (`0.22B`). One step gives every row one token after a
 context of random tokens; the same step is timed again and again, without the choice of the token.
 All ways run in turns, on the same weights and tokens. In the order of the tables:
 
