@@ -1,8 +1,9 @@
 """A decode step that recomputes and applies every layer's patch, beside the model's own step and
 other ways to do the same.
 
-The models are saved ones, or have random weights and the named shapes (`0.22B`). One step gives every row one token after a
-context of random tokens; the same step is timed again and again, without the choice of the token.
+The models are saved ones, or have random weights and the named shapes (`0.22B`). One step gives
+every row one token after a context of random tokens; the same step is timed again and again,
+without the choice of the token.
 All ways run in turns, on the same weights and tokens. In the order of the tables:
 
 - `recompute and apply` is ours. `exact` is bit-identical to the model on batch-invariant functions

@@ -6,7 +6,7 @@ import math
 import sys
 from pathlib import Path
 
-from icl_patch.bench import BENCHMARKS
+from icl_patch.bench import BENCHMARKS, OF_A_MODEL
 from icl_patch.cli import common
 
 HELP = "time the kernels beside the code that they replace, and write the tables"
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="of generation: a folder or hub id, in place of random models",
+        help="of generation (in place of random models) and answer: a folder or hub id",
     )
     parser.add_argument(
         "--tables",
@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"expected a benchmark of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}"
         )
-    if options.model is not None and options.name != ["generation"]:
-        raise ValueError("expected --model with the benchmark generation alone")
+    if options.model is not None and not set() < {*options.name} <= {*OF_A_MODEL}:
+        raise ValueError(f"expected --model with {' or '.join(OF_A_MODEL)} alone")
     folder, names = options.out or default_folder(), options.name or BENCHMARKS
     if options.tables:
         files = []

@@ -26,7 +26,6 @@ from icl_patch.models.forward_override import (
     linear_forward,
     overridable,
     plain_linears,
-    what_runs,
 )
 from icl_patch.recording.attached_block import AttachedBlock
 from icl_patch.recording.attached_model import AttachedModel
@@ -61,7 +60,6 @@ class OnePass:
         # of a block that is its own mixture, the block
         mixtures = [block.mixture or block.module for block in blocks if block.experts is not None]
         self._invariant = InvariantModules(model, mixtures) if self.exact else None
-        self._runs = what_runs(model)
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """Within this context a step runs in its arithmetic: an exact one in the batch-invariant
@@ -73,11 +71,6 @@ class OnePass:
     def mode(self) -> DecodeMode:
         """Its name."""
         return DecodeMode.TWO_STREAM if self.streams is None else DecodeMode.SHARED_CACHE
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the model still runs what it ran when this was made."""
-        return self._runs == what_runs(self.attached.model)
 
     def step(self, step_inputs: StepInputs, batch: int) -> "DecodeStep":
         """A step of B rows that reads ``step_inputs``."""

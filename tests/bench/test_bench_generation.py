@@ -5,6 +5,7 @@ tables and pictures of it.
 import copy
 import functools
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import (
 
 from icl_patch.bench import costs
 from icl_patch.bench.baselines import materialised, plain
-from icl_patch.bench.cases import generation
+from icl_patch.bench.cases import answer, generation
 from icl_patch.bench.cases.generation import (
     APPLIED,
     COMPILED,
@@ -39,6 +40,7 @@ from icl_patch.bench.cases.models import RandomModel, SavedModel, twin
 from icl_patch.bench.harness import Case, Comparison
 from icl_patch.bench.results import Results, page
 from icl_patch.cli.main import main
+from icl_patch.evaluation import embedded
 from icl_patch.generation import graph_partition
 from icl_patch.generation.decode_state import DecodeMode
 from icl_patch.generation.decode_step import decode_one_token
@@ -365,4 +367,19 @@ def test_a_saved_model_takes_the_place_of_a_random_one(
         compared.check(name, compared.calls[name]())
     status = main(["bench", "linear", "--model", str(tmp_path / "own-model")])
     assert status == 2
-    assert "expected --model with the benchmark generation alone" in capsys.readouterr().err
+    assert "expected --model with generation or answer alone" in capsys.readouterr().err
+
+
+def test_a_whole_answer_has_the_tokens_of_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "chat-model"
+    shutil.copytree(embedded.MODEL_DIR, folder)
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    chosen = answer.cases(CPU, quick=False, model=str(folder))
+    assert [case.name for case in chosen] == ["chat-model float32", "chat-model bfloat16"]
+    assert answer.cases(CPU, quick=False) == []
+    compared = chosen[0].build()
+    for name in ("generate, exact", "generate, stable", "ask", "forward"):
+        assert compared.check(name, compared.calls[name]()) == 0
+    with pytest.raises(AssertionError, match="expected the model's own tokens"):
+        compared.check("ask", 1 - compared.calls["ask"]())

@@ -139,7 +139,10 @@ def test_unasked_replays_take_two_per_cent_of_the_time() -> None:
 def test_slower_steps_are_said_once_with_the_reason(
     update: str, time: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_model: object, _blocks: object, **_: object) -> None:
+    refused = []
+
+    def refuse(model: object, _blocks: object, **_: object) -> None:
+        refused.append(model)
         raise UnsupportedModelError("this model is planted")
 
     monkeypatch.setattr(one_pass, "SharedCacheStreams", refuse)
@@ -156,6 +159,7 @@ def test_slower_steps_are_said_once_with_the_reason(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             list(patcher.generate(IDS, **arguments))
+    assert len(refused) == 1  # a refusal is remembered, as a plan is
 
 
 def test_a_file_of_misread_blocks_is_refused(tmp_path: Path) -> None:

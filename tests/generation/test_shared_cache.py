@@ -130,9 +130,9 @@ def test_the_trial_notices_a_wrong_stream(
     model = shallow(family)
     before = Snapshot(model)
     with ContextPatcher(model, "stable") as patcher:
-        with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
-            patcher.plans.of(DecodeMode.SHARED_CACHE)
-        assert not patcher.plans._made
+        for _ in range(2):  # the second time it is remembered
+            with pytest.raises(UnsupportedModelError, match="replays of its steps are off by"):
+                patcher.plans.of(DecodeMode.SHARED_CACHE)
     before.check(model)
 
 
