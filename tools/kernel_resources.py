@@ -94,18 +94,18 @@ def cuda_kernels(console: Console) -> list[str]:
 @functools.cache
 def launches(capability: int) -> list[tuple[str, Any]]:
     """The Triton kernels' launches by name, in every configuration."""
-    from icl_patch.kernels.compilation import specialisations
+    from icl_patch.kernels import compilation
 
-    return list(specialisations.launches(capability))
+    return list(compilation.launches(capability))
 
 
 def compiled(job: tuple[int, int]) -> tuple[str, str | None, list[str]]:
     """The name of a launch, its problem and its row in the table, by capability and number."""
-    from icl_patch.kernels.compilation import aot
+    from icl_patch.kernels import compilation
 
     capability, number = job
     name, launch = launches(capability)[number]
-    found = aot.resources(launch, capability)
+    found = compilation.resources(launch, capability)
     numbers = (found.spill_stores, found.spill_loads, found.stack, found.shared, found.registers)
     row = [name, f"sm_{capability}", *map(str, numbers)]
     return f"{name} for sm_{capability}", found.problem(capability), row

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from icl_patch.bench.results import load_all
-from icl_patch.bench.summary import summary_markdown
 from icl_patch.evaluation.report import format_value, percent, support_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -261,7 +260,6 @@ TABLES: dict[str, dict[str, Callable[[], Any]]] = {
         "answers": whole_answers,
         "memory": memory,
     },
-    "docs/kernels.md": {"benchmarks": lambda: summary_markdown(RESULTS)},
 }
 
 

@@ -19,9 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     common.add_device(parser, "cpu")
     parser.add_argument(
-        "--threads", type=common.positive, metavar="N", help="of the CPU (default: torch's)"
-    )
-    parser.add_argument(
         "--quick", action="store_true", help="a few minutes: the most telling shapes, fewer rounds"
     )
     parser.add_argument(
@@ -50,15 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of the tables (default: $ICL_RESULTS, else bench/results)",
+        default=Path("icl-patch-bench"),
+        help="folder of the tables (default: icl-patch-bench)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, or write the tables again; 1 if a call failed."""
-    import torch
-
-    from icl_patch.bench.results import Results, default_folder, load_all, page, tables
+    from icl_patch.bench.results import Results, load_all, page, table
     from icl_patch.patch.atomic_file import write_atomically
 
     if unknown := [name for name in options.name if name not in BENCHMARKS]:
@@ -67,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.model is not None and not set() < {*options.name} <= {*OF_A_MODEL}:
         raise ValueError(f"expected --model with {' or '.join(OF_A_MODEL)} alone")
-    folder, names = options.out or default_folder(), options.name or BENCHMARKS
+    folder, names = options.out, options.name or BENCHMARKS
     if options.tables:
         files = []
         for data in (data for name in names for data in load_all(folder, name)):
@@ -75,8 +71,6 @@ def run(options: argparse.Namespace) -> int:
             write_atomically(files[-1], [page(data).encode()])
         common.print_result(options, {"files": files}, *files)
         return 0
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     passed, measured = True, {}
     for name in names:
         results = Results(name, options.device, folder)
@@ -87,9 +81,10 @@ def run(options: argparse.Namespace) -> int:
         for line, good in results.measure(chosen, rounds, options.fresh, options.seconds):
             print(f"{name}: {line}", file=sys.stderr, flush=True)
             passed = passed and good
-        measured[name] = data = results.to_dict()
+        measured[name] = results.data
         if not options.json:
-            common.print_result(options, {}, *tables(data), f"written to {results.path}")
+            lines = table(results.data["rows"])
+            common.print_result(options, {}, *lines, f"written to {results.path}")
     if options.json:
         common.print_result(options, measured)
     return 0 if passed else 1
