@@ -79,7 +79,7 @@ bits: $(RUN) ## record the bits of all results as hashes, into build/bits.json, 
 	$(RUN) tools/record_bits.py build/bits.json $(BITS)
 
 bits-compare: $(RUN) ## compare two records: OLD=before.json NEW=build/bits.json
-	$(RUN) tools/compare_bits.py "$(OLD)" "$(NEW)" $(BITS)
+	$(RUN) tools/compare_bits.py "$(OLD)" "$(NEW)"
 
 # Apart from the rest, as torchao: transformers imports it wherever it finds it.
 build/peft: | $(RUN)

@@ -90,8 +90,6 @@ def measure(
     found: Arrays = {"margin": _margin(target.logits)}
     for name, outcome in outcomes.items():
         found |= {f"{name}/{key}": value for key, value in errors(outcome, target).items()}
-    found["channels"] = _by_channel(outcomes["stable"], target)
-    found["size"] = target.blocks.square().mean(1).numpy()
     for name, computation in computations.items():
         found |= {f"{name}/{key}": value for key, value in conditions(computation).items()}
     return found
@@ -152,14 +150,6 @@ def _margin(logits: Tensor) -> np.ndarray:
     """How far the most likely token is ahead, relative to the largest logit: (T,)."""
     top = logits.float().topk(2, -1).values
     return ((top[:, 0] - top[:, 1]) / logits.float().abs().amax(-1)).numpy()
-
-
-def _by_channel(outcome: Outcome, target: Outcome) -> np.ndarray:
-    """The mean squared error of each block's output by channel, relative to the token's mean
-    square: (L, d).
-    """
-    off = (outcome.blocks - target.blocks).square()
-    return (off / target.blocks.square().sum(-1, keepdim=True)).mean(1).numpy()
 
 
 def conditions(computation: Computation) -> Arrays:
