@@ -316,7 +316,7 @@ def _compiled_step(
     """Our step over static buffers: compiled, as a CUDA graph, or both."""
     state = _state(patcher, ids, mode, reserve=False)
     token = ids[:, -1].clone()
-    use_compiled_step(patcher.plans, state, options, return_context_logits=False)
+    use_compiled_step(patcher.plans, state, options)
     inputs = state.inputs
     step = Step(lambda: decode_one_token(state, token).logits, inputs.rewind, inputs.cache)
     started = time.perf_counter()
