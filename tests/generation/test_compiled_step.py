@@ -276,15 +276,6 @@ def test_a_model_with_hooks_is_not_compiled(traces: list[Any]) -> None:
     assert len(traces) == 1
 
 
-def test_another_setting_makes_another_step(traces: list[Any]) -> None:
-    model = llama()
-    with ContextPatcher(model, "stable") as patcher:
-        for _ in range(2):
-            model.model.layers[0].self_attn.scaling *= 3
-            same(patcher, steps_of(patcher, compile=True), steps_of(patcher))
-    assert len(traces) == 2
-
-
 def test_a_step_that_looks_at_its_numbers() -> None:
     """What it found while it was traced would be there for good."""
     looks: list[Callable[[Tensor], float]] = [
@@ -390,21 +381,6 @@ def test_in_inference_mode() -> None:
         with torch.inference_mode():
             same(patcher, steps_of(patcher, compile=True), steps_of(patcher))
         same(patcher, steps_of(patcher, compile=True), steps_of(patcher))
-
-
-def test_as_a_decoding_method(traces: list[Any]) -> None:
-    model = shallow("gemma3")
-    arguments: dict = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(IDS, **arguments)
-    with ContextPatcher(model, "stable") as patcher:
-        for _ in range(2):
-            assert torch.equal(
-                model.generate(
-                    IDS, custom_generate=patcher.decoding_method(compile=True), **arguments
-                ),
-                expected,
-            )
-    assert len(traces) == 1
 
 
 def test_a_graph_belongs_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
