@@ -93,7 +93,8 @@ def _generate(
             **arguments,
         )
     mode, token_ids = "", []
-    with common.progress_bar("generating") if options.json else nullcontext() as progress:
+    bar: Any = common.progress_bar("generating") if options.json else nullcontext()
+    with bar as progress:
         for step in coming:
             mode = step.mode
             token_ids.append(int(step.token_ids[0]))

@@ -86,7 +86,9 @@ def in_regions(
     # The nodes get names by their operators and places, so that equal regions have equal texts.
     split = split_module(module, module, region.__getitem__, keep_original_input_name=False)
     kinds: dict[str, _Kind] = {}
-    for name, part in list(split.named_children()):
+    for call in split.graph.find_nodes(op="call_module"):
+        name = str(call.target)
+        part = getattr(split, name)
         given = part.graph.find_nodes(op="placeholder")
         like = [x.meta["like"] for x in given]
         # The compiler relies on which inputs are one memory.
@@ -96,7 +98,7 @@ def in_regions(
         delattr(split, name)
         setattr(split, name, kinds.setdefault(kind, _Kind(part, eager_rounding)))
     # a module looks for its tensors in its own dictionary first
-    vars(split).update(split._parameters | split._buffers)
+    vars(split).update({**split._parameters, **split._buffers})
     return split
 
 

@@ -25,7 +25,7 @@ from icl_patch.cli import common, generate
 from icl_patch.cli import main as cli
 from icl_patch.evaluation import figures, report
 from icl_patch.evaluation.verify import verify
-from icl_patch.generation.loop import LOGITS, MODES
+from icl_patch.generation.loop import MODES
 from icl_patch.ops import native
 from icl_patch.patch.serialization import UPDATES
 
@@ -302,7 +302,7 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
 def test_options_offer_what_the_package_takes() -> None:
     """The command line lists them without importing torch."""
     assert common.UPDATES == UPDATES
-    assert (generate.LOGITS, generate.MODES) == (LOGITS, MODES)
+    assert generate.MODES == MODES
 
 
 def test_the_module_runs_as_a_command() -> None:
