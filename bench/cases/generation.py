@@ -248,7 +248,7 @@ def _compiled_step(
 ) -> Step:
     """Our step over static buffers: compiled, as a CUDA graph, or both."""
     state, token = _state(patcher, ids, mode, reserve=False), ids[:, -1].clone()
-    use_compiled_step(patcher.plans, state, options, return_context_logits=False)
+    use_compiled_step(patcher.plans, state, options)
     step = repeatable(lambda: decode_one_token(state, token).logits, state.inputs.rewind)
     for _ in range(_WARM_UP):
         step()

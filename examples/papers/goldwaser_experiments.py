@@ -21,7 +21,7 @@ from icl_patch.evaluation.baseline import baseline, over_columns
 from icl_patch.evaluation.loading import MARS_PROMPT, encode_inputs, load_model
 from icl_patch.evaluation.verify import VerifiedToken
 from icl_patch.patch.serialization import UPDATES
-from icl_patch.recording.replay import prefix_cache, run_kept
+from icl_patch.recording.passes import prefix_cache, run_kept
 from icl_patch.recording.sequences import absorb_all_but_last
 
 # Contexts for models that follow instructions, that of the paper's Figure 3 first.

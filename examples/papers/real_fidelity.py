@@ -16,10 +16,9 @@ from icl_patch import ContextPatcher, metrics
 from icl_patch.models import kv_cache
 from icl_patch.patch.serialization import UPDATES
 from icl_patch.recording import forward_passes
-from icl_patch.recording.activation_capture import observe
 from icl_patch.recording.attached_block import BlockActivations
 from icl_patch.recording.attached_model import AttachedModel
-from icl_patch.recording.compute import Computation
+from icl_patch.recording.passes import Computation, observe
 from icl_patch.recording.sequences import Sequences, assemble
 
 KEPT = "stable, first token kept"
