@@ -129,11 +129,14 @@ def named_faults(entries: list[dict[str, str]]) -> Iterator[Fault]:
 
 def plausible(old: str, new: str) -> bool:
     """Whether a changed line is more than a way to stop the program at once: no imported or defined
-    name is gone, no word is cut in two, no ``break`` stands outside a loop.
+    name is gone, no word is cut in two, no ``break`` stands outside a loop. And whether it changes
+    more than arguments for readers, or for mistakes in this code.
     """
+    seen, now = (re.sub(r"\b(help|metavar|strict)=.*", "", text) for text in (old, new))
     words = set(re.findall(r"[^\W\d]\w*", new)) - set(re.findall(r"[^\W\d]\w*", old))
     return (
-        words <= {"and", "or", "not", "if", "True", "False", "None", "pass"}
+        seen != now
+        and words <= {"and", "or", "not", "if", "True", "False", "None", "pass"}
         and "\n" not in new.rstrip("\n")
         and not re.match(r"\s*(from|import|def|class|@|#|struct|namespace|template)", old)
     )

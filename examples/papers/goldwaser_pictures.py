@@ -252,7 +252,7 @@ def _held(numbers: dict[str, Any]) -> Figure:
         plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.75, label=f"{update}, bf16")
         for update, color in COLOURS.items()
     ]
-    handles.append(plt.Line2D([], [], color="black", label="median"))
+    handles.append(plt.Line2D([], [], color="black", label="median; the middle half; all"))
     handles.append(_paper_handle())
     figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
     return figure
