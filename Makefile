@@ -7,7 +7,7 @@ RESULTS := $(or $(ICL_RESULTS),bench/results)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help demo test oldest stress ranks splits real-model real discussion mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm ray gpu gpu-full tune docs wheels lint format train clean
+.PHONY: FORCE help demo test oldest stress ranks splits real-model real discussion mutants kernels bits bits-compare bench bench-compare sweep figures papers static vllm ray gpu gpu-full tune profile docs wheels lint format train clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -87,6 +87,7 @@ build/peft: | $(RUN)
 
 bench: $(RUN) build/peft ## time the kernels beside the code that they replace, on the CPU, in less than ten minutes; tables in bench/results
 	PYTHONPATH=build/peft $(RUN) -m icl_patch bench --quick --fresh --out "$(RESULTS)"
+	@if $(RUN) -c 'import pytest_benchmark' 2>/dev/null; then $(RUN) -m pytest tests/bench/benchmarks.py --benchmark-json=build/pytest-benchmark.json; else echo "bench: no pytest-benchmark"; fi
 
 bench-compare: $(RUN) ## time the decode steps of two commits in turn: OLD=main NEW=HEAD COMPARE="--pairs 15 --modes plain compiled"
 	$(RUN) tools/bench_compare.py "$(OLD)" "$(NEW)" $(COMPARE)
@@ -141,6 +142,9 @@ gpu-full: $(RUN) ## there, the whole grid of benchmarks; resumes a stopped run
 
 tune: $(RUN) ## there, choose the Triton kernels' configurations for the GPU and write its data file; TUNE=--quick takes minutes
 	$(RUN) -m icl_patch tune --device cuda --out triton_kernels/configs $(TUNE)
+
+profile: $(RUN) ## profile the products and a decode step with Nsight Compute and torch.profiler; a page in docs/profiles
+	$(RUN) tools/profiles.py
 
 # Apart from the rest, as torchao.
 build/sphinx: pyproject.toml | $(RUN)

@@ -100,9 +100,7 @@ part_D() {
 part_E() {
     step sanitizer 200 sh tools/sanitize.sh
     step triton-memcheck 150 sh tools/sanitize.sh "memcheck" tests/gpu/test_kernels_gpu.py "$triton_tests"
-    # the clocks are left as they are: the machine may be shared
-    command -v ncu >/dev/null && step profile 230 ncu --clock-control none --kernel-name regex:_linear_kernel --launch-count 40 --kill yes \
-        --section SpeedOfLight --section Occupancy --section WarpStateStats $run -m icl_patch bench linear --device cuda --quick --out "$results/ncu"
+    step profile 230 $run tools/profiles.py "$results"
 }
 part_F() {
     mkdir -p "$results/configs"
